@@ -41,25 +41,27 @@ def write_adapters(directory: pathlib.Path) -> None:
             adapted.merge_and_unload().save_pretrained(directory / name / "merged")
 
 
-def write_model(name: str, model: models.Model, directory: pathlib.Path) -> None:
-    """Writes a model with random values to `directory/name`."""
-    torch.manual_seed(zlib.crc32(name.encode()))
-    made_of = getattr(transformers, model.architecture)
-    made = made_of(made_of.config_class(**model.config)).eval()
-    if model.dtype != "float32":
-        made = made.to(getattr(torch, model.dtype))
-    with torch.no_grad():
-        # Norms and biases are constants at first.
-        for values in made.state_dict().values():
-            values.normal_(std=0.3)
-    made.save_pretrained(directory / name)
-    if name in ("llama3", "qwen3_moe"):
-        made.set_experts_implementation("eager")
+def write_models(directory: pathlib.Path) -> None:
+    """Writes models with random values, and the logits of some language models."""
+    every = models.MODELS | models.QUANTIZED | models.SEEING
+    for name, model in every.items():
+        torch.manual_seed(zlib.crc32(name.encode()))
+        made_of = getattr(transformers, model.architecture)
+        made = made_of(made_of.config_class(**model.config)).eval()
+        if model.dtype != "float32":
+            made = made.to(getattr(torch, model.dtype))
         with torch.no_grad():
-            logits = made(torch.tensor(models.TOKENS)).logits
-        np.save(directory / f"{name}.npy", logits.numpy())
-    if model.quantized:
-        quantize(directory / name, model.quantized)
+            # Norms and biases are constants at first.
+            for values in made.state_dict().values():
+                values.normal_(std=0.3)
+        made.save_pretrained(directory / name)
+        if name in ("llama3", "qwen3_moe"):
+            made.set_experts_implementation("eager")
+            with torch.no_grad():
+                logits = made(torch.tensor(models.TOKENS)).logits
+            np.save(directory / f"{name}.npy", logits.numpy())
+        if model.quantized:
+            quantize(directory / name, model.quantized)
 
 
 def quantize(directory: pathlib.Path, how: str) -> None:
@@ -101,13 +103,6 @@ def read(directory: pathlib.Path) -> dict[str, torch.Tensor]:
     )
     assert not any(info.values()), (directory, info)
     return model.state_dict()
-
-
-def write_models(directory: pathlib.Path) -> None:
-    """Writes all small models as Transformers does, with logits of language models."""
-    every = models.MODELS | models.QUANTIZED | models.SEEING
-    for name, model in every.items():
-        write_model(name, model, directory)
 
 
 def compare_models(before: pathlib.Path, after: pathlib.Path) -> None:

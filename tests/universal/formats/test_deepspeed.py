@@ -28,7 +28,6 @@ SAMPLES = (
     *("zero1_tp4", "zero3_tp2_dp2"),
 )
 REPLICATED = "tp_replicated_parameter_patterns"
-AVERAGED = "parameter_to_average_patterns"
 HALVES = "parameter_with_2_sub_params_cat_dim_0"
 PARTS = "parameter_with_sub_params"
 ROWS = "parameter_with_row_parallelism_patterns"
@@ -162,7 +161,8 @@ def test_descriptions_that_do_not_fit_are_refused(info, match):
 
 
 def test_ranks_that_differ_are_refused():
-    saved, checkpoint = checkpoint_of({"w": ROWS_OF_RANKS}, {AVERAGED: ["w"]})
+    info = {"parameter_to_average_patterns": ["w"]}
+    saved, checkpoint = checkpoint_of({"w": ROWS_OF_RANKS}, info)
     checkpoint = dataclasses.replace(checkpoint, tensors=saved[:3])
     with pytest.raises(FormatError, match=r"1 of 2 ranks have w \(first_moment\)"):
         deepspeed_rules.layout(checkpoint)
@@ -212,6 +212,7 @@ def test_a_parameter_that_layers_share_is_one_of_its_optimizer(tmp_path):
 
 FLAT_TENSOR = torch_files.tensor(shape=(4,), strides=(1,))
 MOMENTUM = {"momentum_buffer": FLAT_TENSOR}
+OF_MUON = {"ds_config": {"optimizer": {"type": "Muon"}}}
 GROUPS = {"state": {0: MOMENTUM}, "param_groups": [{}]}
 
 
@@ -232,9 +233,6 @@ def by_hand(
         path = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         torch_files.write(path, {"optimizer_state_dict": optimizer, **dict(more)})
     return opening.open_checkpoint(folder)
-
-
-OF_MUON = {"ds_config": {"optimizer": {"type": "Muon"}}}
 
 
 @pytest.mark.parametrize(

@@ -37,12 +37,8 @@ def names(tree):
     }
 
 
-def save_ocdbt(path, tree):
-    v0.PyTreeCheckpointer().save(path, tree)
-
-
-def save_zarr(path, tree):
-    v0.PyTreeCheckpointer(use_ocdbt=False).save(path, tree)
+save_ocdbt = v0.PyTreeCheckpointer().save
+save_zarr = v0.PyTreeCheckpointer(use_ocdbt=False).save
 
 
 @pytest.mark.parametrize("save", [v1.save, save_ocdbt, save_zarr])

@@ -38,10 +38,8 @@ from torch import nn
 from tests.universal.formats import known_values as kv
 
 STEPS = 2
-NORMS = [r".*norm1\.weight", r".*dense\.bias"]
 GATE_UP = r".*gate_up\.weight"
 ROWS = [r".*dense\.weight", r".*down\.weight"]
-THRESHOLD = "stage3_param_persistence_threshold"
 
 
 class Words(nn.Module):
@@ -127,17 +125,15 @@ def loss(output, target):
 
 
 def pipeline(topology, tp):
+    words = {"tied_weight_attr": ["words.weight"]}
     layers = [
-        TiedLayerSpec("embed", Words, tp, tied_weight_attr=["words.weight"]),
+        TiedLayerSpec("embed", Words, tp, **words),
         *[LayerSpec(Layer, kv.BLOCK, tp) for _ in range(kv.BLOCKS)],
         LayerSpec(Layer, kv.FINAL),
-        TiedLayerSpec(
-            "embed", Words, tp, forward_fn=logits, tied_weight_attr=["words.weight"]
-        ),
+        TiedLayerSpec("embed", Words, tp, forward_fn=logits, **words),
     ]
-    return PipelineModule(
-        layers, topology=topology, loss_fn=loss, partition_method="parameters"
-    )
+    options = {"loss_fn": loss, "partition_method": "parameters"}
+    return PipelineModule(layers, topology=topology, **options)
 
 
 def groups(model, ep):
@@ -154,7 +150,8 @@ def groups(model, ep):
 
 def config(sizes, is_muon):
     # By default, ZeRO-3 leaves small parameters whole.
-    whole = {} if torch.distributed.get_world_size() == 2 else {THRESHOLD: 0}
+    is_small = torch.distributed.get_world_size() == 2
+    whole = {} if is_small else {"stage3_param_persistence_threshold": 0}
     optimizer = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}
     if is_muon:
         # Matrices have Muon, the rest Adam.
@@ -242,7 +239,8 @@ def universal_info(sizes):
     (rows, columns), tp = kv.BLOCK["qkv.weight"], sizes["tp"]
     shards = affine.contiguous_split_map((rows, columns), [rows // tp] * tp, 0)
     joined = {"shape": ((kv.FF, kv.FF), kv.EMBED), "partition_dim": 0}
-    tied, shared = [], [r"final\..*"]
+    tied, norms = [], [r".*norm1\.weight", r".*dense\.bias"]
+    shared = [r"final\..*"]
     if sizes["pp"] > 1:
         tied = [r"tied_modules\.embed\.words.*"]
         shared = [r"\d+\.norm\.weight", r"\d+\.odd\.bias"]
@@ -255,7 +253,7 @@ def universal_info(sizes):
         "vocabulary_parameter_patterns": [r".*words\.weight"],
         "original_vocab_size": kv.VOCAB,
         "pipeline_replicated_parameter_patterns": tied,
-        "tp_replicated_parameter_patterns": [*NORMS, *shared],
+        "tp_replicated_parameter_patterns": [*norms, *shared],
         "parameter_to_average_patterns": [r".*norm2\.weight"],
         "parameter_with_row_parallelism_patterns": ROWS,
         "parameter_with_2_sub_params_cat_dim_0": [],
