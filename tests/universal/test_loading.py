@@ -40,10 +40,6 @@ def test_a_float_of_8_bits_keeps_its_dtype_without_its_scales(tmp_path):
     assert bits(loaded) == bits({"w": weight.T})
 
 
-def checkpoint_of(saved):
-    return Checkpoint(format="some format", tensors=saved)
-
-
 @pytest.mark.parametrize("kinds", [("parameter",), ("parameter", "master", "step")])
 def test_without_a_layout_whole_tensors_keep_their_names_after_their_kinds(kinds):
     names = ("a/b.0.w", "a/c.1.w", "a/c.02.w", "scale")
@@ -52,7 +48,7 @@ def test_without_a_layout_whole_tensors_keep_their_names_after_their_kinds(kinds
         values = relayout.numbered(2, 3, start=number)
         tensors.append(relayout.saved(name, values, kind))
         expected[f"{kind}/{name}" if len(kinds) > 1 else name] = values
-    layout = shipped.default_layout(checkpoint_of(tensors))
+    layout = shipped.default_layout(Checkpoint(format="any", tensors=tensors))
     relayout.assert_same(relayout.relayout(layout, tensors), expected)
 
 
@@ -60,7 +56,7 @@ def test_shards_of_ranks_need_a_layout():
     shards = [relayout.saved("w", relayout.numbered(2), tp=rank) for rank in (0, 1)]
     for saved, problem in ((shards, "has shards of ranks"), ([], "has no tensors")):
         with pytest.raises(LayoutError, match=f"some format {problem}"):
-            shipped.default_layout(checkpoint_of(saved))
+            shipped.default_layout(Checkpoint(format="some format", tensors=saved))
 
 
 @hypothesis.given(NAMES, st.data())

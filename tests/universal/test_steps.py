@@ -36,18 +36,20 @@ EXPECTED = STACKED.reshape(4, 3, 2, 4).swapaxes(2, 3).reshape(4, 3, 8)
 
 
 @pytest.fixture
-def make(tmp_path):
-    """Opens a checkpointer, with the fields of the last event of each name."""
-    with contextlib.ExitStack() as stack:
+def last():
+    """The fields of the last event of each name."""
+    return {}
 
-        def make(every=1):
-            last = {}
-            tiers = Local(tmp_path / "ram"), Persistent(tmp_path / "steps", every=every)
-            emit = lambda name, **fields: last.update({name: fields})  # noqa: E731
-            opened = frontend.Checkpointer(tiers, run="run", emit=emit)
-            return stack.enter_context(contextlib.closing(opened)), last
 
-        yield make
+@pytest.fixture
+def checkpointer(tmp_path, last):
+    """Has steps in RAM, and each third in storage."""
+    tiers = Local(tmp_path / "ram"), Persistent(tmp_path / "steps", every=3)
+    emit = lambda name, **fields: last.update({name: fields})  # noqa: E731
+    with contextlib.closing(
+        frontend.Checkpointer(tiers, run="run", emit=emit)
+    ) as opened:
+        yield opened
 
 
 def save(checkpointer, step=3, **parts):
@@ -75,8 +77,7 @@ def flip(tmp_path, step):
     chunk.write_bytes(content)
 
 
-def test_a_step_is_loaded_into_scanned_layers_beside_its_other_parts(make):
-    checkpointer, _ = make()
+def test_a_step_is_loaded_into_scanned_layers_beside_its_other_parts(checkpointer):
     save(checkpointer, ema={"x": jnp.ones(2)}, counter=Counter(5))
     counter = Counter(0)
     loaded = load_scanned(checkpointer, None, ema={"x": jnp.zeros(2)}, counter=counter)
@@ -87,8 +88,7 @@ def test_a_step_is_loaded_into_scanned_layers_beside_its_other_parts(make):
     load_scanned(checkpointer)
 
 
-def test_an_error_of_a_layout_loads_nothing(make):
-    checkpointer, _ = make()
+def test_an_error_of_a_layout_loads_nothing(checkpointer):
     save(checkpointer, counter=Counter(5))
     wanted = {"state": {"stack": SCANNED["layers"]}, "counter": Counter(0)}
     require = {"config/kind": "llama"}
@@ -99,17 +99,17 @@ def test_an_error_of_a_layout_loads_nothing(make):
     assert wanted["counter"].count == 0
 
 
-def test_a_step_of_orbax_alone_is_read_through_a_layout(make, tmp_path):
+def test_a_step_of_orbax_alone_is_read_through_a_layout(checkpointer, tmp_path):
     state = jax.tree.map(jnp.asarray, STATE)
     with ocp.training.Checkpointer(tmp_path / "steps") as orbax:
         orbax.save_checkpointables(3, {"state": state, "ema": {"x": jnp.ones(2)}})
-    checkpointer, _ = make()
     loaded = load_scanned(checkpointer, ema={"x": jnp.zeros(2)})
     assert np.asarray(loaded["ema"]["x"]).tolist() == [1, 1]
 
 
-def test_a_bad_box_in_ram_is_replaced_from_storage_and_repaired(make, tmp_path):
-    checkpointer, last = make()
+def test_a_bad_box_in_ram_is_replaced_from_storage_and_repaired(
+    checkpointer, last, tmp_path
+):
     save(checkpointer)
     flip(tmp_path, 3)
     load_scanned(checkpointer)
@@ -120,8 +120,9 @@ def test_a_bad_box_in_ram_is_replaced_from_storage_and_repaired(make, tmp_path):
     assert last["restored_from"]["bad_copies"] == 0
 
 
-def test_a_bad_box_without_a_good_copy_leads_to_the_step_before(make, tmp_path):
-    checkpointer, last = make(every=3)
+def test_a_bad_box_without_a_good_copy_leads_to_the_step_before(
+    checkpointer, last, tmp_path
+):
     save(checkpointer)
     save(checkpointer, 4)
     # The step is in RAM alone.

@@ -119,8 +119,7 @@ def logits(module, hidden):
     return hidden @ module.words.weight.T
 
 
-def loss(output, target):
-    del target
+def loss(output, _):
     return output.float().square().mean()
 
 
