@@ -46,9 +46,8 @@ def checkpointer(tmp_path, last):
     """Has steps in RAM, and each third in storage."""
     tiers = Local(tmp_path / "ram"), Persistent(tmp_path / "steps", every=3)
     emit = lambda name, **fields: last.update({name: fields})  # noqa: E731
-    with contextlib.closing(
-        frontend.Checkpointer(tiers, run="run", emit=emit)
-    ) as opened:
+    opened = frontend.Checkpointer(tiers, run="run", emit=emit)
+    with contextlib.closing(opened):
         yield opened
 
 
