@@ -180,18 +180,14 @@ def test_what_is_no_product_of_two_matrices_is_refused(tmp_path, config, tensors
         Conversion(Job(source=str(path), target=str(tmp_path / "made")))
 
 
-def test_a_base_is_beside_its_adapter_or_at_an_absolute_path(tmp_path, monkeypatch):
+def test_a_base_is_beside_its_adapter_or_absolute_or_an_error(tmp_path, monkeypatch):
     path = write(tmp_path, PAIRS, {}, base=model())
     monkeypatch.chdir(path)
     for base in ("../base", tmp_path / "base", "../base/model.safetensors", "../base/"):
         write(tmp_path, PAIRS, {"base_model_name_or_path": str(base)})
         for opened in map(opening.open_checkpoint, (path, ".")):
             assert {each.name for each in opened.tensors} == {*model(), *PAIRS}
-
-
-@pytest.mark.parametrize("base", [None, "../nowhere", "gs://bucket/base", "."])
-def test_a_base_that_is_not_here_is_one_error(tmp_path, base):
-    path = write(tmp_path, PAIRS, {"base_model_name_or_path": base}, base=model())
-    with pytest.raises(FormatError, match="adapter") as caught:
-        opening.open_checkpoint(path)
-    assert str(path / "adapter_config.json") in str(caught.value)
+    for base in (None, "../nowhere", "gs://bucket/base", "."):
+        write(tmp_path, PAIRS, {"base_model_name_or_path": base})
+        with pytest.raises(FormatError, match=str(path / "adapter_config.json")):
+            opening.open_checkpoint(path)

@@ -18,9 +18,9 @@ from tests.universal.rules.relayout import numbered
 TENSOR = torch_files.tensor()
 
 
-def write(path, fields, values=bytes(16)):
+def write(path, fields):
     header = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + values)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
     return path
 
 
