@@ -226,7 +226,7 @@ FAULTS: tuple[Fault, ...] = (
         "elastic_ckpt/universal/formats/checkpoint.py",
         "    if crc != expected:",
         "    if crc < 0:",
-        ("tests/universal/formats/test_dcp.py",),
+        ("tests/universal/formats/test_attacks.py",),
     ),
     Fault(
         "a flat range loses a row that begins where it does",
