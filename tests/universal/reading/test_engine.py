@@ -25,10 +25,10 @@ from elastic_ckpt.universal.formats.files import FormatError
 from elastic_ckpt.universal.moves import Derived, Fill, Operand
 from elastic_ckpt.universal.reading import sources
 from elastic_ckpt.universal.reading.sources import Limits, Sources
-from tests.universal import random_layouts
 from tests.universal.reading.files import (
     Files,
     cut,
+    layouts,
     move,
     read_all,
     read_units,
@@ -50,20 +50,6 @@ def drawn(*shape, dtype=F32, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
-def written(layout, directory):
-    """The tensors of a layout, in files of a directory."""
-    for name, content in layout.files.items():
-        (directory / name).write_bytes(content)
-
-    def placed(fragment):
-        return dataclasses.replace(fragment, file=str(directory / fragment.file))
-
-    return [
-        dataclasses.replace(each, fragments=tuple(map(placed, each.fragments)))
-        for each in layout.tensors
-    ]
-
-
 def operand(number, *dims, blocks=None, viewed_as=None):
     blocks = (1,) * len(dims) if blocks is None else blocks
     return Operand(number, dims, blocks, viewed_as)
@@ -76,19 +62,26 @@ def derived_of(how, operands, like, **options):
     )
 
 
-def with_replicas(draw, layout):
+def with_replicas(draw, tensors, moves):
     """Some moves from tensors that are compared with replicas of themselves."""
-    derived, moves = [], []
-    for each in layout.moves:
+    derived, made = [], []
+    for each in moves:
         if draw(st.booleans()):
-            tensor = layout.tensors[each.source]
+            tensor = tensors[each.source]
             same = operand(each.source, *range(len(tensor.shape)))
             replicas = (same,) * draw(st.integers(1, 3))
-            number = len(layout.tensors) + len(derived)
+            number = len(tensors) + len(derived)
             derived.append(derived_of("equal", replicas, tensor))
             each = dataclasses.replace(each, source=number)
-        moves.append(each)
-    return moves, derived
+        made.append(each)
+    return made, derived
+
+
+def targets_like(values):
+    return [
+        target_of(*each.shape, dtype=each.dtype, name=name)
+        for name, each in values.items()
+    ]
 
 
 @st.composite
@@ -110,13 +103,11 @@ def units(draw, targets):
 small = st.sampled_from([1, 10, 64, 2**40])
 
 
-@given(data=st.data(), layout=random_layouts.layouts(("float32", "uint16", "int8")))
-def test_every_needed_box_gets_the_values_of_its_sources(
-    tmp_path_factory, data, layout
-):
-    tensors = written(layout, tmp_path_factory.mktemp("files"))
-    moves, derived = with_replicas(data.draw, layout)
-    targets = layout.target_tensors()
+@given(data=st.data())
+def test_every_needed_box_gets_the_values_of_its_sources(tmp_path_factory, data):
+    tensors, moves, expected = data.draw(layouts(tmp_path_factory.mktemp("files")))
+    moves, derived = with_replicas(data.draw, tensors, moves)
+    targets = targets_like(expected)
     needed = data.draw(units(targets))
     gap_bytes = data.draw(st.sampled_from([0, 4, 30, 2**40]))
     limits = Limits(gap_bytes, data.draw(small), 0)
@@ -132,7 +123,7 @@ def test_every_needed_box_gets_the_values_of_its_sources(
     assert [(t, box) for t, box, _ in read] == [(t, b) for t, bs in needed for b in bs]
     for target, box, values in read:
         place = tuple(map(slice, box.start, box.stop))
-        assert values.tobytes() == layout.targets[target.name][place].tobytes()
+        assert values.tobytes() == expected[target.name][place].tobytes()
     if gap_bytes == 0 and not derived:
         # Each needed byte is read once, and no other.
         num_bytes = sum(values.nbytes for *_, values in read)
@@ -140,16 +131,17 @@ def test_every_needed_box_gets_the_values_of_its_sources(
 
 
 @settings(max_examples=10)
-@given(data=st.data(), layout=random_layouts.layouts())
-def test_a_target_that_lacks_a_move_or_has_one_twice_is_refused(data, layout):
-    chosen = data.draw(st.sampled_from(layout.moves))
-    targets = layout.target_tensors()
-    kept = [each for each in layout.moves if each is not chosen]
+@given(data=st.data())
+def test_a_target_that_lacks_a_move_or_has_one_twice_is_refused(tmp_path_factory, data):
+    tensors, made, values = data.draw(layouts(tmp_path_factory.mktemp("files")))
+    chosen = data.draw(st.sampled_from(made))
+    targets = targets_like(values)
+    kept = [each for each in made if each is not chosen]
     for moves, problem in ((kept, "nothing"), ([*kept, chosen, chosen], "two sources")):
         with pytest.raises(
             errors.CheckpointError, match=f"{chosen.target}.*filled by {problem}"
         ):
-            read_all(layout.tensors, moves, targets)
+            read_all(tensors, moves, targets)
 
 
 def test_a_fill_is_a_value_of_its_target(files):
