@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from elastic_ckpt.core import boxes
 from elastic_ckpt.universal.factors import boxes_of_range, row_major
 from elastic_ckpt.universal.formats import checkpoint as stored
-from elastic_ckpt.universal.formats.checkpoint import Checkpoint
 from elastic_ckpt.universal.moves import Matched, Move, Side, TargetTensor
 from elastic_ckpt.universal.reading.engine import Reader
 from elastic_ckpt.universal.rules import matching
@@ -148,17 +147,20 @@ def target_of(*shape, dtype="float32", name="w"):
     return TargetTensor(name=name, dtype=np.dtype(dtype), shape=shape)
 
 
+def matched_of(moves, targets, *, derived=(), fills=()):
+    """Moves to targets by name."""
+    return Matched(moves=moves, derived=derived, fills=fills, targets=targets, rules=[])
+
+
 def reader_of(
     tensors, moves, targets, *, derived=(), fills=(), checksums=None, **options
 ):
     """A reader of targets."""
-    checkpoint = Checkpoint(format="test", tensors=tensors)
+    checkpoint = stored.Checkpoint(format="test", tensors=tensors)
     if checksums is not None:
         checkpoint = dataclasses.replace(checkpoint, checksums=checksums)
     named = {each.name: each for each in targets}
-    matched = Matched(
-        moves=moves, derived=derived, fills=fills, targets=named, rules=[]
-    )
+    matched = matched_of(moves, named, derived=derived, fills=fills)
     return Reader(checkpoint, matched, named, **options)
 
 
