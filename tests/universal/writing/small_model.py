@@ -5,9 +5,10 @@ import pathlib
 import numpy as np
 
 from elastic_ckpt.cli import main
+from elastic_ckpt.universal.rules.layout import Layout
 from tests.universal import safetensors_files
+from tests.universal.rules.relayout import relayout
 
-KV, Q, D = 2, 4, 8
 LAYOUT = """
 version: 1
 sizes: {kv: 2, q: 4, k: 1, v: 1, d: 8}
@@ -32,7 +33,7 @@ def tensors(num_layers, embed):
     """The tensors of a model by name, float32."""
     shapes = {"embedding.weight": (3 * embed + 7, embed)}
     for layer in range(num_layers):
-        shapes[f"layers.{layer}.qkv.weight"] = KV * (Q + 2) * D, embed
+        shapes[f"layers.{layer}.qkv.weight"] = 2 * (4 + 2) * 8, embed
         shapes[f"layers.{layer}.up.weight"] = 4 * embed, embed
         shapes[f"layers.{layer}.norm.weight"] = (embed,)
     numbers = np.random.default_rng(num_layers)
@@ -44,23 +45,7 @@ def tensors(num_layers, embed):
 
 def expected(given):
     """The tensors that `LAYOUT` makes of a model's, by path."""
-
-    def stacked(name):
-        return np.stack(
-            [given[each] for each in given if each.endswith(f".{name}.weight")]
-        )
-
-    qkv = stacked("qkv")
-    qkv = qkv.reshape(len(qkv), KV, Q + 2, D, -1).transpose(4, 0, 1, 2, 3)
-    made = {
-        "params/embedding": np.pad(given["embedding.weight"], ((0, 1), (0, 0))),
-        "params/layers/norm": stacked("norm"),
-        "params/layers/up": stacked("up").transpose(0, 2, 1),
-    }
-    for number, name in enumerate(("query", "key", "value")):
-        heads = np.split(qkv, [Q, Q + 1], axis=3)[number]
-        made[f"params/layers/{name}"] = heads.reshape(*heads.shape[:2], -1, D)
-    return made
+    return relayout(Layout.parse(LAYOUT), given)
 
 
 def write(directory, given):

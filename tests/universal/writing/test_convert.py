@@ -4,28 +4,35 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
+import tempfile
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 from etils import epath
 from flax import traverse_util
+from hypothesis import given
+from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors, process, storage
 from elastic_ckpt.tiers.persistent import claims
+from elastic_ckpt.universal.formats import safetensors
 from elastic_ckpt.universal.rules.layout import Layout, LayoutError
 from elastic_ckpt.universal.writing import convert
 from elastic_ckpt.universal.writing.safetensors_files import SafetensorsFiles
 from tests import runs, seams
 from tests.maxtext import small_models
+from tests.universal import safetensors_files
 from tests.universal.safetensors_files import bits, read
 from tests.universal.writing import small_model
 from tests.universal.writing.small_model import converted, refusal
@@ -45,9 +52,9 @@ def source(tmp_path, monkeypatch):
     return tensors
 
 
-def job(path, target="steps/0", *, source="source", **options):
-    rules = str(path / "layout.yml")
+def job(path, target="steps/0", *, source="source", rules="layout.yml", **options):
     source, target = str(path / source), str(path / target)
+    rules = rules and str(path / rules)
     return convert.Job(source=source, target=target, rules=rules, **options)
 
 
@@ -348,3 +355,77 @@ def test_raw_formats_are_converted_without_jax_orbax_and_tensorstore(tmp_path):
     names = set(imported.decode().split())
     assert not {"jax", "orbax", "tensorstore", "fsspec"} & names
     assert "numpy" in names
+
+
+# Any tensors.
+
+FILE = {"source": "source.safetensors", "to": "safetensors"}
+NAMES = ["float32", "float64", "int64", "uint8", "bool", "bfloat16", "float8_e4m3fn"]
+
+
+@st.composite
+def arrays(draw):
+    """An array of any bits."""
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
+    dtype = np.dtype(draw(st.sampled_from(NAMES)))
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    content = generator.bytes(math.prod(shape) * dtype.itemsize)
+    if dtype.kind == "b":
+        content = bytes(byte % 2 for byte in content)
+    return np.frombuffer(content, dtype).reshape(shape)
+
+
+@given(
+    st.dictionaries(st.text(min_size=1, max_size=8), arrays(), min_size=1, max_size=6),
+    st.integers(0, 300),
+    st.sampled_from([1, 16, 2**24]),
+    st.sampled_from([1, 100, 2**28]),
+)
+def test_tensors_come_back_with_their_bits_however_they_are_cut(
+    tensors, most_file_bytes, chunk_bytes, batch_bytes
+):
+    with (
+        tempfile.TemporaryDirectory() as parent,
+        mock.patch.object(SafetensorsFiles, "most_file_bytes", most_file_bytes),
+        mock.patch.object(convert, "_BUDGET_BYTES", 2 * batch_bytes),
+        mock.patch.object(convert, "CHUNK_BYTES", chunk_bytes),
+    ):
+        path = pathlib.Path(parent)
+        safetensors_files.write(path / "source.safetensors", tensors)
+        convert.convert(job(path, "model", rules=None, **FILE))
+        directory = path / "model"
+        assert bits(read(directory)) == bits(tensors)
+        assert set(os.listdir(parent)) == {"model", "source.safetensors"}
+        names = set(os.listdir(directory))
+        if names == {"model.safetensors"}:
+            return
+        index = json.loads((directory / INDEX).read_bytes())
+        assert index["weight_map"].keys() == tensors.keys()
+        size = sum(array.nbytes for array in tensors.values())
+        assert index["metadata"]["total_size"] == size
+        assert names == {INDEX, *index["weight_map"].values()}
+        for name in names - {INDEX}:
+            held, _ = safetensors.read_header(directory / name)
+            sizes = [tensors[t.name].nbytes for t in held]
+            # A larger tensor is alone.
+            assert len(sizes) == 1 or sum(sizes) <= most_file_bytes
+            places = [(t, part) for t in held for part in t.fragments]
+            assert all(part.offset % t.dtype.itemsize == 0 for t, part in places)
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [
+        ('"__metadata__": "a"', "cannot have this name"),
+        (r'"\ud800": "a"', "cannot have this name"),
+        ('"w": {dims: "a", dtype: uint4}', "uint4|cannot|no dtype"),
+    ],
+)
+def test_tensors_that_cannot_be_written_are_one_error(tmp_path, target, problem):
+    w = np.zeros(3, np.float32)
+    safetensors_files.write(tmp_path / "source.safetensors", {"w": w})
+    rules = f"version: 1\nrules: [{{from: {{w: a}}, to: {{{target}}}}}]"
+    (tmp_path / "layout.yml").write_text(rules)
+    with pytest.raises(errors.ElasticCkptError, match=problem):
+        convert.convert(job(tmp_path, **FILE))
+    assert set(os.listdir(tmp_path)) == {"source.safetensors", "layout.yml"}
