@@ -1,7 +1,6 @@
 """Tensors in files of a directory, and what is read of them."""
 
 import contextlib
-import dataclasses
 import itertools
 import pathlib
 
@@ -67,7 +66,7 @@ class Files:
 
 @st.composite
 def layouts(draw, directory):
-    """Tensors in files, the moves of a random layout, and the values of its targets."""
+    """Tensors in files, the moves of a random layout, its targets and their values."""
     values_of, sizes, both = draw(random_layouts.relations("rs", 2, 0))
     dtype = np.dtype(draw(st.sampled_from(["float32", "uint16", "int8"])))
     seed = draw(st.integers(0, 2**32 - 1))
@@ -86,10 +85,11 @@ def layouts(draw, directory):
     for file, content in contents.items():
         pathlib.Path(file).write_bytes(content)
     layout = random_layouts.layout_of(sizes, both)
-    wanted = {
-        name: target_of(*v.shape, dtype=dtype, name=name) for name, v in targets.items()
-    }
-    return tensors, matching.moves(layout, tensors, {}, wanted).moves, targets
+    wanted = [
+        target_of(*each.shape, dtype=dtype, name=name) for name, each in targets.items()
+    ]
+    matched = matching.moves(layout, tensors, {}, {each.name: each for each in wanted})
+    return tensors, matched.moves, wanted, targets
 
 
 def _stored(draw, contents, name, values):
@@ -156,9 +156,9 @@ def reader_of(
     tensors, moves, targets, *, derived=(), fills=(), checksums=None, **options
 ):
     """A reader of targets."""
-    checkpoint = stored.Checkpoint(format="test", tensors=tensors)
-    if checksums is not None:
-        checkpoint = dataclasses.replace(checkpoint, checksums=checksums)
+    checkpoint = stored.Checkpoint(
+        format="test", tensors=tensors, checksums=checksums or stored.no_checksums
+    )
     named = {each.name: each for each in targets}
     matched = matched_of(moves, named, derived=derived, fills=fills)
     return Reader(checkpoint, matched, named, **options)

@@ -432,7 +432,6 @@ def test_replicas_have_the_ranks_of_the_layout():
     ("made_by", "tensors", "message"),
     [
         (layout(STAGES).inverse(), UP, r"number of ranks of pp; .*`ranks: {pp: N}`"),
-        (layout(SHARDS).inverse(), EMBED, r"`ranks: {tp: N}`"),
         (
             layout(SHARDS, ranks={"tp": 2}),
             shards(4),

@@ -15,13 +15,7 @@ from elastic_ckpt.universal.rules.layout import (
     State,
     TensorPattern,
 )
-from tests.universal.rules.relayout import (
-    layout,
-    layout_of_one,
-    relayout,
-    rule,
-    saved,
-)
+from tests.universal.rules.relayout import layout, relayout, rule, saved
 
 # Rules and keys of a layout, the shapes of tensors (and of targets), the error.
 REFUSED = r"""
@@ -74,9 +68,6 @@ w 2 3 tp=0; w 2 3 tp=1 => several tp, .*`repl
 
 {w: a@tp b} -> {k: a b}
 w 2 3 tp=0; w 1 3 tp=1 => dim 0 of .*w
-
-{k: a b} -> {"{tp}.w": a@tp b}
-k 3 2 => 3 elements are not 2 equal parts; give `widths`
 
 {w: (heads d) x} -> {k: heads d x}
 w 2 3 => of d, heads
@@ -193,7 +184,7 @@ def test_a_tensor_that_is_malformed_is_named(tensor, message):
     with pytest.raises(
         LayoutError, match=rf"layout: rules\[0\].from\['w'\]: .*{message}"
     ):
-        layout_of_one({"w": tensor}, {"k": "a b"})
+        layout(rule({"w": tensor}, {"k": "a b"}))
 
 
 MALFORMED = "{ } a{b {} {1} {a}{b} {a:int} {(a,b)} {a+} {a+0} {a-1} {a+1:path}"
