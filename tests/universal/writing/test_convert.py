@@ -33,12 +33,31 @@ from elastic_ckpt.universal.writing.safetensors_files import SafetensorsFiles
 from tests import runs, seams
 from tests.maxtext import small_models
 from tests.universal import safetensors_files
+from tests.universal.rules.relayout import relayout
 from tests.universal.safetensors_files import bits, read
 from tests.universal.writing import small_model
 from tests.universal.writing.small_model import converted, refusal
 
 INDEX = "model.safetensors.index.json"
 TREES = ("orbax", "safetensors")
+MODEL = """
+version: 1
+sizes: {kv: 2, q: 4, k: 1, v: 1, d: 8}
+rules:
+  - from: {"layers.{layer}.qkv.weight": "(kv (q + k + v) d) embed"}
+    to:
+      "params/layers/query": "embed layer (kv q) d"
+      "params/layers/key": "embed layer (kv k) d"
+      "params/layers/value": "embed layer (kv v) d"
+  - from: {"layers.{layer}.up.weight": "out embed"}
+    to: {"params/layers/up": "layer embed out"}
+  - from: {"layers.{layer}.norm.weight": "embed"}
+    to: {"params/layers/norm": "layer embed"}
+  - from: {"embedding.weight": "vocab embed"}
+    to: {"params/embedding": "(vocab + pad) embed"}
+    pad: {pad: 0}
+    sizes: {pad: 1}
+"""
 
 
 @pytest.fixture
@@ -47,8 +66,16 @@ def source(tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "CHUNK_BYTES", 2**12)
     monkeypatch.setattr(convert, "_BUDGET_BYTES", 2**14)
     monkeypatch.setattr(convert, "_LEAST_KEPT_BYTES", 1)
-    tensors = small_model.tensors(3, 32)
+    shapes = {"embedding.weight": (103, 32)}
+    for layer in range(3):
+        of_layer = {"qkv": (96, 32), "up": (128, 32), "norm": (32,)}
+        shapes |= {f"layers.{layer}.{name}.weight": of_layer[name] for name in of_layer}
+    numbers = np.random.default_rng(0)
+    tensors = {
+        name: numbers.random(shape, np.float32) for name, shape in shapes.items()
+    }
     small_model.write(tmp_path / "source", tensors)
+    (tmp_path / "layout.yml").write_text(MODEL)
     return tensors
 
 
@@ -71,7 +98,7 @@ def test_an_orbax_step_is_read_by_all_that_read_steps_and_comes_back(
 ):
     done = []
     convert.convert(job(tmp_path), progress=lambda *each: done.append(each))
-    expected = bits(small_model.expected(source))
+    expected = bits(relayout(Layout.parse(MODEL), source))
     total = sum(len(values) for _, _, values in expected.values())
     assert done[-1] == (total, total)
     assert bits(flat(restored(tmp_path))) == expected
@@ -165,7 +192,10 @@ def end_before(number):
 def test_a_conversion_that_ends_before_a_change_of_a_file_can_be_repeated(
     source, tmp_path, numbers, to
 ):
-    made, expected = tmp_path / "steps" / "0", bits(small_model.expected(source))
+    made, expected = (
+        tmp_path / "steps" / "0",
+        bits(relayout(Layout.parse(MODEL), source)),
+    )
     for number in numbers:
         try:
             with seams.watched(end_before(number)):
