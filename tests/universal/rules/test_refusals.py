@@ -314,6 +314,8 @@ def test_a_file_and_python_values_make_the_same_layout(tmp_path):
         ("false}", "2026-01-01}", "require['a/flag']", "`date`"),
         ("d: 128", "d: 128, e: 1", "layout", "no rule uses the size 'e'"),
         ("tree: items", "tree: a/b", "layout: tree", "_-"),
+        ("tree: items", "tree: ..", "layout: tree", "_-"),
+        ("tree: items", "tree: _x", "layout: tree", "_-"),
         (FULL, "", "layout", "`null`"),
         (FULL, "version: 1", "layout", "there are no rules"),
         (FULL, f"{THROUGH}\ndrop: x", "layout", "beside `through` there is no drop"),
