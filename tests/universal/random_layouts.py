@@ -1,142 +1,173 @@
-"""Random checkpoints with moves into random targets, and what the targets should hold.
+"""Random layouts: the elements of two sides, as the coordinates of each define them.
 
-Arrays of factored dims are cut along one of them, in one way over stored tensors
-(shards, stacks, fused tensors) and in another way over targets. The order and the
-products of dims differ on the two sides. Stored tensors lie in files as boxes,
-transposed boxes or flat ranges.
+The coordinates of each element of each tensor are decoded one by one.
 """
 
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import boxes
-from elastic_ckpt.universal import factors, moves
-from elastic_ckpt.universal.factors import row_major
-from elastic_ckpt.universal.formats import checkpoint as stored
+from elastic_ckpt.universal.rules.dims import Name, Product, Shard, Sum
+from elastic_ckpt.universal.rules.layout import Layout
+from tests.universal.rules.relayout import saved
 
 
-@dataclasses.dataclass
-class Layout:
-    """Stored tensors with their files, moves, and the values of the targets."""
+def text(node):
+    """A node as it is written."""
+    if isinstance(node, Name):
+        return node.name
+    if isinstance(node, Shard):
+        return f"{text(node.parts[0])}@{node.axes[0]}"
+    if isinstance(node, Product):
+        return f"({' '.join(map(text, node.parts))})" if node.parts else "1"
+    addends = [text(each).removeprefix("(").removesuffix(")") for each in node.parts]
+    return f"({' + '.join(addends)})"
 
-    tensors: list = dataclasses.field(default_factory=list)
-    moves: list = dataclasses.field(default_factory=list)
-    files: dict = dataclasses.field(default_factory=dict)
-    targets: dict = dataclasses.field(default_factory=dict)
 
-    def target_tensors(self):
-        return [
-            moves.TargetTensor(name=name, dtype=values.dtype, shape=values.shape)
-            for name, values in self.targets.items()
+def length(node, sizes, ranks):
+    """The length of a node on a rank."""
+    if isinstance(node, Name):
+        return sizes[node.name]
+    lengths = [length(each, sizes, ranks) for each in node.parts]
+    if isinstance(node, Shard):
+        return lengths[0] // ranks[node.axes[0]][1]
+    return math.prod(lengths) if isinstance(node, Product) else sum(lengths)
+
+
+def decoded(node, at, sizes, ranks):
+    """The coordinates of an index of a node."""
+    if isinstance(node, Name):
+        return {node.name: at}
+    if isinstance(node, Shard):
+        at += ranks[node.axes[0]][0] * length(node, sizes, ranks)
+        return decoded(node.parts[0], at, sizes, ranks)
+    found = {}
+    if isinstance(node, Product):
+        for factor in reversed(node.parts):
+            at, index = divmod(at, length(factor, sizes, ranks))
+            found |= decoded(factor, index, sizes, ranks)
+        return found
+    for addend in node.parts:
+        if at < length(addend, sizes, ranks):
+            return decoded(addend, at, sizes, ranks)
+        at -= length(addend, sizes, ranks)
+    raise IndexError
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A pattern; `captures` are products of names, `axes` the ranks by axis."""
+
+    number: int
+    captures: tuple[Product, ...]
+    dims: tuple[Any, ...]
+    axes: dict[str, int]
+
+    def pattern(self, ranked):
+        captures = [
+            f"{{{text(each if len(each.parts) > 1 else each.parts[0])}}}"
+            for each in self.captures
         ]
+        axes = [] if ranked else [f"{{{axis}}}" for axis in self.axes]
+        return f"{self.number}.{{kept}}." + "_".join([*captures, *axes, "w"])
+
+    def saved(self, values_of, sizes, ranked, whole=False):
+        """All tensors of the pattern; they have ranks in place of names of ranks."""
+        lengths = [length(each, sizes, {}) for each in self.captures]
+        counts = [1 if whole else count for count in self.axes.values()]
+        for kept, *at in itertools.product(
+            ("x", "y2"), *map(range, [*lengths, *counts])
+        ):
+            captured, places = at[: len(lengths)], at[len(lengths) :]
+            ranks = dict(zip(self.axes, zip(places, counts, strict=True), strict=True))
+            shape = [length(each, sizes, ranks) for each in self.dims]
+            values = np.zeros(shape, np.float32)
+            for index in np.ndindex(*shape):
+                found = {}
+                nodes = (*self.captures, *self.dims)
+                for node, of_node in zip(nodes, (*captured, *index), strict=True):
+                    found |= decoded(node, of_node, sizes, ranks)
+                array, names = values_of[kept][frozenset(found)]
+                values[index] = array[tuple(found[name] for name in names)]
+            texts = map(str, captured if ranked else at)
+            name = f"{self.number}.{kept}." + "_".join([*texts, "w"])
+            held = zip(self.axes, places, strict=True) if ranked else ()
+            yield saved(name, values, **dict(held))
 
 
 @st.composite
-def layouts(draw, dtypes=("float32", "uint16")):
-    layout = Layout()
-    for number in range(draw(st.integers(1, 3))):
-        _add(draw, layout, f"p{number}", np.dtype(draw(st.sampled_from(dtypes))))
-    return layout
-
-
-def _add(draw, layout, name, dtype):
-    sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
-    dim = draw(st.integers(0, len(sizes) - 1))
-    seed = draw(st.integers(0, 2**32 - 1))
-    bits = np.random.default_rng(seed).bytes(math.prod(sizes) * dtype.itemsize)
-    values = np.frombuffer(bits, dtype).reshape(sizes)
-
-    def parts():
-        bounds = sorted({0, sizes[dim], *draw(st.sets(st.integers(0, sizes[dim])))})
-        return list(itertools.pairwise(bounds))
-
-    def cut(start, stop):
-        return values[(*[slice(None)] * dim, slice(start, stop))]
-
-    of_stored, of_targets = draw(_groups(len(sizes))), draw(_groups(len(sizes)))
-    first, sources, targets = len(layout.tensors), parts(), parts()
-    for number, bounds in enumerate(sources):
-        _store(draw, layout, f"{name}.{number}", _joined(cut(*bounds), of_stored))
-    for number, bounds in enumerate(targets):
-        layout.targets[f"{name}.{number}"] = _joined(cut(*bounds), of_targets)
-    for (source, (a, b)), (target, (c, d)) in itertools.product(
-        enumerate(sources), enumerate(targets)
-    ):
-        start, stop = max(a, c), min(b, d)
-        if start < stop:
-            layout.moves.append(
-                moves.Move(
-                    target=f"{name}.{target}",
-                    sizes=cut(start, stop).shape,
-                    source=first + source,
-                    source_side=_side(cut(a, b).shape, of_stored, dim, start - a),
-                    target_side=_side(cut(c, d).shape, of_targets, dim, start - c),
-                )
-            )
-
-
-@st.composite
-def _groups(draw, rank):
-    # The dims of a tensor, each the factored dims that it is the product of; one of
-    # none has length 1.
-    order = draw(st.permutations(range(rank)))
-    bounds = [0, *sorted(draw(st.sets(st.integers(0, rank)))), rank]
-    return [tuple(order[a:b]) for a, b in itertools.pairwise(bounds)]
-
-
-def _joined(values, groups):
-    order = [factor for group in groups for factor in group]
-    shape = [math.prod(values.shape[factor] for factor in group) for group in groups]
-    return np.ascontiguousarray(values.transpose(order)).reshape(shape)
-
-
-def _side(sizes, groups, cut, first):
-    # Where a part begins that is the one from `first` on along the factored dim `cut`.
-    dims, steps, start = [0] * len(sizes), [0] * len(sizes), [0] * len(groups)
-    for dim, group in enumerate(groups):
-        step = 1
-        for factor in reversed(group):
-            dims[factor], steps[factor] = dim, step
-            start[dim] += first * step if factor == cut else 0
-            step *= sizes[factor]
-    return moves.Side(start=tuple(start), dims=tuple(dims), steps=tuple(steps))
-
-
-def _store(draw, layout, name, values):
-    file = draw(st.sampled_from(["a.bin", "b.bin"]))
-    strides = row_major(values.shape, values.itemsize)
-
-    def append(part):
-        content = layout.files.get(file, b"") + bytes(draw(st.sampled_from([0, 1, 8])))
-        layout.files[file] = content + part.tobytes()
-        return len(content)
-
-    fragments = []
-    kind = draw(st.sampled_from(["box", "transposed", "ranges"]))
-    if kind == "ranges":
-        bounds = {0, values.size, *draw(st.sets(st.integers(0, values.size)))}
-        for start, stop in itertools.pairwise(sorted(bounds)):
-            offset = append(values.ravel()[start:stop]) - start * values.itemsize
-            for box in factors.boxes_of_range(values.shape, start, stop):
-                at = offset + np.dot(box.start, strides).item()
-                fragments.append((box, at, strides))
-    elif kind == "transposed":
-        turned = row_major(values.T.shape, values.itemsize)[::-1]
-        fragments.append((boxes.whole(values.shape), append(values.T), turned))
-    else:
-        fragments.append((boxes.whole(values.shape), append(values), strides))
-    layout.tensors.append(
-        stored.StoredTensor(
-            name=name,
-            dtype=values.dtype,
-            shape=values.shape,
-            fragments=tuple(
-                stored.Fragment(box=box, file=file, offset=at, strides=strides)
-                for box, at, strides in draw(st.permutations(fragments))
-            ),
+def sides(draw, sizes, names, parts, axis, most_captured):
+    """Tensors that together have each part with all `names` once."""
+    tensors = []
+    fused = not parts or draw(st.booleans())
+    for number, group in enumerate([parts] if fused else [[part] for part in parts]):
+        order = [Name(each) for each in draw(st.permutations(names))]
+        captured = draw(st.integers(0, min(most_captured, len(order))))
+        captures, factors = order[:captured], order[captured:]
+        joined = (
+            [captures] if captures and draw(st.booleans()) else [[e] for e in captures]
         )
-    )
+        captures = tuple(Product(tuple(each)) for each in joined)
+        if len(group) > 1:
+            inner = tuple(factors[:1]) if draw(st.booleans()) else ()
+            addends = tuple(Product((Name(part), *inner)) for part in group)
+            factors = [*factors[len(inner) :], Sum(addends)]
+        else:
+            factors += map(Name, group)
+        factors = draw(st.permutations(factors))
+        dims, axes = [], {}
+        while factors:
+            count = draw(st.integers(0, len(factors)))
+            chosen, factors = factors[:count], factors[count:]
+            node = chosen[0] if count == 1 else Product(tuple(chosen))
+            ranks = draw(st.integers(0, 3))
+            if ranks and length(node, sizes, {}) % ranks == 0:
+                name = f"{axis}{number}{len(axes)}"
+                node, axes[name] = Shard((node,), (name,)), ranks
+            dims.append(node)
+            if len(dims) > 5:
+                dims += factors
+                break
+        tensors.append(Tensor(number, captures, tuple(dims), axes))
+    return tensors
+
+
+@st.composite
+def relations(draw, axes="rs", least_names=0, most_captured=2):
+    """The values of all parts, their sizes, and tensors that have them in some ways."""
+    names = "abcd"[: draw(st.integers(least_names, 3))]
+    parts = [f"p{n}" for n in range(draw(st.sampled_from([0, 2, 3])))]
+    sizes = {name: draw(st.integers(1, 3)) for name in (*names, *parts)}
+    values_of, start = {"x": {}, "y2": {}}, 0
+    for kept, part in itertools.product(values_of, parts or [""]):
+        listed = [*names, *([part] if part else [])]
+        shape = [sizes[name] for name in listed]
+        array = np.arange(start, start + math.prod(shape), dtype=np.float32)
+        values_of[kept][frozenset(listed)] = array.reshape(shape), listed
+        start += array.size
+    drawn = [sides(sizes, names, parts, each, most_captured) for each in axes]
+    return values_of, sizes, [draw(each) for each in drawn]
+
+
+def layout_of(sizes, both, ranked=False, **keys):
+    written = {
+        key: {
+            each.pattern(ranked and key == "from"): " ".join(map(text, each.dims))
+            for each in side
+        }
+        for key, side in zip(("from", "to"), both, strict=True)
+    }
+    return Layout.from_dict({"sizes": sizes, "rules": [written], **keys})
+
+
+def saved_of(side, values_of, sizes, ranked=False, whole=False):
+    listed = [each.saved(values_of, sizes, ranked, whole) for each in side]
+    return [*itertools.chain(*listed)]
+
+
+def arrays_of(side, values_of, sizes):
+    return {each.name: each.values for each in saved_of(side, values_of, sizes)}

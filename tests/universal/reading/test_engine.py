@@ -11,24 +11,29 @@ import zlib
 from unittest import mock
 
 import fsspec
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
+from elastic_ckpt.checkpoint.host import trees
 from elastic_ckpt.core import boxes, errors, host_memory
+from elastic_ckpt.universal import loading
 from elastic_ckpt.universal.factors import boxes_of_range
 from elastic_ckpt.universal.formats import checkpoint as stored
 from elastic_ckpt.universal.formats.files import FormatError
 from elastic_ckpt.universal.moves import Derived, Fill, Operand
 from elastic_ckpt.universal.reading import sources
 from elastic_ckpt.universal.reading.sources import Limits, Sources
-from tests.universal import random_layouts
 from tests.universal.reading.files import (
     Files,
     cut,
+    layouts,
+    matched_of,
     move,
     read_all,
     read_units,
@@ -36,6 +41,7 @@ from tests.universal.reading.files import (
     target_of,
 )
 from tests.universal.rules import relayout
+from tests.universal.safetensors_files import bits
 
 F32 = np.dtype("float32")
 BF16, F8 = map(np.dtype, (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn))
@@ -50,20 +56,6 @@ def drawn(*shape, dtype=F32, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
-def written(layout, directory):
-    """The tensors of a layout, in files of a directory."""
-    for name, content in layout.files.items():
-        (directory / name).write_bytes(content)
-
-    def placed(fragment):
-        return dataclasses.replace(fragment, file=str(directory / fragment.file))
-
-    return [
-        dataclasses.replace(each, fragments=tuple(map(placed, each.fragments)))
-        for each in layout.tensors
-    ]
-
-
 def operand(number, *dims, blocks=None, viewed_as=None):
     blocks = (1,) * len(dims) if blocks is None else blocks
     return Operand(number, dims, blocks, viewed_as)
@@ -76,19 +68,19 @@ def derived_of(how, operands, like, **options):
     )
 
 
-def with_replicas(draw, layout):
+def with_replicas(draw, tensors, moves):
     """Some moves from tensors that are compared with replicas of themselves."""
-    derived, moves = [], []
-    for each in layout.moves:
+    derived, made = [], []
+    for each in moves:
         if draw(st.booleans()):
-            tensor = layout.tensors[each.source]
+            tensor = tensors[each.source]
             same = operand(each.source, *range(len(tensor.shape)))
             replicas = (same,) * draw(st.integers(1, 3))
-            number = len(layout.tensors) + len(derived)
+            number = len(tensors) + len(derived)
             derived.append(derived_of("equal", replicas, tensor))
             each = dataclasses.replace(each, source=number)
-        moves.append(each)
-    return moves, derived
+        made.append(each)
+    return made, derived
 
 
 @st.composite
@@ -110,13 +102,11 @@ def units(draw, targets):
 small = st.sampled_from([1, 10, 64, 2**40])
 
 
-@given(data=st.data(), layout=random_layouts.layouts(("float32", "uint16", "int8")))
-def test_every_needed_box_gets_the_values_of_its_sources(
-    tmp_path_factory, data, layout
-):
-    tensors = written(layout, tmp_path_factory.mktemp("files"))
-    moves, derived = with_replicas(data.draw, layout)
-    targets = layout.target_tensors()
+@given(data=st.data())
+def test_every_needed_box_gets_the_values_of_its_sources(tmp_path_factory, data):
+    directory = tmp_path_factory.mktemp("files")
+    tensors, moves, targets, expected = data.draw(layouts(directory))
+    moves, derived = with_replicas(data.draw, tensors, moves)
     needed = data.draw(units(targets))
     gap_bytes = data.draw(st.sampled_from([0, 4, 30, 2**40]))
     limits = Limits(gap_bytes, data.draw(small), 0)
@@ -132,7 +122,7 @@ def test_every_needed_box_gets_the_values_of_its_sources(
     assert [(t, box) for t, box, _ in read] == [(t, b) for t, bs in needed for b in bs]
     for target, box, values in read:
         place = tuple(map(slice, box.start, box.stop))
-        assert values.tobytes() == layout.targets[target.name][place].tobytes()
+        assert values.tobytes() == expected[target.name][place].tobytes()
     if gap_bytes == 0 and not derived:
         # Each needed byte is read once, and no other.
         num_bytes = sum(values.nbytes for *_, values in read)
@@ -140,16 +130,17 @@ def test_every_needed_box_gets_the_values_of_its_sources(
 
 
 @settings(max_examples=10)
-@given(data=st.data(), layout=random_layouts.layouts())
-def test_a_target_that_lacks_a_move_or_has_one_twice_is_refused(data, layout):
-    chosen = data.draw(st.sampled_from(layout.moves))
-    targets = layout.target_tensors()
-    kept = [each for each in layout.moves if each is not chosen]
+@given(data=st.data())
+def test_a_target_that_lacks_a_move_or_has_one_twice_is_refused(tmp_path_factory, data):
+    directory = tmp_path_factory.mktemp("files")
+    tensors, made, targets, _ = data.draw(layouts(directory))
+    chosen = data.draw(st.sampled_from(made))
+    kept = [each for each in made if each is not chosen]
     for moves, problem in ((kept, "nothing"), ([*kept, chosen, chosen], "two sources")):
         with pytest.raises(
             errors.CheckpointError, match=f"{chosen.target}.*filled by {problem}"
         ):
-            read_all(layout.tensors, moves, targets)
+            read_all(tensors, moves, targets)
 
 
 def test_a_fill_is_a_value_of_its_target(files):
@@ -184,8 +175,9 @@ def computed(draw, how):
     if how == "equal":
         dtype = add_packed()
     elif how in ("mean", "sum"):
-        each = draw(st.sampled_from([F32, BF16, "int8", "int64"]))
-        for order in [(0, 1), *draw(st.lists(st.permutations((0, 1)), max_size=6))]:
+        each = draw(st.sampled_from(["int4", "int8", "int64", F32, BF16]))
+        orders = st.lists(st.permutations((0, 1)), min_size=1, max_size=6)
+        for order in [(0, 1), *draw(orders)]:
             add([(out, inner)[dim] for dim in order], each, *order)
         if isinstance(each, str):
             dtype = np.dtype("int64" if how == "sum" else "float64")
@@ -277,14 +269,6 @@ def test_a_value_that_is_none_of_the_target_is_named(files, value, dtype, target
     files.add(np.array([0, value], dtype))
     with pytest.raises(errors.CheckpointError, match=f"w: .* is no {target}"):
         files.read(target_of(2, dtype=target))
-
-
-def test_integers_of_four_bits_are_added_up(files):
-    values = np.array([7, -8], ml_dtypes.int4)
-    for _ in range(2):
-        files.add(values)
-    spec = derived_of("sum", [operand(0, 0), operand(1, 0)], np.zeros(2, np.int64))
-    assert files.read(target_of(2, dtype="int64"), [spec]).tolist() == [14, -16]
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
@@ -536,3 +520,89 @@ def test_damage_of_an_entry_is_seen_by_one_host_whatever_it_reads(
             problems.append(str(error))
     (problem,) = problems
     assert f"bytes {first} to {last}" in problem
+
+
+# Trees of arrays.
+
+MESH = jax.make_mesh((2, 2, 2), ("a", "b", "c"))
+
+
+def read_tree(tensors, moves, abstract, *, fills=(), **options):
+    """The tree that moves make of tensors."""
+    matched = matched_of(moves, loading.targets_of(abstract), fills=fills)
+    checkpoint = stored.Checkpoint(format="test", tensors=tensors)
+    return loading.read_tree(checkpoint, matched, abstract, **options)
+
+
+@st.composite
+def shardings(draw, shape):
+    axes = ["a", "b", "c", ("a", "b"), None]
+    spec, taken = [], set()
+    for size in shape:
+        axis = draw(st.sampled_from(axes))
+        names = {axis} if isinstance(axis, str) else set(axis or ())
+        if names & taken or size % 2 ** len(names):
+            axis = None
+        taken |= names if axis else set()
+        spec.append(axis)
+    return NamedSharding(MESH, PartitionSpec(*spec))
+
+
+@given(data=st.data())
+def test_a_tree_is_bit_equal_under_any_sharding(tmp_path_factory, data):
+    directory = tmp_path_factory.mktemp("files")
+    tensors, moves, _, expected = data.draw(layouts(directory))
+    abstract = {
+        name: jax.ShapeDtypeStruct(
+            values.shape, values.dtype, sharding=data.draw(shardings(values.shape))
+        )
+        for name, values in expected.items()
+    }
+    budget_bytes = data.draw(st.sampled_from([1, 100, 2**20]))
+    read = read_tree(tensors, moves, abstract, budget_bytes=budget_bytes)
+    assert bits(read) == bits(expected)
+    for name, wanted in abstract.items():
+        assert read[name].sharding == wanted.sharding
+
+
+def test_padding_is_filled_and_typed_keys_numbers_and_functions_are_there(tmp_path):
+    files = Files(tmp_path)
+    arrays = {
+        "rng": np.array([[1, 2], [3, 4]], np.uint32),
+        "step": np.array(7, np.int32),
+        "embedding": drawn(3, 2),
+    }
+    for name, array in arrays.items():
+        files.add(array, name=name)
+    fill = Fill(target="embedding", start=(3, 0), stop=(4, 2), value=5)
+    sharding = NamedSharding(MESH, PartitionSpec("a"))
+    abstract = {
+        "rng": jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2)),
+        "step": 0,
+        "embedding": jax.ShapeDtypeStruct((4, 2), F32, sharding=sharding),
+        "activation": jax.nn.relu,
+    }
+    read = read_tree(files.tensors, files.moves(), abstract, fills=[fill])
+    assert jax.random.key_data(read["rng"]).tolist() == [[1, 2], [3, 4]]
+    assert read["step"] == 7
+    assert type(read["step"]) is int
+    assert read["activation"] is jax.nn.relu
+    expected = np.concatenate([drawn(3, 2), np.full((1, 2), 5, np.float32)])
+    assert np.asarray(read["embedding"]).tobytes() == expected.tobytes()
+
+
+def test_no_thread_reads_on_while_an_error_of_a_leaf_is_handled(tmp_path, monkeypatch):
+    files = Files(tmp_path)
+    for name in "abcd":
+        files.add(drawn(100, 10), name=name)
+    abstract = {name: jax.ShapeDtypeStruct((100, 10), F32) for name in "abcd"}
+
+    def fail(_, values):
+        raise ValueError(f"full after {len(values)}")
+
+    monkeypatch.setattr(trees.WantedLeaf, "make", fail)
+    with pytest.raises(ValueError, match="full") as kept:
+        read_tree(files.tensors, files.moves(), abstract, budget_bytes=1)
+    assert kept.tb is not None
+    names = [thread.name for thread in threading.enumerate()]
+    assert not any(name.startswith("relayout") for name in names)

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from elastic_ckpt.universal.rules.layout import LayoutError
+from elastic_ckpt.universal.rules.layout import Layout, LayoutError
 from tests.universal.rules.relayout import (
     assert_same,
     layout,
@@ -361,3 +361,172 @@ def test_a_dtype_is_that_of_the_rule_or_of_the_source():
     assert_same(relayout(plain, {"w": W}, targets=half), half)
     with pytest.raises(LayoutError, match="write `dtype: int32`"):
         relayout(plain, {"w": W}, targets=wanted)
+
+
+# Names that have the rank.
+
+STAGES = rule({"stage{pp}.layers.{layer@pp}.up": "ff embed"}, {"up": "layer embed ff"})
+SHARDS = rule({"embedding.rank_{tp:02}": "vocab@tp embed"}, {"embed": "vocab embed"})
+UP = {"up": numbered(9, 2, 3)}
+EMBED = {"embed": numbered(8, 3)}
+
+
+def stages(*widths):
+    """The tensors of stages that have so many layers."""
+    layers = iter(UP["up"])
+    return {
+        f"stage{pp}.layers.{layer}.up": next(layers).T
+        for pp, width in enumerate(widths)
+        for layer in range(width)
+    }
+
+
+def shards(count):
+    parts = np.split(EMBED["embed"], count)
+    return {f"embedding.rank_{tp:02}": part for tp, part in enumerate(parts)}
+
+
+@pytest.mark.parametrize("has_tree", [False, True])
+@pytest.mark.parametrize(
+    ("keys", "widths"),
+    [
+        ({"ranks": {"pp": 3}}, (3, 3, 3)),
+        ({"ranks": {"pp": 3}, "widths": {"layer": {"pp": [3, 4, 2]}}}, (3, 4, 2)),
+        ({"widths": {"layer": {"pp": [3, 4, 2]}}}, (3, 4, 2)),
+        ({"ranks": {"pp": 1}}, (9,)),
+    ],
+)
+def test_each_rank_has_its_own_number_of_names(keys, widths, has_tree):
+    made_by, tensors = layout(STAGES, **keys), stages(*widths)
+    assert_same(relayout(made_by, tensors), UP)
+    tree = tensors if has_tree else None
+    assert_same(relayout(made_by.inverse(), UP, targets=tree), tensors)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_number_of_ranks_comes_from_the_layout_a_checkpoint_or_a_tree(count):
+    tensors, ranks = shards(count), {"tp": count}
+    assert_same(relayout(layout(SHARDS), tensors), EMBED)
+    back = layout(SHARDS).inverse()
+    assert_same(relayout(layout(SHARDS, ranks=ranks).inverse(), EMBED), tensors)
+    assert_same(relayout(back, EMBED, ranks), tensors)
+    assert_same(relayout(back, EMBED, targets=tensors), tensors)
+    parts = enumerate(np.split(EMBED["embed"], count))
+    many = [saved("w", part, tp=tp) for tp, part in parts]
+    to_names = layout_of_one({"w": "v@tp e"}, {"embedding.rank_{tp:02}": "v@tp e"})
+    assert_same(relayout(to_names, many, ranks), tensors)
+    # A checkpoint may leave out an axis of one rank.
+    assert_same(relayout(to_names, {"w": EMBED["embed"]}), shards(1))
+
+
+def test_replicas_have_the_ranks_of_the_layout():
+    replicas = rule({"{tp}.norm": {"dims": "d", "replicated": ["tp"]}}, {"norm": "d"})
+    norm = numbered(3)
+    made = relayout(layout(replicas, ranks={"tp": 2}).inverse(), {"norm": norm})
+    assert_same(made, {"0.norm": norm, "1.norm": norm})
+    with pytest.raises(LayoutError, match="sizes of tp"):
+        relayout(layout(replicas).inverse(), {"norm": norm})
+
+
+@pytest.mark.parametrize(
+    ("made_by", "tensors", "message"),
+    [
+        (layout(STAGES).inverse(), UP, r"number of ranks of pp; .*`ranks: {pp: N}`"),
+        (
+            layout(SHARDS, ranks={"tp": 2}),
+            shards(4),
+            r"rules\[0\]: names have 4 ranks of tp, .* 2;",
+        ),
+        (
+            layout(STAGES, widths={"layer": {"pp": [4, 5]}}),
+            stages(3, 4, 2),
+            "`widths` of layer has 2 entries for pp, and there are 3 ranks",
+        ),
+        (
+            layout(STAGES, ranks={"pp": 2}).inverse(),
+            UP,
+            "9 elements are not 2 equal parts; give `widths`",
+        ),
+    ],
+)
+def test_a_number_of_ranks_that_is_missing_or_wrong_is_named(made_by, tensors, message):
+    with pytest.raises(LayoutError, match=message):
+        relayout(made_by, tensors)
+
+
+# Layouts one after another.
+
+
+def through(*layouts):
+    return Layout(rules=(), through=layouts)
+
+
+FUSED = {"{n}.qkv": "(q + k) x"}
+SPLIT = {"{n}/q": "x q", "{n}/k": {"dims": "x k", "scale": 2, "shift": 1}}
+SECOND = {"{layer}/{leaf}": {"dims": "...", "shift": 3}}
+
+
+def test_scales_padding_and_repetitions_go_through_both():
+    first = layout(rule(FUSED, SPLIT), sizes={"q": 4})
+    stacked = layout(rule(SECOND, {"{leaf}": {"dims": "layer ...", "scale": 5}}))
+    tensors = {f"{n}.qkv": numbered(6, 3, start=n) for n in range(2)}
+    made = relayout(through(first, stacked), tensors)
+    assert_same(made, relayout(stacked, relayout(first, tensors)))
+    back = through(stacked.inverse(), first.inverse())
+    for name, array in relayout(back, made).items():
+        np.testing.assert_allclose(array, tensors[name], atol=1e-6)
+    padded = layout(rule({"w": "a b"}, {"w": "(a + more) b"}, pad={"more": 7}))
+    padded = padded.with_sizes({"more": 1})
+    turned = {"dims": "(b half) (rep a)", "replicated": ["rep"], "scale": 2}
+    second = layout(
+        rule({"w": "a (b half)"}, {"k": turned}), sizes={"half": 1, "rep": 2}
+    )
+    tensors = {"w": numbered(2, 3)}
+    expected = relayout(second, relayout(padded, tensors))
+    assert_same(relayout(through(padded, second), tensors), expected)
+
+
+KEPT = rule({"s": ""}, {"s": ""})
+TURNED = layout(rule({"w": "a b"}, {"w": "(b a)"}), KEPT, sizes={"a": 2})
+REGROUPED = layout(rule({"w": "(c d)"}, {"w": "d c"}), KEPT, sizes={"c": 3})
+SCALED = layout(rule({"w": {"dims": "c", "times": {"s": ""}}}, {"w": "c"}))
+WRONG = Layout.from_dict({"rules": [rule({"v": "x"}, {"w": "x"})]}, name="the first")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (TURNED, REGROUPED, "both layouts regroup a dim of w, of which w"),
+        (TURNED, SCALED, "only the first layout"),
+        (WRONG, TURNED, r"the first does not fit(?s:.)* in no rule: [sw]"),
+    ],
+)
+def test_what_cannot_be_one_move_is_refused(first, second, message):
+    tensors = {"w": numbered(2, 6), "s": np.float32(2)}
+    with pytest.raises(LayoutError, match=message):
+        relayout(through(first, second), tensors)
+
+
+def test_replicas_are_compared_before_another_layout():
+    first = layout(rule({"w": {"dims": "a b", "mean": ["dp"]}}, {"w": "a b"}))
+    second = layout(rule({"w": "a b"}, {"k": "b a"}))
+    tensors = [saved("w", numbered(2, 3, start=2 * dp), dp=dp) for dp in range(2)]
+    made = relayout(through(first, second), tensors, {"dp": 2})
+    assert_same(made, {"k": np.ascontiguousarray(numbered(2, 3, start=1).T)})
+
+
+def test_a_file_leads_through_files_and_layouts_that_ship(tmp_path):
+    (tmp_path / "first.yml").write_text(
+        "version: 1\nrules: [{from: {'{n:path}.w': '...'}, to: {'{n}': '...'}}]\n"
+    )
+    (tmp_path / "both.yml").write_text(
+        "version: 1\nthrough: [first.yml, second.yml]\nsizes: {a: 2}\n"
+    )
+    (tmp_path / "second.yml").write_text(
+        "version: 1\nrules: [{from: {x: (a b)}, to: {y: b a}}]\n"
+    )
+    made = relayout(Layout.load(tmp_path / "both.yml"), {"x.w": numbered(6)})
+    assert_same(made, {"y": numbered(6).reshape(2, 3).T})
+    (tmp_path / "second.yml").write_text("version: 1\nthrough: [both.yml]\n")
+    with pytest.raises(LayoutError, match=r"both\.yml.*leads through itself"):
+        Layout.load(tmp_path / "both.yml")
