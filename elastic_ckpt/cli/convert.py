@@ -207,7 +207,8 @@ def _planned(job: convert.Job) -> _Shown:
         * matched.targets[each.target].dtype.itemsize
         for each in matched.fills
     ]
-    unverified = checkpoint.check(planned.files)
+    planned.reader.checks.finish()
+    unverified = [each for each in planned.files if not checkpoint.checksums(each)]
     result = {
         "format": checkpoint.format,
         "sources": len(checkpoint.tensors),

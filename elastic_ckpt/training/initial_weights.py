@@ -16,7 +16,7 @@ import jax
 from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.core import bucket_clients, errors, events, storage
 from elastic_ckpt.tiers.persistent import leases
-from elastic_ckpt.universal import loading, opening, shipped
+from elastic_ckpt.universal import loading, shipped
 from elastic_ckpt.universal.formats import files
 
 PARAMS = "params"
@@ -73,12 +73,9 @@ def load(initial: InitialWeights, wanted: Any, emit: events.Emit) -> Any:
 def _of_same_leaves(path: str, wanted: Any) -> Any:
     tree = storage.absolute(path) / run_saver.STATE
     source = str(tree) if tree.exists() else path
-    stored = opening.open_checkpoint(source).tensors
-    targets = loading.targets_of(wanted)
     try:
-        layout = loading.layout_of_leaves(path, stored, targets)
+        return loading.load_leaves(source, wanted)
     except errors.OtherModelError as error:
         raise errors.OtherModelError(
             f"{error}; or set init_from_layout to the layout of that checkpoint"
         ) from None
-    return loading.load(source, wanted, layout=layout)

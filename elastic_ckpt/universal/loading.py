@@ -28,6 +28,9 @@ from elastic_ckpt.universal.reading.sources import VirtualFile
 from elastic_ckpt.universal.rules import matching, names
 from elastic_ckpt.universal.rules.layout import Layout
 
+# Finds the layout of a checkpoint and the targets of a tree.
+_Rules = Callable[[Checkpoint, Mapping[str, TargetTensor]], Layout]
+
 
 def load(
     path: epath.PathLike,
@@ -68,13 +71,42 @@ def load(
         equal differ.
       RunError: if it cannot be loaded on another host, which is named with its error.
     """
+
+    def rules(checkpoint: Checkpoint, targets: Mapping[str, TargetTensor]) -> Layout:
+        if layout is None:
+            return shipped.default_layout(checkpoint, targets)
+        return shipped.resolve(layout)
+
+    return _loaded(path, abstract_state, rules, budget_bytes)
+
+
+def load_leaves(path: epath.PathLike, abstract_state: Any) -> Any:
+    """Loads each leaf from the tensor of its name, and drops other tensors.
+
+    Args:
+      path: see `load`.
+      abstract_state: see `load`.
+
+    Raises:
+      OtherModelError: if a tensor is missing, or has another shape; others as `load`.
+    """
+
+    def rules(checkpoint: Checkpoint, targets: Mapping[str, TargetTensor]) -> Layout:
+        return layout_of_leaves(str(path), checkpoint.tensors, targets)
+
+    return _loaded(path, abstract_state, rules, BUDGET_BYTES)
+
+
+def _loaded(
+    path: epath.PathLike, abstract_state: Any, rules: _Rules, budget_bytes: int
+) -> Any:
     # A host that fails leaves none waiting in the collectives that follow.
     hosts = allgather.shared()
     everywhere = functools.partial(hosts.agreed, timeout_secs=calls.LONG_SECS)
     found: list[tuple[Checkpoint, Matched]] = []
     made: list[Any] = []
     everywhere(
-        "load_opens", lambda: found.append(_matched(path, abstract_state, layout))
+        "load_opens", lambda: found.append(_matched(path, abstract_state, rules))
     )
     everywhere(
         "load_reads",
@@ -91,14 +123,12 @@ def load(
 
 
 def _matched(
-    path: epath.PathLike, abstract_state: Any, layout: Layout | str | os.PathLike | None
+    path: epath.PathLike, abstract_state: Any, rules: _Rules
 ) -> tuple[Checkpoint, Matched]:
-    given = None if layout is None else shipped.resolve(layout)
     checkpoint = opening.open_checkpoint(path)
     targets = targets_of(abstract_state)
-    rules = given or shipped.default_layout(checkpoint, targets)
-    rules = rules.with_values(checkpoint.values)
-    matched = matching.moves(rules, checkpoint.tensors, checkpoint.axes, targets)
+    layout = rules(checkpoint, targets).with_values(checkpoint.values)
+    matched = matching.moves(layout, checkpoint.tensors, checkpoint.axes, targets)
     return checkpoint, matched
 
 

@@ -13,25 +13,19 @@ import dataclasses
 import functools
 import gc
 import math
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent import futures
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from elastic_ckpt.core import box_cover, boxes
 from elastic_ckpt.core.boxes import Box, Boxes
 from elastic_ckpt.universal.factors import row_major
-from elastic_ckpt.universal.formats import files
 from elastic_ckpt.universal.formats.files import FormatError
 
 # NumPy's limit.
 MOST_DIMS = 64
 MOST_ELEMENTS = 1 << 48
-# Files whose checksums are compared at a time: each is read piece by piece.
-_THREADS = 4
-_PIECE_BYTES = 4 << 20
 # By the names that optimizers give to states.
 _KINDS = {"fp32": "master", "exp_avg": "first_moment", "exp_avg_sq": "second_moment"}
 _PLAIN = (str, bytes, int, float, bool, type(None))
@@ -126,39 +120,6 @@ class Checkpoint:
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     checksums: Callable[[str], Sequence[Checksum]] = no_checksums
-
-    def check(self, names: Sequence[str]) -> list[str]:
-        """Compares the checksums that the format has of these files.
-
-        Returns:
-          Those that have no checksum, and cannot be verified.
-
-        Raises:
-          FormatError: if a range of a file has another checksum.
-        """
-        with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="check") as pool:
-            verified = list(pool.map(self._is_verified, names))
-        return [
-            name for name, is_good in zip(names, verified, strict=True) if not is_good
-        ]
-
-    def _is_verified(self, file: str) -> bool:
-        listed = sorted(self.checksums(file))
-        if listed:
-            with files.opened(file) as content:
-                for each in listed:
-                    _compare(content, file, each)
-        return bool(listed)
-
-
-def _compare(content: IO[bytes], file: str, checksum: Checksum) -> None:
-    start, stop, expected = checksum
-    crc = 0
-    content.seek(start)
-    for at in range(start, stop, _PIECE_BYTES):
-        crc = zlib.crc32(content.read(min(_PIECE_BYTES, stop - at)), crc)
-    if crc != expected:
-        raise damaged(file, start, stop, f"the CRC-32 {crc:08x}, not {expected:08x}")
 
 
 def damaged(file: str, start: int, stop: int, found: str) -> FormatError:

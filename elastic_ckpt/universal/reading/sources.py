@@ -18,6 +18,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -50,6 +51,8 @@ _OPENED_AT_ONCE = 256
 _OPEN_FILES = 64
 _PIECE_BYTES = 1 << 24
 _POLYNOMIAL = 0xEDB88320
+# Entries that are compared at a time.
+_THREADS = 8
 
 
 class Limits(NamedTuple):
@@ -410,18 +413,26 @@ class Checks:
         Raises:
           FormatError: if an entry has another one.
         """
-        for file, entry in self.entries():
-            at, crc, parts = entry.start, 0, self._read.pop((file, entry), {})
-            for (start, stop), part in sorted(parts.items()):
-                # A part that begins inside of what was read is read again.
-                if start >= at:
-                    crc = _continued(file, at, start, crc)
-                    crc = _times(_power(stop - start), crc) ^ part
-                    at = stop
-            crc = _continued(file, at, entry.stop, crc)
-            if crc != entry.crc:
-                found = f"the CRC-32 {crc:08x}, not {entry.crc:08x}"
-                raise checkpoint.damaged(file, entry.start, entry.stop, found)
+        with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="check") as pool:
+            try:
+                for _ in pool.map(self._compare, self.entries()):
+                    pass
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def _compare(self, of_file: tuple[str, Checksum]) -> None:
+        file, entry = of_file
+        at, crc, parts = entry.start, 0, self._read.pop(of_file, {})
+        for (start, stop), part in sorted(parts.items()):
+            # A part that begins inside of what was read is read again.
+            if start >= at:
+                crc = _continued(file, at, start, crc)
+                crc = _times(_power(stop - start), crc) ^ part
+                at = stop
+        crc = _continued(file, at, entry.stop, crc)
+        if crc != entry.crc:
+            found = f"the CRC-32 {crc:08x}, not {entry.crc:08x}"
+            raise checkpoint.damaged(file, entry.start, entry.stop, found)
 
     def entries(self) -> Iterator[tuple[str, Checksum]]:
         """The files and entries of which this host compares the checksums."""
@@ -442,7 +453,8 @@ class Checks:
         listed, (host, hosts) = self._listed(file), self._host
         first = bisect.bisect_right(listed, start, key=lambda entry: entry.stop)
         after = bisect.bisect_left(listed, stop, key=lambda entry: entry.start)
-        turn = host - zlib.crc32(file.encode()) - first
+        # Hosts may have the same files in other directories.
+        turn = host - zlib.crc32(os.path.basename(file).encode()) - first
         return listed[first + turn % hosts : after : hosts]
 
 
