@@ -80,13 +80,13 @@ def test_run_begins_with_a_step_of_ours_and_reads_it_once(
     step = tmp_path / "source" / "tiny" / "checkpoints" / "2"
     root = persistent_root.PersistentRoot.from_path(step.parent)
     leased = []
-    read = loading.load
+    read = loading.load_leaves
 
     def load_leased(*arguments, **options):
         leased.append(leases.leased(root, {}))
         return read(*arguments, **options)
 
-    monkeypatch.setattr(loading, "load", load_leased)
+    monkeypatch.setattr(loading, "load_leaves", load_leased)
     keys = {"init_from": str(step), "steps": 1}
     check_begun(begun(configured(tmp_path / "begun", corpus, **keys)), saved["params"])
     # Its run does not remove it meanwhile.
