@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _start(config: schema.Config, shown: progress.Progress) -> bool:
     # Trains, and returns whether the run was asked to end before its last step.
-    world = config.world
+    world, is_elastic = config.world, config.elastic.elastic_enabled
     if config.elastic.elastic_machines > 1:
         place = machine_run.place(config, os.environ)
         elastic_run.warm_up()
@@ -84,17 +84,20 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
         return machine_run.run(_with_files(config), place, shown)
     if world.enable_single_controller:
         single_controller.initialize()
-        run = _run_slices if config.elastic.elastic_enabled else _run_here
+        run = _run_slices if is_elastic else _run_here
         return run(config, shown)
     # At once, though an outer launcher may yet be found: importing takes seconds.
-    if world.hosts > 1:
+    starts_hosts = world.hosts > 1 or (
+        is_elastic and not configured.is_simulated(config)
+    )
+    if starts_hosts:
         elastic_run.warm_up()
     multicontroller.configure(world)
     if multicontroller.join_outer_launcher():
         return _run_here(config, shown)
     configured.check_local(config)
-    is_alone = world.hosts == 1 and not configured.is_simulated(config)
-    is_stopped = (_run_here if is_alone else _run_slices)(config, shown)
+    run = _run_slices if starts_hosts or is_elastic else _run_here
+    is_stopped = run(config, shown)
     path = run_directory.path_of(config)
     print(f"check it: elastic-ckpt audit {path}")
     print(f"look at it: elastic-ckpt report {path}")
@@ -114,7 +117,7 @@ def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
 
 def _run_slices(config: schema.Config, shown: progress.Progress) -> bool:
     config = _with_files(config)
-    is_here = config.world.enable_single_controller or config.world.hosts == 1
+    is_here = config.world.enable_single_controller or configured.is_simulated(config)
     listening = listeners.started if is_here else listeners.of_supervisor
     train = elastic_run.run_here if is_here else elastic_run.run_on_hosts
     with journal.kept(config, shown, listening=listening(config)) as emit:

@@ -22,3 +22,14 @@ class Hardware:
     devices_per_host: int = 1
     jax_cache_dir: str = ""
     hardware: str = "cpu"
+
+    def gpus(self, slot: int) -> range | None:
+        """The GPUs of a host, numbered as CUDA_VISIBLE_DEVICES leaves them.
+
+        Args:
+          slot: the number of the host on its machine.
+
+        Returns:
+          None for all GPUs of the machine.
+        """
+        return range(slot * self.devices_per_host, (slot + 1) * self.devices_per_host)

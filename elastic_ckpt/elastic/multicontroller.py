@@ -28,8 +28,9 @@ def configure(world: Hardware, *, slot: int | None = None) -> None:
         process that uses all of them.
     """
     jax.config.update("jax_platforms", _PLATFORMS[world.hardware])
-    if world.hardware == "gpu" and slot is not None:
-        visible = ",".join(map(str, gpus(slot, world.devices_per_host)))
+    gpus = None if slot is None else world.gpus(slot)
+    if world.hardware == "gpu" and gpus is not None:
+        visible = ",".join(map(str, gpus))
         jax.config.update("jax_cuda_visible_devices", visible)
         jax.config.update("jax_rocm_visible_devices", visible)
     jax.config.update("jax_num_cpu_devices", world.devices_per_host)
@@ -47,16 +48,6 @@ def check_devices(hardware: str) -> None:
             f" {jax.local_devices()}; install JAX for your accelerator (jax[cuda12])"
             " and check its driver, or set hardware=cpu"
         )
-
-
-def gpus(slot: int, devices_per_host: int) -> range:
-    """The GPUs of a host, numbered as CUDA_VISIBLE_DEVICES leaves them.
-
-    Args:
-      slot: the number of the host on its machine.
-      devices_per_host: the GPUs of each.
-    """
-    return range(slot * devices_per_host, (slot + 1) * devices_per_host)
 
 
 def join_outer_launcher() -> bool:

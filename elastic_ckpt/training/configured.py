@@ -489,8 +489,8 @@ def groups(config: schema.Config) -> Groups:
         slices=world.slices,
         devices=world.hosts * world.devices_per_host,
     )
-    is_controlled = world.hosts == 1 or world.enable_single_controller
-    if config.elastic.elastic_enabled and is_controlled:
+    is_controlled = config.elastic.elastic_enabled and world.enable_single_controller
+    if is_controlled or is_simulated(config):
         return Groups(number=world.slices, full=full)
     # A host that simulates several slices is lost with all of them.
     return Groups(number=min(world.hosts, world.slices), full=full)
@@ -526,6 +526,9 @@ def work(config: schema.Config, groups: Groups) -> decision.Work:
 
     number = num_used(config, groups)
     full = groups.some(number)
+    if config.world.hardware != "cpu" and config.world.hosts == 1:
+        # It has the devices that JAX finds; only the host itself may look.
+        return decision.Work.of_any_rows(full.devices)
     rows = batch_size.global_batch_size(config.data, full)
     return decision.Work(
         num_slices=number,
@@ -717,13 +720,13 @@ def check_local(config: schema.Config) -> None:
             " only on CPUs and GPUs; start one process per host with Slurm or a"
             " JobSet, or set hosts=1"
         )
-    if world.hardware != "cpu" and world.hosts == 1:
-        # It has as many devices as JAX finds.
-        return
-    if config.elastic.elastic_enabled and world.slices > world.hosts > 1:
+    is_split = world.slices > world.hosts and not is_simulated(config)
+    if config.elastic.elastic_enabled and is_split:
         raise errors.ConfigError(
             f"elastic_enabled=true with slices={world.slices} and hosts={world.hosts}:"
             " a slice must consist of whole hosts, which are lost with it; set hosts"
-            " to a multiple of slices, or to 1"
+            " to a multiple of slices, or slices=1"
         )
-    check_world(config)
+    if world.hardware == "cpu" or world.hosts > 1:
+        # Otherwise it has as many devices as JAX finds.
+        check_world(config)

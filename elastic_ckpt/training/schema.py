@@ -90,6 +90,10 @@ class WorldSection(Hardware):
         " Pathways; needs the extra `pathways`. If false, every host runs the program.",
     )
 
+    def gpus(self, slot: int) -> range | None:
+        """See `Hardware`; the only host uses all GPUs that JAX finds."""
+        return None if self.hosts == 1 else super().gpus(slot)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSection:
@@ -433,7 +437,8 @@ class ElasticSection:
     elastic_enabled: bool = key(
         False,
         "When a slice is lost, continue on the others, and take it back when it"
-        " returns. If false, the run ends when a host fails.",
+        " returns; with one slice, start its hosts again. If false, the run ends when a"
+        " host fails.",
     )
     elastic_min_slice_count: int = key(
         0, "Minimum number of slices to train on; 0 requires all.", at_least=0, off=-1

@@ -1,5 +1,7 @@
 """What a configuration asks for, in the plain values of the library."""
 
+import dataclasses
+
 import jax
 import pytest
 from orbax.checkpoint import v1 as ocp
@@ -110,8 +112,10 @@ def test_a_run_that_is_not_elastic_trains_on_all_of_its_slices_or_ends():
 def test_hosts_of_a_machine_see_different_gpus(monkeypatch):
     updates = {}
     monkeypatch.setattr(jax.config, "update", updates.__setitem__)
-    hardware = schema.WorldSection(hardware="gpu", devices_per_host=4)
+    alone = schema.WorldSection(hardware="gpu", devices_per_host=4)
+    hardware = dataclasses.replace(alone, hosts=4)
     multicontroller.configure(hardware)
+    multicontroller.configure(alone, slot=0)
     assert "jax_cuda_visible_devices" not in updates
     multicontroller.configure(hardware, slot=2)
     assert updates["jax_platforms"] == "cuda,cpu"
