@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from elastic_ckpt.steps.retention import PreservationPolicy
     from elastic_ckpt.training.callbacks import Callback, Callbacks, Rollbacks
     from elastic_ckpt.training.initial_weights import InitialWeights
-    from elastic_ckpt.training.train_step import Program
+    from elastic_ckpt.training.model import Program
 
 _QUANTITY = re.compile(r"([1-9]\d*)([KMGT]i?)?")
 _UNITS = {"": 1} | {
@@ -275,24 +275,24 @@ def vocab_size(config: schema.Config) -> int:
 def program(
     config: schema.Config, mesh: jax.sharding.Mesh, *, microbatches: int = 1
 ) -> Program:
-    """The configured model and optimizer, on a mesh; see `train_step.build`."""
-    from elastic_ckpt.training import train_step, transformer
+    """The configured model and optimizer, on a mesh; see `model.build`."""
+    from elastic_ckpt.training import model
 
-    model = config.model
+    section = config.model
     optimizer, learning_rate = _optimizer(config.optimizer, config.run.steps)
-    return train_step.build(
+    return model.build(
         mesh,
-        sizes=transformer.Sizes(
+        sizes=model.Sizes(
             vocab=vocab_size(config),
-            layers=model.base_num_decoder_layers,
-            emb=model.base_emb_dim,
-            heads=model.base_num_query_heads,
-            head_dim=model.head_dim,
-            mlp=model.base_mlp_dim,
+            layers=section.base_num_decoder_layers,
+            emb=section.base_emb_dim,
+            heads=section.base_num_query_heads,
+            head_dim=section.head_dim,
+            mlp=section.base_mlp_dim,
         ),
         optimizer=optimizer,
         learning_rate=learning_rate,
-        seed=model.init_weights_seed,
+        seed=section.init_weights_seed,
         microbatches=microbatches,
     )
 

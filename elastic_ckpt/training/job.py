@@ -35,10 +35,10 @@ from elastic_ckpt.training import (
     initial_weights,
     journal,
     listeners,
+    model,
     run_directory,
     schema,
     step_log,
-    train_step,
 )
 from elastic_ckpt.training.callbacks import (
     Action,
@@ -234,7 +234,7 @@ class Job:
 
     def restore_or_init(
         self, *, handed_over: HandedOver = lambda *_: None
-    ) -> train_step.TrainState:
+    ) -> model.TrainState:
         """The state after `start_step` steps, sharded over the mesh.
 
         If that step proves to be unreadable, the state is that of the step before it.
@@ -259,13 +259,13 @@ class Job:
         state = self.loop.saver.restore(self.loop.program.abstract_state)
         restored_step = self.loop.saver.latest_step
         assert restored_step is not None
-        train_step.check_step(state, restored_step)
+        _check_step(state, restored_step)
         self._resize(self.start_step, restored_step)
         return state
 
     def run(
         self,
-        state: train_step.TrainState,
+        state: model.TrainState,
         *,
         compiled: Compile | None = None,
         begin: Callable[[str], None] = lambda _: None,
@@ -370,7 +370,7 @@ class Job:
             except Exception as error:
                 logging.warning("a part of a failed job cannot be ended: %r", error)
 
-    def _new_state(self) -> train_step.TrainState:
+    def _new_state(self) -> model.TrainState:
         initial, abstract = self.initial, self.loop.program.abstract_state
         if initial is None:
             return self.loop.program.init()
@@ -415,7 +415,7 @@ class Job:
         for leaf in jax.tree.leaves(ended.state):
             leaf.delete()
         state = saver.restore(self.loop.program.abstract_state, older)
-        train_step.check_step(state, older.step)
+        _check_step(state, older.step)
         self.loop.callbacks.go_on()
         self.loop.callbacks.rollbacks = rollbacks
         self.loop.batches.resize(self.loop.sizes.at(older.step))
@@ -463,7 +463,7 @@ class Job:
             saver.begin_anew()
         else:
             state = saver.restore(self.loop.program.abstract_state, good, data=data)
-        train_step.check_step(state, step)
+        _check_step(state, step)
         callbacks.rollbacks = rollbacks
         self._resize(read, step)
         saver.save_again(step, state)
@@ -633,4 +633,14 @@ def alone(config: schema.Config, emit: events.Emit) -> Iterator[World]:
             emit=emit,
             should_stop=is_ending,
             _between=BetweenWorlds(claimant=claimant),
+        )
+
+
+def _check_step(state: model.TrainState, step: int) -> None:
+    saved = int(state["step"])
+    if saved != step:
+        raise errors.CheckpointError(
+            f"the checkpoint of step {step} holds the state after {saved} steps: it was"
+            f" renamed, or copied from another step; move {step} out of its directory"
+            " to continue from the step before"
         )

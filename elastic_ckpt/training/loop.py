@@ -17,7 +17,7 @@ from elastic_ckpt.core import background, events, metrics, storage_cause
 from elastic_ckpt.data import elastic_data
 from elastic_ckpt.data.iterator import LeavingOut
 from elastic_ckpt.data.state import Ranges
-from elastic_ckpt.training import batch_size, step_log, train_step
+from elastic_ckpt.training import batch_size, model, step_log
 from elastic_ckpt.training.callbacks import COMPONENT as CALLBACKS
 from elastic_ckpt.training.callbacks import Action, Callbacks, Finding, Report
 
@@ -81,7 +81,7 @@ class Evaluation:
     """
 
     evaluate: Callable[
-        [train_step.TrainState, elastic_data.Batch], tuple[jax.Array, jax.Array]
+        [model.TrainState, elastic_data.Batch], tuple[jax.Array, jax.Array]
     ]
     batches: Restartable
     interval: int
@@ -92,7 +92,7 @@ class Evaluation:
         """Whether to evaluate now that `step` steps are done."""
         return step % self.interval == 0
 
-    def run(self, step: int, state: train_step.TrainState) -> float:
+    def run(self, step: int, state: model.TrainState) -> float:
         """The mean loss in nats per target, over the data from its beginning."""
         began = time.monotonic()
         self.batches.reset()
@@ -123,7 +123,7 @@ class Ended:
         is saved if the action is to stop, and it is no divergence.
     """
 
-    state: train_step.TrainState
+    state: model.TrainState
     step: int
     is_stopped: bool
     finding: Finding | None = None
@@ -156,7 +156,7 @@ class Loop:
         save if no step was done. Otherwise the loop ends after its first step.
     """
 
-    program: train_step.Program
+    program: model.Program
     batches: Batches
     sizes: batch_size.Schedule
     saver: RunSaver | None
@@ -172,9 +172,7 @@ class Loop:
     is_ending: Callable[[int], bool] = lambda _: False
     is_left: Callable[[], bool] = lambda: False
 
-    def run(
-        self, state: train_step.TrainState, *, start_step: int, steps: int
-    ) -> Ended:
+    def run(self, state: model.TrainState, *, start_step: int, steps: int) -> Ended:
         """Trains from step `start_step` until `steps` are done or the data ends.
 
         The log is written one step behind the devices, in a thread of its own, so that
@@ -189,7 +187,7 @@ class Loop:
     def _run(
         self,
         recorder: _Recorder,
-        state: train_step.TrainState,
+        state: model.TrainState,
         *,
         start_step: int,
         steps: int,
@@ -253,7 +251,7 @@ class Loop:
         return Ended(state=state, step=done, is_stopped=stopping, finding=finding)
 
     def _evaluate(
-        self, evaluated: Evaluation, step: int, state: train_step.TrainState
+        self, evaluated: Evaluation, step: int, state: model.TrainState
     ) -> None:
         self.begin("evaluate")
         loss = evaluated.run(step, state)
@@ -272,7 +270,7 @@ class Loop:
     def _validate(
         self,
         step: int,
-        state: train_step.TrainState,
+        state: model.TrainState,
         recorder: _Recorder,
         *,
         is_saving: bool,
@@ -283,7 +281,7 @@ class Loop:
             components = {CALLBACKS: self.callbacks.get_state()}
             self.validation.run(step, state, components=components)
 
-    def _save(self, step: int, state: train_step.TrainState, *, last: bool) -> None:
+    def _save(self, step: int, state: model.TrainState, *, last: bool) -> None:
         assert self.saver is not None
         self.begin("save")
         began_secs = time.monotonic()
@@ -291,8 +289,8 @@ class Loop:
         self.emit("save_blocked", step=step, secs=time.monotonic() - began_secs)
 
     def _compiled(
-        self, number: int, state: train_step.TrainState, batch: elastic_data.Batch
-    ) -> train_step.Step:
+        self, number: int, state: model.TrainState, batch: elastic_data.Batch
+    ) -> model.Step:
         step = self.compiled(self.program.step, state, batch, step=number)
         self.barrier()
         return step
@@ -316,7 +314,7 @@ class _Recorder:
         self._emit = emit
         self._steps = steps
         self._callbacks = callbacks
-        self._pending: tuple[int, train_step.StepReport] | None = None
+        self._pending: tuple[int, model.StepReport] | None = None
         self._done = 0
         self._since = time.monotonic()
         self._thread = background.pool(1, "step log") if log is not None else None
@@ -330,7 +328,7 @@ class _Recorder:
         if self._thread is not None:
             self._thread.shutdown()
 
-    def take(self, step: int, report: train_step.StepReport) -> None:
+    def take(self, step: int, report: model.StepReport) -> None:
         self.write_pending()
         self._pending = (step, report)
         self._done = step + 1
@@ -369,7 +367,7 @@ class _Recorder:
             background.wait([written])
             written.result()
 
-    def _write(self, step: int, report: train_step.StepReport) -> None:
+    def _write(self, step: int, report: model.StepReport) -> None:
         assert self._log is not None
         metrics.TRAIN_STEPS.record(step + 1)
         numbers = _numbers(report)
@@ -388,7 +386,7 @@ class _Recorder:
         self._since = now
 
 
-def _numbers(report: train_step.StepReport) -> Report:
+def _numbers(report: model.StepReport) -> Report:
     # Waits until the step is computed.
     loss, gradient_norm, tokens, learning_rate = jax.device_get(
         (report.loss, report.gradient_norm, report.tokens, report.learning_rate)

@@ -28,7 +28,7 @@ from elastic_ckpt.core import (
     topology,
 )
 from elastic_ckpt.data import example_id, state
-from elastic_ckpt.training import step_record, train_step
+from elastic_ckpt.training import model, step_record
 from elastic_ckpt.training.step_record import StepRecord
 
 DIRECTORY = "step_log"
@@ -112,7 +112,7 @@ class StepLog:
         self._detail = detail
         self._log = jsonlog.writer(self._path)
 
-    def append(self, step: int, report: train_step.StepReport) -> float:
+    def append(self, step: int, report: model.StepReport) -> float:
         """Logs `step`, waiting until it is computed, and returns its loss."""
         loss = float(report.loss)
         self.append_rows(step, loss, report.example_id, report.row_digests)

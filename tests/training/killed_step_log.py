@@ -7,7 +7,7 @@ import threading
 import numpy as np
 
 from elastic_ckpt.core import jsonlog, storage, topology
-from elastic_ckpt.training import step_log, train_step
+from elastic_ckpt.training import model, step_log
 
 WORLD = topology.Topology(hosts=2, slices=1, devices=4)
 STEPS = 40
@@ -20,7 +20,7 @@ def ids(step):
 
 
 def report(loss, ids):
-    return train_step.StepReport(
+    return model.StepReport(
         loss=np.float32(loss),
         example_id=np.array([[i >> 32, i & 0xFFFFFFFF] for i in ids], np.uint32),
         row_digests=np.array([i % 97 for i in ids], np.uint32),

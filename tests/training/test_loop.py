@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.core import events, metrics
-from elastic_ckpt.training import batch_size, callbacks, loop, train_step
+from elastic_ckpt.training import batch_size, callbacks, loop, model
 
 
 class Journal:
@@ -16,7 +16,7 @@ class Journal:
 
     def step(self, state, batch):
         self.calls.append(f"step {batch}")
-        report = train_step.StepReport(
+        report = model.StepReport(
             loss=np.float32(batch),
             example_id=None,
             row_digests=None,

@@ -1,23 +1,166 @@
-"""The train state on its mesh, and the jitted step that advances it."""
+"""The reference model, a small transformer, and the jitted step that trains it.
+
+Pre-norm blocks of rotary attention (Su et al. 2021) and a gated feed-forward (Shazeer
+2020); input and output share the embedding. The parameters of all layers are stacked
+along a leading dim and scanned, so that compiling forty layers takes as long as one.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from elastic_ckpt.core import digest, errors, topology
-from elastic_ckpt.data import elastic_data
-from elastic_ckpt.training import transformer
+from elastic_ckpt.core import digest, topology
+from elastic_ckpt.data import elastic_data, tokens
 
+Params = dict[str, jax.Array]
 # {"params": ..., "opt_state": ..., "step": int32 scalar}
 TrainState = dict[str, Any]
+# Gathers the sharded parameters of one layer on each device.
+Gather = Callable[[Params], Params]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of a model.
+
+    Attributes:
+      vocab: rows of the embedding.
+      layers: the number of decoder blocks.
+      emb: the width of the residual stream.
+      heads: of each block.
+      head_dim: the width of a head.
+      mlp: the width inside the feed-forward block.
+    """
+
+    vocab: int
+    layers: int
+    emb: int
+    heads: int
+    head_dim: int
+    mlp: int
+
+
+def init_params(key: jax.Array, sizes: Sizes) -> Params:
+    """Initial float32 parameters: LeCun's uniform distribution, variance 1 / fan-in."""
+    layers, emb, mlp = sizes.layers, sizes.emb, sizes.mlp
+    heads = sizes.heads * sizes.head_dim
+    shapes = {
+        "embedding": (sizes.vocab, emb),
+        "qkv": (layers, emb, 3 * heads),
+        "attention_out": (layers, heads, emb),
+        "mlp_in": (layers, emb, 2 * mlp),
+        "mlp_out": (layers, mlp, emb),
+    }
+    # One draw for all parameters compiles in a quarter of the time of separate draws.
+    # It is uniform because it rounds only in the last product, so weights have the same
+    # bits on every mesh; the last bit of a normal draw depends on the compiler.
+    ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
+    uniform = jax.random.uniform(key, (ends[-1],), minval=-1.0, maxval=1.0)
+    drawn = jnp.split(uniform, ends[:-1])
+    params = {
+        name: values.reshape(shape) * (3 / shape[-2]) ** 0.5
+        for values, (name, shape) in zip(drawn, shapes.items(), strict=True)
+    }
+    params["attention_norm"] = jnp.ones((layers, emb))
+    params["mlp_norm"] = jnp.ones((layers, emb))
+    params["final_norm"] = jnp.ones((emb,))
+    return params
+
+
+def logits(
+    params: Params, batch: elastic_data.Batch, *, head_dim: int, gather: Gather
+) -> jax.Array:
+    """Next-token logits.
+
+    Args:
+      params: parameters from `init_params`.
+      batch: `inputs`, int32 tokens `[rows, length]`. If rows are packed, also
+        `inputs_segmentation` and `inputs_position`, of the same shape: a token attends
+        to itself and to earlier tokens of its segment.
+      head_dim: width of an attention head.
+      gather: applied to the parameters of a layer before the layer.
+
+    Returns:
+      float32 of shape `[rows, length, vocabulary]`.
+    """
+    ends = gather({k: params[k] for k in ("embedding", "final_norm")})
+    layers = {k: v for k, v in params.items() if k not in ends}
+    inputs = batch["inputs"]
+    positions, mask = jnp.arange(inputs.shape[1])[None], None
+    if "inputs_segmentation" in batch:
+        positions, segments = batch["inputs_position"], batch["inputs_segmentation"]
+        mask = (segments[:, :, None] == segments[:, None, :])[:, None]
+
+    def block(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
+        layer = gather(layer)
+        normed = _rms_norm(x, layer["attention_norm"])
+        x += _attention(normed, layer, head_dim, positions=positions, mask=mask)
+        gate, up = jnp.split(_rms_norm(x, layer["mlp_norm"]) @ layer["mlp_in"], 2, -1)
+        return x + (jax.nn.silu(gate) * up) @ layer["mlp_out"], None
+
+    x, _ = jax.lax.scan(block, ends["embedding"][inputs], layers)
+    return _rms_norm(x, ends["final_norm"]) @ ends["embedding"].T
+
+
+def loss(
+    params: Params, batch: elastic_data.Batch, *, head_dim: int, gather: Gather
+) -> tuple[jax.Array, jax.Array]:
+    """The summed cross-entropy in nats, and the number of targets; without padding.
+
+    Takes the arguments of `logits`; the batch also has `targets` and, if rows are
+    packed, `targets_segmentation`, which is 0 for padding.
+    """
+    targets = batch["targets"]
+    scores = jax.nn.log_softmax(logits(params, batch, head_dim=head_dim, gather=gather))
+    picked = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+    counted = is_counted(batch)
+    return -(picked * counted).sum(), counted.sum()
+
+
+def is_counted(batch: elastic_data.Batch) -> jax.Array:
+    """The targets of `batch` that its loss counts, bool: all but padding."""
+    return batch.get("targets_segmentation", batch["targets"]) != tokens.PAD
+
+
+def _attention(
+    x: jax.Array,
+    layer: Params,
+    head_dim: int,
+    *,
+    positions: jax.Array,
+    mask: jax.Array | None,
+) -> jax.Array:
+    rows, length, _ = x.shape
+    qkv = (x @ layer["qkv"]).reshape(rows, length, 3, -1, head_dim)
+    q, k = _rotary(qkv[:, :, 0], positions), _rotary(qkv[:, :, 1], positions)
+    mixed = jax.nn.dot_product_attention(q, k, qkv[:, :, 2], mask=mask, is_causal=True)
+    return mixed.reshape(rows, length, -1) @ layer["attention_out"]
+
+
+def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def _rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
+    # x: [rows, length, heads, head_dim]; pairs are (i, i + head_dim / 2).
+    half = x.shape[-1] // 2
+    frequencies = 10_000.0 ** (-jnp.arange(half) / half)
+    angles = positions[:, :, None] * frequencies
+    sin, cos = jnp.sin(angles)[:, :, None], jnp.cos(angles)[:, :, None]
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    )
 
 
 class StepReport(NamedTuple):
@@ -58,7 +201,7 @@ class Program:
 
     abstract_state: TrainState
     init: Callable[[], TrainState]
-    begin: Callable[[transformer.Params], TrainState]
+    begin: Callable[[Params], TrainState]
     step: Step
     evaluate: Callable[[TrainState, elastic_data.Batch], tuple[jax.Array, jax.Array]]
 
@@ -66,7 +209,7 @@ class Program:
 def build(
     mesh: Mesh,
     *,
-    sizes: transformer.Sizes,
+    sizes: Sizes,
     optimizer: optax.GradientTransformation,
     learning_rate: optax.Schedule,
     seed: int = 0,
@@ -83,15 +226,15 @@ def build(
       microbatches: equal parts of a device's rows, computed one after the other.
     """
 
-    def begin(params: transformer.Params) -> TrainState:
+    def begin(params: Params) -> TrainState:
         step = jnp.zeros((), jnp.int32)
         return {"params": params, "opt_state": optimizer.init(params), "step": step}
 
     def init() -> TrainState:
-        return begin(transformer.init(jax.random.key(seed), sizes))
+        return begin(init_params(jax.random.key(seed), sizes))
 
     summed_loss = functools.partial(
-        transformer.loss,
+        loss,
         head_dim=sizes.head_dim,
         gather=functools.partial(_constrained, mesh=mesh, spec=PartitionSpec()),
     )
@@ -110,10 +253,13 @@ def build(
         updates, opt_state = optimizer.update(
             gradients, state["opt_state"], state["params"]
         )
-        report = _report(
-            batch,
-            total / count,
-            learning_rate=learning_rate(state["step"]),
+        rows = jnp.concatenate(digest.row_features(batch), axis=1)
+        report = StepReport(
+            loss=total / count,
+            example_id=batch["example_id"],
+            row_digests=digest.row_digests(rows),
+            tokens=is_counted(batch).sum(dtype=jnp.int32),
+            learning_rate=jnp.float32(learning_rate(state["step"])),
             gradient_norm=optax.tree.norm(gradients),
         )
         return {
@@ -124,8 +270,11 @@ def build(
 
     shapes = jax.eval_shape(init)
     shardings = jax.tree.map(lambda leaf: _state_sharding(leaf.shape, mesh), shapes)
+    abstract_state = jax.tree.map(
+        lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings
+    )
     return Program(
-        abstract_state=jax.tree.map(_abstract, shapes, shardings),
+        abstract_state=abstract_state,
         init=jax.jit(init, out_shardings=shardings),
         begin=jax.jit(begin, out_shardings=shardings, donate_argnums=0),
         step=jax.jit(
@@ -140,24 +289,6 @@ def build(
     )
 
 
-def _report(
-    batch: elastic_data.Batch,
-    loss: jax.Array,
-    *,
-    learning_rate: jax.typing.ArrayLike,
-    gradient_norm: jax.Array,
-) -> StepReport:
-    tokens = jnp.concatenate(digest.row_features(batch), axis=1)
-    return StepReport(
-        loss=loss,
-        example_id=batch["example_id"],
-        row_digests=digest.row_digests(tokens),
-        tokens=transformer.is_counted(batch).sum(dtype=jnp.int32),
-        learning_rate=jnp.float32(learning_rate),
-        gradient_norm=gradient_norm,
-    )
-
-
 def _over_slices(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
     # The sum over slices of what `function(params, batch)` returns for the rows of
     # each. They add once in a step, after the loop over layers: one collective between
@@ -165,7 +296,7 @@ def _over_slices(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]
     if mesh.shape[topology.SLICE_AXIS] == 1:
         return function
 
-    def of_slice(params: transformer.Params, batch: elastic_data.Batch) -> Any:
+    def of_slice(params: Params, batch: elastic_data.Batch) -> Any:
         return jax.lax.psum(function(params, batch), topology.SLICE_AXIS)
 
     return jax.shard_map(
@@ -190,7 +321,7 @@ def _accumulated(
     differentiated: Callable[..., Any], microbatches: int, mesh: Mesh
 ) -> Callable[..., Any]:
     # As `differentiated`, from the sums over the parts of a batch of a slice.
-    def accumulate(params: transformer.Params, batch: elastic_data.Batch) -> Any:
+    def accumulate(params: Params, batch: elastic_data.Batch) -> Any:
         def add(sums: Any, part: elastic_data.Batch) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, sums, differentiated(params, part)), None
 
@@ -213,23 +344,6 @@ def _microbatches(rows: jax.Array, number: int, mesh: Mesh) -> jax.Array:
     by_device = rows.reshape(devices, number, -1, *rows.shape[1:])
     parts = by_device.swapaxes(0, 1).reshape(number, -1, *rows.shape[1:])
     return _constrained(parts, mesh, PartitionSpec(None, topology.FSDP_AXIS))
-
-
-def _abstract(
-    leaf: jax.ShapeDtypeStruct, sharding: NamedSharding
-) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def check_step(state: TrainState, step: int) -> None:
-    """Raises a CheckpointError unless `state` is the state after `step` steps."""
-    saved = int(state["step"])
-    if saved != step:
-        raise errors.CheckpointError(
-            f"the checkpoint of step {step} holds the state after {saved} steps: it was"
-            f" renamed, or copied from another step; move {step} out of its directory"
-            " to continue from the step before"
-        )
 
 
 def _state_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
