@@ -145,7 +145,7 @@ def _train(
         from elastic_ckpt import frontend
         from elastic_ckpt.core import topology
         from elastic_ckpt.data.lm import pipeline
-        from elastic_ckpt.training import batch_size, configured
+        from elastic_ckpt.training import batch_size, model
 
         world = topology.present(place.num_hosts)
         mesh = topology.mesh_of(world)
@@ -156,7 +156,7 @@ def _train(
             global_batch_size=batch_size.schedule(config.data, world).at(0),
             read_ahead=config.data.data_read_ahead_batches,
         )
-        program = configured.program(config, mesh)
+        program = model.build(config, mesh)
         make = {"plain": _plain, "emergency": _emergency}[name]
         manager = make(directory, mesh, program.abstract_state, place.host)
         state = program.init() if manager.newest is None else manager.load()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import itertools
 import os
 import pathlib
@@ -39,7 +40,7 @@ from elastic_ckpt.elastic import (
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.host_failure import HostFailure
 from elastic_ckpt.elastic.machines import leader_claim
-from elastic_ckpt.training import callbacks, divergence
+from elastic_ckpt.training import callbacks
 
 _SETTLED_SECS = 1e6
 
@@ -271,11 +272,11 @@ def _is_slow(world: World, kind: str) -> Sequence[HostFailure]:
 
 
 def _diverges(world: World, loss: float) -> Sequence[HostFailure]:
-    above = divergence.AboveBest(smoothing=0.5, factor=1.5)
+    above = functools.partial(callbacks.loss_above_best, smoothing=0.5, factor=1.5)
     warn = callbacks.Action.WARN
     detectors = {
-        "non_finite": divergence.Detector(divergence.NonFinite(), action=warn),
-        "loss_above_best": divergence.Detector(above, action=warn, patience=2),
+        "non_finite": callbacks.Detector(callbacks.non_finite, action=warn),
+        "loss_above_best": callbacks.Detector(above, action=warn, patience=2),
     }
     for step, (name, detector) in itertools.product(range(1, 9), detectors.items()):
         report = callbacks.Report(

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
             " with another number of slices. A training loop of your own changes its"
             " slices where it calls ec.elastic.run"
         )
-    configured.check_request(config, slices)
+    configured.check_slices(config, slices)
     events, is_alive = run_files.read_events(directory), run_files.is_alive(directory)
     phase = status.phase(events, is_alive=is_alive, program=record.program)
     if is_alive is False or phase in status.ENDS:

@@ -183,7 +183,7 @@ def on_cluster(config: schema.Config, cluster: Cluster) -> schema.Config:
         data=dataclasses.replace(config.data, global_batch_size=rows),
         elastic=elastic,
     )
-    configured.check_counts(changed)
+    configured.check_slices(changed)
     return changed
 
 
@@ -244,9 +244,9 @@ def plan(
 
 def copies(config: schema.Config) -> owners.Policy:
     """The policy of copies of a configuration; none without a local tier."""
-    peers = configured.peers(config)
-    if peers is None:
+    if not config.tiers.enable_multi_tier_checkpointing:
         return owners.Policy(copies=0)
+    peers = configured.peers(config.tiers)
     return owners.Policy(
         copies=peers.copies,
         domain=peers.domain.split(";")[-1],
@@ -260,11 +260,12 @@ def state_bytes(config: schema.Config) -> int:
     import numpy as np
 
     from elastic_ckpt.core import topology
+    from elastic_ckpt.training import model
 
     jax.config.update("jax_platforms", "cpu")
     devices = jax.devices()[:1]
     mesh = topology.mesh_of(topology.present(1, devices), devices)
-    program = configured.program(config, mesh)
+    program = model.build(config, mesh)
     leaves = jax.tree.leaves(program.abstract_state)
     return sum(
         int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in leaves

@@ -146,12 +146,13 @@ class Peers(Tier):
         _check(self, "an integer from 0", lambda number: number >= 0, "copies")
         _check_positive(self, "max_bytes_per_sec", "timeout_secs")
         for url in (*self.known, *self.backups):
-            what = "Peers(known=(URL, ...), backups=(URL, ...))"
+            what = "Peers(known=(URL, ...), backups=(URL, ...)) (or peer_urls)"
             agent.check_url(url, what=what, needs_tls=self.tls is not None)
         if self.backups and self.secret_file is None:
             raise errors.ConfigError(
-                "Peers(backups=...) needs secret_file: backup hosts are in no world, in"
-                " which hosts agree on a secret; give a file that they have, too"
+                "Peers(backups=...) needs secret_file (peer_secret_file in a"
+                " configuration): backup hosts are in no world, in which hosts agree on"
+                " a secret; give a file that they have, too"
             )
 
 

@@ -1,12 +1,18 @@
 """Callbacks of the training loop, whose state is saved with each step.
 
-A callback receives the numbers of each step, and of each evaluation, and may return a
-`Finding`: then the run goes on, stops, or goes back. Its state goes into every step of
-the run under the callback's name, and comes back with it, on any number of hosts.
+A callback receives the numbers of each step and of each evaluation, and may return a
+`Finding`: then the run continues, stops, or goes back. Each saved step contains the
+state of every callback under its name, which is restored on any number of hosts.
 
-Every host has the same callbacks, which receive the same numbers: they must be
-deterministic, so that all hosts act alike. The loop reads the numbers of a step while
-the devices compute the next one, so callbacks never delay them.
+Every host has the same callbacks and calls them with the same numbers. They must be
+deterministic, so that all hosts decide alike. The loop reads the numbers of a step
+while the devices compute the next one, so callbacks do not delay it.
+
+A `Detector` is a callback that finds a divergence: by a rule that judges each step from
+the numbers so far, it acts once enough consecutive steps are bad. The averages of rules
+are exponential, with the weight `smoothing` for the past, and corrected for their start
+as Adam's are (Kingma and Ba, https://arxiv.org/abs/1412.6980, section 3). A value that
+is not finite is bad for every rule and does not enter an average.
 
 Version 1 of the component's file, `callbacks.json` (a `checked_json` file), has the
 fields `rollbacks`, how often the run has gone back, and `callbacks`, the state of each
@@ -18,20 +24,25 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import enum
+import functools
+import importlib
 import json
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 from absl import logging
 from etils import epath
 
 from elastic_ckpt.core import checked_json, errors, events, storage, topology
+from elastic_ckpt.training import schema
 
 # The name of the component of a step with the states of all callbacks.
 COMPONENT = "callbacks"
 _FILE = "callbacks.json"
 _VERSION = 1
+# The weight of the past in the average of the gradient norm.
+_PAST_NORMS = 0.99
 
 
 class Action(enum.Enum):
@@ -186,13 +197,11 @@ class Callbacks:
 
     Args:
       callbacks: by name; a state is restored to the callback with its name.
-      required: the names of those without which a saved step must not be continued; the
-        others begin anew, with a warning.
       emit: called for each finding.
 
     Attributes:
-      decision: the strongest finding of the first step with one on which the run has to
-        act; None if there is none. Later findings are ignored.
+      decision: the strongest finding of the first step on which the run has to act;
+        None if there is none. Later findings are ignored.
       decided_step: the number of that step.
       rollbacks: how often the run has gone back.
     """
@@ -201,26 +210,16 @@ class Callbacks:
         self,
         callbacks: Mapping[str, Callback] | None = None,
         *,
-        required: Collection[str] = (),
         emit: events.Emit = events.nobody,
     ) -> None:
         self._callbacks = dict(callbacks or {})
         for name, callback in self._callbacks.items():
             _check(name, callback)
-        self._required = frozenset(required)
-        unknown = sorted(self._required - self._callbacks.keys())
-        if unknown:
-            raise errors.ConfigError(
-                f"callbacks {unknown} are required, but the callbacks of the run are"
-                f" {sorted(self._callbacks)}; correct the names"
-            )
         self._emit = emit
-        self._fresh = {name: _state(name, c) for name, c in self._callbacks.items()}
-        self.decision: Finding | None = None
+        self._fresh = self._states()
         self.decided_step = 0
         self.rollbacks = 0
-        self._distrusted_until = 0
-        self._go_back: Callable[[int, str], bool] = _never
+        self.go_on()
 
     def __len__(self) -> int:
         return len(self._callbacks)
@@ -237,6 +236,11 @@ class Callbacks:
             whether the run goes back.
         """
         self._distrusted_until, self._go_back = step, go_back
+
+    def go_on(self) -> None:
+        """Drops the decision; the run continues from another state, and trusts it."""
+        self.decision: Finding | None = None
+        self.distrust_until(0, lambda *_: False)
 
     def reads(self, step: int) -> bool:
         """Whether the numbers of a step are needed."""
@@ -261,18 +265,23 @@ class Callbacks:
 
     def get_state(self) -> dict[str, storage.Json]:
         """The states of all callbacks by name, and the number of rollbacks."""
-        states = {name: _state(name, c) for name, c in self._callbacks.items()}
-        return {"rollbacks": self.rollbacks, "callbacks": states}
+        return {"rollbacks": self.rollbacks, "callbacks": self._states()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restores the callbacks whose names a state has.
+        """Restores the callbacks whose names a state has; the others begin anew.
 
         Raises:
-          CheckpointError: if it lacks one that is required, or a callback refuses its
-            state. Other callbacks that it lacks begin anew.
+          CheckpointError: if a callback refuses its state.
         """
         saved = state["callbacks"]
-        self._check_names(saved)
+        new = sorted(self._callbacks.keys() - saved.keys())
+        gone = sorted(saved.keys() - self._callbacks.keys())
+        if saved and (new or gone):
+            logging.warning(
+                "callbacks %s are new, and begin anew; the next save drops the state of"
+                " callbacks %s, which the run does not have now",
+                *(new, gone),
+            )
         for name, callback in self._callbacks.items():
             value = saved.get(name, self._fresh[name])
             try:
@@ -286,17 +295,8 @@ class Callbacks:
         self.rollbacks = state["rollbacks"]
         self.go_on()
 
-    def go_on(self) -> None:
-        """Drops the decision; the run goes on from another state, and trusts it."""
-        self.decision = None
-        self.distrust_until(0, _never)
-
     def begin_anew(self) -> None:
-        """Continues a step that was saved without any callbacks.
-
-        Raises:
-          CheckpointError: if one is required.
-        """
+        """Continues a step that was saved without any callbacks."""
         self.set_state({"rollbacks": 0, "callbacks": {}})
 
     async def save(self, directory: Any) -> Awaitable[None]:
@@ -321,6 +321,18 @@ class Callbacks:
         done.set_result(None)
         return done
 
+    def _states(self) -> dict[str, storage.Json]:
+        states = {}
+        for name, callback in self._callbacks.items():
+            try:
+                states[name] = json.loads(json.dumps(callback.get_state()))
+            except (TypeError, ValueError) as error:
+                raise errors.CheckpointError(
+                    f"the state of the callback {name!r} is not JSON ({error}); return"
+                    " numbers, texts, lists and dicts from its get_state"
+                ) from error
+        return states
+
     def _note(self, name: str, step: int, finding: Finding | None) -> None:
         is_late = self.decision is not None and step > self.decided_step
         if finding is None or is_late:
@@ -336,80 +348,230 @@ class Callbacks:
             self._decide(step, named)
 
     def _decide(self, step: int, finding: Finding) -> None:
-        self.decision = stronger(self.decision, finding)
+        # The strongest action counts, and the earliest bad step.
+        found = [finding] if self.decision is None else [self.decision, finding]
+        strongest = max(found, key=lambda each: list(Action).index(each.action))
+        since = min(each.since for each in found)
+        self.decision = dataclasses.replace(strongest, since=since)
         self.decided_step = step
 
     def _distrust(self, step: int, why: str) -> None:
         if step > self._distrusted_until:
             return
-        go_back = self._go_back
-        self.distrust_until(0, _never)
-        if go_back(step, why):
-            finding = Finding(
-                action=Action.DISTRUST, why=why, since=step, is_divergence=True
-            )
-            self._decide(step, finding)
-
-    def _check_names(self, saved: Mapping[str, Any]) -> None:
-        missing = [name for name in self._callbacks if name not in saved]
-        required = sorted(self._required.intersection(missing))
-        if required:
-            raise errors.CheckpointError(
-                f"the saved step has no state of the required callbacks {required}; it"
-                f" has those of {sorted(saved)}: give them back their names, or do not"
-                " require them, and they begin anew"
-            )
-        if missing and saved:
-            logging.warning("callbacks %s are new, and begin anew", missing)
-        gone = sorted(saved.keys() - self._callbacks.keys())
-        if gone:
-            logging.warning(
-                "the saved step has the state of callbacks %s, which the run does not"
-                " have now; the next save drops it",
-                gone,
+        self._distrusted_until = 0
+        if self._go_back(step, why):
+            distrust = Action.DISTRUST
+            self._decide(
+                step, Finding(action=distrust, why=why, since=step, is_divergence=True)
             )
 
 
-def stronger(first: Finding | None, second: Finding) -> Finding:
-    """The finding with the stronger action, and the earlier of the first bad steps."""
-    findings = [f for f in (first, second) if f is not None]
-    strongest = max(findings, key=lambda f: list(Action).index(f.action))
-    return dataclasses.replace(strongest, since=min(f.since for f in findings))
-
-
-def _never(step: int, why: str) -> bool:
-    del step, why
-    return False
-
-
-_METHODS = ("after_step", "after_evaluation", "get_state", "set_state")
-
-
-def _check(name: object, callback: object) -> None:
-    if not isinstance(name, str):
-        raise errors.ConfigError(
-            f"a callback has the name {name!r}, a {type(name).__name__}, and its state"
-            " is saved under a text; name it by a text"
-        )
-    if isinstance(callback, type):
-        raise errors.ConfigError(
-            f"the callback {name!r} is a class; give an instance of it"
-        )
-    missing = [each for each in _METHODS if not callable(getattr(callback, each, None))]
-    if missing:
+def _check(name: str, callback: object) -> None:
+    methods = ("after_step", "after_evaluation", "get_state", "set_state")
+    missing = [each for each in methods if not callable(getattr(callback, each, None))]
+    if missing or isinstance(callback, type):
         raise errors.ConfigError(
             f"the callback {name!r}, a {type(callback).__name__}, has no"
-            f" {', '.join(missing)}; give it the methods of"
+            f" {', '.join(missing) or 'instance'}; give an instance with the methods of"
             " elastic_ckpt.training.callbacks.Callback"
         )
 
 
-def _state(name: str, callback: Callback) -> storage.Json:
-    state = callback.get_state()
-    try:
-        return json.loads(json.dumps(state))
-    except (TypeError, ValueError) as error:
-        raise errors.CheckpointError(
-            f"the state of the callback {name!r} is not JSON ({error}); return numbers,"
-            " texts, lists and dicts from its get_state"
-        ) from error
+# The state of a rule, as JSON; empty before the first step.
+State: TypeAlias = dict[str, Any]
+# Updates its state by the numbers of a step, and says why the step is bad, if it is.
+Rule = Callable[[State, Report], str]
+
+
+def non_finite(state: State, report: Report) -> str:
+    """A rule: a step is bad if its loss or gradient norm is infinite or NaN."""
+    del state
+    values = {"loss": report.loss, "gradient norm": report.gradient_norm}
+    bad = [f"the {what} is {v}" for what, v in values.items() if not math.isfinite(v)]
+    return "".join(bad[:1])
+
+
+def loss_above_best(
+    state: State,
+    report: Report,
+    *,
+    smoothing: float,
+    margin: float = 0.0,
+    factor: float = 0.0,
+) -> str:
+    """A rule: a step is bad if the smoothed loss is far above its best value so far.
+
+    Args:
+      state: of the rule.
+      report: of the step.
+      smoothing: the weight of the past.
+      margin: how far above, in nats; 0 sets no such limit.
+      factor: how many times the best; 0 sets no such limit.
+    """
+    if not math.isfinite(report.loss):
+        return f"the loss is {report.loss}"
+    smoothed = _averaged(state, report.loss, smoothing)
+    best = state.get("best", math.inf)
+    state["best"] = min(best, smoothed)
+    limits = [best + margin] * bool(margin)
+    limits += [best * factor] * bool(factor and best > 0)
+    if smoothed <= min(limits, default=math.inf):
+        return ""
+    return f"the smoothed loss is {smoothed:.4g}, and was {best:.4g} at best"
+
+
+def gradient_spike(
+    state: State, report: Report, *, smoothing: float, factor: float
+) -> str:
+    """A rule: a step is bad if its gradient norm is many times the average before it.
+
+    A spike enters the average as the greatest norm that is none, so that the average
+    follows a norm that stays high, but not a single step.
+
+    Args:
+      state: of the rule.
+      report: of the step.
+      smoothing: the weight of the past.
+      factor: how many times.
+    """
+    norm, before = report.gradient_norm, state.get("average", math.inf)
+    if not math.isfinite(norm):
+        return f"the gradient norm is {norm}"
+    state["average"] = _averaged(state, min(norm, factor * before), smoothing)
+    if norm <= factor * before:
+        return ""
+    return f"the gradient norm is {norm:.4g}, and was {before:.4g} before"
+
+
+def _averaged(state: State, value: float, smoothing: float) -> float:
+    # Adds a value to the average that `state` holds, and returns the average.
+    state["sum"] = smoothing * state.get("sum", 0.0) + (1 - smoothing) * value
+    state["count"] = state.get("count", 0) + 1
+    return state["sum"] / (1 - smoothing ** state["count"])
+
+
+class Detector:
+    """Acts when so many consecutive steps are bad by a rule; a `Callback`.
+
+    Args:
+      rule: judges the steps.
+      action: what the run does then. While steps stay bad, it does it again each time
+        that there were so many of them.
+      patience: how many steps.
+      warmup: the first steps of the run, which are never bad.
+    """
+
+    def __init__(
+        self, rule: Rule, *, action: Action, patience: int = 1, warmup: int = 0
+    ) -> None:
+        self._rule = rule
+        self._action = action
+        self._patience = patience
+        self._warmup = warmup
+        # Bad steps in a row are counted anew after each action.
+        self.set_state({"seen": 0, "bad": 0, "since": None, "rule": {}})
+
+    def after_step(self, step: int, report: Report) -> Finding | None:
+        """See `Callback`."""
+        why = self._rule(self._state, report)
+        self._seen += 1
+        if not why or self._seen <= self._warmup:
+            self._bad, self._since = 0, None
+            return None
+        self._bad += 1
+        self._since = step if self._since is None else self._since
+        if self._bad < self._patience:
+            return None
+        self._bad = 0
+        return Finding(
+            action=self._action,
+            why=f"{why}, since step {self._since}",
+            since=self._since,
+            is_divergence=True,
+        )
+
+    def after_evaluation(self, step: int, loss: float) -> None:
+        """Does nothing: an evaluation is of the same state as the next step's loss."""
+
+    def get_state(self) -> storage.Json:
+        """See `Callback`."""
+        counts = {"seen": self._seen, "bad": self._bad, "since": self._since}
+        return {**counts, "rule": self._state}
+
+    def set_state(self, state: Any) -> None:
+        """See `Callback`."""
+        self._seen, self._bad = state["seen"], state["bad"]
+        self._since, self._state = state["since"], dict(state["rule"])
+
+
+def configured(
+    config: schema.Config, *, emit: events.Emit = events.nobody
+) -> Callbacks:
+    """The callbacks of a run: detectors, then those of `training_callbacks`.
+
+    Args:
+      config: of the run.
+      emit: called for each finding.
+
+    Raises:
+      ConfigError: if the function of `training_callbacks` cannot be found, or the run
+        cannot go back because it saves nothing.
+    """
+    section, own = config.divergence, {}
+    goes_back = section.divergence_action == "rollback"
+    if goes_back and not config.checkpoint.enable_checkpointing:
+        raise errors.ConfigError(
+            "divergence_action=rollback with enable_checkpointing=false: there would"
+            " be no step to go back to; set divergence_action=stop or"
+            " enable_checkpointing=true"
+        )
+    if name := section.training_callbacks:
+        module, _, function = name.partition(":")
+        try:
+            make = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise errors.ConfigError(
+                f"training_callbacks={name!r} cannot be imported ({error}); give it as"
+                " module:function, with the module on PYTHONPATH on every host"
+            ) from error
+        own = make(config)
+        if not isinstance(own, Mapping):
+            raise errors.ConfigError(
+                f"training_callbacks={name!r} returned a {type(own).__name__}; return a"
+                " dict of callbacks by name"
+            )
+    return Callbacks({**detectors(section), **own}, emit=emit)
+
+
+def detectors(section: schema.DivergenceSection) -> dict[str, Callback]:
+    """The configured detectors by name; none if their action is `off`."""
+    if section.divergence_action == "off":
+        return {}
+    margin, factor = section.divergence_loss_margin, section.divergence_loss_factor
+    spike, smoothing = (
+        section.divergence_gradient_norm_factor,
+        section.divergence_loss_smoothing,
+    )
+    rules: dict[str, Rule] = {}
+    if margin or factor:
+        limits = {"margin": margin, "factor": factor}
+        rules["loss_above_best"] = functools.partial(
+            loss_above_best, smoothing=smoothing, **limits
+        )
+    if spike:
+        rules["gradient_norm"] = functools.partial(
+            gradient_spike, smoothing=_PAST_NORMS, factor=spike
+        )
+    action = Action(section.divergence_action)
+    chosen: dict[str, Callback] = {
+        name: Detector(
+            rule,
+            action=action,
+            patience=section.divergence_patience_steps,
+            warmup=section.divergence_warmup_steps,
+        )
+        for name, rule in rules.items()
+    }
+    if section.divergence_non_finite:
+        chosen["non_finite"] = Detector(non_finite, action=action)
+    return chosen

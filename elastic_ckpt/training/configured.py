@@ -1,4 +1,4 @@
-"""A configuration as the plain values of the libraries: nothing else reads sections.
+"""A configuration as the plain values of the libraries, which know no sections.
 
 It imports JAX and Orbax only where they are used, so that the fork server starts at
 once.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from elastic_ckpt.core import errors, events, storage
@@ -21,21 +20,15 @@ from elastic_ckpt.inspect.run_files import RunRecord
 from elastic_ckpt.steps import layout, owners
 from elastic_ckpt.steps.retention import BestN
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, Tier, TlsFiles
-from elastic_ckpt.tiers.peers import agent
 from elastic_ckpt.training import keys, run_directory, schema
 
 if TYPE_CHECKING:
-    import jax
-    import optax
     from etils import epath
 
     from elastic_ckpt.checkpoint.components import validation_schedule
     from elastic_ckpt.checkpoint.run_saver import Saved
     from elastic_ckpt.core.topology import Topology
     from elastic_ckpt.steps.retention import PreservationPolicy
-    from elastic_ckpt.training.callbacks import Callback, Callbacks, Rollbacks
-    from elastic_ckpt.training.initial_weights import InitialWeights
-    from elastic_ckpt.training.model import Program
 
 _QUANTITY = re.compile(r"([1-9]\d*)([KMGT]i?)?")
 _UNITS = {"": 1} | {
@@ -48,12 +41,16 @@ _UNITS = {"": 1} | {
 # Checkpoints.
 
 
-def tiers(config: schema.Config, *, persistent: epath.PathLike) -> list[Tier]:
+def tiers(
+    config: schema.Config, *, persistent: epath.PathLike, ram: str | None = None
+) -> list[Tier]:
     """The local, peer and persistent tier of a run, or the persistent one alone.
 
     Args:
       config: of the run.
       persistent: the directory of the run's checkpoints in persistent storage.
+      ram: the run's directory on the RAM disk of this host's slice; by default in
+        `local_checkpoint_directory`.
 
     Raises:
       ConfigError: if keys are missing or exclude each other.
@@ -85,12 +82,12 @@ def tiers(config: schema.Config, *, persistent: epath.PathLike) -> list[Tier]:
         )
     return [
         Local(
-            os.path.join(directory, config.run.run_name),
+            ram or os.path.join(directory, config.run.run_name),
             every=period,
             limit_bytes=num_bytes(section.local_checkpoint_size_limit),
             pinned_bytes=num_bytes(section.local_checkpoint_pinned_memory),
         ),
-        _peers(section),
+        peers(section),
         Persistent(
             persistent, every=steps or None, every_minutes=minutes or None, keep=keep
         ),
@@ -198,7 +195,7 @@ def _preservation(section: schema.CheckpointSection) -> PreservationPolicy | Non
 
 
 def _pinned_steps(section: schema.CheckpointSection) -> list[int]:
-    names = [each for each in section.checkpoint_steps_to_keep.split(";") if each]
+    names = _listed(section.checkpoint_steps_to_keep)
     if not all(each.strip().isdecimal() for each in names):
         raise errors.ConfigError(
             f"checkpoint_steps_to_keep={section.checkpoint_steps_to_keep!r} is not a"
@@ -215,14 +212,12 @@ def _best_steps(section: schema.CheckpointSection) -> BestN:
     )
 
 
-def peers(config: schema.Config) -> Peers | None:
-    """The copies in the RAM of peers; None if steps are in storage alone."""
-    if not config.tiers.enable_multi_tier_checkpointing:
-        return None
-    return _peers(config.tiers)
+def peers(section: schema.TiersSection) -> Peers:
+    """The copies in the RAM of peers.
 
-
-def _peers(section: schema.TiersSection) -> Peers:
+    Raises:
+      ConfigError: if keys are missing or exclude each other.
+    """
     tls = None
     given = [section.peer_tls_certificate, section.peer_tls_key, section.peer_tls_ca]
     if any(given):
@@ -233,19 +228,6 @@ def _peers(section: schema.TiersSection) -> Peers:
             )
         certificate, key, authority = given
         tls = TlsFiles(certificate=certificate, key=key, authority=authority)
-    urls = {
-        name: tuple(url for url in getattr(section, name).split(";") if url)
-        for name in ("peer_urls", "peer_backup_urls")
-    }
-    for name, of_key in urls.items():
-        for url in of_key:
-            agent.check_url(url, what=name, needs_tls=tls is not None)
-    if urls["peer_backup_urls"] and not section.peer_secret_file:
-        raise errors.ConfigError(
-            "peer_backup_urls needs peer_secret_file: backup hosts do not take part"
-            " when the hosts choose a secret; set it to a file with the secret of the"
-            " backup hosts"
-        )
     return Peers(
         copies=section.peer_copies,
         assume_data_parallelism=section.peer_assume_data_parallelism,
@@ -253,8 +235,8 @@ def _peers(section: schema.TiersSection) -> Peers:
         domains=owners.parse_domains(section.peer_domains, what="peer_domains"),
         interface=section.peer_interface or None,
         port=section.peer_port,
-        known=urls["peer_urls"],
-        backups=urls["peer_backup_urls"],
+        known=_listed(section.peer_urls),
+        backups=_listed(section.peer_backup_urls),
         secret_file=section.peer_secret_file or None,
         max_bytes_per_sec=section.peer_max_mib_per_sec * 2**20 or None,
         timeout_secs=section.peer_timeout_secs,
@@ -262,192 +244,8 @@ def _peers(section: schema.TiersSection) -> Peers:
     )
 
 
-# The program, and what watches its loss.
-
-
-def vocab_size(config: schema.Config) -> int:
-    """The rows of the embedding."""
-    from elastic_ckpt.data.lm import pipeline
-
-    return config.model.vocab_size or pipeline.vocab_size(config.data)
-
-
-def program(
-    config: schema.Config, mesh: jax.sharding.Mesh, *, microbatches: int = 1
-) -> Program:
-    """The configured model and optimizer, on a mesh; see `model.build`."""
-    from elastic_ckpt.training import model
-
-    section = config.model
-    optimizer, learning_rate = _optimizer(config.optimizer, config.run.steps)
-    return model.build(
-        mesh,
-        sizes=model.Sizes(
-            vocab=vocab_size(config),
-            layers=section.base_num_decoder_layers,
-            emb=section.base_emb_dim,
-            heads=section.base_num_query_heads,
-            head_dim=section.head_dim,
-            mlp=section.base_mlp_dim,
-        ),
-        optimizer=optimizer,
-        learning_rate=learning_rate,
-        seed=section.init_weights_seed,
-        microbatches=microbatches,
-    )
-
-
-def _optimizer(
-    section: schema.OptimizerSection, steps: int
-) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    import optax
-
-    if section.learning_rate_schedule_steps >= 0:
-        steps = section.learning_rate_schedule_steps
-    warmup_steps = int(steps * section.warmup_steps_fraction)
-    learning_rate = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=section.learning_rate,
-        warmup_steps=warmup_steps,
-        decay_steps=max(steps, warmup_steps + 1),
-        end_value=section.learning_rate * section.learning_rate_final_fraction,
-    )
-    adamw = optax.adamw(
-        learning_rate,
-        b1=section.adam_b1,
-        b2=section.adam_b2,
-        eps=section.adam_eps,
-        weight_decay=section.adam_weight_decay,
-    )
-    if not section.gradient_clipping_threshold:
-        return adamw, learning_rate
-    clip = optax.clip_by_global_norm(section.gradient_clipping_threshold)
-    return optax.chain(clip, adamw), learning_rate
-
-
-def callbacks(
-    config: schema.Config,
-    own: Mapping[str, Callback],
-    *,
-    emit: events.Emit = events.nobody,
-) -> Callbacks:
-    """The callbacks of a run: detectors, then those of a key, then those given here.
-
-    Args:
-      config: of the run.
-      own: by name.
-      emit: called for each finding.
-
-    Raises:
-      ConfigError: if two have one name, the function of `training_callbacks` cannot be
-        found, or the run cannot go back because it saves nothing.
-    """
-    from elastic_ckpt.training.callbacks import Callbacks
-
-    section = config.divergence
-    goes_back = section.divergence_action == "rollback"
-    if goes_back and not config.checkpoint.enable_checkpointing:
-        raise errors.ConfigError(
-            "divergence_action=rollback with enable_checkpointing=false: there would"
-            " be no step to go back to; set divergence_action=stop or"
-            " enable_checkpointing=true"
-        )
-    named: dict[str, Callback] = {}
-    imported = _imported(section.training_callbacks)(config)
-    for more in (detectors(section), imported, own):
-        if not isinstance(more, Mapping):
-            raise errors.ConfigError(
-                f"training_callbacks={section.training_callbacks!r} returned a"
-                f" {type(more).__name__}; return a dict of callbacks by name"
-            )
-        twice = sorted(map(str, named.keys() & more.keys()))
-        if twice:
-            raise errors.ConfigError(
-                f"there are two callbacks of the name {twice[0]!r}; their states are"
-                " saved by name, so rename one"
-            )
-        named |= more
-    return Callbacks(named, emit=emit)
-
-
-def _imported(name: str) -> Callable[[schema.Config], Mapping[str, Any]]:
-    if not name:
-        return lambda _: {}
-    module, _, function = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise errors.ConfigError(
-            f"training_callbacks={name!r} cannot be imported ({error}); give it as"
-            " module:function, with the module on PYTHONPATH on every host"
-        ) from error
-
-
-# The weight of the past in the average of the gradient norm.
-_PAST_NORMS = 0.99
-
-
-def detectors(section: schema.DivergenceSection) -> dict[str, Callback]:
-    """The configured detectors by name; none if their action is `off`."""
-    from elastic_ckpt.training import divergence
-    from elastic_ckpt.training.callbacks import Action
-
-    if section.divergence_action == "off":
-        return {}
-    margin, factor = section.divergence_loss_margin, section.divergence_loss_factor
-    of_gradient = section.divergence_gradient_norm_factor
-    rules: dict[str, tuple[float, divergence.Rule]] = {
-        "loss_above_best": (
-            margin or factor,
-            divergence.AboveBest(
-                smoothing=section.divergence_loss_smoothing,
-                margin=margin,
-                factor=factor,
-            ),
-        ),
-        "gradient_norm": (
-            of_gradient,
-            divergence.GradientSpike(smoothing=_PAST_NORMS, factor=of_gradient),
-        ),
-    }
-    action = Action(section.divergence_action)
-    chosen: dict[str, Callback] = {
-        name: divergence.Detector(
-            rule,
-            action=action,
-            patience=section.divergence_patience_steps,
-            warmup=section.divergence_warmup_steps,
-        )
-        for name, (limit, rule) in rules.items()
-        if limit
-    }
-    if section.divergence_non_finite:
-        rule = divergence.NonFinite()
-        chosen["non_finite"] = divergence.Detector(rule, action=action)
-    return chosen
-
-
-def rollbacks(config: schema.Config) -> Rollbacks:
-    """How far and how often a run goes back at a divergence."""
-    from elastic_ckpt.training.callbacks import Rollbacks
-
-    first_save = config.checkpoint.checkpoint_period
-    if config.tiers.enable_multi_tier_checkpointing:
-        first_save = config.tiers.local_checkpoint_period
-    return Rollbacks(
-        most=config.divergence.divergence_max_rollbacks,
-        margin=config.divergence.divergence_rollback_steps,
-        first_due=first_save,
-    )
-
-
-def initial_weights(section: schema.ModelSection) -> InitialWeights | None:
-    """Where the weights of a new run are; None if they are drawn."""
-    from elastic_ckpt.training.initial_weights import InitialWeights
-
-    if not section.init_from:
-        return None
-    return InitialWeights(path=section.init_from, layout=section.init_from_layout)
+def _listed(value: str) -> tuple[str, ...]:
+    return tuple(each for each in value.split(";") if each)
 
 
 # Slices and hosts.
@@ -582,16 +380,6 @@ def memory(config: schema.Config) -> world_host.SliceMemory | None:
     )
 
 
-def in_memory_of(config: schema.Config, ram_directory: str | None) -> schema.Config:
-    """`config` for a host whose world has another directory of the run in RAM."""
-    if ram_directory is None:
-        return config
-    # The name of the run is added to it.
-    base = os.path.dirname(ram_directory)
-    changed = dataclasses.replace(config.tiers, local_checkpoint_directory=base)
-    return dataclasses.replace(config, tiers=changed)
-
-
 def is_simulated(config: schema.Config) -> bool:
     """Whether CPU devices of this process are to stand for slices that can be lost."""
     world = config.world
@@ -607,15 +395,6 @@ def is_simulated(config: schema.Config) -> bool:
 # Keys that exclude each other.
 
 
-def check_keys(config: schema.Config) -> None:
-    """Raises a ConfigError for keys that `train` refuses on all hosts and files."""
-    check_checkpoints(config)
-    if config.checkpoint.enable_checkpointing:
-        tiers(config, persistent=run_directory.path_of(config))
-    check_counts(config)
-    faults.parse(config.elastic.faults)
-
-
 def check_checkpoints(config: schema.Config) -> None:
     """Raises a ConfigError if a run that is elastic saves nothing to go on from."""
     if config.elastic.elastic_enabled and not config.checkpoint.enable_checkpointing:
@@ -626,71 +405,47 @@ def check_checkpoints(config: schema.Config) -> None:
         )
 
 
-def check_counts(config: schema.Config) -> None:
-    """Raises a ConfigError if the numbers of slices exclude each other."""
-    section, slices = config.elastic, config.world.slices
-    most = section.elastic_max_slice_count
-    if most > slices:
-        raise errors.ConfigError(
-            f"elastic_max_slice_count={most} is more than slices={slices}; lower"
-            " it, or raise slices: those beyond it are spares"
-        )
-    if most and not section.elastic_enabled:
-        raise errors.ConfigError(
-            f"elastic_max_slice_count={most} needs elastic_enabled=true, or else"
-            " spares would never replace a lost slice; set elastic_enabled=true or"
-            " elastic_max_slice_count=0"
-        )
-    least = section.elastic_min_slice_count
-    for name, bound in (("elastic_max_slice_count", most), ("slices", slices)):
-        if bound and least > bound:
-            raise errors.ConfigError(
-                f"elastic_min_slice_count={least} is more than {name}={bound}; lower it"
-            )
+def check_keys(config: schema.Config) -> None:
+    """Raises a ConfigError for keys that `train` refuses on all hosts and files."""
+    check_checkpoints(config)
+    if config.checkpoint.enable_checkpointing:
+        tiers(config, persistent=run_directory.path_of(config))
+    faults.parse(config.elastic.faults)
 
 
-def check_world(config: schema.Config) -> None:
-    """Raises a ConfigError unless the hosts divide into slices, and batches on them."""
-    from elastic_ckpt.training import batch_size
+def check_slices(config: schema.Config, number: int | None = None) -> None:
+    """Raises a ConfigError unless the run can train on a number of slices.
 
+    Args:
+      config: of the run.
+      number: of the slices; by default as many as it uses at most.
+    """
     available = groups(config)
-    expected = available.some(num_used(config, available))
-    expected.check()
-    batch_size.schedule(config.data, expected)
-
-
-def check_request(config: schema.Config, number: int) -> None:
-    """Raises a ConfigError unless the run can train on a number of slices."""
-    available = groups(config)
-    present_policy = policy(config, available)
-    least, most = present_policy.min_slices, num_used(config, available)
-    if not least <= number <= most:
+    chosen, most = policy(config, available), num_used(config, available)
+    available.some(most).check()
+    number = number or most
+    if not chosen.min_slices <= number <= most:
+        section = config.elastic
         raise errors.ConfigError(
-            f"--slices {number}: the run trains on {least} to {most} slices"
-            f" (elastic_min_slice_count={config.elastic.elastic_min_slice_count},"
-            f" elastic_max_slice_count={config.elastic.elastic_max_slice_count},"
+            f"{number} slices: the run trains on {chosen.min_slices} to {most}"
+            f" (elastic_min_slice_count={section.elastic_min_slice_count},"
+            f" elastic_max_slice_count={section.elastic_max_slice_count},"
             f" slices={config.world.slices}); choose a number between, or start the run"
-            " again with other bounds"
+            " with other bounds"
         )
-    exactly = dataclasses.replace(present_policy, min_slices=number, max_slices=number)
+    exactly = dataclasses.replace(chosen, min_slices=number, max_slices=number)
     present_secs = dict.fromkeys(range(number), math.inf)
     decided = decision.decide(
         decision.Slices(present_secs=present_secs), exactly, work(config, available)
     )
     if not isinstance(decided, decision.Train):
-        raise errors.ConfigError(f"--slices {number}: {decided.why}")
+        raise errors.ConfigError(f"{number} slices: {decided.why}")
 
 
 def check_local(config: schema.Config) -> None:
     """Raises a ConfigError if the local launcher cannot start the configured world."""
     check_keys(config)
-    world, ram = config.world, config.tiers.local_checkpoint_directory
-    if not storage.is_local(ram):
-        raise errors.ConfigError(
-            f"local_checkpoint_directory={ram!r} is not a directory on this machine;"
-            " set it to a RAM disk such as /dev/shm/runs, and base_output_directory to"
-            " the bucket"
-        )
+    world = config.world
     if world.hardware == "tpu" and world.hosts > 1:
         # libtpu needs the place of each process among all of a world before it
         # starts, and a world of some of the hosts is no topology that it has.
@@ -708,4 +463,4 @@ def check_local(config: schema.Config) -> None:
         )
     if world.hardware == "cpu" or world.hosts > 1:
         # Otherwise it has as many devices as JAX finds.
-        check_world(config)
+        check_slices(config)

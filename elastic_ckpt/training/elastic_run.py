@@ -37,7 +37,6 @@ _HOST_IMPORTS = (
     "elastic_ckpt.monitoring.subscription",
     "elastic_ckpt.monitoring.summaries",
     "elastic_ckpt.monitoring.tensorboard",
-    "elastic_ckpt.training.divergence",
     "grain._src.python.dataset.transformations.slice",
     "jaxlib.mlir.dialects.builtin",
     "jaxlib.mlir.dialects.mhlo",

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ from elastic_ckpt.inspect import run_files
 from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.training import (
     batch_size,
+    callbacks,
     configured,
     initial_weights,
     journal,
@@ -42,7 +43,6 @@ from elastic_ckpt.training import (
 )
 from elastic_ckpt.training.callbacks import (
     Action,
-    Callback,
     Finding,
     Rollbacks,
     good_step,
@@ -63,7 +63,6 @@ def assemble(
     *,
     devices: Sequence[jax.Device] | None = None,
     place: World | None = None,
-    callbacks: Mapping[str, Callback] | None = None,
     emit: events.Emit = events.nobody,
 ) -> Job:
     """The job of a run on `world`; every host of it calls this.
@@ -73,7 +72,6 @@ def assemble(
       world: the hosts, slices and devices to train on.
       devices: those of `world`; by default all that JAX has.
       place: of this host in an elastic run.
-      callbacks: your own by name, the same on all hosts, besides the configured ones.
       emit: called for each event of the run.
 
     Raises:
@@ -82,12 +80,12 @@ def assemble(
       RunError: if another run uses the RAM disk, or hosts cannot be reached.
     """
     data = config.data
-    called = configured.callbacks(config, callbacks or {}, emit=emit)
+    called = callbacks.configured(config, emit=emit)
     mesh = topology.mesh_of(world, devices)
     sizes = batch_size.schedule(data, world)
-    vocab_size = configured.vocab_size(config)
+    vocab_size = model.vocab_size(config)
     parts = 1 if place is None else place.microbatches
-    program = configured.program(config, mesh, microbatches=parts)
+    program = model.build(config, mesh, microbatches=parts)
     global_batches = functools.partial(
         frontend.batches,
         mesh=mesh,
@@ -155,9 +153,19 @@ def assemble(
             emit=emit,
             compiled=executables.Executables(kept=None, emit=emit).compiled,
         ),
-        rollbacks=configured.rollbacks(config),
+        rollbacks=Rollbacks(
+            most=config.divergence.divergence_max_rollbacks,
+            margin=config.divergence.divergence_rollback_steps,
+            first_due=config.tiers.local_checkpoint_period
+            if config.tiers.enable_multi_tier_checkpointing
+            else config.checkpoint.checkpoint_period,
+        ),
         distrust_steps=config.divergence.distrust_steps,
-        initial=configured.initial_weights(config.model),
+        initial=InitialWeights(
+            path=config.model.init_from, layout=config.model.init_from_layout
+        )
+        if config.model.init_from
+        else None,
         start_step=start_step,
         open_log=functools.partial(_open_log, config, world),
     )
@@ -170,12 +178,14 @@ def _checkpointer(
     place: World | None,
     emit: events.Emit,
 ) -> frontend.Checkpointer:
-    if place is not None:
-        config = configured.in_memory_of(config, place.ram_directory)
     directory = os.path.join(run_directory.path_of(config), run_saver.DIRECTORY)
     slice_name = topology.slice_of_this_host(world.slices)
     return frontend.Checkpointer(
-        configured.tiers(config, persistent=directory),
+        configured.tiers(
+            config,
+            persistent=directory,
+            ram=None if place is None else place.ram_directory,
+        ),
         mesh=mesh,
         run=config.run.run_name,
         slice_name=slice_name if place is None else place.slice_name,
@@ -516,15 +526,12 @@ class _Compiled:
 def train(
     config: schema.Config,
     world: World,
-    *,
-    callbacks: Mapping[str, Callback] | None = None,
 ) -> bool:
     """Trains on this host, a member of a world that all of its hosts have joined.
 
     Args:
       config: of the run; the files of its data exist.
       world: of this host; its events are emitted on the primary host alone.
-      callbacks: your own by name, besides the configured ones.
 
     Returns:
       Whether the hosts left before the last step.
@@ -544,7 +551,6 @@ def train(
             world.topology,
             devices=world.devices,
             place=world,
-            callbacks=callbacks,
             emit=emit,
         )
         emit(

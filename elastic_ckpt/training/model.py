@@ -21,6 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import digest, topology
 from elastic_ckpt.data import elastic_data, tokens
+from elastic_ckpt.data.lm import pipeline
+from elastic_ckpt.training import schema
 
 Params = dict[str, jax.Array]
 # {"params": ..., "opt_state": ..., "step": int32 scalar}
@@ -29,33 +31,12 @@ TrainState = dict[str, Any]
 Gather = Callable[[Params], Params]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """The sizes of a model.
-
-    Attributes:
-      vocab: rows of the embedding.
-      layers: the number of decoder blocks.
-      emb: the width of the residual stream.
-      heads: of each block.
-      head_dim: the width of a head.
-      mlp: the width inside the feed-forward block.
-    """
-
-    vocab: int
-    layers: int
-    emb: int
-    heads: int
-    head_dim: int
-    mlp: int
-
-
-def init_params(key: jax.Array, sizes: Sizes) -> Params:
+def init_params(key: jax.Array, sizes: schema.ModelSection) -> Params:
     """Initial float32 parameters: LeCun's uniform distribution, variance 1 / fan-in."""
-    layers, emb, mlp = sizes.layers, sizes.emb, sizes.mlp
-    heads = sizes.heads * sizes.head_dim
+    layers, emb = sizes.base_num_decoder_layers, sizes.base_emb_dim
+    heads, mlp = sizes.base_num_query_heads * sizes.head_dim, sizes.base_mlp_dim
     shapes = {
-        "embedding": (sizes.vocab, emb),
+        "embedding": (sizes.vocab_size, emb),
         "qkv": (layers, emb, 3 * heads),
         "attention_out": (layers, heads, emb),
         "mlp_in": (layers, emb, 2 * mlp),
@@ -206,32 +187,24 @@ class Program:
     evaluate: Callable[[TrainState, elastic_data.Batch], tuple[jax.Array, jax.Array]]
 
 
-def build(
-    mesh: Mesh,
-    *,
-    sizes: Sizes,
-    optimizer: optax.GradientTransformation,
-    learning_rate: optax.Schedule,
-    seed: int = 0,
-    microbatches: int = 1,
-) -> Program:
-    """Builds the program: weights are sharded over `fsdp`, rows over both axes.
+def build(config: schema.Config, mesh: Mesh, *, microbatches: int = 1) -> Program:
+    """The configured model and optimizer: weights over `fsdp`, rows over both axes.
 
     Args:
+      config: of the run.
       mesh: with the axes `slice` and `fsdp`.
-      sizes: of the model.
-      optimizer: of its parameters.
-      learning_rate: of the optimizer, by the step, for reports.
-      seed: of the initial weights.
       microbatches: equal parts of a device's rows, computed one after the other.
     """
+    sizes = dataclasses.replace(config.model, vocab_size=vocab_size(config))
+    optimizer, learning_rate = _optimizer(config.optimizer, config.run.steps)
 
     def begin(params: Params) -> TrainState:
         step = jnp.zeros((), jnp.int32)
         return {"params": params, "opt_state": optimizer.init(params), "step": step}
 
     def init() -> TrainState:
-        return begin(init_params(jax.random.key(seed), sizes))
+        key = jax.random.key(sizes.init_weights_seed)
+        return begin(init_params(key, sizes))
 
     summed_loss = functools.partial(
         loss,
@@ -287,6 +260,37 @@ def build(
             out_shardings=topology.replicated(mesh),
         ),
     )
+
+
+def vocab_size(config: schema.Config) -> int:
+    """The rows of the embedding."""
+    return config.model.vocab_size or pipeline.vocab_size(config.data)
+
+
+def _optimizer(
+    section: schema.OptimizerSection, steps: int
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    if section.learning_rate_schedule_steps >= 0:
+        steps = section.learning_rate_schedule_steps
+    warmup_steps = int(steps * section.warmup_steps_fraction)
+    learning_rate = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=section.learning_rate,
+        warmup_steps=warmup_steps,
+        decay_steps=max(steps, warmup_steps + 1),
+        end_value=section.learning_rate * section.learning_rate_final_fraction,
+    )
+    adamw = optax.adamw(
+        learning_rate,
+        b1=section.adam_b1,
+        b2=section.adam_b2,
+        eps=section.adam_eps,
+        weight_decay=section.adam_weight_decay,
+    )
+    if not section.gradient_clipping_threshold:
+        return adamw, learning_rate
+    clip = optax.clip_by_global_norm(section.gradient_clipping_threshold)
+    return optax.chain(clip, adamw), learning_rate
 
 
 def _over_slices(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:

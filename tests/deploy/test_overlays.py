@@ -114,7 +114,7 @@ def test_each_pod_of_the_example_is_a_machine_with_a_slice_and_its_metrics():
     (job,) = overlays.jobs(documents).values()
     config = load.load(example / "run.yml")
     configured.check_keys(config)
-    configured.check_world(config)
+    configured.check_slices(config)
     pods = job["template"]["spec"]
     for pod in range(job["completions"]):
         # Kubernetes sets the first in the pods of an indexed Job.

@@ -128,7 +128,7 @@ def test_the_run_that_ships_is_one_for_the_nodes_of_the_script():
     script = (overlays.DEPLOY / "slurm/job.sh").read_text()
     nodes = int(fake_slurm.options(script)["nodes"])
     configured.check_keys(config)
-    configured.check_world(config)
+    configured.check_slices(config)
     for number in range(nodes):
         given = dataclasses.replace(config.elastic, elastic_machines=nodes)
         of_node = dataclasses.replace(config, elastic=given)

@@ -165,7 +165,7 @@ REFUSALS = {
         error=errors.RunError,
         elastic_enabled=False,
     ),
-    "too many slices": scale("--slices 5: the run trains on 4 to 4 slices", 5),
+    "too many slices": scale("5 slices: the run trains on 4 to 4 ", 5),
     "slices that cannot share the batch": scale(
         "16 rows do not divide over the 3 devices of 3",
         3,

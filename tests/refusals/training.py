@@ -78,10 +78,17 @@ def local(says: str, **keys: object) -> Refusal:
     return Refusal(lambda _: configured.check_local(read(keys)), says)
 
 
-def called(says: str, given: dict, **keys: object) -> Refusal:
-    """Callbacks that are none."""
-    section = schema.Config(divergence=schema.DivergenceSection(**keys))
-    return Refusal(lambda _: configured.callbacks(section, given), says)
+def objects(config):
+    """Callbacks that are none, for `training_callbacks`."""
+    del config
+    return {"mine": object()}
+
+
+def called(says: str, function: str) -> Refusal:
+    """A function that returns no callbacks."""
+    section = schema.DivergenceSection(training_callbacks=function)
+    config = schema.Config(divergence=section)
+    return Refusal(lambda _: callbacks.configured(config), says)
 
 
 def files(says: str, error: type[Exception], **keys: str) -> Refusal:
@@ -162,7 +169,7 @@ REFUSALS = {
         "peer_domains='rack': 'rack' is not `kind=name`", peer_domains="rack"
     ),
     "URL of an agent": tiers(
-        r"peer_urls has '10\.0\.0\.1:1', which",
+        r"peer_urls.* has '10\.0\.0\.1:1', which",
         peer_urls="http://10.0.0.2:1/v1/r;10.0.0.1:1",
     ),
     "machine without a number": machines(
@@ -184,12 +191,12 @@ REFUSALS = {
         "a slice must consist of whole hosts", hosts=2, slices=4, elastic_enabled=True
     ),
     "more slices needed than there are": local(
-        "is more than slices=4; lower it",
+        "4 slices: the run trains on 5 to 4",
         **{"hosts": 4, "slices": 4, "elastic_enabled": True},
         elastic_min_slice_count=5,
     ),
-    "RAM disk in a bucket": local(
-        "='gs://b/ram' is not a directory on", local_checkpoint_directory="gs://b/ram"
+    "RAM disk in a bucket": tiers(
+        "not a directory of this", local_checkpoint_directory="gs://b/ram"
     ),
     "accelerator that is missing": Refusal(
         lambda _: multicontroller.check_devices("gpu"),
@@ -197,15 +204,15 @@ REFUSALS = {
         errors.RunError,
     ),
     "callback without methods": called(
-        "'mine', a object, has no after_step, after_evaluation, get", {"mine": object()}
+        "'mine', a object, has no after_step, after_evaluation, get",
+        f"{__name__}:objects",
+    ),
+    "callbacks without names": called(
+        "returned a type; return a dict", "builtins:type"
     ),
     "module of callbacks": called(
         "training_callbacks='no_such_module:make' cannot be imported",
-        {},
-        training_callbacks="no_such_module:make",
-    ),
-    "required callback": Refusal(
-        lambda _: callbacks.Callbacks({}, required=["gone"]), r"\['gone'\] are required"
+        "no_such_module:make",
     ),
     "missing data": files(
         r"/nowhere/\*.array_record matches no file; check the path, or write one with",

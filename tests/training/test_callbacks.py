@@ -6,7 +6,6 @@ from etils import epath
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.training import callbacks, schema
-from elastic_ckpt.training import configured as settings
 from elastic_ckpt.training.callbacks import Action, Finding
 from tests import iterator_contract
 from tests.recorded_events import RecordedEvents
@@ -97,18 +96,6 @@ def test_renamed_and_new_callbacks_begin_anew_and_are_named(tmp_path, caplog):
     assert "the state of callbacks ['old']" in caplog.text
 
 
-def test_required_callback_without_a_state_is_an_error(tmp_path):
-    save(made(old=Counter()), tmp_path)
-    new = Counter()
-    restored = callbacks.Callbacks({"new": new}, required=["new"])
-    with pytest.raises(
-        errors.CheckpointError, match=r"no state of the required callbacks \['new'\]"
-    ):
-        load(restored, tmp_path)
-    with pytest.raises(errors.CheckpointError, match="required"):
-        restored.begin_anew()
-
-
 def test_state_that_a_callback_refuses_is_named(tmp_path):
     save(made(one=Counter()), tmp_path)
 
@@ -165,9 +152,9 @@ def test_finding_after_the_decision_is_ignored_though_callbacks_see_the_step():
     assert (counter.steps, counter.evaluations) == (3, 1)
 
 
-def configured(own=None, **keys):
+def configured(**keys):
     section = schema.DivergenceSection(**keys)
-    return settings.callbacks(schema.Config(divergence=section), own or {})
+    return callbacks.configured(schema.Config(divergence=section))
 
 
 def own_callbacks(config):
@@ -175,19 +162,11 @@ def own_callbacks(config):
     return {"mine": Counter()}
 
 
-def test_run_has_the_configured_callbacks_and_those_of_python():
+def test_run_has_detectors_and_the_callbacks_of_a_function():
     name = f"{__name__}:own_callbacks"
-    run_callbacks = configured(
-        {"more": Counter()}, divergence_action="stop", training_callbacks=name
-    )
-    assert list(run_callbacks.get_state()["callbacks"]) == [
-        "non_finite",
-        "mine",
-        "more",
-    ]
+    both = configured(divergence_action="stop", training_callbacks=name)
+    assert list(both.get_state()["callbacks"]) == ["non_finite", "mine"]
     assert not configured()
-    with pytest.raises(errors.ConfigError, match="two callbacks of the name 'mine'"):
-        configured({"mine": Counter()}, training_callbacks=name)
 
 
 class GoneBack:

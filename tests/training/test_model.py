@@ -11,11 +11,16 @@ from jax.sharding import PartitionSpec
 from elastic_ckpt.core import digest, topology
 from elastic_ckpt.data import example_id, iterator, rows, tokens
 from elastic_ckpt.elastic import executables
-from elastic_ckpt.training import configured, model, schema
+from elastic_ckpt.training import model, schema
 from tests.conftest import data_of
 
-SIZES = model.Sizes(
-    vocab=tokens.VOCAB_SIZE, layers=2, emb=16, heads=2, head_dim=8, mlp=32
+SIZES = schema.ModelSection(
+    vocab_size=tokens.VOCAB_SIZE,
+    base_num_decoder_layers=2,
+    base_emb_dim=16,
+    base_num_query_heads=2,
+    head_dim=8,
+    base_mlp_dim=32,
 )
 # Every row has one length, so that each function is compiled once.
 LENGTH = 12
@@ -107,14 +112,7 @@ def test_segmentation_tells_padding_also_where_token_0_is_a_word(params):
 
 
 CONFIG = schema.Config(
-    model=schema.ModelSection(
-        vocab_size=tokens.VOCAB_SIZE,
-        base_emb_dim=16,
-        base_num_query_heads=2,
-        head_dim=8,
-        base_mlp_dim=32,
-        base_num_decoder_layers=1,
-    ),
+    model=dataclasses.replace(SIZES, base_num_decoder_layers=1),
     optimizer=schema.OptimizerSection(learning_rate=0.02),
 )
 STEPS = 12
@@ -123,7 +121,7 @@ STEPS = 12
 def train(data, slices):
     """A program, its first and last state, and the report of each step."""
     mesh = topology.mesh_of(topology.present(slices))
-    program = configured.program(CONFIG, mesh)
+    program = model.build(CONFIG, mesh)
     batches = iterator.Batches(data, mesh=mesh, global_batch_size=16)
     state = program.init()
     first = jax.tree.map(np.asarray, state)
@@ -204,7 +202,7 @@ def test_slices_add_their_gradients_once_a_step(data, monkeypatch):
     deeper = dataclasses.replace(CONFIG.model, base_num_decoder_layers=3)
     config = dataclasses.replace(CONFIG, model=deeper)
     mesh = topology.mesh_of(topology.present(8))
-    program = configured.program(config, mesh, microbatches=2)
+    program = model.build(config, mesh, microbatches=2)
     batch = next(iterator.Batches(data, mesh=mesh, global_batch_size=16))
     compiled = program.step.lower(program.abstract_state, batch).compile()
     assert "while" in compiled.as_text()
