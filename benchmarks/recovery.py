@@ -31,7 +31,6 @@ killed from outside, by their ids; all else is read from the run's events and me
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import os
@@ -337,27 +336,22 @@ def _train(
     from jax.experimental import multihost_utils
 
     from elastic_ckpt.core import topology
-    from elastic_ckpt.training import listeners
-    from elastic_ckpt.training.job import assemble
+    from elastic_ckpt.training.trainer import Trainer
 
-    with listeners.started(config):
-        job = assemble(config, world.topology, place=world, emit=world.emit)
-        state = job.restore_or_init()
-        compiled = world.compiled(job.loop.program.step, state, next(job.loop.batches))
+    trainer = Trainer(config, world)
+    with trainer.run as run:
+        state = trainer.restore()
+        compiled = world.compiled(trainer.program.step, state, next(trainer.batches))
 
         def bare(state: Any) -> Any:
             for _ in range(steps):
-                state, _ = compiled(state, next(job.loop.batches))
+                state, _ = compiled(state, next(trainer.batches))
             return state
 
         def loop(state: Any) -> Any:
-            turn = dataclasses.replace(job, steps=int(state["step"]) + steps)
-            return turn.run(
-                state,
-                compiled=lambda *_, **__: compiled,
-                begin=world.begin,
-                leaving=world.leaving,
-            ).state
+            start = int(state["step"])
+            run._begin(start)
+            return trainer.loop.run(state, start_step=start, steps=start + steps).state
 
         sides: dict[str, Callable[[Any], Any]] = {"bare": bare, "loop": loop}
         secs: turns.Secs = {}
@@ -369,7 +363,7 @@ def _train(
             thread_took = time.thread_time() - thread_began
             secs.setdefault(name, []).append(took / steps)
             secs.setdefault(f"{name} thread", []).append(thread_took / steps)
-        job.close()
+        trainer.close()
     if topology.is_primary():
         counted = {name: samples[1:] for name, samples in secs.items()}
         results.write_text(json.dumps(counted))

@@ -1,10 +1,11 @@
-"""Jobs of runs in this process: configured, assembled and trained in one way."""
+"""Runs in this process: configured, and trained in one way."""
 
 import jax
 
-from elastic_ckpt.core import topology
+from elastic_ckpt.core import events
+from elastic_ckpt.elastic.world import World
 from elastic_ckpt.training import load, step_log
-from elastic_ckpt.training.job import assemble
+from elastic_ckpt.training.trainer import Trainer
 from tests import runs
 
 
@@ -14,25 +15,34 @@ def configured(directory, corpus, **settings):
     return load.load(runs.write_config(directory, corpus, **settings))
 
 
-def assembled(config, *, slices=2, devices=4, **options):
-    """The job of a run on so many devices of this process."""
-    world = topology.Topology(hosts=1, slices=slices, devices=devices)
-    return assemble(config, world, devices=jax.devices()[-devices:], **options)
+def assembled(config, *, slices=2, devices=4, emit=events.nobody, **options):
+    """The trainer of a run on so many devices of this process."""
+    world = World(
+        number=1,
+        slices=tuple(range(slices)),
+        slice_name="0",
+        devices=tuple(jax.devices()[-devices:]),
+        emit=emit,
+        **options,
+    )
+    return Trainer(config, world)
 
 
-def trained(job):
-    """How the loop of a job ended, with the job closed."""
-    ended = job.run(job.restore_or_init())
-    job.close()
+def trained(trainer):
+    """How the loop of a trainer ended, with the trainer closed."""
+    with trainer.run:
+        ended = trainer.train(trainer.restore())
+        trainer.close()
     return ended
 
 
-def begun(job):
-    """The state that a job begins with."""
-    try:
-        return job.restore_or_init()
-    finally:
-        job.close()
+def begun(trainer):
+    """The state that a trainer begins with."""
+    with trainer.run:
+        try:
+            return trainer.restore()
+        finally:
+            trainer.close()
 
 
 def losses(directory):

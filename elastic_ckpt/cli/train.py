@@ -31,8 +31,8 @@ with epy.lazy_imports():
     from elastic_ckpt.training import (
         configured,
         elastic_run,
-        job,
         machine_run,
+        trainer,
     )
 
 _EXAMPLES = """\
@@ -109,10 +109,10 @@ def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
     config = _with_files(config)
     if not topology.is_primary():
         shown.close()
-        with job.alone(config, events.nobody) as world:
-            return job.train(config, world)
-    with journal.kept(config, shown) as emit, job.alone(config, emit) as world:
-        return job.train(config, world)
+        with trainer.alone(config, events.nobody) as world:
+            return trainer.train(config, world)
+    with journal.kept(config, shown) as emit, trainer.alone(config, emit) as world:
+        return trainer.train(config, world)
 
 
 def _run_slices(config: schema.Config, shown: progress.Progress) -> bool:

@@ -30,7 +30,7 @@ from elastic_ckpt.training.configured import Groups
 # the rest would be imported in the pause of a change.
 _HOST_IMPORTS = (
     __name__,
-    "elastic_ckpt.training.job",
+    "elastic_ckpt.training.trainer",
     "elastic_ckpt.elastic.multicontroller",
     "elastic_ckpt.monitoring.jsonl",
     "elastic_ckpt.monitoring.prometheus",
@@ -84,9 +84,9 @@ def warm_up() -> None:
 def train(config: schema.Config, world: World) -> None:
     """Trains on one of several hosts of this machine."""
     from elastic_ckpt.core import topology
-    from elastic_ckpt.training import job
+    from elastic_ckpt.training import trainer
 
-    job.train(listeners.of_process(config, topology.this_host()), world)
+    trainer.train(listeners.of_process(config, topology.this_host()), world)
 
 
 def run_on_hosts(
@@ -147,7 +147,7 @@ def run_here(config: schema.Config, emit: journal.Journal) -> None:
 
     from elastic_ckpt.core import topology
     from elastic_ckpt.elastic import pathways, simulated_slices
-    from elastic_ckpt.training import job
+    from elastic_ckpt.training import trainer
 
     number = config.world.slices
     if configured.is_simulated(config):
@@ -171,7 +171,7 @@ def run_here(config: schema.Config, emit: journal.Journal) -> None:
         run(
             config,
             cluster,
-            job.train,
+            trainer.train,
             groups=Groups(number=number, full=topology.present(number)),
             emit=emit,
         )

@@ -7,7 +7,6 @@ every other checkpoint is read through one.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any
 
@@ -16,58 +15,46 @@ import jax
 from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.core import bucket_clients, errors, events, storage
 from elastic_ckpt.tiers.persistent import leases
+from elastic_ckpt.training import schema
 from elastic_ckpt.universal import loading, shipped
 from elastic_ckpt.universal.formats import files
 
-PARAMS = "params"
+_PARAMS = "params"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InitialWeights:
-    """Where the weights of a new run are.
-
-    Attributes:
-      path: of the checkpoint.
-      layout: of its tensors, a file or the name of one that ships; empty if they are
-        those of the same model.
-    """
-
-    path: str
-    layout: str = ""
-
-
-def load(initial: InitialWeights, wanted: Any, emit: events.Emit) -> Any:
+def load(section: schema.ModelSection, params: Any, emit: events.Emit) -> Any:
     """Reads the weights of a new run.
 
     Args:
-      initial: where they are.
-      wanted: shapes, dtypes and shardings of the weights.
+      section: says where they are; without a layout they are those of the same model.
+      params: shapes, dtypes and shardings of the weights.
       emit: called once they are there.
 
     Returns:
-      A tree like `wanted`.
+      A tree like `params`.
 
     Raises:
       ConfigError: if a layout is missing, malformed, or does not fit.
       CheckpointError: if the checkpoint cannot be read, or is of another model.
     """
     began_secs = time.monotonic()
-    path = str(files.resolved(initial.path))
+    wanted = {_PARAMS: params}
+    path = str(files.resolved(section.init_from))
     bucket_clients.prepare(path)
     # Another run may be saving there, and removes its old steps.
     with leases.leased_if_ours(path):
-        if not initial.layout:
+        if not section.init_from_layout:
             state = _of_same_leaves(path, wanted)
         else:
-            layout = shipped.resolve(initial.layout).weights()
+            layout = shipped.resolve(section.init_from_layout).weights()
             state = loading.load(path, wanted, layout=layout)
     emit(
         "weights_loaded",
-        path=initial.path,
+        path=section.init_from,
         bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
         secs=time.monotonic() - began_secs,
     )
-    return state
+    return state[_PARAMS]
 
 
 def _of_same_leaves(path: str, wanted: Any) -> Any:

@@ -12,7 +12,7 @@ from elastic_ckpt.checkpoint.stages import SaveStages
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import jsonlog, metrics, storage
 from elastic_ckpt.monitoring import subscription
-from elastic_ckpt.training import job
+from elastic_ckpt.training import trainer
 from tests import faulty_buckets, runs
 from tests.processes import claims, great_runs
 
@@ -79,14 +79,14 @@ class Outage:
 
 def train_through(path, config, settings, waits):
     """Trains while the outage of a file comes and goes."""
-    train, outage = job.train, Outage(path, waits)
+    train, outage = trainer.train, Outage(path, waits)
     if waits[OUTAGE[1]][0] == "_not_taken":  # uploads hang
         jsonlog.writer.__kwdefaults__["wait_secs"] = 0.5
 
     def paced(config, world):
         return train(config, dataclasses.replace(world, leaving=outage.leaving))
 
-    job.train = paced
+    trainer.train = paced
     return main.main(["train", str(config), *settings])
 
 

@@ -11,7 +11,7 @@ import tempfile
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.monitoring import progress
-from elastic_ckpt.training import configured, job, journal, load, training_files
+from elastic_ckpt.training import configured, journal, load, trainer, training_files
 from tests import corpora, runs
 from tests.refusals import Refusal
 
@@ -33,9 +33,9 @@ def _train(path, *overrides):
         config = training_files.prepare(config)
         with (
             journal.kept(config, shown) as emit,
-            job.alone(config, emit) as world,
+            trainer.alone(config, emit) as world,
         ):
-            job.train(config, world)
+            trainer.train(config, world)
 
 
 def _config(base, **settings):

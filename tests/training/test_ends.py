@@ -110,4 +110,4 @@ def test_run_does_not_begin_with_the_steps_of_another_one(tmp_path, corpus, ram)
     for directory, start_step in (("other", 0), ("one", 4)):
         begun = job(directory, local_checkpoint_directory=f"{ram}/{directory}")
         assert begun.start_step == start_step
-        begun.close()
+        jobs.begun(begun)

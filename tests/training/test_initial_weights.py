@@ -26,11 +26,11 @@ def params(tmp_path_factory, corpus):
     """Weights of the model, whatever they are."""
     directory = tmp_path_factory.mktemp("abstract")
     job = jobs.assembled(configured(directory, corpus, enable_checkpointing=False))
-    job.close()
+    jobs.begun(job)
     generator = np.random.default_rng(0)
     return {
         name: generator.standard_normal(leaf.shape).astype(leaf.dtype)
-        for name, leaf in job.loop.program.abstract_state["params"].items()
+        for name, leaf in job.program.abstract_state["params"].items()
     }
 
 

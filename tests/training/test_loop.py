@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from elastic_ckpt.core import events, metrics
+from elastic_ckpt.core import events
+from elastic_ckpt.data import data_keys
 from elastic_ckpt.training import batch_size, callbacks, loop, model
 
 
@@ -26,6 +27,16 @@ class Journal:
         )
         return state + 1, report
 
+    def evaluate(self, state, batch):
+        del state
+        return batch
+
+    def begin(self, phase):
+        pass
+
+    def leaving(self, step):
+        del step
+
     def compiled(self, jitted, state, batch, *, step):
         del state, batch
         assert jitted == self.step
@@ -43,24 +54,18 @@ class Journal:
     def record(self, step, metrics):
         self.calls.append(f"record {step}: {metrics}")
 
-    def append(self, step, report):
+    def log(self, step, batch, *, loss, tokens, learning_rate, _gradient_norm, _rows):
+        del loss
+        assert (tokens, learning_rate, _rows) == (8, 0.5, (None, None))
+        assert _gradient_norm == batch + 1
         self.calls.append(f"log {step}")
-        return float(report.loss)
-
-    def sync(self):
-        self.calls.append("sync")
 
     def emit(self, name, **fields):
         events.check(name, fields)
-        if name == "data_ended":
-            self.calls.append(f"ended {fields['step']}")
-            return
         if name == "save_blocked":
             assert fields["secs"] >= 0
-            return
-        assert name == "step"
-        assert (fields["tokens"], fields["learning_rate"]) == (8, 0.5)
-        self.calls.append(f"emit {fields['step']}/{fields['steps']}: {fields['loss']}")
+        else:
+            self.calls.append(f"{name} {fields['step']}")
 
 
 NO_CALLBACKS = callbacks.Callbacks().get_state()
@@ -104,14 +109,13 @@ def journal():
 def looped(journal, *, steps=3, **changes):
     """The end of a loop whose parts are a journal, but for those that are changed."""
     parts = {
-        "program": journal,
-        "emit": journal.emit,
-        "compiled": journal.compiled,
+        **dict.fromkeys(("world", "run", "program", "saver"), journal),
+        "data": data_keys.DataKeys(),
         "batches": Batches(journal, 100),
         "sizes": batch_size.Schedule(stages=((0, 8),)),
-        "log": journal,
-        "saver": journal,
-        "evaluation": None,
+        "evaluated": None,
+        "validation": None,
+        "callbacks": callbacks.Callbacks(),
     }
     return loop.Loop(**(parts | changes)).run(0, start_step=0, steps=steps)
 
@@ -119,27 +123,16 @@ def looped(journal, *, steps=3, **changes):
 def run(journal, **changes):
     """The state and the step at the end."""
     ended = looped(journal, **changes)
-    assert ended.is_stopped == ("leaving" in changes)
+    assert not ended.is_stopped
     return ended.state, ended.step
 
 
-def test_what_is_saved_is_logged_and_durable_before(journal, recorded):
-    barrier = journal.calls.append
-    assert run(journal, barrier=lambda: barrier("all have compiled")) == (3, 3)
-    # A thread writes what is logged.
-    logged = [each for each in journal.calls if each.startswith(("log", "emit"))]
-    assert logged == [
-        *("log 0", "emit 1/3: 0.0", "log 1", "emit 2/3: 1.0"),
-        *("log 2", "emit 3/3: 2.0"),
+def test_each_step_is_logged_before_it_is_saved(journal):
+    assert run(journal) == (3, 3)
+    assert journal.calls == [
+        *("step 0", "log 1", "step 1", "log 2", "save 2: 2"),
+        *("step 2", "log 3", "save 3: 3"),
     ]
-    assert [each for each in journal.calls if each not in logged] == [
-        *("all have compiled", "step 0", "step 1", "sync", "save 2: 2"),
-        *("step 2", "sync", "save 3: 3", "sync"),
-    ]
-    at = journal.calls.index
-    assert at("emit 2/3: 1.0") < at("sync") < at("save 2: 2")
-    assert at("emit 3/3: 2.0") < at("save 3: 3")
-    assert recorded[metrics.TRAIN_GRADIENT_NORM] == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("count", [3, 100])
@@ -163,42 +156,43 @@ def test_state_is_validated_before_each_save(journal, count):
 @pytest.mark.parametrize(
     ("count", "end"),
     [
-        (0, ["sync", "ended 0", "sync"]),
-        (1, ["emit 1/3: 0.0", "sync", "ended 1", "sync", "save 1: 1"]),
+        (0, ["data_ended 0"]),
+        (1, ["step 0", "log 1", "data_ended 1", "save 1: 1"]),
         # Step 2 was saved already, to the tiers that were due.
-        (2, ["save 2: 2", "sync", "ended 2", "sync", "save 2: 2"]),
+        (2, ["save 2: 2", "data_ended 2", "save 2: 2"]),
     ],
 )
 def test_last_step_of_data_that_ends_is_saved_as_the_last(journal, count, end):
     assert run(journal, batches=Batches(journal, count)) == (count, count)
-    assert journal.calls[-5:] == end
+    assert journal.calls[-len(end) :] == end
     assert journal.last_saves == [count] * bool(count)
 
 
-def test_host_that_writes_no_log_is_one_step_behind_the_devices_too(journal):
+def test_loop_is_at_most_one_step_ahead_of_the_devices(journal):
     class OnDevice:
         def __init__(self, step):
             self._step = step
 
         def block_until_ready(self):
-            journal.calls.append(f"wait {self._step}")
+            program.calls.append(f"wait {self._step}")
             return self
 
     class Program(Journal):
         def step(self, state, batch):
-            journal.calls.append(f"step {batch}")
             _, report = super().step(state, batch)
             return state + 1, report._replace(loss=OnDevice(batch))
 
-    looped(Program(), log=None, saver=None)
+    program = Program()
+    looped(program, run=journal, saver=None)
     order = ["step 0", "wait 0", "step 1", "step 2", "wait 1", "wait 2"]
-    assert journal.calls == order
+    assert program.calls == order
 
 
 def test_batch_size_changes_before_the_step_that_it_is_of(journal):
     sizes = batch_size.Schedule(stages=((0, 8), (1, 16), (2, 24)))
-    run(journal, sizes=sizes, log=None, saver=None)
-    assert journal.calls == ["step 0", "resize 16", "step 1", "resize 24", "step 2"]
+    run(journal, sizes=sizes, saver=None)
+    calls = [call for call in journal.calls if not call.startswith("log")]
+    assert calls == ["step 0", "resize 16", "step 1", "resize 24", "step 2"]
 
 
 def test_first_step_is_compiled_and_the_first_of_each_new_batch_size(journal):
@@ -209,16 +203,16 @@ def test_first_step_is_compiled_and_the_first_of_each_new_batch_size(journal):
     assert journal.compilations == [1, 3]
 
 
+@pytest.mark.parametrize("answer", ["stop", "resume"])
 @pytest.mark.parametrize("step", [1, 2])
-def test_loop_that_is_to_stop_saves_the_step_and_ends_there(journal, step):
+def test_loop_that_is_to_leave_saves_the_step_and_ends_there(journal, step, answer):
+    journal.leaving = lambda done: answer if done == step else None
+    ended = looped(journal)
+    assert (ended.state, ended.step, ended.is_stopped) == (step, step, True)
     # Step 2 is due anyway, and is saved once.
-    assert run(journal, leaving=lambda done: "stop" if done == step else None) == (
-        step,
-        step,
-    )
     saves = [call for call in journal.calls if call.startswith("save")]
     assert saves == [f"save {step}: {step}"]
-    assert journal.calls.index(f"log {step - 1}") < journal.calls.index(*saves)
+    assert journal.calls.index(f"log {step}") < journal.calls.index(*saves)
 
 
 class Recorded:
@@ -249,7 +243,9 @@ class Recorded:
 
 def called(journal, **options):
     recorded = callbacks.Callbacks({"recorded": Recorded(journal, **options)})
-    return looped(journal, steps=4, log=None, callbacks=recorded)
+    ended = looped(journal, steps=4, callbacks=recorded)
+    journal.calls = [call for call in journal.calls if not call.startswith("log")]
+    return ended
 
 
 def test_callbacks_are_called_one_step_behind_and_before_a_save(journal):
@@ -307,24 +303,13 @@ class Evaluated:
 def test_evaluation_is_the_mean_over_all_targets_each_time_anew(
     journal, max_batches, loss
 ):
-    recorded = []
     batches = Evaluated()
-    evaluated = loop.Evaluation(
-        evaluate=lambda _, batch: batch,
-        batches=batches,
-        interval=2,
-        max_batches=max_batches,
-        emit=lambda name, **fields: recorded.append(
-            (name, fields["step"], fields["loss"])
-        ),
-    )
-    run(journal, evaluation=evaluated)
-    assert recorded == [("evaluated", 2, loss)]
+    data = data_keys.DataKeys(eval_interval=2, eval_steps=max_batches)
+    run(journal, evaluated=batches, data=data, steps=4)
+    recorded = [call for call in journal.calls if call.startswith("record")]
+    assert recorded == [f"record {step}: {{'eval_loss': {loss}}}" for step in (2, 4)]
     # Before the step is saved.
-    evaluated_at = journal.calls.index(f"record 2: {{'eval_loss': {loss}}}")
-    assert evaluated_at < journal.calls.index("save 2: 2")
-    evaluated.run(4, None)
-    assert recorded[-1] == ("evaluated", 4, loss)
+    assert journal.calls.index(recorded[0]) < journal.calls.index("save 2: 2")
     assert batches.begun == 2
 
 
@@ -338,26 +323,18 @@ def test_loop_that_distrusts_its_state_ends_without_a_save_or_an_evaluation(
             loss = np.float32(np.nan) if batch == 1 else report.loss
             return state, report._replace(loss=loss)
 
-    class Evaluation:
-        def is_due(self, step):
-            return step == 2
-
-        def run(self, step, state):
-            del state
-            program.calls.append(f"evaluate {step}")
-            return 1.0
-
     program = Program(due={2})
     asked = []
     recorded = callbacks.Callbacks()
     recorded.distrust_until(2, lambda step, why: asked.append((step, why)) or goes_back)
-    # A host that does not write the log looks at the loss all the same.
-    ended = looped(program, log=None, evaluation=Evaluation(), callbacks=recorded)
+    data = data_keys.DataKeys(eval_interval=2)
+    parts = {"evaluated": Evaluated(), "data": data}
+    ended = looped(program, callbacks=recorded, **parts)
     assert asked == [(2, "the loss is nan")]
     if goes_back:
         assert (ended.step, ended.finding.action) == (2, callbacks.Action.DISTRUST)
-        assert program.calls == ["step 0", "step 1"]
+        assert program.calls == ["step 0", "log 1", "step 1", "log 2"]
     else:
         assert (ended.step, ended.finding) == (3, None)
-        assert "evaluate 2" in program.calls
+        assert "evaluated 2" in program.calls
         assert "save 2: 2" in program.calls

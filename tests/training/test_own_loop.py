@@ -233,8 +233,8 @@ def test_the_metrics_of_a_step_may_come_after_it_is_saved(tmp_path, data):
         ("save_started", None),
         ("step", 0.5),
         ("save_started", None),
-        ("data_ended", None),
         ("step", 1.0),
+        ("data_ended", None),
         # No number of steps was given, and the data has ended.
         ("run_finished", None),
     ]

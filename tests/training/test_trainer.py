@@ -1,12 +1,11 @@
-"""One process is several worlds in turn: each assembles the run's job anew."""
+"""One process is several worlds in turn: each makes a trainer of the run."""
 
 import jax
 import numpy as np
 import pytest
 
-from elastic_ckpt.core import errors, metrics, topology
+from elastic_ckpt.core import errors, metrics
 from elastic_ckpt.training import step_log
-from elastic_ckpt.training.job import assemble
 from tests import jobs
 
 # The same float32 sums in another order, over other devices.
@@ -19,23 +18,24 @@ def configured(directory, corpus, **settings):
 
 
 def assembled(config, slices, num_devices):
-    job = jobs.assembled(config, slices=slices, devices=num_devices)
-    assert (job.world.slices, job.world.devices) == (slices, num_devices)
-    assert set(mesh_of(job).devices.flat) == set(jax.devices()[-num_devices:])
-    assert mesh_of(job).shape["slice"] == slices
-    return job
+    trainer = jobs.assembled(config, slices=slices, devices=num_devices)
+    mesh = mesh_of(trainer)
+    assert set(mesh.devices.flat) == set(jax.devices()[-num_devices:])
+    assert mesh.shape["slice"] == slices
+    return trainer
 
 
-def mesh_of(job):
-    return job.loop.program.abstract_state["step"].sharding.mesh
+def mesh_of(trainer):
+    return trainer.program.abstract_state["step"].sharding.mesh
 
 
-def train(job):
-    state = job.restore_or_init()
-    for leaf in jax.tree.leaves(state):
-        assert leaf.sharding.device_set == set(mesh_of(job).devices.flat)
-    ended = job.run(state)
-    job.close()
+def train(trainer):
+    with trainer.run:
+        state = trainer.restore()
+        for leaf in jax.tree.leaves(state):
+            assert leaf.sharding.device_set == set(mesh_of(trainer).devices.flat)
+        ended = trainer.train(state)
+        trainer.close()
     return ended
 
 
@@ -88,10 +88,7 @@ def test_worlds_of_one_process_repeat_the_steps_after_the_checkpoint(
     assert losses(others[-1], (4, 5)) == losses(first, (4, 5))
 
 
-def test_devices_of_another_topology_are_refused(tmp_path, corpus):
-    world = topology.Topology(hosts=2, slices=2, devices=4)
-    with pytest.raises(
-        errors.ConfigError, match=r"hosts=1, slices=2, devices=8.*topology of the run"
-    ):
-        assemble(configured(tmp_path, corpus), world)
+def test_slices_that_do_not_share_the_devices_are_refused(tmp_path, corpus):
+    with pytest.raises(errors.ConfigError, match="slices=3: 8 devices cannot"):
+        jobs.assembled(configured(tmp_path, corpus), slices=3, devices=8)
     assert not (tmp_path / "tiny").exists()
