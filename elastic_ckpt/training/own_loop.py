@@ -37,7 +37,6 @@ from elastic_ckpt.inspect import run_files
 from elastic_ckpt.inspect.run_files import RunRecord
 from elastic_ckpt.tiers.choices import Chosen, Local, Tier
 from elastic_ckpt.training import (
-    batch_log,
     configured,
     journal,
     listeners,
@@ -109,7 +108,6 @@ class RunDirectory:
         else:
             record = configured.record(_config, program=_program)
         self._record = record
-        self._detail = "proof" if _config is None else _config.run.step_log
         self._first_step = record.first_step
         # The steps that are done; None before the first. And those of the newest save.
         self._done: int | None = None
@@ -205,7 +203,7 @@ class RunDirectory:
                 f"RunDirectory.log: step={step}; give the number of steps that are done"
                 " with this one, from 1"
             )
-        rows = _rows or batch_log.digested(batch)
+        rows = _rows or step_log.digested(batch)
         self._show_pending()
         if self._done != step - 1:
             self._begin(step - 1)
@@ -268,14 +266,15 @@ class RunDirectory:
         # Begins an attempt, whose first step is the one after `done`.
         self._show_pending()
         self._done = done
-        start = step_log.Start(
-            step=done,
+        # A start that is refused before leaves the record of the run that is there.
+        self._submit(run_files.write, self._directory, self._record)
+        begun = functools.partial(
+            *(step_log.StepLog, self._directory, done),
             world=self._world,
             data=self._data,
-            number=self._claim,
+            claim=self._claim,
             left_out=left_out,
         )
-        begun = functools.partial(self._begun, start)
         self._submit(self._replace, begun)
         self._wait()
 
@@ -326,11 +325,6 @@ class RunDirectory:
 
     # In the thread of the log.
 
-    def _begun(self, start: step_log.Start) -> step_log.StepLog:
-        # A start that was refused leaves the record of the run that is there.
-        run_files.write(self._directory, self._record)
-        return step_log.StepLog(self._directory, start, detail=self._detail)
-
     def _replace(self, begun: Callable[[], step_log.StepLog] | None = None) -> None:
         if self._log is not None:
             self._log.close()
@@ -343,7 +337,7 @@ class RunDirectory:
         loss: float | jax.Array | None,
     ) -> None:
         assert self._log is not None
-        self._log.append_rows(step, None if loss is None else float(loss), *rows)
+        self._log.write(step, *rows, None if loss is None else float(loss))
 
     def _show(self, told: dict[str, Any]) -> None:
         assert self._journal is not None
