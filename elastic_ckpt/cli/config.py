@@ -23,6 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     given = arguments.config, arguments.overrides
     here = os.getcwd() + os.sep
-    origins = {k: place.replace(here, "") for k, place in load.origins(*given).items()}
+    settings = load.settings(*given).items()
+    origins = {key: each.place.replace(here, "") for key, each in settings}
     sys.stdout.write(keys.resolved_yaml(load.load(*given), origins))
     return 0

@@ -181,7 +181,8 @@ def given(arguments: Sequence[str]) -> dict[str, Any]:
     package = importlib.util.find_spec("maxtext")
     places = package.submodule_search_locations if package else None
     bases = [os.path.join(os.path.realpath(each), "configs") for each in places or ()]
-    return load.given(path, overrides, bases=bases)
+    settings = load.settings(path, overrides, bases=bases)
+    return {key: each.value for key, each in settings.items()}
 
 
 def check(given: Mapping[str, Any], known: Collection[str]) -> None:

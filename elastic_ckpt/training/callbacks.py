@@ -25,9 +25,9 @@ import asyncio
 import dataclasses
 import enum
 import functools
-import importlib
 import json
 import math
+import pkgutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -526,9 +526,8 @@ def configured(
             " enable_checkpointing=true"
         )
     if name := section.training_callbacks:
-        module, _, function = name.partition(":")
         try:
-            make = getattr(importlib.import_module(module), function)
+            make = pkgutil.resolve_name(name)
         except (ImportError, AttributeError, ValueError) as error:
             raise errors.ConfigError(
                 f"training_callbacks={name!r} cannot be imported ({error}); give it as"
@@ -548,17 +547,15 @@ def detectors(section: schema.DivergenceSection) -> dict[str, Callback]:
     if section.divergence_action == "off":
         return {}
     margin, factor = section.divergence_loss_margin, section.divergence_loss_factor
-    spike, smoothing = (
-        section.divergence_gradient_norm_factor,
-        section.divergence_loss_smoothing,
-    )
     rules: dict[str, Rule] = {}
     if margin or factor:
-        limits = {"margin": margin, "factor": factor}
         rules["loss_above_best"] = functools.partial(
-            loss_above_best, smoothing=smoothing, **limits
+            loss_above_best,
+            smoothing=section.divergence_loss_smoothing,
+            margin=margin,
+            factor=factor,
         )
-    if spike:
+    if spike := section.divergence_gradient_norm_factor:
         rules["gradient_norm"] = functools.partial(
             gradient_spike, smoothing=_PAST_NORMS, factor=spike
         )

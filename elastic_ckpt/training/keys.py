@@ -14,19 +14,13 @@ from elastic_ckpt.training import schema
 _Lines = Callable[[dataclasses.Field[Any], Value], list[str]]
 
 
-def sections() -> dict[str, Any]:
-    """The default values of each section, by the section's name."""
-    return dict(vars(schema.Config()))
-
-
-def keys() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
-    """The section name and field of each key, in the order of definition."""
-    fields: dict[str, tuple[str, dataclasses.Field[Any]]] = {}
-    for name, section in sections().items():
-        for field in dataclasses.fields(section):
-            assert field.name not in fields, f"{field.name} is in two sections"
-            fields[field.name] = (name, field)
-    return fields
+def keys() -> dict[str, dataclasses.Field[Any]]:
+    """The field of each key, in the order of definition."""
+    return {
+        field.name: field
+        for section in vars(schema.Config()).values()
+        for field in dataclasses.fields(section)
+    }
 
 
 def values(config: schema.Config) -> dict[str, Value]:

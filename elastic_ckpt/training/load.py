@@ -38,53 +38,30 @@ def load(path: epath.PathLike, overrides: Sequence[str] = ()) -> schema.Config:
     Raises:
       ConfigError: names the file and line (or the override) and the remedy.
     """
-    return _build(_settings(path, overrides))
+    return _build(settings(path, overrides))
 
 
-def given(
+def settings(
     path: epath.PathLike | None,
     overrides: Sequence[str] = (),
     *,
     bases: Sequence[str] = (),
-) -> dict[str, object]:
-    """The value of each key that is set, whatever program it is for.
+) -> dict[str, Setting]:
+    """The value of each key that is set, and its place: file and line, or the override.
 
     Args:
       path: as in `load`; None if there are overrides alone.
       overrides: as in `load`.
       bases: directories in which `base_config` may name a file, too: those with the
-        files of the other program.
-
-    Raises:
-      ConfigError: as `origins`.
-    """
-    settings = _settings(path, overrides, bases)
-    return {key: each.value for key, each in settings.items()}
-
-
-def origins(
-    path: epath.PathLike | None, overrides: Sequence[str] = ()
-) -> dict[str, str]:
-    """The origin of each key that is set: file and line, or the override.
-
-    Args:
-      path: as in `load`; None if there are overrides alone.
-      overrides: as in `load`.
+        files of another program.
 
     Raises:
       ConfigError: as in `load`, except for unknown keys and invalid values, which only
         `load` checks.
     """
-    settings = _settings(path, overrides)
-    return {key: setting.place for key, setting in settings.items()}
-
-
-def _settings(
-    path: epath.PathLike | None, overrides: Sequence[str], bases: Sequence[str] = ()
-) -> dict[str, Setting]:
-    settings: dict[str, Setting] = {}
+    found: dict[str, Setting] = {}
     if path is not None:
-        settings = _read_file(storage.absolute(path), bases, below=())
+        found = _read_file(storage.absolute(path), bases, below=())
     for override in overrides:
         key, equals, text = override.partition("=")
         place = f"command line, {override!r}"
@@ -94,8 +71,8 @@ def _settings(
             value = yaml.safe_load(text) if text else ""
         except yaml.YAMLError:
             value = text
-        settings[key] = Setting(value=value, place=place)
-    return settings
+        found[key] = Setting(value=value, place=place)
+    return found
 
 
 def from_values(values: dict[str, Value], *, place: str) -> schema.Config:
@@ -131,27 +108,26 @@ def _read_file(
         return {}
     if not isinstance(document, yaml.MappingNode):
         raise errors.ConfigError(f"{path}, line 1: expected lines of `key: value`")
-    settings = sections.read_mapping(path, document)
-    base = settings.pop(_INHERIT, None)
+    found = sections.read_mapping(path, document)
+    base = found.pop(_INHERIT, None)
     if base is None:
-        return settings
+        return found
     places = [each / str(base.value) for each in (path.parent, *map(epath.Path, bases))]
     if base.value == DEFAULTS and not places[0].exists():
         # An installed package has no configs/base.yml; it only lists the defaults.
-        return settings
+        return found
     # If none is there, the first is missing.
     below_this = next((each for each in places if each.exists()), places[0])
-    return _read_file(below_this, bases, below=(*below, path)) | settings
+    return _read_file(below_this, bases, below=(*below, path)) | found
 
 
-def _build(settings: dict[str, Setting]) -> schema.Config:
-    fields = [field for _, field in keys.keys().values()]
-    values = sections.checked(settings, fields, also=[_INHERIT])
+def _build(given: dict[str, Setting]) -> schema.Config:
+    values = sections.checked(given, list(keys.keys().values()), also=[_INHERIT])
     return schema.Config(
         **{
             name: dataclasses.replace(
                 section, **{key: values[key] for key in vars(section) if key in values}
             )
-            for name, section in keys.sections().items()
+            for name, section in vars(schema.Config()).items()
         }
     )

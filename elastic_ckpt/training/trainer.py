@@ -107,10 +107,11 @@ class Trainer:
         with contextlib.ExitStack() as on_error:
             on_error.enter_context(self.run)
             if config.checkpoint.enable_checkpointing:
-                name = config.run.run_name
                 self.saver = run_saver.RunSaver(
                     checkpointer=on_error.enter_context(
-                        world.checkpointer(tiers, run=name, emit=self.run.emit)
+                        world.checkpointer(
+                            tiers, run=config.run.run_name, emit=self.run.emit
+                        )
                     ),
                     saved=configured.saved(config.checkpoint),
                     data=self.batches,
@@ -326,11 +327,13 @@ class Trainer:
         self._world.begin("restore")
         called, saved = self._callbacks, self._complete()
         began_secs = time.monotonic()
-        section = self._config.divergence
+        section, tiers = self._config.divergence, self._config.tiers
         rollbacks = callbacks.Rollbacks(
             most=section.divergence_max_rollbacks,
             margin=section.divergence_rollback_steps,
-            first_due=self._first_due(),
+            first_due=tiers.local_checkpoint_period
+            if tiers.enable_multi_tier_checkpointing
+            else self._config.checkpoint.checkpoint_period,
         )
         try:
             step = rollbacks.choose(
@@ -355,12 +358,6 @@ class Trainer:
             secs=time.monotonic() - began_secs,
         )
         return Ended(state, step, ended.is_stopped)
-
-    def _first_due(self) -> int:
-        # The first step that the run saves.
-        if self._config.tiers.enable_multi_tier_checkpointing:
-            return self._config.tiers.local_checkpoint_period
-        return self._config.checkpoint.checkpoint_period
 
     def _complete(self) -> dict[int, CheckpointMetadata]:
         # The saved steps, once all saves that have begun are done.

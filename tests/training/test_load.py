@@ -19,7 +19,13 @@ def test_file_overrides_its_base_and_the_command_line_overrides_both(tmp_path):
 
 
 def test_what_the_command_line_gives_may_be_empty_or_no_yaml():
-    assert load.given(None, ["a=", "b=[x", "c=1"]) == {"a": "", "b": "[x", "c": 1}
+    settings = load.settings(None, ["a=", "b=[x", "c=1"])
+    found = {key: each.value for key, each in settings.items()}
+    assert found == {"a": "", "b": "[x", "c": 1}
+
+
+def test_no_two_sections_have_the_same_key():
+    assert len(keys.keys()) == sum(len(vars(s)) for s in vars(schema.Config()).values())
 
 
 def test_base_of_all_defaults_needs_no_file(tmp_path):
