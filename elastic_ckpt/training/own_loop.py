@@ -279,10 +279,13 @@ class RunDirectory:
         self._wait()
 
     def _end(self, *raised: Any) -> None:
-        self._show_pending()
-        self._submit(self._replace)
-        self._wait()
-        if raised != (None, None, None) or self._done is None:
+        has_failed = raised != (None, None, None)
+        # A step that was lost with its devices must not hide the error of the run.
+        with contextlib.suppress(Exception) if has_failed else contextlib.nullcontext():
+            self._show_pending()
+            self._submit(self._replace)
+            self._wait()
+        if has_failed or self._done is None:
             return
         is_done = self._steps is None or self._done >= self._steps
         resumes = self._resumes()
