@@ -15,6 +15,7 @@ from absl import logging
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint.checkpointer import HostsCheckpointer
+from elastic_ckpt.checkpoint.components import component
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.core import bucket_clients, errors, metrics, topology
 from elastic_ckpt.steps import layout
@@ -28,8 +29,14 @@ DATA = "data"
 CALLBACKS = "callbacks"
 
 
-class Callbacks(ocp.StatefulCheckpointable, Protocol):
-    """The states of the callbacks of a run."""
+class Callbacks(Protocol):
+    """The callbacks of a run, whose states are saved as a component."""
+
+    def get_state(self) -> Any:
+        """Their states."""
+
+    def set_state(self, state: Any) -> None:
+        """Restores their states."""
 
     def begin_anew(self) -> None:
         """Continues a step without states of callbacks."""
@@ -106,7 +113,7 @@ class RunSaver:
         # With the callbacks, which older steps may lack.
         if self.callbacks is not None:
             if CALLBACKS in self.checkpointer.checkpointables_metadata(step).metadata:
-                wanted[CALLBACKS] = self.callbacks
+                wanted[CALLBACKS] = component.Component(self.callbacks)
             else:
                 self.callbacks.begin_anew()
         return self.checkpointer.load_checkpointables(
@@ -222,8 +229,10 @@ class RunSaver:
         close(self.checkpointer, last_step=None if is_left else last_step)
 
     def _parts(self, state: Any) -> dict[str, Any]:
-        callbacks = {} if self.callbacks is None else {CALLBACKS: self.callbacks}
-        return {STATE: state, DATA: self.data, **callbacks}
+        parts = {STATE: state, DATA: self.data}
+        if self.callbacks is not None:
+            parts[CALLBACKS] = component.Component(self.callbacks)
+        return parts
 
 
 def close(checkpointer: HostsCheckpointer, *, last_step: int | None) -> None:

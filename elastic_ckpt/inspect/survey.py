@@ -28,7 +28,7 @@ from elastic_ckpt.tiers.find import FoundStep
 
 # The file of a component that describes itself, and files with the version of others.
 _DESCRIPTION = "component.json"
-_OTHERS = ("data_state.json", "callbacks.json")
+_OTHERS = ("data_state.json",)
 _OWN = "its own files"
 # The parts of a step as MaxText names them.
 _ITEMS, _ITERATOR = "items", "iter"

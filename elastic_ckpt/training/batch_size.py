@@ -54,20 +54,12 @@ def _check_shard_reads(
         reads = rows.shard_reads(num_shards, rows.in_order(hosts, size))
         if reads <= data.max_shard_reads:
             continue
-        fitting = [
-            other
-            for other in range(world.devices, 2 * size + 1, world.devices)
-            if rows.shard_reads(num_shards, rows.in_order(hosts, other))
-            <= data.max_shard_reads
-        ]
-        nearest = sorted(fitting, key=lambda other: abs(other - size))[:1]
-        batches = f", or global_batch_size={nearest[0]}" if nearest else ""
         raise errors.ConfigError(
             f"{hosts} hosts with batches of {size} rows would read each of"
             f" num_logical_shards={num_shards} {reads:.3g} times: choose"
             f" num_logical_shards={hosts * max(1, round(num_shards / hosts))}, another"
-            f" multiple of {hosts}{batches}; in a run that has begun, use a number of"
-            " hosts that divides its shards, or raise max_shard_reads"
+            f" multiple of {hosts}, or another batch; in a run that has begun, use a"
+            " number of hosts that divides its shards, or raise max_shard_reads"
         )
     if data.enable_rampup_batch_size and num_shards % hosts:
         raise errors.ConfigError(

@@ -13,34 +13,26 @@ the numbers so far, it acts once enough consecutive steps are bad. The averages 
 are exponential, with the weight `smoothing` for the past, and corrected for their start
 as Adam's are (Kingma and Ba, https://arxiv.org/abs/1412.6980, section 3). A value that
 is not finite is bad for every rule and does not enter an average.
-
-Version 1 of the component's file, `callbacks.json` (a `checked_json` file), has the
-fields `rollbacks`, how often the run has gone back, and `callbacks`, the state of each
-callback by name.
 """
 
 from __future__ import annotations
 
-import asyncio
+import copy
 import dataclasses
 import enum
 import functools
-import json
 import math
 import pkgutil
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from absl import logging
-from etils import epath
 
-from elastic_ckpt.core import checked_json, errors, events, storage, topology
+from elastic_ckpt.core import errors, events
 from elastic_ckpt.training import schema
 
 # The name of the component of a step with the states of all callbacks.
 COMPONENT = "callbacks"
-_FILE = "callbacks.json"
-_VERSION = 1
 # The weight of the past in the average of the gradient norm.
 _PAST_NORMS = 0.99
 
@@ -185,15 +177,15 @@ class Callback(Protocol):
     def after_evaluation(self, step: int, loss: float) -> Finding | None:
         """Receives the mean loss of an evaluation after `step` steps."""
 
-    def get_state(self) -> storage.Json:
-        """The state after the last call, as JSON."""
+    def get_state(self) -> Any:
+        """The state after the last call, of what `ec.components.Component` can hold."""
 
     def set_state(self, state: Any) -> None:
         """Goes back to a state that `get_state` has returned, in any process."""
 
 
 class Callbacks:
-    """The callbacks of a run, in order; an Orbax `StatefulCheckpointable`.
+    """The callbacks of a run, in order; `ec.components.Component` saves their states.
 
     Args:
       callbacks: by name; a state is restored to the callback with its name.
@@ -216,9 +208,9 @@ class Callbacks:
         for name, callback in self._callbacks.items():
             _check(name, callback)
         self._emit = emit
-        self._fresh = self._states()
         self.decided_step = 0
         self.rollbacks = 0
+        self._fresh = self.get_state()["callbacks"]
         self.go_on()
 
     def __len__(self) -> int:
@@ -263,9 +255,10 @@ class Callbacks:
         for name, callback in self._callbacks.items():
             self._note(name, step, callback.after_evaluation(step, loss))
 
-    def get_state(self) -> dict[str, storage.Json]:
+    def get_state(self) -> dict[str, Any]:
         """The states of all callbacks by name, and the number of rollbacks."""
-        return {"rollbacks": self.rollbacks, "callbacks": self._states()}
+        states = {name: each.get_state() for name, each in self._callbacks.items()}
+        return {"rollbacks": self.rollbacks, "callbacks": copy.deepcopy(states)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restores the callbacks whose names a state has; the others begin anew.
@@ -289,7 +282,7 @@ class Callbacks:
             except (KeyError, TypeError, ValueError) as error:
                 raise errors.CheckpointError(
                     f"the callback {name!r} cannot continue from its saved state"
-                    f" {json.dumps(value)[:200]} ({error!r}); give the present one"
+                    f" {str(value)[:200]} ({error!r}); give the present one"
                     " another name, and it begins anew"
                 ) from error
         self.rollbacks = state["rollbacks"]
@@ -298,40 +291,6 @@ class Callbacks:
     def begin_anew(self) -> None:
         """Continues a step that was saved without any callbacks."""
         self.set_state({"rollbacks": 0, "callbacks": {}})
-
-    async def save(self, directory: Any) -> Awaitable[None]:
-        """Takes the state; the awaitable writes it into Orbax's directory."""
-        content = checked_json.to_bytes(self.get_state(), version=_VERSION)
-        writes = topology.is_primary()
-
-        async def write() -> None:
-            path = await directory.await_creation()
-            if writes:
-                await asyncio.to_thread(storage.write_atomic, path / _FILE, content)
-
-        return write()
-
-    async def load(self, directory: epath.Path) -> Awaitable[None]:
-        """Restores the state in `directory`; see `set_state`."""
-        path = epath.Path(directory) / _FILE
-        self.set_state(
-            checked_json.read(path, what="state of callbacks", version=_VERSION)
-        )
-        done = asyncio.get_running_loop().create_future()
-        done.set_result(None)
-        return done
-
-    def _states(self) -> dict[str, storage.Json]:
-        states = {}
-        for name, callback in self._callbacks.items():
-            try:
-                states[name] = json.loads(json.dumps(callback.get_state()))
-            except (TypeError, ValueError) as error:
-                raise errors.CheckpointError(
-                    f"the state of the callback {name!r} is not JSON ({error}); return"
-                    " numbers, texts, lists and dicts from its get_state"
-                ) from error
-        return states
 
     def _note(self, name: str, step: int, finding: Finding | None) -> None:
         is_late = self.decision is not None and step > self.decided_step
@@ -377,7 +336,7 @@ def _check(name: str, callback: object) -> None:
         )
 
 
-# The state of a rule, as JSON; empty before the first step.
+# The state of a rule; empty before the first step.
 State: TypeAlias = dict[str, Any]
 # Updates its state by the numbers of a step, and says why the step is bad, if it is.
 Rule = Callable[[State, Report], str]
@@ -493,7 +452,7 @@ class Detector:
     def after_evaluation(self, step: int, loss: float) -> None:
         """Does nothing: an evaluation is of the same state as the next step's loss."""
 
-    def get_state(self) -> storage.Json:
+    def get_state(self) -> Any:
         """See `Callback`."""
         counts = {"seen": self._seen, "bad": self._bad, "since": self._since}
         return {**counts, "rule": self._state}
