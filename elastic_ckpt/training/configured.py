@@ -454,6 +454,15 @@ def check_local(config: schema.Config) -> None:
             " only on CPUs and GPUs; start one process per host with Slurm or a"
             " JobSet, or set hosts=1"
         )
+    if (
+        config.elastic.faults
+        and world.hosts == 1
+        and not config.elastic.elastic_enabled
+    ):
+        raise errors.ConfigError(
+            "faults with hosts=1 and elastic_enabled=false: nothing supervises the only"
+            " host, and nothing would fail; set elastic_enabled=true, or remove faults"
+        )
     is_split = world.slices > world.hosts and not is_simulated(config)
     if config.elastic.elastic_enabled and is_split:
         raise errors.ConfigError(

@@ -190,6 +190,9 @@ REFUSALS = {
     "slices of half a host": local(
         "a slice must consist of whole hosts", hosts=2, slices=4, elastic_enabled=True
     ),
+    "faults without a supervisor": local(
+        "nothing supervises the only host", faults='[{"kill_host":0,"at_step":1}]'
+    ),
     "more slices needed than there are": local(
         "4 slices: the run trains on 5 to 4",
         **{"hosts": 4, "slices": 4, "elastic_enabled": True},
