@@ -454,17 +454,24 @@ def check_local(config: schema.Config) -> None:
             " only on CPUs and GPUs; start one process per host with Slurm or a"
             " JobSet, or set hosts=1"
         )
-    if (
-        config.elastic.faults
-        and world.hosts == 1
-        and not config.elastic.elastic_enabled
-    ):
-        raise errors.ConfigError(
-            "faults with hosts=1 and elastic_enabled=false: nothing supervises the only"
-            " host, and nothing would fail; set elastic_enabled=true, or remove faults"
-        )
+    is_elastic, used = config.elastic.elastic_enabled, groups(config)
+    for fault in faults.parse(config.elastic.faults):
+        hosts = fault.kind in faults.OF_HOSTS
+        there = world.hosts if hosts else used.number
+        if world.hosts == 1 and not is_elastic:
+            raise errors.ConfigError(
+                "faults with hosts=1 and elastic_enabled=false: nothing supervises the"
+                " only host, and nothing would fail; set elastic_enabled=true, or"
+                " faults=[]"
+            )
+        if fault.target >= there:
+            raise errors.ConfigError(
+                f"faults has {fault.kind} {fault.target}, but the run has"
+                f" {'hosts' if hosts else 'slices'} 0 to {there - 1}; choose one of"
+                " these, or set faults=[]"
+            )
     is_split = world.slices > world.hosts and not is_simulated(config)
-    if config.elastic.elastic_enabled and is_split:
+    if is_elastic and is_split:
         raise errors.ConfigError(
             f"elastic_enabled=true with slices={world.slices} and hosts={world.hosts}:"
             " a slice must consist of whole hosts, which are lost with it; set hosts"

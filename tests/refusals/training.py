@@ -190,6 +190,11 @@ REFUSALS = {
     "slices of half a host": local(
         "a slice must consist of whole hosts", hosts=2, slices=4, elastic_enabled=True
     ),
+    "fault of a slice that is not there": local(
+        "kill_slice 1, but the run has slices 0 to 0; choose",
+        elastic_enabled=True,
+        faults='[{"kill_slice":1,"at_step":1}]',
+    ),
     "faults without a supervisor": local(
         "nothing supervises the only host", faults='[{"kill_host":0,"at_step":1}]'
     ),
