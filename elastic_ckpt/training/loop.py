@@ -117,7 +117,8 @@ class Loop:
             done += 1
             self._pending = (done, report)
             self._run.log(
-                *(done, batch),
+                done,
+                batch,
                 loss=report.loss,
                 tokens=report.tokens,
                 learning_rate=report.learning_rate,

@@ -97,7 +97,7 @@ class Trainer:
             ram=world.ram_directory,
         )
         self.run = RunDirectory(
-            *(directory,),
+            directory,
             tiers=tiers,
             steps=config.run.steps,
             world=world,
