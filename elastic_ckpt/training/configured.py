@@ -427,7 +427,7 @@ def check_slices(config: schema.Config, number: int | None = None) -> None:
     if not chosen.min_slices <= number <= most:
         section = config.elastic
         raise errors.ConfigError(
-            f"{number} slices: the run trains on {chosen.min_slices} to {most}"
+            f"{number} slices: the run trains on {chosen.min_slices} to {most} slices"
             f" (elastic_min_slice_count={section.elastic_min_slice_count},"
             f" elastic_max_slice_count={section.elastic_max_slice_count},"
             f" slices={config.world.slices}); choose a number between, or start the run"
