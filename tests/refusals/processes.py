@@ -10,6 +10,7 @@ import shutil
 import tempfile
 
 from elastic_ckpt.core import errors, storage
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.monitoring import progress
 from elastic_ckpt.training import configured, journal, load, trainer, training_files
 from tests import corpora, runs
@@ -85,8 +86,9 @@ def continuing(*overrides, spoil=lambda _: None):
 
 def _steps(directory):
     files = (directory / "tiny" / "checkpoints").rglob("*")
-    # But for who wrote last.
+    # But for who wrote last; and what the run was last started with.
     steps = [path for path in files if path.is_file() and path.parent.name != "worlds"]
+    steps.append(directory / "tiny" / run_files.RECORD)
     return {path: path.read_bytes() for path in steps}
 
 
