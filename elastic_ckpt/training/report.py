@@ -107,13 +107,11 @@ class Record:
 
     @functools.cached_property
     def counted(self) -> list[int]:
-        """How many steps of each attempt no later one trained again."""
+        """How many logged steps of each attempt no later one trained again."""
         starts = [each.start_step for each in self.attempts]
         return [
-            max(0, min([start + len(each.records), *starts[place + 1 :]]) - start)
-            for place, (start, each) in enumerate(
-                zip(starts, self.attempts, strict=True)
-            )
+            sum(record.step < min(starts[place:], default=math.inf) for record in each)
+            for place, each in enumerate((each.records for each in self.attempts), 1)
         ]
 
     def losses(self, *, is_counted: bool) -> list[Point]:
@@ -133,7 +131,7 @@ class Record:
             for attempt, number in zip(self.attempts, self.counted, strict=True)
             for place, each in enumerate(attempt.records)
             if (place < number) == is_counted
-            for step in [attempt.start_step + place + 1]
+            for step in [each.step + 1]
         ]
         return [(step, loss) for step, loss in points if math.isfinite(loss)]
 
@@ -205,7 +203,8 @@ def _facts(record: Record) -> Iterator[Fact]:
     moods: dict[str, Mood] = {"finished": "good", "failed": "bad", "not running": "bad"}
     phase = record.phase.partition(":")[0]
     yield Fact(name="the run", value=phase, mood=moods.get(phase, ""))
-    done = max((a.start_step + len(a.records) for a in record.attempts), default=0)
+    logged = (each.step for a in record.attempts for each in a.records)
+    done = 1 + max(logged, default=-1)
     planned = [f" of {each['steps']:,}" for each in record.named("run_started")]
     yield Fact(name="steps", value=f"{done:,}{''.join(planned[-1:])}")
     losses = [loss for _, loss in record.losses(is_counted=True)]
@@ -501,7 +500,7 @@ def _sample_order(record: Record) -> Section:
         },
         unit="steps",
         totals=[
-            f"{each.start_step + 1:,} to {each.start_step + len(each.records):,}"
+            f"{each.start_step + 1:,} to {each.records[-1].step + 1:,}"
             if each.records
             else "none"
             for each, _ in attempts

@@ -136,8 +136,9 @@ class RunAudit:
 
 def _named(name: str) -> elastic_data.ElasticData:
     module, _, attribute = name.partition(":")
-    # As `python -m` does.
-    sys.path.insert(0, os.getcwd())
+    # As `python -m` does. The module may change sys.path, too.
+    own = os.getcwd()
+    sys.path.insert(0, own)
     try:
         data = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
@@ -146,7 +147,8 @@ def _named(name: str) -> elastic_data.ElasticData:
             " imported here"
         ) from error
     finally:
-        sys.path.pop(0)
+        if own in sys.path:
+            sys.path.remove(own)
     if callable(data):
         try:
             inspect.signature(data).bind()

@@ -170,14 +170,19 @@ def test_every_point_is_drawn_within_the_frame(points, kind, is_log):
         assert -1 <= min(numbers[1::2]) <= max(numbers[1::2]) <= height
 
 
-def test_steps_that_a_later_attempt_repeats_do_not_count():
-    made, losses = types.SimpleNamespace, [types.SimpleNamespace(loss=1)] * 12
-    attempts = [made(start_step=0, records=losses), made(start_step=10, records=[])]
-    attempts.append(made(start_step=8, records=losses[:1]))
+def test_losses_are_drawn_at_their_steps_and_those_trained_again_do_not_count():
+    def attempt(start_step, steps):
+        logged = [types.SimpleNamespace(step=n, loss=float(n)) for n in steps]
+        return types.SimpleNamespace(start_step=start_step, records=logged)
+
+    # A segment with the steps 3 to 5 of the first attempt is missing.
+    first = attempt(0, [0, 1, 2, *range(6, 12)])
+    attempts = [first, attempt(10, []), attempt(8, [8])]
     counted = record(events=[], attempts=attempts)
-    assert counted.counted == [8, 0, 1]
-    assert counted.losses(is_counted=True) == [(n, 1) for n in range(1, 10)]
-    assert counted.losses(is_counted=False) == [(n, 1) for n in range(9, 13)]
+    assert counted.counted == [5, 0, 1]
+    steps = [0, 1, 2, 6, 7, 8]
+    assert counted.losses(is_counted=True) == [(n + 1, n) for n in steps]
+    assert counted.losses(is_counted=False) == [(n + 1, n) for n in range(8, 12)]
 
 
 def test_interruption_is_shown_with_its_evidence_and_what_it_cost():

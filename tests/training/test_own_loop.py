@@ -32,6 +32,9 @@ def place(tmp_path_factory):
         "data, other_data = made(), made(data_shuffle_seed=7)\n"
         "def make_shard(shard): return data\n"
     )
+    (directory / "inserts.py").write_text(
+        "import sys\nfrom program import data\nsys.path.insert(0, '/elsewhere')\n"
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(directory))
         program = importlib.import_module("program")
@@ -92,6 +95,10 @@ def test_every_verb_reads_a_loop_that_failed_and_changed_its_devices(
     code, output = run_verb(capsys, "audit", "run", "--data", "program:other_data")
     assert code == 1
     assert "FAILED: step 1: the examples are those of the one-host run, but" in output
+    before = [*sys.path]
+    assert run_verb(capsys, "audit", "run", "--data", "inserts:data")[0] == 0
+    assert sys.path == ["/elsewhere", *before]
+    sys.path.remove("/elsewhere")
     asked = ("audit", "run", "--data", "program:data")
     _, output = run_verb(capsys, *asked, "--step", "8", "--json")
     (batch,) = json.loads(output)
