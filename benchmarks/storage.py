@@ -112,7 +112,7 @@ def measure() -> dict[str, report.Figure]:
                 saves = turns.in_new_process(_saves, f"{url}/steps")
     return ratios | {
         "log_bytes_moved_ratio": report.figure("ratio", "at most 2", [moved]),
-        "log_bytes_per_step": report.figure("bytes", "at most 2,000", [_log_bytes()]),
+        "log_bytes_per_step": report.figure("bytes", "at most 160", [_log_bytes()]),
         "upload_ratio_orbax": report.ratio(
             saves["ours"],
             saves["orbax"],

@@ -224,7 +224,7 @@ def write_record(directory: os.PathLike | str, config: schema.Config) -> None:
     run_files.write(directory, dataclasses.replace(record, steps_directory=steps))
 
 
-def steps(run: pathlib.Path) -> list[step_log.StepRecord]:
+def steps(run: pathlib.Path) -> list[step_log.Record]:
     """The steps that count, in order."""
     lineage = step_log.lineage(step_log.read(run))
     return [lineage[step] for step in sorted(lineage)]

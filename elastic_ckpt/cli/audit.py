@@ -10,13 +10,12 @@ import argparse
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from elastic_ckpt.core import errors, option_numbers
 from elastic_ckpt.data import provenance as documents
-from elastic_ckpt.training import audit, provenance, run_audit
+from elastic_ckpt.training import audit, provenance
 
 _LIMITS = (
     "An audit compares with the run's own pipeline, read anew by one host: what this\n"
@@ -60,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Audits the run, or answers a question about its documents; 1 if it fails."""
-    recorded = run_audit.RunAudit(arguments.run, data=arguments.data)
+    recorded = audit.RunAudit(arguments.run, data=arguments.data)
     if arguments.find is not None or arguments.step is not None:
         _answer(recorded, arguments)
         return 0
@@ -73,18 +72,15 @@ def run(arguments: argparse.Namespace) -> int:
 def describe(outcome: audit.Audit) -> str:
     """The outcome in words."""
     hosts = " -> ".join(map(str, outcome.hosts))
-    most = "" if outcome.is_count_exact else "at most "
     epochs = f", {outcome.num_epochs:.2f} epochs" if outcome.num_epochs else ""
     problem = outcome.first_difference or outcome.missing_checkpoint
     begins = ", ".join(map(str, outcome.stage_steps))
     lines = {
         f"{outcome.num_steps} steps took {outcome.num_examples:,} rows{epochs}; hosts:"
         f" {hosts}": True,
-        f"lost: {most}{outcome.num_lost} examples; repeated: {most}"
-        f"{outcome.num_repeated}": True,
-        f"batches of the one-host run: {outcome.num_batch_identical_steps} of"
-        f" {outcome.num_steps}, of which {outcome.num_row_identical_steps} have its"
-        " order of rows": True,
+        f"lost: {outcome.num_lost} rows; repeated: {outcome.num_repeated}": True,
+        f"batches of the one-host run: {outcome.num_identical_steps} of"
+        f" {outcome.num_steps}": True,
         f"stages of the data begin at steps {begins}": begins,
         "steps trained again after an interruption:"
         f" {outcome.num_redone_steps}": outcome.num_redone_steps,
@@ -97,18 +93,15 @@ def describe(outcome: audit.Audit) -> str:
     return "\n".join(line for line, is_shown in lines.items() if is_shown)
 
 
-def _answer(recorded: run_audit.RunAudit, arguments: argparse.Namespace) -> None:
+def _answer(recorded: audit.RunAudit, arguments: argparse.Namespace) -> None:
     answers: list[dict[str, Any]] = []
-
-    def announce(reading: provenance.Reading) -> None:
-        print(_of_reading(reading), file=sys.stderr, flush=True)
 
     def answer(content: dict[str, Any], lines: Iterator[str]) -> None:
         answers.append(content)
         if not arguments.json:
             print("\n".join(lines), flush=True)
 
-    run = recorded.documents(announce)
+    run = provenance.Provenance.of_run(recorded)
     if arguments.find is not None:
         for found in run.find(*_document_of(arguments.find)):
             answer(dataclasses.asdict(found), _lines_of_found(found))
@@ -120,20 +113,6 @@ def _answer(recorded: run_audit.RunAudit, arguments: argparse.Namespace) -> None
             answer({**dataclasses.asdict(batch), "rows": content}, lines)
     if arguments.json:
         print(json.dumps(answers, indent=2))
-
-
-def _of_reading(reading: provenance.Reading) -> str:
-    if not reading.shards:
-        return f"computing which records {reading.num_rows:,} rows have; reading none"
-    start = "the beginning of the data"
-    if reading.from_step is not None:
-        start = f"the data state of checkpoint {reading.from_step}"
-    return (
-        f"reading logical shard{'s' * (len(reading.shards) > 1)}"
-        f" {errors.first_of(map(str, reading.shards))} from {start}: at most"
-        f" {reading.num_rows:,} rows of files with {reading.epoch_records:,} records"
-        f" and {reading.epoch_bytes / 1e6:,.1f} MB"
-    )
 
 
 def _document_of(asked: str) -> tuple[str, int]:

@@ -123,15 +123,18 @@ def shard_rows(num_shards: int, shard: Array, size: int, batches: Array) -> Arra
     return (batches * rows + shards - 1 - shard % shards) // shards
 
 
-def batch_ids(num_shards: int, history: History, size: int) -> np.ndarray:
-    """The id of each row of the batch after `history`, int64 `[B]`.
+def batch_origins(
+    num_shards: int, history: History, size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which rows of which shards the batch after `history` has.
 
-    Row k of shard s has the id k * S + s.
+    Returns:
+      The shard of each row, and the number of the row in its shard; both int64 `[B]`.
     """
     shards = batch_shards(num_shards, size, batches_of(history, size))
     b, m = _classes(num_shards, size)
     turn = np.arange(size) % b // m
-    return (emitted(num_shards, history)[shards] + turn) * num_shards + shards
+    return shards, emitted(num_shards, history)[shards] + turn
 
 
 def host_shards(

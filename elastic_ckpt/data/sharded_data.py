@@ -56,7 +56,7 @@ class ShardedData:
       make_shard: makes the pipeline of a shard from the shard's number: a Grain
         `IterDataset` of dicts of arrays with the same shapes everywhere. It must be a
         pure function and picklable by cloudpickle. Batches have an additional feature,
-        `example_id`, uint32 `[B, 2]`: a number for each row of the run. Examples
+        `example_id`, uint32 `[B, 2]`: the number of rows before it in the run. Examples
         must not have a feature of this name, or of that in `end`.
       num_shards: S, fixed for the whole run.
       pipeline: identifies `make_shard`, JSON; change it when the examples change. Of a
@@ -136,8 +136,8 @@ def sharded(
       make_shard: makes the pipeline of a shard from its number: a
         `grain.IterDataset` of dicts of arrays, whose shapes are the same everywhere. A
         pure function, picklable by cloudpickle. Batches also have the feature
-        `example_id`, uint32 `[B, 2]`, a number for each row of the run, a name that
-        examples must not use.
+        `example_id`, uint32 `[B, 2]`, the number of rows before it in the run, a name
+        that examples must not use.
       num_shards: S, fixed for the whole run; only needed if the pipeline does not begin
         with `ec.data.Records`.
       pipeline: a name and version, JSON, of the steps in `make_shard` that are not of
@@ -215,8 +215,8 @@ class _HostBatches:
         try:
             loaded = next(self._reading())
             assert loaded.rows is not None
-            ids = rows.batch_ids(self._data.num_shards, history, size)
-            batch = shard_rows.with_ids(loaded.rows, ids[self._placement.held])
+            ids = rows.num_rows(history) + self._placement.held
+            batch = shard_rows.with_ids(loaded.rows, ids)
             after = rows.after(history, size), {**self._cursors, **loaded.cursors}
         except BaseException:  # Ctrl-C too
             # What was read of the batch is read again if it is requested again.

@@ -1,34 +1,47 @@
 """Compares the batches of a run with those of the same run on one host.
 
-The batch of a step is the examples that it was computed from, with their tokens, row by
-row. The one-host run executes the same
-pipeline again: examples that the pipeline itself leaves out (filters, truncation, rows
-of an incomplete batch) are missing in both, and the audit does not report them. It
-leaves out what the run has left out when it went back to an older step, as the step log
-has it.
-
-The batch of the one-host run is described as the step log describes the one in its
-place, by ids or digests ([STEP_LOG.md](STEP_LOG.md)), and the two are compared.
-Examples that were lost or repeated are counted over the steps that differ: the others
-change neither number, so the memory does not grow with the run.
+Each step has logged which rows of the data its batch has, and a digest of them. Sorted
+by rows, the batches show which rows no step used, and which several used. The one-host
+run executes the same pipeline again, with the same sizes of batches, and its batches
+have to have the same digests: the same examples with the same tokens in the same rows.
+What the pipeline itself leaves out (filters, truncation, rows of an incomplete batch)
+is missing in both, and the audit does not report it.
 """
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+import importlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from elastic_ckpt.core import digest
-from elastic_ckpt.data import delivery, elastic_data, example_id, rows, stages
+from elastic_ckpt.checkpoint import foreign_steps
+from elastic_ckpt.core import digest, errors, sections
+from elastic_ckpt.data import (
+    data_keys,
+    elastic_data,
+    example_id,
+    positional_data,
+    rows,
+    stages,
+    state,
+)
+from elastic_ckpt.data.lm import pipeline
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.training import step_log
-from elastic_ckpt.training.step_record import Rows, StepRecord, block_rows
-from elastic_ckpt.training.stream import History, Pipeline, Stream, Trained, key_at
+from elastic_ckpt.training.step_log import Attempt, Record
 
-_MAX_NAMED_IDS = 8
+# Returns the configured data of an attempt, given its number: the same object for
+# attempts with the same settings.
+DataOf: TypeAlias = Callable[[int], elastic_data.ElasticData]
+_NO_DIGEST = "00" * 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,18 +50,15 @@ class Audit:
 
     Attributes:
       num_steps: steps in the run's lineage.
-      num_examples: rows of these steps, including repeats in later epochs.
+      num_examples: rows of these steps, without padding.
       num_epochs: passes over the data, including a partial last one; None if an
         example is not a record.
-      num_lost: examples of the one-host run's steps that the run did not use.
-      num_repeated: examples that the run used more often than the one-host run.
-      is_count_exact: whether these two numbers are exact. They are upper limits if a
-        step that differs has digests of blocks of rows in place of its ids.
-      num_batch_identical_steps: steps with the batch of the one-host run.
-      num_row_identical_steps: those of them with its order of rows.
+      num_lost: rows before the last step that no step used, and that were not left out.
+      num_repeated: rows that steps used again.
+      num_identical_steps: steps with the batch of the one-host run.
       num_redone_steps: steps that were trained again, after a crash or because the run
         went back (and count once).
-      num_left_out: positions that the run left out after it went back.
+      num_left_out: rows that the run left out after it went back.
       hosts: the number of hosts of each attempt.
       stage_steps: the steps at which the stages of the newest attempt's data begin;
         empty if it has none.
@@ -63,9 +73,7 @@ class Audit:
     num_epochs: float | None
     num_lost: int
     num_repeated: int
-    is_count_exact: bool
-    num_batch_identical_steps: int
-    num_row_identical_steps: int
+    num_identical_steps: int
     num_redone_steps: int
     num_left_out: int
     hosts: tuple[int, ...]
@@ -75,17 +83,105 @@ class Audit:
 
     @property
     def passed(self) -> bool:
-        """Whether each step had the batch of the one-host run, in the promised order.
+        """Whether each step had the batch of the one-host run, and none is missing.
 
         A run with a missing checkpoint does not pass.
         """
-        problem = self.first_difference or self.missing_checkpoint
-        return not (problem or self.num_lost or self.num_repeated)
+        return not (self.first_difference or self.missing_checkpoint)
+
+
+def stream(
+    attempts: Sequence[Attempt], data_of: DataOf
+) -> Iterator[tuple[list[Record], Record]]:
+    """The steps of the run as it is, by their rows, with the batches before each.
+
+    Those are batches that no step of it has used: steps of an attempt that went back,
+    or a batch that was read and never trained on. A step that uses rows again begins
+    before the end of the step before it.
+    """
+    trained = {each.row: each for attempt in attempts for each in attempt.records}
+    current = step_log.lineage(attempts).values()
+    position, last = 0, None
+    for record in sorted(current, key=lambda each: (each.row, each.step)):
+        unused = []
+        while position < record.row:
+            between = trained.get(position)
+            if between is None or between.stop > record.row:
+                after = last or dataclasses.replace(record, step=-1)
+                between = _after(after, position, record.row, data_of)
+            unused.append(between)
+            position, last = between.stop, between
+        yield unused, record
+        position, last = max(position, record.stop), record
+
+
+def _after(last: Record, row: int, stop: int, data_of: DataOf) -> Record:
+    # The batch of no step after another one.
+    step = last.step + 1
+    data = stages.at(data_of(last.attempt), step)
+    size = stages.Course(data=data, base_size=last.rows).size
+    size = min(size, stop - row)
+    return dataclasses.replace(last, step=step, row=row, rows=size, digest=_NO_DIGEST)
+
+
+def pipeline_of(
+    record: Record, data_of: DataOf
+) -> tuple[Any, elastic_data.ElasticData]:
+    """What made a batch: a key that two batches of the same have, and the data."""
+    whole = data_of(record.attempt)
+    data = stages.at(whole, record.step)
+    of_stages = stages.of(data)
+    return (id(whole), of_stages.number if of_stages else 0), data
+
+
+class OneHostRun:
+    """The run on one host: it reads a batch in the place of each one of the run.
+
+    Args:
+      data_of: the data of the run.
+    """
+
+    def __init__(self, data_of: DataOf) -> None:
+        self._data_of = data_of
+        # What makes the batches, and their rows.
+        self._now: tuple[Any, int] | None = None
+        self._batches: elastic_data.HostBatches | None = None
+
+    def read(self, record: Record) -> tuple[np.ndarray, str]:
+        """The ids of the next rows, without padding, and the digest of their batch."""
+        key, data = pipeline_of(record, self._data_of)
+        if self._batches is None or self._now != (key, record.rows):
+            self._batches = self._opened(data, record.rows)
+            self._now = key, record.rows
+        batch = next(self._batches)
+        ids = example_id.joined(batch[elastic_data.EXAMPLE_ID])
+        tokens = np.concatenate(digest.row_features(batch), axis=1)
+        found = step_log.batch_digest(ids, digest.row_digests(tokens))
+        return ids[ids != np.uint64(example_id.NONE)], found
+
+    def close(self) -> None:
+        """Stops reading ahead."""
+        if self._batches:
+            self._batches.close()
+
+    def _opened(
+        self, data: elastic_data.ElasticData, size: int
+    ) -> elastic_data.HostBatches:
+        placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
+        batches = data.host_batches(placement)
+        if self._batches:
+            cursors = self._batches.shard_cursors()
+            batches.go_to(
+                self._batches.position(),
+                lambda shards: {shard: cursors[shard] for shard in shards},
+            )
+            self._batches.close()
+        return batches
 
 
 def audit(
-    attempts: list[step_log.Attempt],
-    data_of: Callable[[int], elastic_data.ElasticData],
+    attempts: Sequence[Attempt],
+    data_of: DataOf,
     *,
     num_records: int | None = None,
     num_saved_steps: int = 0,
@@ -99,302 +195,170 @@ def audit(
 
     Args:
       attempts: the step log.
-      data_of: returns the configured data of an attempt, given its number.
+      data_of: of the run.
       num_records: the number of records in an epoch, if each of them is an example.
       num_saved_steps: the run's newest checkpoint; if the log ends before it, its last
         steps were lost.
       missing_checkpoint: see `Audit`.
       first_step: the number of a run's first step in descriptions; the log has 0.
     """
-    stream = Stream(attempts, data_of)
-    stream.place()
-    current = [trained for trained in stream.trained if trained.is_current]
-    current.sort(key=lambda trained: trained.record.step)
-    steps = [trained.record for trained in current]
-    oracle = OneHostRun(stream)
-    # It may go on from the checkpoint of another program.
-    start = attempts[0].start_step
+    starts = {each.attempt: each.start_step for each in attempts}
+    # A later attempt has noted what those before it left out, too.
+    left_out = attempts[-1].left_out
+    differences: dict[int, str] = {}
+
+    def differs(record: Record, what: str) -> None:
+        place = f"rows {record.row:,} to {record.stop - 1:,} of the data"
+        text = f"step {record.step + first_step} ({place}): {what}"
+        differences.setdefault(record.step, text)
+
+    num_examples = num_lost = num_repeated = num_left_out = position = 0
+    # The step that should have used the next rows.
+    expected = attempts[0].start_step
+    with contextlib.closing(OneHostRun(data_of)) as one_host:
+        for unused, record in stream(attempts, data_of):
+            for batch in unused:
+                ids, _ = one_host.read(batch)
+                lost = len(ids) - _num_within(ids, left_out)
+                num_lost += lost
+                expected += bool(lost)
+                num_left_out += _num_within(np.arange(batch.row, batch.stop), left_out)
+            position = max(position, record.row)
+            if position > record.row:
+                repeated = min(position, record.stop) - record.row
+                num_repeated += repeated
+                num_examples += repeated
+                is_start = (record.row, record.step) == (0, starts[record.attempt])
+                hint = "; was the data loaded at the resume?" * is_start
+                differs(record, f"other steps have used {repeated} of them{hint}")
+            elif record.step != expected:
+                differs(record, f"they are those of step {expected + first_step}")
+            if position < record.stop:
+                expected += 1
+                size = record.stop - position
+                rest = dataclasses.replace(record, row=position, rows=size)
+                position = record.stop
+                ids, wanted = one_host.read(rest)
+                num_examples += len(ids)
+                if noted := _num_within(ids, left_out):
+                    differs(record, f"{noted} of them were noted as left out")
+                if record.digest != wanted:
+                    differs(
+                        record,
+                        "the batch of the one-host run has other examples, tokens or"
+                        f" another order (digest {wanted}, not {record.digest})",
+                    )
+    lineage = step_log.lineage(attempts)
+    num_steps, logged = len(lineage), attempts[0].start_step + len(lineage)
+    num_identical = num_steps - len(differences)
+    missing = set(range(attempts[0].start_step, logged)) - lineage.keys()
+    if num_saved_steps > logged and not missing:
+        missing.add(logged)
+    for step in missing:
+        text = f"step {step + first_step} is missing from the step log"
+        if step == logged:
+            text += (
+                f", whose end was lost: checkpoint {num_saved_steps} was saved after it"
+            )
+        differences[step] = text
     of_stages = stages.of(data_of(attempts[-1].attempt))
-    uses = _Uses()
-    compared: list[_Compared] = []
-    difference = ""
-    for number, trained in enumerate(current, start=start):
-        record, one_host = trained.record, oracle.next(trained)
-        named = dataclasses.replace(record, step=record.step + first_step)
-        step = _compare(named, one_host)
-        uses.add(record, one_host, is_different=bool(step.in_batch))
-        compared.append(step)
-        found = step.in_rows
-        if record.step != number:
-            found = f"step {number + first_step} is missing from the step log"
-        if found and not difference:
-            difference = found + _hint(record, steps[0], attempts)
-    oracle.close()
-    logged = start + len(steps)
-    if not difference and num_saved_steps > logged:
-        difference = (
-            f"step {logged + first_step} is missing from the step log, whose end was"
-            f" lost: checkpoint {num_saved_steps} was saved after it"
-        )
-    num_lost, num_repeated, is_exact = uses.counted()
+    begins = [each.begin for each in of_stages.stages] if of_stages else []
     return Audit(
-        num_steps=len(steps),
-        num_examples=uses.num_examples,
-        num_epochs=uses.num_examples / num_records if num_records else None,
+        num_steps=num_steps,
+        num_examples=num_examples,
+        num_epochs=num_examples / num_records if num_records else None,
         num_lost=num_lost,
         num_repeated=num_repeated,
-        is_count_exact=is_exact,
-        num_batch_identical_steps=sum(not each.in_batch for each in compared),
-        num_row_identical_steps=sum(not each.in_rows for each in compared),
-        num_redone_steps=sum(len(each.records) for each in attempts) - len(steps),
-        num_left_out=oracle.num_left_out,
+        num_identical_steps=num_identical,
+        num_redone_steps=sum(len(each.records) for each in attempts) - num_steps,
+        num_left_out=num_left_out,
         hosts=tuple(attempt.hosts for attempt in attempts),
-        stage_steps=tuple(
-            each.begin + first_step for each in (of_stages.stages if of_stages else ())
-        ),
-        first_difference=difference,
+        stage_steps=tuple(begin + first_step for begin in begins),
+        first_difference=differences[min(differences)] if differences else "",
         missing_checkpoint=missing_checkpoint,
     )
 
 
-class OneHostRun:
-    """The run on one host, whose batch size and data change at the same steps.
+def _num_within(ids: np.ndarray, ranges: state.Ranges) -> int:
+    return sum(
+        int(np.count_nonzero((ids >= start) & (ids < stop))) for start, stop in ranges
+    )
 
-    It leaves out the same positions.
+
+class RunAudit:
+    """A run that was recorded in a directory, and its data.
 
     Args:
-      stream: of the run.
+      directory: of the run.
+      data: `MODULE:NAME` of the data, if a loop of the user's own has trained on it.
 
     Attributes:
-      num_left_out: positions that it has left out so far.
+      record: of the run.
+      attempts: the step log.
+
+    Raises:
+      RunError: if there is no run.
+      ConfigError: if its data is not named, or is named and in its step log.
+      DataError: if it has trained nothing, or its data cannot be read.
     """
 
-    def __init__(self, stream: Stream) -> None:
-        self.num_left_out = 0
-        self._stream = stream
-        # The rows so far, without batches of padding that no step has.
-        self._position = 0
-        # The pipeline and the size of the batches.
-        self._now: tuple[Pipeline, int] | None = None
-        self._data: elastic_data.ElasticData | None = None
-        self._batches: elastic_data.HostBatches | None = None
-        # How many batches without a real row may come before one that has some.
-        self._max_empty = 0
-
-    def next(self, trained: Trained) -> Rows:
-        """The batch in the place of one that was trained on."""
-        while self._position < trained.position:
-            # Left out; another pipeline may have made the rest of it.
-            size = key_at(trained.history, self._position)[-1]
-            starts = [start for start, _ in trained.history if start > self._position]
-            stop = min(*starts, trained.position, self._position + size)
-            next(self._of_size(trained.history, stop - self._position))
-            self.num_left_out += stop - self._position
-            self._position = stop
-        size = trained.record.num_rows
-        batches = self._of_size(trained.history, size)
-        batch = next(batches)
-        for _ in range(self._max_empty):
-            if batch[elastic_data.MASK].any():
-                break
-            batch = next(batches)
-        self._position += size
-        tokens = np.concatenate(digest.row_features(batch), axis=1)
-        return Rows(
-            ids=example_id.joined(batch["example_id"]),
-            digests=digest.row_digests(tokens),
-        )
-
-    def close(self) -> None:
-        """Stops reading ahead."""
-        if self._batches:
-            self._batches.close()
-
-    def _of_size(self, history: History, size: int) -> elastic_data.HostBatches:
-        now = key_at(history, self._position), size
-        if self._batches is None or self._now != now:
-            data = self._data
-            if data is None or self._now is None or self._now[0] != now[0]:
-                data = self._stream.data_at(history, self._position)
-            self._batches = self._continued(data, size)
-            self._now, self._data = now, data
-        return self._batches
-
-    def _continued(
-        self, data: elastic_data.ElasticData, size: int
-    ) -> elastic_data.HostBatches:
-        placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
-        self._max_empty = delivery.batches_of_end(data, size) - 1
-        continued = data.host_batches(placement)
-        if self._batches:
-            cursors = self._batches.shard_cursors()
-            continued.go_to(
-                self._batches.position(),
-                lambda shards: {shard: cursors[shard] for shard in shards},
+    def __init__(self, directory: str, *, data: str | None = None) -> None:
+        self._directory = directory
+        self.record = run_files.read(directory)
+        self.attempts = step_log.read(directory)
+        if self.record.data is None and data is None:
+            raise errors.ConfigError(
+                f"{directory} was recorded by your own training loop, whose data is"
+                " defined in its program; name it with --data MODULE:NAME"
             )
-            self._batches.close()
-        return continued
-
-
-class _Compared(NamedTuple):
-    """A step, compared with that of the one-host run.
-
-    Attributes:
-      in_batch: how its examples or tokens differ, in any order; empty if not.
-      in_rows: how these or their order differ.
-    """
-
-    in_batch: str
-    in_rows: str
-
-
-def _compare(record: StepRecord, one_host: Rows) -> _Compared:
-    expected = record.of_rows(one_host)
-    place = f"step {record.step}"
-    if record.digest == expected.digest and record.ids == expected.ids:
-        in_batch = in_rows = ""
-    elif record.runs:
-        in_batch = _listed_difference(record, expected, one_host)
-        in_rows = in_batch or _misplaced(record, expected)
-    elif record.digests is not None and expected.digests is not None:
-        used, wanted = record.digests, expected.digests
-        pairs = zip(used.block_digests, wanted.block_digests, strict=True)
-        blocks = [number for number, (one, two) in enumerate(pairs) if one != two]
-        size = block_rows(record.num_rows)
-        first = blocks[0] * size if blocks else 0
-        if blocks:
-            others = f" and {len(blocks) - 1} other blocks" if len(blocks) > 1 else ""
-            last = min(first + size, record.num_rows) - 1
-            place += f", rows {first} to {last}{others}"
-        in_batch = ""
-        if used.examples != wanted.examples:
-            ids = one_host.ids[first : first + _MAX_NAMED_IDS].tolist()
-            in_batch = (
-                f"{place}: other examples were used than those of the one-host run,"
-                f" which has {', '.join(map(str, ids))} ... from row {first} on"
+        if data is not None and self.record.data is not None:
+            raise errors.ConfigError(
+                f"--data: the data of {directory} is in its configuration; leave"
+                " --data out"
             )
-        elif used.contents != wanted.contents:
-            in_batch = f"{place}: {_other_tokens(record)}"
-        in_rows = in_batch or (
-            f"{place}: its examples are in other rows than in the one-host run"
+        self._own = None if data is None else _named(data)
+        self._by_settings: dict[str, elastic_data.ElasticData] = {}
+        self._settings = {each.attempt: each.data for each in self.attempts}
+
+    def data_of(self, attempt: int) -> elastic_data.ElasticData:
+        """The configured data of an attempt."""
+        if self._own is not None:
+            return self._own
+        settings, place = self._settings[attempt], f"the log of attempt {attempt}"
+        key = json.dumps(settings, sort_keys=True)
+        if key not in self._by_settings:
+            given = {
+                name: sections.Setting(value=value, place=place)
+                for name, value in settings.items()
+            }
+            keys = data_keys.changed(data_keys.DataKeys(), given)
+            self._by_settings[key] = pipeline.from_config(keys)
+        return self._by_settings[key]
+
+    def outcome(self) -> Audit:
+        """Compares the run with one host that reads its data."""
+        record, attempts = self.record, self.attempts
+        saved = max(foreign_steps.steps(record.steps_directory), default=None)
+        events = run_files.read_events(self._directory)
+        start_step = attempts[0].start_step
+        last = self.data_of(attempts[-1].attempt)
+        is_text = isinstance(last, positional_data.TextData)
+        done = start_step + len(step_log.lineage(attempts))
+        return audit(
+            attempts,
+            self.data_of,
+            num_records=last.num_records if is_text else None,
+            num_saved_steps=0 if saved is None else saved + 1 - record.first_step,
+            first_step=record.first_step,
+            missing_checkpoint=missing_checkpoint(
+                period=record.every,
+                at_end=record.at_end,
+                finished=[e["event"] for e in events[-1:]] == ["run_finished"],
+                num_steps=done - 1 + record.first_step,
+                saved=saved or 0,
+                start_step=start_step,
+            ),
         )
-    else:
-        in_batch = in_rows = (
-            f"{place}: its batch has digest {record.digest}, not that of the one-host"
-            " run; the log is a summary, which cannot show the rows that differ"
-        )
-    return _Compared(in_batch, in_rows)
-
-
-def _listed_difference(record: StepRecord, expected: StepRecord, one_host: Rows) -> str:
-    used, wanted = collections.Counter(record.ids), collections.Counter(expected.ids)
-    if used != wanted:
-        row, wrong = next(
-            (row, id_) for row, id_ in enumerate(record.ids) if used[id_] > wanted[id_]
-        )
-        return (
-            f"step {record.step}, row {row}: example {wrong} was used; the one-host run"
-            f" has [{_ranges((wanted - used).elements())}] in this batch instead of"
-            f" [{_ranges((used - wanted).elements())}]"
-        )
-    tokens = dict(zip(expected.ids, one_host.digests.tolist(), strict=True))
-    in_order = Rows(
-        ids=np.array(record.ids, np.uint64),
-        digests=np.array([tokens[id_] for id_ in record.ids], np.uint32),
-    )
-    if record.of_rows(in_order).digest != record.digest:
-        return f"step {record.step}: {_other_tokens(record)}"
-    return ""
-
-
-def _other_tokens(record: StepRecord) -> str:
-    return (
-        "the examples are those of the one-host run, but their tokens are not (digest"
-        f" {record.digest})"
-    )
-
-
-def _ranges(ids: Iterable[int]) -> str:
-    # The ids, ascending: `0-239, 300`.
-    ranges: list[list[int]] = []
-    for each in sorted(ids):
-        if ranges and each == ranges[-1][-1] + 1:
-            ranges[-1][1:] = [each]
-        else:
-            ranges.append([each])
-    named = ["-".join(map(str, each)) for each in ranges[:_MAX_NAMED_IDS]]
-    return ", ".join([*named, *["..."] * (len(ranges) > _MAX_NAMED_IDS)])
-
-
-def _misplaced(record: StepRecord, expected: StepRecord) -> str:
-    for row, (used, wanted) in enumerate(zip(record.ids, expected.ids, strict=True)):
-        if used != wanted:
-            return (
-                f"step {record.step}, row {row}: example {used} is in the row of"
-                f" example {wanted} in the one-host run"
-            )
-    return ""
-
-
-class _Uses:
-    """The examples of steps that differ, in the run and in the one-host run.
-
-    If a step lists no ids, its blocks of rows are counted in place of its examples.
-    """
-
-    def __init__(self) -> None:
-        # The rows of all steps, less those of padding.
-        self.num_examples = 0
-        self._used: collections.Counter[int | str] = collections.Counter()
-        self._expected: collections.Counter[int | str] = collections.Counter()
-        # Whether all examples are listed, and whether each step has a sum of them.
-        self._is_listed = self._has_sums = True
-        # The difference of the sums of hashed ids, used less expected.
-        self._sum = 0
-
-    def add(self, record: StepRecord, one_host: Rows, *, is_different: bool) -> None:
-        """Adds a step, with the batch of the one-host run and whether it differs."""
-        # If ids are not listed, the padding is taken to be that of the one-host run.
-        padding = np.uint64(example_id.NONE)
-        self.num_examples += (
-            record.num_rows - record.ids.count(example_id.NONE)
-            if record.runs
-            else int(np.count_nonzero(one_host.ids != padding))
-        )
-        if not is_different:
-            return
-        expected = record.of_rows(one_host)
-        self._used.update(record.parts())
-        self._expected.update(expected.parts())
-        self._sum += record.example_sum - expected.example_sum
-        self._is_listed = self._is_listed and bool(record.runs)
-        self._has_sums = self._has_sums and bool(record.runs or record.digests)
-
-    def counted(self) -> tuple[int, int, bool]:
-        """The numbers of lost and of repeated examples, and whether they are exact.
-
-        Otherwise they are limits from above.
-        """
-        if self._has_sums and not self._is_listed and self._sum % 2**64 == 0:
-            # The same examples in other steps, or with other tokens.
-            return 0, 0, True
-        for counter in (self._used, self._expected):
-            del counter[example_id.NONE]
-        lost, repeated = self._expected - self._used, self._used - self._expected
-        return lost.total(), repeated.total(), self._is_listed
-
-
-def _hint(
-    record: StepRecord, first: StepRecord, attempts: list[step_log.Attempt]
-) -> str:
-    # Whether a start that continues the run has begun with the rows of its first step.
-    starts = {each.attempt: each.start_step for each in attempts}
-    if record.step == first.step or record.step != starts[record.attempt]:
-        return ""
-    num_rows = min(record.num_rows, first.num_rows)
-    is_repeated = record.runs and record.ids[:num_rows] == first.ids[:num_rows]
-    hint = "; these are the rows of the first step: was the data loaded at the resume?"
-    return hint if is_repeated or record.digest == first.digest else ""
 
 
 def missing_checkpoint(
@@ -435,3 +399,32 @@ def missing_checkpoint(
         f"checkpoint {due} was due in storage, but {newest}: losing the hosts would"
         " lose the run; look for `degraded` in its events"
     )
+
+
+def _named(name: str) -> elastic_data.ElasticData:
+    module, _, attribute = name.partition(":")
+    # As `python -m` does. The module may change sys.path, too.
+    own = os.getcwd()
+    sys.path.insert(0, own)
+    try:
+        data = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise errors.ConfigError(
+            f"--data {name}: {error}; write MODULE:NAME, of a module that can be"
+            " imported here"
+        ) from error
+    finally:
+        if own in sys.path:
+            sys.path.remove(own)
+    if callable(data):
+        try:
+            inspect.signature(data).bind()
+        except (TypeError, ValueError) as error:
+            raise errors.ConfigError(
+                f"--data {name}: {attribute} cannot be called without arguments"
+                f" ({error}); name the data, as ec.batches was given it, or a function"
+                " that returns it"
+            ) from None
+        data = data()
+    elastic_data.check(data, caller=f"--data {name}")
+    return data

@@ -194,14 +194,14 @@ def _open_log(
     # Begins an attempt. Others find all memory of the run by its configuration.
     directory = run_directory.path_of(config)
     run_files.write(directory, configured.record(config))
-    start = step_log.Start(
-        step=step,
+    return step_log.StepLog(
+        directory,
+        step,
         world=world,
         data=dataclasses.asdict(config.data),
-        number=number,
+        claim=number,
         left_out=left_out,
     )
-    return step_log.StepLog(directory, start, detail=config.run.step_log)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

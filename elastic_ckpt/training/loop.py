@@ -373,7 +373,8 @@ class _Recorder:
         assert self._log is not None
         metrics.TRAIN_STEPS.record(step + 1)
         numbers = _numbers(report)
-        self._log.append(step, report)
+        rows = report.example_id, report.row_digests
+        self._log.write(step, *rows, numbers.loss)
         metrics.TRAIN_GRADIENT_NORM.record(numbers.gradient_norm)
         now = time.monotonic()
         self._emit(

@@ -1,38 +1,53 @@
-"""The run directory of a loop of the user's own: what `elastic-ckpt train` records.
+"""The run directory of a training loop: what `status`, `report` and `audit` read.
 
-With it `elastic-ckpt status`, `report` and `audit` show and prove what they do for the
-reference trainer's runs: from a step log, the events of the checkpointer, and metrics.
+It has a step log, the events of the run, and metrics. The reference trainer and MaxText
+record themselves in it as any other loop does.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import functools
 import operator
 import os
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any
 
 import jax
 from etils import epath
 
-from elastic_ckpt.core import errors, events, metrics, storage, storage_cause, topology
+from elastic_ckpt.core import (
+    background,
+    errors,
+    events,
+    metrics,
+    storage,
+    storage_cause,
+    topology,
+)
 from elastic_ckpt.data import elastic_data
+from elastic_ckpt.data.state import Ranges
 from elastic_ckpt.elastic.world import World, is_claiming
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.inspect.run_files import RunRecord
 from elastic_ckpt.tiers.choices import Chosen, Tier
 from elastic_ckpt.training import (
-    batch_log,
     configured,
     journal,
     listeners,
     run_directory,
     schema,
-    step_record,
+    step_log,
 )
+
+# The most steps that are not written yet: then the loop waits.
+_MOST_LATE = 2
+_NUMBERS = {"loss": float, "tokens": int, "learning_rate": float}
 
 
 class RunDirectory:
@@ -59,15 +74,13 @@ class RunDirectory:
       directory: a path or URI for this run alone; created if it does not exist.
       tiers: the tiers of the loop's checkpointer, in which `status` and `audit` look.
       steps: the number of steps of the whole run; None if it is not known.
-      step_log: what is logged of the data of each step: `"proof"`, from which an audit
-        names the rows that differ, or `"summary"`, a digest.
       world: of an elastic run, which it reports events to. Where it may run on several
         machines, the claims of worlds decide between them, and no lock.
-      emit: called with each event; by default that of `world`.
+      emit: called with each event, from any thread; by default that of `world`.
 
     Raises:
       RunError: if another live process records in the directory.
-      ConfigError: if the tiers do not fit together, or `step_log` is neither.
+      ConfigError: if the tiers do not fit together.
     """
 
     def __init__(
@@ -76,61 +89,62 @@ class RunDirectory:
         *,
         tiers: Sequence[Tier],
         steps: int | None = None,
-        step_log: str = step_record.PROOF,
         world: World | None = None,
         emit: events.Emit | None = None,
         # Of a program that has one; then the supervisor of `world` keeps the events.
         _config: schema.Config | None = None,
+        _program: str = "train",
     ) -> None:
-        details = (step_record.PROOF, step_record.SUMMARY)
-        if step_log not in details:
-            raise errors.ConfigError(
-                f"RunDirectory: step_log={step_log!r}; choose one of {details}"
-            )
-        chosen = Chosen.from_choices(tiers)
         path = os.fspath(storage.absolute(directory))
-        self._name = os.path.basename(path.rstrip("/"))
         self._directory = path
+        self._name = os.path.basename(path.rstrip("/"))
         self._steps = steps
         slices = 1 if _config is None else _config.world.slices
         self._world = topology.present(slices) if world is None else world.topology
         self._will_resume = (lambda: False) if world is None else world.will_resume
         if _config is None:
-            record = _record(self._name, chosen, path)
+            record = _record(self._name, Chosen.from_choices(tiers), path)
         else:
-            record = configured.record(_config, program="maxtext")
-        self._log = batch_log.BatchLog(
-            path, world=self._world, data=record.data or {}, detail=step_log
-        )
-        self._done = 0
+            record = configured.record(_config, program=_program)
         self._first_step = record.first_step
-        # The number of steps that are done in the one that was saved last.
+        # The steps that are done; None before the first. And those of the newest save.
+        self._done: int | None = None
         self._saved = 0
+        self._claim = 0
         self._began_secs = self._since_secs = time.monotonic()
-        # The event of the last step, until its loss is needed.
+        # The event of the last step, until its loss is known or the next step begins.
         self._pending: dict[str, Any] | None = None
-        self._closing = contextlib.ExitStack()
+        # What the thread of the log has yet to do; it alone uses the log.
+        self._late: collections.deque[futures.Future[Any]] = collections.deque()
+        self._log: step_log.StepLog | None = None
+        self._data = record.data or {}
         # What keeps the events; None on all hosts but one.
         self._journal: events.Emit | None = None
-        metrics_of = None if _config is None else _config.metrics
-        self._closing.enter_context(listeners.running(path, metrics_of))
         if emit is None:
             emit = events.nobody if world is None else world.emit
-        if topology.is_primary():
-            if _config is not None and world is not None:
+        with contextlib.ExitStack() as closing:
+            # The process of a single controller has listeners of its own.
+            if _config is None or world is None or world.devices is None:
+                section = None if _config is None else _config.metrics
+                closing.enter_context(listeners.running(path, section))
+            if topology.is_primary():
                 self._journal = emit
-            else:
-                # A host of a machine that stands still would hold the lock.
-                self._journal = self._closing.enter_context(
-                    journal.kept_in(
-                        path,
-                        emit,
-                        steps=record.steps_directory,
-                        is_locked=world is None or not is_claiming(world),
+                if _config is None or world is None:
+                    # A host of a machine that stands still would hold the lock.
+                    is_locked = world is None or not is_claiming(world)
+                    self._journal = closing.enter_context(
+                        journal.kept_in(
+                            path,
+                            emit,
+                            steps=record.steps_directory,
+                            is_locked=is_locked,
+                        )
                     )
-                )
-            run_files.write(path, record)
-        self._closing.callback(self._log.close)
+                run_files.write(path, record)
+            self._thread = background.pool(1, "step log")
+            closing.callback(self._thread.shutdown)
+            closing.push(self._end)
+            self._closing = closing.pop_all()
 
     def emit(self, name: str, **fields: storage.Json) -> None:
         """Records an event, from any thread; give it to `ec.Checkpointer(emit=)`.
@@ -138,11 +152,12 @@ class RunDirectory:
         A loop that reports `data_ended` is done.
         """
         if name == "save_started":
-            if self._pending is not None and self._pending["loss"] is not None:
-                self._show_pending()
             self._saved = int(str(fields["step"])) + 1 - self._first_step
             self._sync()
+        elif name == "world_claimed":
+            self._claim = int(str(fields["world"]))
         elif name == "data_ended":
+            self._wait()
             self._steps = self._done
         if self._journal is not None:
             self._journal(name, **fields)
@@ -153,13 +168,15 @@ class RunDirectory:
         batch: elastic_data.Batch,
         *,
         loss: float | jax.Array | None = None,
-        tokens: int | None = None,
+        tokens: int | jax.Array | None = None,
         learning_rate: float | jax.Array | None = None,
+        _gradient_norm: jax.Array | None = None,
+        _rows: tuple[jax.Array, jax.Array] | None = None,
     ) -> None:
         """Logs one step; every process calls it alike, before it saves the step.
 
-        It does not wait for the step to be computed: its record is written while the
-        next one runs.
+        It does not wait for the step to be computed: a thread writes its record while
+        the next one runs.
 
         Args:
           step: the number of steps that are done, this one included, which is also the
@@ -185,29 +202,34 @@ class RunDirectory:
                 f"RunDirectory.log: step={step}; give the number of steps that are done"
                 " with this one, from 1"
             )
+        rows = _rows or step_log.digested(batch)
         self._show_pending()
-        number = step - 1
-        if self._log.next_step != number:
-            self._log.begin(number)
+        if self._done != step - 1:
+            self._begin(step - 1)
             self.emit(
                 "run_started",
                 run=self._name,
                 **dataclasses.asdict(self._world),
-                start_step=number,
+                start_step=step - 1,
                 steps=self._steps,
             )
-        self._log.take(batch, loss=loss)
-        self._done = step
-        now = time.monotonic()
+        now, since = time.monotonic(), self._since_secs
+        self._done, self._since_secs = step, now
+        if self._journal is None:
+            metrics.TRAIN_STEPS.record(step)
+        self._submit(self._write, step - 1, rows, loss)
         self._pending = {
             "step": step,
             "steps": self._steps,
             "loss": loss,
-            "secs": now - self._since_secs,
+            "secs": now - since,
             "tokens": tokens,
             "learning_rate": learning_rate,
+            "gradient_norm": _gradient_norm,
         }
-        self._since_secs = now
+        if loss is not None:
+            self._show_pending()
+        self._wait(most=2 * _MOST_LATE)
 
     def log_metrics(
         self,
@@ -221,7 +243,7 @@ class RunDirectory:
         if self._pending is not None and self._pending["step"] == step:
             more = {"loss": loss, "tokens": tokens, "learning_rate": learning_rate}
             self._pending |= more
-        self._log.note_loss(step - 1, loss)
+            self._show_pending()
 
     def close(self) -> None:
         """Writes what is left, and records the end of the run."""
@@ -236,35 +258,91 @@ class RunDirectory:
         error: BaseException | None,
         trace: types.TracebackType | None,
     ) -> None:
-        self._show_pending()
-        if error is None and self._journal is not None and self._done:
-            is_done = self._steps is None or self._done >= self._steps
-            if is_done and not self._will_resume():
-                secs = time.monotonic() - self._began_secs
-                self.emit("run_finished", step=self._done, secs=secs)
-            else:
-                is_saved = self._saved == self._done
-                self.emit("run_stopped", step=self._done, saved=is_saved)
         # The journal notes why a run failed.
         self._closing.__exit__(kind, error, trace)
 
-    def _show_pending(self) -> None:
-        # One step late, so that the loop does not wait for a loss.
-        fields, self._pending = self._pending, None
-        if fields is None or self._journal is None:
+    def _begin(self, done: int, left_out: Ranges = ()) -> None:
+        # Begins an attempt, whose first step is the one after `done`.
+        self._show_pending()
+        self._done = done
+        begun = functools.partial(
+            *(step_log.StepLog, self._directory, done),
+            world=self._world,
+            data=self._data,
+            claim=self._claim,
+            left_out=left_out,
+        )
+        self._submit(self._replace, begun)
+        self._wait()
+
+    def _end(self, *raised: Any) -> None:
+        self._show_pending()
+        self._submit(self._replace)
+        self._wait()
+        if raised != (None, None, None) or self._done is None:
             return
-        for key, number in (("loss", float), ("tokens", int), ("learning_rate", float)):
-            if fields[key] is not None:
-                fields[key] = number(fields[key])
-        self._journal("step", **fields)
+        is_done = self._steps is None or self._done >= self._steps
+        if is_done and not self._will_resume():
+            secs = time.monotonic() - self._began_secs
+            self.emit("run_finished", step=self._done, secs=secs)
+        else:
+            is_saved = self._saved == self._done
+            self.emit("run_stopped", step=self._done, saved=is_saved)
+
+    def _submit(self, call: Callable[..., object], *arguments: object) -> None:
+        if self._journal is not None:
+            self._late.append(self._thread.submit(call, *arguments))
+
+    def _wait(self, *, most: int = 0) -> None:
+        while len(self._late) > most:
+            late = self._late.popleft()
+            background.wait([late])
+            late.result()
+
+    def _show_pending(self) -> None:
+        told, self._pending = self._pending, None
+        if told is not None:
+            self._submit(self._show, told)
 
     def _sync(self) -> None:
-        why = self._log.sync()
-        if why is None or self._journal is None:
+        # Makes the records of all steps so far durable, from any thread.
+        if self._journal is None:
             return
-        metrics.CHECKPOINT_FAILURES.record(1)
-        why = f"the step log is not written, and tried again: {why}"
-        storage_cause.report(self._journal, "persistent", self._done, why)
+        synced = self._thread.submit(lambda: self._log.sync() if self._log else None)
+        background.wait([synced])
+        why = synced.result()
+        if why is not None:
+            metrics.CHECKPOINT_FAILURES.record(1)
+            advice = storage_cause.advice(why) or "bring the storage back"
+            why = f"the step log is not written, and tried again: {why}; {advice}"
+            storage_cause.report(self._journal, "persistent", self._done or 0, why)
+
+    # In the thread of the log.
+
+    def _replace(self, begun: Callable[[], step_log.StepLog] | None = None) -> None:
+        if self._log is not None:
+            self._log.close()
+        self._log = None if begun is None else begun()
+
+    def _write(
+        self,
+        step: int,
+        rows: tuple[jax.Array, jax.Array],
+        loss: float | jax.Array | None,
+    ) -> None:
+        assert self._log is not None
+        self._log.write(step, *rows, None if loss is None else float(loss))
+
+    def _show(self, told: dict[str, Any]) -> None:
+        assert self._journal is not None
+        metrics.TRAIN_STEPS.record(told["step"])
+        norm = told.pop("gradient_norm")
+        for name, number in _NUMBERS.items():
+            if told[name] is not None:
+                told[name] = number(told[name])
+        if norm is not None:
+            metrics.TRAIN_GRADIENT_NORM.record(float(norm))
+        self._journal("step", **told)
 
 
 def _record(run: str, chosen: Chosen, directory: str) -> RunRecord:

@@ -20,7 +20,8 @@ from elastic_ckpt.inspect import page, run_files, status, survey
 from elastic_ckpt.inspect.page import COLOURS, Fact, Mood, Point, Section, Series
 from elastic_ckpt.inspect.status import Event, Files
 from elastic_ckpt.inspect.survey import SavedData
-from elastic_ckpt.training import run_audit, step_log
+from elastic_ckpt.training import audit as audit_run
+from elastic_ckpt.training import step_log
 
 # The most lines of a table, and the most bars of a plot.
 _MOST_ROWS = 200
@@ -169,7 +170,7 @@ def collect(directory: str) -> Record:
 def audit(directory: str) -> dict[str, Any] | str:
     """The outcome of an audit, which reads the run's data again; why not, if not."""
     try:
-        outcome = run_audit.RunAudit(directory).outcome()
+        outcome = audit_run.RunAudit(directory).outcome()
     except errors.ElasticCkptError as error:
         return f"The run cannot be audited: {error}"
     return dataclasses.asdict(outcome) | {"passed": outcome.passed}
@@ -518,8 +519,7 @@ def _sample_order(record: Record) -> Section:
         mood=mood,
         text=problem
         or f"Each of the {audit['num_steps']:,} steps used the examples and tokens of"
-        f" the one-host run's batch; {audit['num_row_identical_steps']:,} have its"
-        " order of rows. No example was lost or repeated.",
+        " the one-host run's batch, in its order. No example was lost or repeated.",
         spec=spec,
         columns=("figure of the audit", "value"),
         rows=[(key, str(value)) for key, value in audit.items()],

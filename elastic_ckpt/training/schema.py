@@ -37,13 +37,6 @@ class RunSection:
         "Steps between two progress lines when the output is not a terminal.",
         at_least=1,
     )
-    step_log: str = key(
-        "proof",
-        "What to log about the examples of each step. With `proof` an audit can name"
-        " the rows that differ; `summary` logs one digest per step, in a tenth of the"
-        " space.",
-        choices=("proof", "summary"),
-    )
     termination_grace_period_seconds: int = key(
         60,
         "Seconds between SIGTERM and SIGKILL, in which the run saves its last step, as"

@@ -1,9 +1,9 @@
-"""The step log: a record of the examples that each step was computed from.
+"""The step log: which rows of the data each step was computed from.
 
-A run has one log per start, and after each time that it goes back to an older step.
+A run has one log per start, and another each time it goes back to an older step.
 [STEP_LOG.md](STEP_LOG.md) describes the files: an attempt is a log (`core.jsonlog`)
-that grows by a line a step. The ids and digests are outputs of the jitted step,
-computed from the same arrays as the gradient.
+that grows by a line a step. The ids and digests of the rows are computed on the
+devices, from the same arrays as the gradient.
 
 A killed run may have logged steps after its last checkpoint. The next attempt starts at
 that checkpoint and repeats them; `lineage` selects the last record of each step. A
@@ -13,26 +13,68 @@ start that another one has replaced may still log steps: its world is the older 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
+from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import (
     bucket_clients,
+    codec,
+    digest,
     errors,
     jsonlog,
     storage,
     storage_cause,
     topology,
 )
-from elastic_ckpt.data import example_id, state
-from elastic_ckpt.training import step_record, train_step
-from elastic_ckpt.training.step_record import StepRecord
+from elastic_ckpt.data import elastic_data, example_id, state
 
 DIRECTORY = "step_log"
 VERSION = 1
+# BLAKE2b-128.
+_DIGEST_BYTES = 16
+# The most rows of a batch: a damaged file must not exhaust the memory of a reader.
+_MAX_ROWS = 2**24
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """A step, and the batch that it was computed from.
+
+    Attributes:
+      step: its number, from 0.
+      row: the rows of the data before the batch.
+      rows: of the global batch.
+      digest: of the ids and tokens of its rows, in order; 32 hex digits.
+      loss: over the batch, before the update; NaN if it was not logged.
+      attempt: the number of the attempt that logged it.
+    """
+
+    step: int
+    row: int
+    rows: int
+    digest: str
+    loss: float = math.nan
+    attempt: int = 0
+
+    def __post_init__(self) -> None:
+        if self.row < 0 or not 0 < self.rows <= _MAX_ROWS:
+            raise ValueError(f"a batch of {self.rows} rows after {self.row}")
+        if len(bytes.fromhex(self.digest)) != _DIGEST_BYTES:
+            raise ValueError(f"digest {self.digest}")
+
+    @property
+    def stop(self) -> int:
+        """The rows of the data before the next batch."""
+        return self.row + self.rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,9 +86,9 @@ class Attempt:
       start_step: its first step.
       hosts: the number of hosts in its world; slices and devices likewise.
       data: the configuration of its data, by key; empty if unknown.
-      records: its steps.
       world: the number of the claimed world; 0 if none is claimed.
-      left_out: the positions that were left out up to its first step.
+      left_out: the rows that were left out before its first step.
+      records: its steps.
     """
 
     attempt: int
@@ -54,29 +96,10 @@ class Attempt:
     hosts: int
     slices: int
     devices: int
-    data: dict[str, storage.Json]
-    records: tuple[StepRecord, ...]
-    world: int = 0
-    left_out: state.Ranges = ()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Start:
-    """The start of an attempt.
-
-    Attributes:
-      step: its first step.
-      world: its hosts, slices and devices.
-      data: the configuration of its data, by key.
-      number: of the claimed world; 0 if none is claimed.
-      left_out: the positions that were left out so far.
-    """
-
-    step: int
-    world: topology.Topology
-    data: dict[str, storage.Json]
-    number: int = 0
-    left_out: state.Ranges = ()
+    data: dict[str, Any]
+    world: int
+    left_out: state.Ranges
+    records: tuple[Record, ...] = ()
 
 
 class StepLog:
@@ -84,53 +107,64 @@ class StepLog:
 
     Args:
       run_directory: the run's directory.
-      start: of the attempt.
-      detail: of each step, see `step_record.line`.
+      step: the first step of the attempt, from 0.
+      world: the topology that trains it.
+      data: the configuration of its data, by key; empty if unknown.
+      claim: the number of the claimed world; 0 if none is claimed.
+      left_out: the rows that were left out so far.
     """
 
     def __init__(
         self,
         run_directory: epath.PathLike,
-        start: Start,
+        step: int,
         *,
-        detail: str = step_record.PROOF,
+        world: topology.Topology,
+        data: dict[str, storage.Json],
+        claim: int = 0,
+        left_out: state.Ranges = (),
     ) -> None:
         directory = storage.absolute(run_directory) / DIRECTORY
         header: dict[str, Any] = {
             "version": VERSION,
-            "attempt": 1 + max(map(_attempt_number, _files(run_directory)), default=0),
-            "start_step": start.step,
-            **dataclasses.asdict(start.world),
-            "data": start.data,
-            "world": start.number,
-            "left_out": [list(each) for each in start.left_out],
+            "attempt": max(map(_attempt_number, _files(run_directory)), default=0),
+            "start_step": step,
+            **dataclasses.asdict(world),
+            "data": data,
+            "world": claim,
+            "left_out": [list(each) for each in left_out],
         }
+        is_new = False
         # Another start may create its file at the same time.
-        while not jsonlog.create(_path(directory, header), header):
+        while not is_new:
             header["attempt"] += 1
-        self._path = _path(directory, header)
-        self._detail = detail
+            self._path = directory / f"attempt-{header['attempt']:05d}.jsonl"
+            is_new = jsonlog.create(self._path, header)
         self._log = jsonlog.writer(self._path)
 
-    def append(self, step: int, report: train_step.StepReport) -> float:
-        """Logs `step`, waiting until it is computed, and returns its loss."""
-        loss = float(report.loss)
-        self.append_rows(step, loss, report.example_id, report.row_digests)
-        return loss
-
-    def append_rows(
+    def write(
         self,
         step: int,
-        loss: float | None,
         example_ids: jax.Array,
         row_digests: jax.Array,
+        loss: float | None,
     ) -> None:
-        """Logs `step`, given the ids and digests of its rows as in `StepReport`."""
-        rows = step_record.Rows(
-            ids=example_id.joined(np.asarray(example_ids)),
-            digests=np.asarray(row_digests),
-        )
-        self._log.append(step_record.line(step, loss, rows, detail=self._detail))
+        """Logs a step; waits until the arrays are computed.
+
+        Args:
+          step: its number, from 0.
+          example_ids: of the rows of its batch, uint32 `[B, 2]`.
+          row_digests: of their tokens, uint32 `[B]`.
+          loss: None if it is not known.
+        """
+        ids = example_id.joined(np.asarray(example_ids))
+        fields: dict[str, storage.Json] = {
+            "step": step,
+            "row": first_row(ids),
+            "rows": len(ids),
+            "digest": batch_digest(ids, np.asarray(row_digests)),
+        }
+        self._log.append(fields if loss is None else fields | {"loss": loss})
 
     def sync(self) -> str | None:
         """Makes every step so far durable; called before a checkpoint is saved.
@@ -147,32 +181,76 @@ class StepLog:
         try:
             self._log.sync()
         except bucket_clients.failures() as error:
-            self._check(error)
-            return " ".join(str(error).split())
+            return self._why_late(error)
         return None
 
     def close(self) -> None:
         """Syncs and closes the file.
 
         Raises:
-          OSError: if they cannot be flushed to the disk.
+          OSError: if the steps cannot be flushed to the disk.
           RunError: if the disk or object store does not take them.
         """
         try:
             self._log.close()
         except bucket_clients.failures() as error:
-            self._check(error)
-            why = " ".join(str(error).split())
+            why = self._why_late(error)
             advice = storage_cause.advice(why) or "bring the storage back"
             raise errors.RunError(
                 f"{self._path}: the steps since the last checkpoint in storage cannot"
                 f" be logged: {why}; {advice}, and start the run once more"
             ) from error
 
-    def _check(self, error: Exception) -> None:
-        # Raises the error of a disk that has taken all lines.
+    def _why_late(self, error: Exception) -> str:
+        # A disk that has taken all lines and cannot flush them may have lost them.
         if not self._log.late_bytes:
             raise error
+        return " ".join(str(error).split())
+
+
+def digested(batch: elastic_data.Batch) -> tuple[jax.Array, jax.Array]:
+    """The ids of a batch's rows and digests of their tokens, on every host.
+
+    Args:
+      batch: global, with `example_id` and all of its features.
+
+    Raises:
+      ConfigError: if the batch is not from `ec.batches`.
+    """
+    if elastic_data.EXAMPLE_ID not in batch:
+        raise errors.ConfigError(
+            f"the batch to log has no {elastic_data.EXAMPLE_ID!r}, but"
+            f" {', '.join(sorted(batch))}; log what ec.batches yields, before"
+            " anything is taken out of it"
+        )
+    sharding = batch[elastic_data.EXAMPLE_ID].sharding
+    assert isinstance(sharding, NamedSharding)
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
+    return _jitted(replicated)(batch)
+
+
+@functools.lru_cache(maxsize=8)
+def _jitted(replicated: NamedSharding) -> jax.stages.Wrapped:
+    def ids_and_digests(batch: elastic_data.Batch) -> tuple[jax.Array, jax.Array]:
+        tokens = jnp.concatenate(digest.row_features(batch), axis=1)
+        return batch[elastic_data.EXAMPLE_ID], digest.row_digests(tokens)
+
+    return jax.jit(ids_and_digests, out_shardings=replicated)
+
+
+def first_row(ids: np.ndarray) -> int:
+    """The rows of the data before a batch, by the ids of its rows, uint64 `[B]`.
+
+    A row of padding has no number, and a damaged batch may have some in wrong places.
+    """
+    (places,) = np.nonzero(ids != np.uint64(example_id.NONE))
+    first = np.sort(ids[places].astype(np.int64) - places)
+    return max(0, int(first[len(first) // 2])) if len(first) else 0
+
+
+def batch_digest(ids: np.ndarray, row_digests: np.ndarray) -> str:
+    """The digest of a batch in a record."""
+    return digest.batch_digest(ids, row_digests, num_bytes=_DIGEST_BYTES)
 
 
 def read(run_directory: epath.PathLike) -> list[Attempt]:
@@ -181,31 +259,29 @@ def read(run_directory: epath.PathLike) -> list[Attempt]:
     Raises:
       DataError: if there is none, or a file is not a step log of this version.
     """
-    attempts = [
-        attempt
-        for path in _files(run_directory)
-        if (attempt := _read_attempt(path)) is not None
-    ]
+    found = map(_read_attempt, _files(run_directory))
+    attempts = [attempt for attempt in found if attempt is not None]
     if not attempts:
         raise errors.DataError(
             f"{run_directory}: no step log in it; give the directory of a run,"
             " base_output_directory/run_name"
         )
-    newest = 0
-    keys: dict[int, tuple[int, int]] = {}
-    for attempt in attempts:
-        newest = max(newest, attempt.world)
-        keys[attempt.attempt] = (attempt.world or newest, attempt.attempt)
-    return sorted(attempts, key=lambda attempt: keys[attempt.attempt])
+    # A start that claims no world comes after those before it.
+    newest = itertools.accumulate((each.world for each in attempts), max)
+    keys = {
+        each.attempt: each.world or world
+        for each, world in zip(attempts, newest, strict=True)
+    }
+    return sorted(attempts, key=lambda each: (keys[each.attempt], each.attempt))
 
 
-def lineage(attempts: list[Attempt]) -> dict[int, StepRecord]:
+def lineage(attempts: Sequence[Attempt]) -> dict[int, Record]:
     """The valid record of each step: later attempts override earlier ones.
 
     Earlier records from an attempt's first step on are discarded, even if the attempt
     itself did not get as far.
     """
-    steps: dict[int, StepRecord] = {}
+    steps: dict[int, Record] = {}
     for attempt in attempts:
         steps = {n: r for n, r in steps.items() if n < attempt.start_step}
         steps |= {record.step: record for record in attempt.records}
@@ -217,10 +293,6 @@ def _files(run_directory: epath.PathLike) -> list[epath.Path]:
     return sorted(directory.glob("attempt-*.jsonl"), key=_attempt_number)
 
 
-def _path(directory: epath.Path, header: dict[str, Any]) -> epath.Path:
-    return directory / f"attempt-{header['attempt']:05d}.jsonl"
-
-
 def _attempt_number(path: epath.Path) -> int:
     return int(path.stem.removeprefix("attempt-"))
 
@@ -230,23 +302,17 @@ def _read_attempt(path: epath.Path) -> Attempt | None:
     if not lines:
         # The attempt was killed while it wrote its first line: it trained nothing.
         return None
-    header: dict[str, Any] = lines[0]
-    version = header.pop("version", None)
+    header, *steps = lines
+    version = header.get("version")
     if version != VERSION:
         raise errors.DataError(
             f"{path} has version {version!r}, and this program reads version {VERSION};"
             " audit the run with the program that wrote it"
         )
+    own = {"attempt": header.get("attempt")}
     try:
-        left_out = header.pop("left_out")
-        return Attempt(
-            records=tuple(
-                step_record.parse(line, attempt=header["attempt"]) for line in lines[1:]
-            ),
-            left_out=tuple((start, stop) for start, stop in left_out),
-            **header,
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        return codec.decode(Attempt, {**header, "records": [s | own for s in steps]})
+    except ValueError as error:
         raise errors.DataError(
-            f"{path}: not a step log ({error!r}); restore it from a copy"
+            f"{path}: not a step log ({error}); restore it from a copy"
         ) from None

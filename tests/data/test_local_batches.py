@@ -154,7 +154,7 @@ def test_any_history_of_ranks_and_workers_has_the_rows_of_one_host(
 
 @pytest.mark.parametrize("data", [sharded("plain"), positional()])
 @pytest.mark.parametrize(
-    ("module", "name"), [(rows, "batch_ids"), (shard_rows, "with_ids")]
+    ("module", "name"), [(rows, "after"), (shard_rows, "with_ids")]
 )
 def test_an_interruption_in_a_batch_loses_none(monkeypatch, data, module, name):
     (one,), (same,) = world(data), world(data)

@@ -32,11 +32,11 @@ def test_any_history_yields_the_rows_of_each_shard_once_and_in_order(shards, per
     for size, batches in periods:
         for _ in range(batches):
             number = rows.batches_of(history, size)
-            ids = rows.batch_ids(shards, history, size).tolist()
-            of_rows = rows.batch_shards(shards, size, number).tolist()
-            assert len(ids) == len(of_rows) == size
-            for shard, id_ in zip(of_rows, ids, strict=True):
-                assert divmod(id_, shards) == (yielded[shard], shard)
+            of_rows, indices = rows.batch_origins(shards, history, size)
+            assert of_rows.tolist() == rows.batch_shards(shards, size, number).tolist()
+            assert len(indices) == size
+            for shard, index in zip(of_rows.tolist(), indices, strict=True):
+                assert index == yielded[shard]
                 yielded[shard] += 1
             history = rows.after(history, size)
         counts = [yielded[shard] for shard in range(shards)]

@@ -21,7 +21,7 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.data import data_keys, iterator
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.integrations import maxtext, maxtext_hooks
-from elastic_ckpt.training import run_audit
+from elastic_ckpt.training import audit
 from tests import shared_memory
 from tests.checkpoint import conftest as checkpoint
 from tests.integrations import stand_in
@@ -166,8 +166,8 @@ def test_in_a_ramp_it_takes_our_batches_of_growing_size(
     # It continues within a stage, and after the last step of one.
     for begin, end in ((0, 4), (4, 5), (5, 8)):
         assert equal(run(steps=end, **ramp), whole[begin:end])
-    audited = run_audit.RunAudit(str(tmp_path / "runs" / "first")).outcome()
-    assert audited.num_row_identical_steps == audited.num_steps == 8
+    audited = audit.RunAudit(str(tmp_path / "runs" / "first")).outcome()
+    assert audited.num_identical_steps == audited.num_steps == 8
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import elastic_ckpt as ec
 from elastic_ckpt.cli import scale
 from elastic_ckpt.inspect import status
-from elastic_ckpt.training import report, run_audit
+from elastic_ckpt.training import audit, report
 from tests import corpora, runs, shared_memory
 from tests.maxtext import environment
 from tests.processes import supervisors
@@ -264,10 +264,10 @@ def test_a_run_on_other_numbers_of_hosts_is_that_of_one(
 def check_verbs(maxtext, name, *, hosts, steps=STEPS):
     """The verbs that read a run's directory take this one."""
     directory = str(maxtext.checkpoints(name).parent)
-    audited = run_audit.RunAudit(directory).outcome()
+    audited = audit.RunAudit(directory).outcome()
     assert audited.passed, audited
     assert list(audited.hosts) == hosts
-    assert audited.num_row_identical_steps == audited.num_steps == steps
+    assert audited.num_identical_steps == audited.num_steps == steps
     shown = status.collect(directory)
     assert (shown.phase, shown.step) == ("finished", steps)
     assert shown.loss is not None
@@ -435,10 +435,10 @@ def test_a_live_run_goes_on_without_a_machine_and_takes_it_in_again(maxtext, tmp
             machines.train_on([0, 1])
             assert machines.leaders() == [first, second]
             machines.stop()
-    audited = run_audit.RunAudit(str(run)).outcome()
+    audited = audit.RunAudit(str(run)).outcome()
     assert audited.passed, audited
     assert list(audited.hosts) == [2, 1, 2, 1, 2]
-    assert audited.num_row_identical_steps == audited.num_steps
+    assert audited.num_identical_steps == audited.num_steps
     # Each step that a world began with was in the memory of a machine.
     restored = runs.events(run, "restored_from")
     assert [each["persistent_bytes"] for each in restored] == [0] * 4

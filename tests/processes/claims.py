@@ -34,8 +34,11 @@ class Claims:
         assert "PASSED" in runs.verb("verify", run.path)
 
     def test_every_example_is_used_exactly_once_in_the_order_of_one_host(self, run):
-        ids = [record.ids for record in run.records]
-        assert ids == [record.ids for record in run.of_one_host]
+        used, wanted = (
+            [(each.row, each.rows, each.digest) for each in records]
+            for records in (run.records, run.of_one_host)
+        )
+        assert used == wanted
 
     def test_losses_are_those_of_one_host_that_was_never_disturbed(self, run):
         np.testing.assert_allclose(

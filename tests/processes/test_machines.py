@@ -14,7 +14,7 @@ from elastic_ckpt.elastic.machines import leader_claim
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.steps import layout
 from elastic_ckpt.tiers.persistent import claims as world_claims
-from elastic_ckpt.training import run_audit, step_log
+from elastic_ckpt.training import audit, step_log
 from tests import corpora, process_tree, runs, shared_memory
 from tests.processes import (
     claims,
@@ -254,12 +254,12 @@ def test_a_training_function_of_a_user_outlives_its_leader(tmp_path, monkeypatch
         (tmp_path / "end").touch()
         code, output = programs.ended(left)
         assert code == 0, output
-    outcome = run_audit.RunAudit(
+    outcome = audit.RunAudit(
         str(programs.run), data=f"{own_training.__name__}:data"
     ).outcome()
     assert outcome.passed
     assert outcome.hosts == (2, 1)
-    assert outcome.num_row_identical_steps == outcome.num_steps
+    assert outcome.num_identical_steps == outcome.num_steps
     events = run_files.read_events(str(programs.run))
     # The steps of the lost machine were in the memory of the other one.
     (restored,) = [each for each in events if each["event"] == "restored_from"]

@@ -29,10 +29,10 @@ class TestResized(claims.Claims):
         assert "tiny: to step 4 on 2 hosts, 2 slices, 2 devices" in run.output
         assert "tiny: from step 4 to step 8 on 1 host, 1 slice, 1 device" in run.output
 
-    def test_audit_tells_both_numbers_of_hosts_and_the_order_of_rows(self, run):
+    def test_audit_tells_both_numbers_of_hosts(self, run):
         audit = runs.verb("audit", run.path)
         assert "8 steps took 96 rows, 0.96 epochs; hosts: 2 -> 1" in audit
-        assert "8 of 8, of which 8 have its order of rows\n" in audit
+        assert "batches of the one-host run: 8 of 8\n" in audit
 
     def test_an_audit_without_the_log_of_the_last_start_fails(self, run, tmp_path):
         copy = tmp_path / "copy"

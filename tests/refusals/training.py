@@ -98,7 +98,7 @@ HEADER = (
     '{"version":1,"attempt":1,"start_step":0,"hosts":2,"slices":1,"devices":4,'
     '"data":{},"world":1,"left_out":[]}\n'
 )
-STEP = f'{{"step":0,"loss":1.5,"digest":"{"00" * 16}",'
+STEP = f'{{"step":0,"row":0,"digest":"{"00" * 16}",'
 
 
 def log(text: str, says: str) -> Refusal:
@@ -221,15 +221,13 @@ REFUSALS = {
     "later step log": log('{"version":2}\n', "has version 2, and this program reads"),
     "batch of nothing": log(HEADER + STEP + '"rows":0}\n', "a batch of 0 rows"),
     "batch beyond all memory": log(
-        HEADER + STEP + '"rows":99999999999,"ids":[[0,99999999999,1]]}\n',
-        "a batch of 99999999999 rows",
+        HEADER + STEP + '"rows":99999999999}\n', "a batch of 99999999999 rows"
     ),
-    "fewer ids than rows": log(
-        HEADER + STEP + '"rows":3,"ids":[[7,2,1]]}\n', "not a step log.*2 ids of 3"
+    "step log without rows": log(
+        HEADER + STEP[:-1] + "}\n", "not a step log.*missing required field `rows`"
     ),
-    "digests of other rows": log(
-        HEADER + STEP + '"rows":9,"examples":"","contents":"","blocks":"00"}\n',
-        r"not a step log.*digests of \[0, 0, 2\] hex digits for 9 rows",
+    "digest of other bytes": log(
+        HEADER + STEP.replace('"00', '"') + '"rows":9}\n', "not a step log.*digest 00"
     ),
     "directory without a step log": Refusal(
         step_log.read, "no step log in it; give the directory", errors.DataError

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 
 from elastic_ckpt.core import jsonlog, storage, topology
-from elastic_ckpt.training import step_log, train_step
+from elastic_ckpt.training import step_log
 
 WORLD = topology.Topology(hosts=2, slices=1, devices=4)
 STEPS = 40
@@ -16,27 +16,20 @@ PERIOD = 4
 
 
 def ids(step):
-    return (step, 2**40 + 7, step % 3)
+    return range(2**40 + 3 * step, 2**40 + 3 * step + 3)
 
 
-def report(loss, ids):
-    return train_step.StepReport(
-        loss=np.float32(loss),
-        example_id=np.array([[i >> 32, i & 0xFFFFFFFF] for i in ids], np.uint32),
-        row_digests=np.array([i % 97 for i in ids], np.uint32),
-        tokens=np.int32(8),
-        learning_rate=np.float32(0.01),
-        gradient_norm=np.float32(1.0),
-    )
+def rows(ids):
+    """The example ids and the row digests of a batch."""
+    halves = np.array([[i >> 32, i & 0xFFFFFFFF] for i in ids], np.uint32)
+    return halves, np.array([i % 97 for i in ids], np.uint32)
 
 
 def write(run, start_step, steps=STEPS):
     """Logs steps, and prints their number whenever they are durable."""
-    log = step_log.StepLog(
-        run, step_log.Start(step=start_step, world=WORLD, data={"packing": True})
-    )
+    log = step_log.StepLog(run, start_step, world=WORLD, data={"packing": True})
     for step in range(start_step, steps):
-        log.append(step, report(step, ids(step)))
+        log.write(step, *rows(ids(step)), step)
         if step % PERIOD == PERIOD - 1:
             log.sync()
             print(step + 1, flush=True)

@@ -9,7 +9,7 @@ from elastic_ckpt.data import (
     stages,
     state,
 )
-from elastic_ckpt.training import provenance, step_log, step_record
+from elastic_ckpt.training import provenance, step_log
 from tests import formats
 
 # Where each token of the documents is from: dataset, file, record and index.
@@ -36,9 +36,18 @@ def pieces_of(inputs):
     return [tuple(each) for each in pieces]
 
 
-def digests_of(batch):
+def recorded(batch, step, *, attempt=1):
+    """The record of a batch that a step was trained on."""
+    ids = example_id.joined(batch["example_id"])
     tokens = np.concatenate(digest.row_features(batch), axis=1)
-    return digest.row_digests(tokens).tolist()
+    return step_log.Record(
+        step=step,
+        row=step_log.first_row(ids),
+        rows=len(ids),
+        digest=step_log.batch_digest(ids, digest.row_digests(tokens)),
+        loss=1.0,
+        attempt=attempt,
+    )
 
 
 class Run:
@@ -48,12 +57,10 @@ class Run:
         self.attempts, self.saved = [], []
         self.data, self.after, self.left_out = {}, {}, ()
         self.host, self.read = None, None
-        # The tokens of the rows of each step of each attempt, and their digests.
-        self.inputs, self.digests = {}, {}
+        # The tokens of the rows of each step of each attempt.
+        self.inputs = {}
 
-    def attempt(
-        self, data, sizes, *, start=0, skip=0, goes_back=False, saves=(), listed=True
-    ):
+    def attempt(self, data, sizes, *, start=0, skip=0, goes_back=False, saves=()):
         """Trains from step `start` on, with batches of these sizes.
 
         Args:
@@ -63,7 +70,6 @@ class Run:
           skip: how many rows the attempt leaves out before it.
           goes_back: whether it leaves out those that the attempt before took since.
           saves: the steps after which the data state is saved.
-          listed: whether the step log lists ids.
         """
         number = len(self.attempts) + 1
         self.data[number] = data
@@ -88,19 +94,8 @@ class Run:
             if "mask" in batch and not batch["mask"].any():
                 continue
             self.after[step + 1] = position, cursors
-            ids = tuple(example_id.join(batch["example_id"]))
-            logged.append(
-                step_record.StepRecord(
-                    step=step,
-                    loss=1.0,
-                    digest="00" * 16,
-                    num_rows=size,
-                    attempt=number,
-                    runs=ids if listed else (),
-                )
-            )
+            logged.append(recorded(batch, step, attempt=number))
             self.inputs[number, step] = batch["inputs"]
-            self.digests[number, step] = digests_of(batch)
             if step + 1 in saves:
                 self._save(step + 1, data, position, cursors)
         self.attempts.append(
@@ -111,6 +106,7 @@ class Run:
                 slices=1,
                 devices=1,
                 data={"number": str(data.identity())},
+                world=0,
                 records=tuple(logged),
                 left_out=self.left_out,
             )

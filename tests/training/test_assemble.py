@@ -45,7 +45,7 @@ def of_steps(attempt, steps, *fields):
 
 
 def batches(attempt, steps):
-    return of_steps(attempt, steps, "digest", "ids")
+    return of_steps(attempt, steps, "digest", "row", "rows")
 
 
 def losses(attempt, steps):

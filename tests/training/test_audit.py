@@ -1,6 +1,5 @@
 """An audit passes what a run on one host trains on, and finds every other log."""
 
-import collections
 import dataclasses
 
 import numpy as np
@@ -8,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import digest
-from elastic_ckpt.data import example_id, rows, stages
-from elastic_ckpt.training import audit, step_log, step_record, stream
+from elastic_ckpt.data import rows, stages
+from elastic_ckpt.training import audit, step_log
 from tests import conftest, formats
 from tests.formats import of_stage
 from tests.training import recorded_run
@@ -23,50 +21,32 @@ def data(corpus):
     return conftest.data_of(corpus)
 
 
+class Shown(list):
+    """A list that Hypothesis prints briefly."""
+
+    def __repr__(self):
+        return "[...]"
+
+
 @pytest.fixture(scope="module")
-def one_host(data):
-    """The rows of the one-host run over two epochs, each an id and a digest."""
+def batches(data):
+    """The batches of the one-host run over two epochs."""
     host = data.host_batches(
         rows.Placement.in_order(0, num_hosts=1, global_batch_size=BATCH)
     )
-    found = []
-    for _ in range(30):
-        batch = next(host)
-        tokens = np.concatenate(digest.row_features(batch), axis=1)
-        ids = example_id.join(batch["example_id"])
-        found += zip(ids, digest.row_digests(tokens).tolist(), strict=True)
-    return found
+    return Shown(next(host) for _ in range(30))
 
 
-def batches_of(one_host, *numbers):
-    return [one_host[number * BATCH : (number + 1) * BATCH] for number in numbers]
-
-
-@pytest.fixture(params=["ids", "proof", "summary"])
-def detail(request, monkeypatch):
-    """What the log has of a batch: its ids, digests of two rows each, or one digest."""
-    if request.param != "ids":
-        monkeypatch.setattr(step_record, "MAX_ID_BYTES", 0)
-        monkeypatch.setattr(step_record, "MAX_BLOCKS", 4)
-    return request.param
-
-
-def logged(batches, *, first=0, detail="proof", **changes):
+def logged(batches, *, first=0, **changes):
     """An attempt that logs that it trained on some batches."""
-    records = []
-    for step, rows_ in enumerate(batches, start=first):
-        ids, tokens = (np.array(column) for column in zip(*rows_, strict=True))
-        batch = step_record.Rows(
-            ids=ids.astype(np.uint64), digests=tokens.astype(np.uint32)
-        )
-        kind = "summary" if detail == "summary" else "proof"
-        line = step_record.line(step, 1.0, batch, detail=kind)
-        records.append(step_record.parse(line, attempt=changes.get("attempt", 1)))
-    return step_log.Attempt(
-        **{"attempt": 1, "hosts": 1, "slices": 1, "devices": 1, "data": {}, **changes},
-        start_step=first,
-        records=tuple(records),
+    number = changes.get("attempt", 1)
+    records = tuple(
+        recorded_run.recorded(batch, step, attempt=number)
+        for step, batch in enumerate(batches, start=first)
     )
+    header = {"attempt": 1, "hosts": 1, "slices": 1, "devices": 1, "data": {}}
+    header |= {"world": 0, "left_out": (), **changes}
+    return step_log.Attempt(**header, start_step=first, records=records)
 
 
 def audited(attempts, data, **options):
@@ -75,150 +55,103 @@ def audited(attempts, data, **options):
     )
 
 
-def test_one_host_run_passes_over_several_epochs(data, one_host, detail):
-    outcome = audited([logged(batches_of(one_host, *range(30)), detail=detail)], data)
+def test_one_host_run_passes_over_several_epochs(data, batches):
+    outcome = audited([logged(batches)], data)
     assert outcome.passed
     assert (outcome.num_steps, outcome.num_examples) == (30, 240)
-    assert outcome.num_epochs == 2.4
-    assert outcome.num_batch_identical_steps == 30
-    assert outcome.num_row_identical_steps == 30
-    assert outcome.is_count_exact
+    assert (outcome.num_epochs, outcome.num_identical_steps) == (2.4, 30)
 
 
-@st.composite
-def wrong_batches(draw, one_host):
-    """Six batches, at least one of which the one-host run does not have there."""
-    batches = batches_of(one_host, *range(STEPS))
-    step = draw(st.integers(0, STEPS - 1))
-    row, other = draw(st.permutations(range(BATCH)))[:2]
-    kind = draw(st.sampled_from(["id", "tokens", "rows", "batches", "once more"]))
-    rows_ = batches[step]
-    if kind == "id":
-        rows_[row] = draw(st.sampled_from(one_host[STEPS * BATCH :]))
-    elif kind == "tokens":
-        rows_[row] = (rows_[row][0], rows_[row][1] ^ draw(st.integers(1, 2**32 - 1)))
-    elif kind == "rows":
-        rows_[row], rows_[other] = rows_[other], rows_[row]
-    elif kind == "batches":
-        second = draw(st.sampled_from([n for n in range(STEPS) if n != step]))
-        batches[step], batches[second] = batches[second], rows_
-        step = min(step, second)
-    else:
-        # A host with the last rows repeats its part of the first batch from there on.
-        step, parts = max(1, step), [each[4:] for each in batches]
-        for late in range(step, STEPS):
-            batches[late] = [*batches[late][:4], *parts[late - 1]]
-    return kind, step, row // 2 * 2, batches
+def wrong(batches, kind, step, row, other, late):
+    """Six batches, one or more of which the one-host run does not have there."""
+    used = [dict(each) for each in batches[:STEPS]]
+    if kind == "batches":
+        second = (step + 1 + late % (STEPS - 1)) % STEPS
+        used[step], used[second] = used[second], used[step]
+        return used
+    if kind == "again":
+        # The data was not loaded at a resume.
+        step = max(1, step)
+        return used[:step] + batches[: STEPS - step]
+    for name, feature in batches[step].items():
+        mixed = feature.copy()
+        if kind == "tokens" and name == "inputs":
+            mixed[row, late % mixed.shape[1]] ^= 1
+        elif kind == "other":
+            mixed[row] = batches[STEPS + late][name][row]
+        elif kind in ("swap", "twice"):
+            mixed[row] = feature[other]
+            if kind == "swap":
+                mixed[other] = feature[row]
+        used[step][name] = mixed
+    return used
 
 
-def counted(batches):
-    return collections.Counter(id_ for rows_ in batches for id_, _ in rows_)
+KINDS = ["tokens", "swap", "twice", "other", "batches", "again"]
 
 
-@pytest.mark.parametrize("kind", ["ids", "proof", "summary"])
-@settings(max_examples=12)
-@given(drawn=st.data())
-def test_any_other_batch_is_found_at_its_step_and_counted(one_host, data, kind, drawn):
-    wrong, step, block, batches = drawn.draw(wrong_batches(one_host))
-    with pytest.MonkeyPatch.context() as patch:
-        if kind != "ids":
-            patch.setattr(step_record, "MAX_ID_BYTES", 0)
-            patch.setattr(step_record, "MAX_BLOCKS", 4)
-        outcome = audited([logged(batches, detail=kind)], data)
+@settings(max_examples=60)
+@given(
+    st.sampled_from(KINDS),
+    st.integers(0, STEPS - 1),
+    st.permutations(range(BATCH)),
+    st.integers(0, 29 - STEPS),
+)
+def test_any_other_batch_is_found_at_its_step(batches, data, kind, step, places, late):
+    used = wrong(batches, kind, step, *places[:2], late)
+    differs = [
+        any(not np.array_equal(one[name], other[name]) for name in one)
+        for one, other in zip(used, batches, strict=False)
+    ]
+    outcome = audited([logged(used)], data, first_step=1)
     assert not outcome.passed
-    assert outcome.first_difference.startswith(f"step {step}"), outcome
-    expected = batches_of(one_host, *range(STEPS))
-    is_same = [a == b for a, b in zip(batches, expected, strict=True)]
-    assert outcome.num_row_identical_steps == sum(is_same)
-    if kind != "summary":
-        is_equal = [
-            sorted(a) == sorted(b) for a, b in zip(batches, expected, strict=True)
-        ]
-        assert outcome.num_batch_identical_steps == sum(is_equal)
-    if kind == "ids" or outcome.is_count_exact:
-        lost = counted(expected) - counted(batches)
-        repeated = counted(batches) - counted(expected)
-        assert outcome.num_lost == lost.total()
-        assert outcome.num_repeated == repeated.total()
-    if kind == "proof" and wrong in ("id", "tokens"):
-        named = f"step {step}, rows {block} to {block + 1}: "
-        assert outcome.first_difference.startswith(named)
-    if kind == "proof":
-        # A block of two rows is the smallest thing that it has.
-        assert outcome.is_count_exact or wrong in ("id", "once more")
+    first = differs.index(True) + 1
+    assert outcome.first_difference.startswith(f"step {first} (rows "), outcome
+    assert outcome.num_identical_steps == STEPS - sum(differs)
+    step = max(1, step)
+    repeated = min(step, STEPS - step) * BATCH * (kind == "again")
+    assert (outcome.num_lost, outcome.num_repeated) == (0, repeated)
 
 
-def test_rows_in_other_places_of_their_batch_do_not_pass(data, one_host, detail):
-    batches = batches_of(one_host, *range(4))
-    batches[2].reverse()
-    outcome = audited([logged(batches, detail=detail)], data)
-    assert not outcome.passed
-    assert outcome.num_row_identical_steps == 3
-    # A summary is one digest of the rows in their order.
-    assert outcome.num_batch_identical_steps == (3 if detail == "summary" else 4)
+@settings(max_examples=30)
+@given(st.sets(st.integers(0, STEPS - 1), max_size=STEPS - 1))
+def test_rows_that_no_step_used_are_counted(batches, data, skipped):
+    used = [batch for n, batch in enumerate(batches[:STEPS]) if n not in skipped]
+    outcome = audited([logged(used)], data)
+    before = {n for n in skipped if any(m not in skipped for m in range(n, STEPS))}
+    assert outcome.num_lost == BATCH * len(before)
+    assert outcome.passed == (not before)
 
 
-def test_first_difference_says_what_was_used_instead(data, one_host):
-    batches = batches_of(one_host, 0, 1, 2)
-    wrong, lost = batches[0][5][0], batches[1][3][0]
-    batches[1][3] = batches[0][5]
-    outcome = audited([logged(batches)], data)
-    assert outcome.first_difference == (
-        f"step 1, row 3: example {wrong} was used; the one-host run has [{lost}] in"
-        f" this batch instead of [{wrong}]"
-    )
-
-
-def test_first_difference_of_a_proof_names_the_rows_of_its_first_block(
-    data, one_host, monkeypatch
-):
-    monkeypatch.setattr(step_record, "MAX_ID_BYTES", 0)
-    # Rows 0 to 2, 3 to 5, and 6 and 7.
-    monkeypatch.setattr(step_record, "MAX_BLOCKS", 3)
-    monkeypatch.setattr(audit, "_MAX_NAMED_IDS", 2)
-    batches = batches_of(one_host, 0, 1)
-    ids = [id_ for id_, _ in batches[1]]
-    for row, named, first in (
-        (7, "rows 6 to 7", 6),
-        (4, "rows 3 to 5 and 1 other blocks", 3),
+def test_first_difference_says_what_a_step_used(data, batches):
+    swapped = [batches[n] for n in (0, 2, 1)]
+    for used, difference in (
+        (swapped, "step 1 (rows 16 to 23 of the data): they are those of step 2"),
+        (
+            [batches[n] for n in (0, 2)],
+            "step 1 (rows 16 to 23 of the data): they are those of step 2",
+        ),
+        (
+            [batches[n] for n in (0, 1, 1)],
+            "step 2 (rows 8 to 15 of the data): other steps have used 8 of them",
+        ),
     ):
-        batches[1][row] = one_host[40 + row]
-        assert audited([logged(batches)], data).first_difference == (
-            f"step 1, {named}: other examples were used than those of the one-host run,"
-            f" which has {ids[first]}, {ids[first + 1]} ... from row {first} on"
-        )
+        assert audited([logged(used)], data).first_difference == difference
 
 
-def test_ids_are_named_by_their_ranges():
-    assert audit._ranges([300, 0, 2, 1]) == "0-2, 300"
-    assert audit._ranges(range(0, 16, 2)) == "0, 2, 4, 6, 8, 10, 12, 14"
-    assert audit._ranges(range(0, 18, 2)) == "0, 2, 4, 6, 8, 10, 12, 14, ..."
-
-
-def test_forged_digest_is_a_difference(data, one_host, detail):
-    attempt = logged(batches_of(one_host, 0, 1, 2), detail=detail)
+def test_forged_digest_is_a_difference(data, batches):
+    attempt = logged(batches[:3])
     *records, last = attempt.records
-    forged = dataclasses.replace(last, digest="0" * len(last.digest))
+    forged = dataclasses.replace(last, digest="0" * 32)
     attempt = dataclasses.replace(attempt, records=(*records, forged))
     difference = audited([attempt], data).first_difference
-    assert difference.startswith("step 2")
-    cannot = "is a summary, which cannot show the rows that differ"
-    assert difference.endswith(cannot) == (detail == "summary")
+    assert difference.startswith("step 2 (rows 16 to 23 of the data): the batch of")
+    assert difference.endswith(f"(digest {last.digest}, not {forged.digest})")
 
 
-def test_forged_ids_are_a_difference(data, one_host):
-    attempt = logged(batches_of(one_host, 0, 1))
-    first, second = attempt.records
-    forged = dataclasses.replace(second, runs=first.runs)
-    attempt = dataclasses.replace(attempt, records=(first, forged))
-    assert audited([attempt], data).first_difference.startswith("step 1, row ")
-
-
-def test_steps_that_were_trained_again_count_once(data, one_host, detail):
-    first = logged(batches_of(one_host, *range(7)), detail=detail, hosts=4)
-    again = logged(
-        batches_of(one_host, 4, 5, 6, 7), first=4, detail=detail, attempt=2, hosts=2
-    )
+def test_steps_that_were_trained_again_count_once(data, batches):
+    first = logged(batches[:7], hosts=4)
+    again = logged(batches[4:8], first=4, attempt=2, hosts=2)
     outcome = audited([first, again], data)
     assert outcome.passed
     assert (outcome.num_steps, outcome.num_redone_steps) == (8, 3)
@@ -239,29 +172,22 @@ def test_steps_that_were_trained_again_count_once(data, one_host, detail):
     ],
 )
 def test_rows_that_a_run_left_out_when_it_went_back_are_those_that_it_noted(
-    data, one_host, detail, left_out, numbers, has_passed
+    data, batches, left_out, numbers, has_passed
 ):
-    before = logged(batches_of(one_host, *range(5)), detail=detail)
-    after = logged(
-        batches_of(one_host, *numbers),
-        first=2,
-        detail=detail,
-        attempt=2,
-        left_out=left_out,
-    )
+    before = logged(batches[:5])
+    used = [batches[n] for n in numbers]
+    after = logged(used, first=2, attempt=2, left_out=left_out)
     outcome = audited([before, after], data)
     assert outcome.passed == has_passed, outcome.first_difference
     if has_passed:
         assert (outcome.num_steps, outcome.num_redone_steps) == (5, 3)
         assert outcome.num_left_out == 24
     else:
-        assert outcome.first_difference.startswith("step 2")
-        assert outcome.num_lost > 0
+        assert outcome.first_difference.startswith(("step 1", "step 2"))
 
 
-def test_steps_that_are_missing_are_a_difference(data, one_host):
-    batches = batches_of(one_host, *range(4))
-    attempt = logged(batches)
+def test_steps_that_are_missing_are_a_difference(data, batches):
+    attempt = logged(batches[:4])
     assert audited([attempt], data, num_saved_steps=4).passed
     outcome = audited([attempt], data, num_saved_steps=6)
     assert outcome.first_difference.startswith("step 4 is missing from the step log")
@@ -272,6 +198,7 @@ def test_steps_that_are_missing_are_a_difference(data, one_host):
         outcome = audited([dataclasses.replace(attempt, records=records)], data)
         expected = f"step {missing} is missing from the step log"
         assert outcome.first_difference == expected
+        assert outcome.num_lost == BATCH
 
 
 @pytest.mark.parametrize(
@@ -307,14 +234,9 @@ def parts(tmp_path_factory):
 
 def check_one_host_run(run):
     """The rows that the audit reads again are those of the run, byte for byte."""
-    placed = stream.Stream(run.attempts, run.data.__getitem__)
-    placed.place()
-    oracle = audit.OneHostRun(placed)
-    for trained in sorted(placed.trained, key=lambda each: each.record.step):
-        if trained.is_current:
-            made, record = oracle.next(trained), trained.record
-            assert made.digests.tolist() == run.digests[record.attempt, record.step]
-    oracle.close()
+    outcome = audit.audit(run.attempts, run.data.__getitem__)
+    assert outcome.passed, outcome
+    assert outcome.num_identical_steps == outcome.num_steps
 
 
 def test_run_that_goes_back_over_stages_twice_with_batches_of_other_sizes(parts):

@@ -89,12 +89,11 @@ def test_every_verb_reads_a_loop_that_failed_and_changed_its_devices(
     code, output = run_verb(capsys, "audit", "run", "--data", "program:data", "--json")
     audited = json.loads(output)
     assert (code, audited["passed"]) == (0, True)
-    assert audited["num_steps"] == audited["num_row_identical_steps"] == 12
-    assert audited["is_count_exact"]
+    assert audited["num_steps"] == audited["num_identical_steps"] == 12
     assert len(audited["hosts"]) == 2
     code, output = run_verb(capsys, "audit", "run", "--data", "program:other_data")
     assert code == 1
-    assert "FAILED: step 1: the examples are those of the one-host run, but" in output
+    assert "FAILED: step 1 (rows 0 to 7 of the data): the batch of the one" in output
     before = [*sys.path]
     assert run_verb(capsys, "audit", "run", "--data", "inserts:data")[0] == 0
     assert sys.path == ["/elsewhere", *before]
@@ -190,8 +189,7 @@ def test_audit_numbers_steps_as_they_are_logged(tmp_path, data, capsys, monkeypa
     monkeypatch.chdir(tmp_path)
     code, output = run_verb(capsys, "audit", "run", "--data", "made:data")
     assert code == 1
-    assert "FAILED: step 3, row 0: example 0 was used" in output
-    assert "has [8-11] in this batch instead of [0-3]" in output
+    assert "FAILED: step 3 (rows 0 to 3 of the data): other steps have used" in output
     assert output.endswith("was the data loaded at the resume?\n")
 
 
@@ -240,8 +238,8 @@ def test_the_metrics_of_a_step_may_come_after_it_is_saved(tmp_path, data):
         ("save_started", None),
         ("step", 0.5),
         ("save_started", None),
-        ("data_ended", None),
         ("step", 1.0),
+        ("data_ended", None),
         # No number of steps was given, and the data has ended.
         ("run_finished", None),
     ]
