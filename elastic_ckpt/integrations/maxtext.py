@@ -165,6 +165,7 @@ class Run:
                 world=self._world,
                 emit=self._emit,
                 _config=kept,
+                _program="maxtext",
             )
             if not config.enable_checkpointing:
                 return None

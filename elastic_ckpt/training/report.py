@@ -11,23 +11,19 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.checkpoint import foreign_steps
 from elastic_ckpt.core import errors, metrics
-from elastic_ckpt.inspect import page, run_files, status, survey
+from elastic_ckpt.inspect import page, run_files, status
 from elastic_ckpt.inspect.page import COLOURS, Fact, Mood, Point, Section, Series
 from elastic_ckpt.inspect.status import Event, Files
-from elastic_ckpt.inspect.survey import SavedData
 from elastic_ckpt.training import audit as audit_run
 from elastic_ckpt.training import step_log
 
 # The most lines of a table, and the most bars of a plot.
 _MOST_ROWS = 200
 _MOST_BARS = 12
-# The most steps in storage whose mixture is read.
-_MOST_STEPS = 40
 # Events that end the training of a world.
 _WORLD_ENDS = (
     *("slice_lost", "host_lost", "world_left"),
@@ -43,11 +39,6 @@ _PHASES = {
     "compile_secs": "load or compile",
     "step_secs": "first step",
 }
-_TIERS = {
-    "saved": "complete in RAM",
-    "replicated": "copied to peers",
-    "backed_up": "in storage",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,8 +52,6 @@ class Record:
       events: of `events.jsonl`.
       files: of metrics.
       attempts: of the step log, in order.
-      mixtures: the steps in storage with their data state, ascending; empty without a
-        mixture.
       audit: the fields of the audit's outcome, and `passed`; a text if there is none.
       made_secs: when the report is made, since the epoch.
     """
@@ -73,7 +62,6 @@ class Record:
     events: Sequence[Event]
     files: Files
     attempts: Sequence[step_log.Attempt]
-    mixtures: Sequence[tuple[int, SavedData]]
     audit: Mapping[str, Any] | str
     made_secs: float
 
@@ -145,9 +133,6 @@ def collect(directory: str) -> Record:
       DataError: if it has trained nothing yet.
     """
     recorded, events = run_files.read(directory), run_files.read_events(directory)
-    steps = list(foreign_steps.steps(recorded.steps_directory).items())
-    # Evenly, with the last.
-    every = -(-len(steps) // _MOST_STEPS) or 1
     is_alive = run_files.is_alive(directory)
     return Record(
         run=recorded.run,
@@ -156,12 +141,6 @@ def collect(directory: str) -> Record:
         events=events,
         files=run_files.read_metrics(os.path.join(directory, run_files.METRICS)),
         attempts=step_log.read(directory),
-        mixtures=[
-            (step, data)
-            for step, path in steps[::-1][::every][::-1]
-            if isinstance(data := survey.data_of(path), SavedData)
-            and len(_datasets(data)) > 1
-        ],
         audit="No audit was asked for.",
         made_secs=time.time(),
     )
@@ -193,8 +172,6 @@ def report(record: Record) -> str:
             _loss(record),
             _step_time(record),
             _recoveries(record),
-            _tiers(record),
-            *([_mixture(record)] if record.mixtures else []),
             _sample_order(record),
         ],
     )
@@ -419,69 +396,6 @@ def _recoveries(record: Record) -> Section:
             for each in changes
         ],
     )
-
-
-def _tiers(record: Record) -> Section:
-    trained = [
-        (record.minute(line), float(line["step"]))
-        for line in record.lines(metrics.TRAIN_LOSS)
-    ]
-    series = [Series(name="trained", points=trained, kind="steps", is_dashed=True)]
-    for place, (event, name) in enumerate(_TIERS.items(), 1):
-        points = [(record.minute(e), float(e["step"])) for e in record.named(event)]
-        series.append(
-            Series(name=name, points=points, kind="steps", colour=COLOURS[place])
-        )
-    return _of_lines(
-        series,
-        title="Newest step of each tier",
-        text="The distance to the trained step is what a loss would cost.",
-        axes=("minutes since the first event", "step"),
-        marks=_marks(record),
-    )
-
-
-def _mixture(record: Record) -> Section:
-    shares = [
-        (
-            float(step),
-            {
-                "consumed": _percents(data.taken),
-                "weight": _percents({k: v["weight"] for k, v in _datasets(data)}),
-            },
-        )
-        for step, data in record.mixtures
-    ]
-    names = sorted({name for _, of_step in shares for name in of_step["weight"]})
-    step, data = record.mixtures[-1]
-    return _of_lines(
-        [
-            Series(
-                name=f"{name}: {kind}",
-                points=[(step, of[kind].get(name, 0.0)) for step, of in shares],
-                is_dashed=kind == "weight",
-                colour=colour,
-            )
-            for name, colour in page.coloured(names).items()
-            for kind in ("consumed", "weight")
-        ],
-        title="Mixture",
-        text=f"Documents that the cursors of each stored step have taken;"
-        f" {sum(data.taken.values()):,} by step {step:,}. A shard takes whole"
-        " documents, so shares of few documents are far from the weights.",
-        axes=("step in storage", "% of documents"),
-        from_zero=True,
-    )
-
-
-def _datasets(data: SavedData) -> Collection[tuple[str, Any]]:
-    datasets: Any = data.pipeline.get("datasets", {})
-    return datasets.items()
-
-
-def _percents(of: Mapping[str, float]) -> dict[str, float]:
-    total = sum(of.values()) or 1
-    return {name: 100 * each / total for name, each in of.items()}
 
 
 def _sample_order(record: Record) -> Section:

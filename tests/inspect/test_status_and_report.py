@@ -21,7 +21,7 @@ VALUES = st.floats(-1e9, 1e9, allow_nan=False) | st.integers(-5, 5).map(float)
 record = functools.partial(
     report.Record,
     **{"run": "<r>", "directory": "runs/r", "phase": "finished", "files": {}},
-    **{"mixtures": [], "audit": "No audit.", "made_secs": 0.0},
+    **{"audit": "No audit.", "made_secs": 0.0},
 )
 TIERS = [
     status.NewestStep(tier="local", step=30, time_ms=110_000),
