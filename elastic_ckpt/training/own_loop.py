@@ -45,8 +45,8 @@ from elastic_ckpt.training import (
     step_log,
 )
 
-# The most steps that are not written yet: then the loop waits.
-_MOST_LATE = 2
+# The most records and events that are not written yet: then the loop waits.
+_MOST_LATE = 4
 _NUMBERS = {"loss": float, "tokens": int, "learning_rate": float}
 
 
@@ -229,7 +229,7 @@ class RunDirectory:
         }
         if loss is not None:
             self._show_pending()
-        self._wait(most=2 * _MOST_LATE)
+        self._wait(most=_MOST_LATE)
 
     def log_metrics(
         self,
@@ -264,6 +264,7 @@ class RunDirectory:
     def _begin(self, done: int, left_out: Ranges = ()) -> None:
         # Begins an attempt, whose first step is the one after `done`.
         self._show_pending()
+        self._wait()
         self._done = done
         begun = functools.partial(
             *(step_log.StepLog, self._directory, done),
@@ -273,7 +274,6 @@ class RunDirectory:
             left_out=left_out,
         )
         self._submit(self._replace, begun)
-        self._wait()
 
     def _end(self, *raised: Any) -> None:
         self._show_pending()
