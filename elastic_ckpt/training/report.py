@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.core import errors, metrics
@@ -85,14 +85,15 @@ class Record:
     @functools.cached_property
     def goodput_secs(self) -> dict[str, float]:
         """The seconds of all starts by cause, most first, of causes that took any."""
-        causes = {each.name: cause for cause, each in metrics.GOODPUT_SECS.items()}
-        secs = dict.fromkeys(metrics.GOODPUT_SECS, 0.0)
-        for line in itertools.chain.from_iterable(self.files.values()):
-            if line["metric"] in causes:
-                secs[causes[line["metric"]]] += line["sum"]
-        first = {"productive": secs.pop("productive")}
-        by_secs = dict(sorted(secs.items(), key=lambda each: -each[1]))
-        return {cause: each for cause, each in (first | by_secs).items() if each}
+        lines = [*itertools.chain.from_iterable(self.files.values())]
+        secs = {
+            cause: sum(line["sum"] for line in lines if line["metric"] == metric.name)
+            for cause, metric in metrics.GOODPUT_SECS.items()
+        }
+        by_secs = sorted(
+            secs.items(), key=lambda each: (each[0] != "productive", -each[1])
+        )
+        return {cause: each for cause, each in by_secs if each}
 
     @functools.cached_property
     def counted(self) -> list[int]:
@@ -164,7 +165,7 @@ def report(record: Record) -> str:
     return page.to_html(
         f"Run {record.run}",
         f"{record.directory}, as of {_utc(record.made_secs)}",
-        list(_facts(record)),
+        _facts(record),
         [
             _interruptions(record),
             _goodput(record),
@@ -177,25 +178,28 @@ def report(record: Record) -> str:
     )
 
 
-def _facts(record: Record) -> Iterator[Fact]:
+def _facts(record: Record) -> list[Fact]:
     moods: dict[str, Mood] = {"finished": "good", "failed": "bad", "not running": "bad"}
     phase = record.phase.partition(":")[0]
-    yield Fact(name="the run", value=phase, mood=moods.get(phase, ""))
     logged = (each.step for a in record.attempts for each in a.records)
-    done = 1 + max(logged, default=-1)
-    planned = [f" of {each['steps']:,}" for each in record.named("run_started")]
-    yield Fact(name="steps", value=f"{done:,}{''.join(planned[-1:])}")
+    steps = f"{1 + max(logged, default=-1):,}"
+    for each in record.named("run_started")[-1:]:
+        steps += f" of {each['steps']:,}" if each["steps"] else ""
     losses = [loss for _, loss in record.losses(is_counted=True)]
-    since = f"loss, from {losses[0]:.4f}" if losses else "loss"
-    yield Fact(name=since, value=f"{losses[-1]:.4f}" if losses else "none")
+    since, loss = (f"loss, from {losses[0]:.4f}", losses[-1]) if losses else ("loss", 0)
     changes = record.named("recovered")
     lost = sum(each["steps_lost"] for each in changes)
-    yield Fact(name="goodput", value=_goodput_percent(record))
-    yield Fact(name="verdicts", value=f"{len(record.named('verdict')):,}")
-    yield Fact(name="changes of slices", value=f"{len(changes):,}")
-    yield Fact(name="steps trained again", value=f"{lost:,}")
-    value, mood = _outcome(record.audit)
-    yield Fact(name="sample order", value=value or "not audited", mood=mood)
+    outcome, outcome_mood = _outcome(record.audit)
+    facts: list[tuple[str, str, Mood]] = [
+        ("the run", phase, moods.get(phase, "")),
+        ("steps", steps, ""),
+        (since, f"{loss:.4f}" if losses else "none", ""),
+        ("goodput", _goodput_percent(record), ""),
+        ("verdicts", f"{len(record.named('verdict')):,}", ""),
+        ("changes of slices", f"{len(changes):,}", ""),
+        ("steps trained again", f"{lost:,}", ""),
+        ("sample order", outcome or "not audited", outcome_mood),
+    ]
     # Only bad news are news.
     bad = {
         "bad copies read": sum(e["bad_copies"] for e in record.named("restored_from")),
@@ -203,9 +207,8 @@ def _facts(record: Record) -> Iterator[Fact]:
         "rollbacks": len(record.named("rolled_back")),
         "copies of the state that differed": len(record.named("replicas_differ")),
     }
-    for name, count in bad.items():
-        if count:
-            yield Fact(name=name, value=f"{count:,}", mood="bad")
+    facts += [(name, f"{count:,}", "bad") for name, count in bad.items() if count]
+    return [Fact(name=name, value=value, mood=mood) for name, value, mood in facts]
 
 
 def _interruptions(record: Record) -> Section:
@@ -285,43 +288,24 @@ def _goodput(record: Record) -> Section:
 
 
 def _slices(record: Record) -> Section:
-    title = "Slices over time"
-    chosen: list[Point] = []
+    title, slices = "Slices over time", 0
     training: list[Point] = [(0.0, 0.0)]
-    slices = 0
-    is_elastic = bool(record.named("world_started"))
     for event in record.events:
         minute, name = record.minute(event), event["event"]
-        if name == "world_started":
-            chosen.append((minute, len(event["slices"])))
-        elif name == "run_started":
+        if name == "run_started":
             slices = event["slices"]
-            chosen += [] if is_elastic else [(minute, slices)]
         elif name in ("compiled", "executable_loaded") and not training[-1][1]:
             training.append((minute, slices))
         elif name in _WORLD_ENDS and training[-1][1]:
             training.append((minute, 0.0))
-    if not chosen:
+    if not record.events:
         return Section(title=title, text="Nothing was recorded.")
-    end = record.minute(record.events[-1])
+    training.append((record.minute(record.events[-1]), training[-1][1]))
     return Section(
         title=title,
         text="The filled part trains; gaps are starts and changes.",
         spec=page.lines(
-            [
-                Series(
-                    name="training",
-                    points=[*training, (end, training[-1][1])],
-                    kind="area",
-                ),
-                Series(
-                    name="chosen",
-                    points=[*chosen, (end, chosen[-1][1])],
-                    kind="steps",
-                    is_dashed=True,
-                    colour=COLOURS[1],
-                ),
-            ],
+            [Series(name="training", points=training, kind="area")],
             x="minutes since the first event",
             y="slices",
             marks=_marks(record),
