@@ -261,16 +261,22 @@ class Provenance:
         Raises:
           DataError: if no attempt trained it, or its rows cannot be followed.
         """
-        is_found, logged = False, step - self._first_step
-        for number, batch in enumerate(self._batches):
-            uses = [use for use in self._uses(batch.record) if use.step == logged]
-            if not uses:
-                continue
-            is_found = True
+        of_step = [
+            (number, batch, uses)
+            for number, batch in enumerate(self._batches)
+            if (uses := [u for u in self._uses(batch) if u.step == step])
+        ]
+        if not of_step:
+            steps = [each.record.step + self._first_step for each in self._batches]
+            raise errors.DataError(
+                f"no attempt of the run trained step {step}; its steps are"
+                f" {min(steps)} to {max(steps)}"
+            )
+        for number, batch, uses in of_step:
             used = UsedBatch(
                 step=step,
                 attempts=tuple(use.attempt for use in uses),
-                is_current=any(map(self._is_current, uses)),
+                is_current=any(use.is_current for use in uses),
                 position=batch.record.row,
                 num_rows=batch.record.rows,
             )
@@ -278,24 +284,11 @@ class Provenance:
                 yield used, self._text_rows(batch.data, batch.record)
             else:
                 yield used, self._sharded_rows(number)
-        if not is_found:
-            steps = [each.record.step + self._first_step for each in self._batches]
-            raise errors.DataError(
-                f"no attempt of the run trained step {step}; its steps are"
-                f" {min(steps)} to {max(steps)}"
-            )
 
     @property
     def num_shards(self) -> int:
         """The number of logical shards, the same in all stages."""
         return _sharded(self._batches[0].data).num_shards
-
-    def _is_current(self, record: Record) -> bool:
-        return self._lineage.get(record.step) is record
-
-    def _uses(self, batch: Record) -> list[Record]:
-        # The steps that were trained on a batch.
-        return [e for e in self._trained.get(batch.row, ()) if e.digest == batch.digest]
 
     def _number_at(self, row: int) -> int:
         # The number of the batch that has a row, or of the one after the last.
@@ -336,10 +329,12 @@ class Provenance:
 
     def _rows_before(self, shard: int) -> np.ndarray:
         # The rows of a shard before each batch, and those of all.
-        of_period = functools.partial(rows.shard_rows, self.num_shards, shard)
-        return np.array(
-            [sum(of_period(*each) for each in history) for history in self._histories]
-        )
+        before = [np.zeros(1, np.int64)]
+        for size, number in self._histories[-1]:
+            batches = np.arange(1, number + 1)
+            taken = rows.shard_rows(self.num_shards, shard, size, batches)
+            before.append(before[-1][-1] + taken)
+        return np.concatenate(before)
 
     def _follow(
         self,
@@ -395,7 +390,11 @@ class Provenance:
             if data.order[number] != record_number:
                 continue
             piece = origins.piece(record_number, number // data.num_records)
-            uses = self._uses_at(self._number_at(number), number, piece)
+            uses = [
+                use
+                for batch in self._batches[self._number_at(number) :][:1]
+                for use in self._uses(batch, number - batch.record.row, piece)
+            ]
             yield Found(
                 dataset="",
                 file=piece.file,
@@ -407,19 +406,21 @@ class Provenance:
                 uses=tuple(uses),
             )
 
-    def _uses_at(self, number: int, row: int, piece: provenance.Piece) -> list[Use]:
-        # The uses of a batch, by its number, for a row of the run.
+    def _uses(
+        self, batch: _Batch, row: int = 0, piece: provenance.Piece | None = None
+    ) -> list[Use]:
+        # The steps that were trained on a batch, for a piece in a row of it.
         return [
             Use(
                 step=record.step + self._first_step,
                 attempt=record.attempt,
-                is_current=self._is_current(record),
-                row=row - record.row,
-                first_token=piece.first_token,
-                num_tokens=piece.num_tokens,
+                is_current=self._lineage.get(record.step) is record,
+                row=row,
+                first_token=piece.first_token if piece else 0,
+                num_tokens=piece.num_tokens if piece else None,
             )
-            for batch in self._batches[number : number + 1]
-            for record in self._uses(batch.record)
+            for record in self._trained.get(batch.record.row, ())
+            if record.digest == batch.record.digest
         ]
 
     def _outcome(self, uses: Sequence[Use], row: int) -> Outcome:
@@ -436,15 +437,8 @@ class Provenance:
             every = [e.data for e in of_stages.stages] if of_stages else [data]
             for each in every:
                 parts |= provenance.parts(_sharded(each).make_shard(0))
-        named: list[tuple[str, int, records.Records]] = []
-        for name, part in parts.items():
-            number = _file_number(records.files_of(part), file)
-            if number is not None:
-                named.append((name, number, part))
-        if not named:
-            files = [each for part in parts.values() for each in records.files_of(part)]
-            raise _unknown(file, files)
-        return named
+        files = {name: records.files_of(part) for name, part in parts.items()}
+        return [(name, number, parts[name]) for name, number in _located(files, file)]
 
     def _followed(self, name: str, part: records.Records, turn: records.Turn) -> Found:
         before, shard = self._rows_before(turn.shard), turn.shard
@@ -478,11 +472,10 @@ class Provenance:
                 break
             # A later stage may have more of a shard that has ended.
             for piece in pieces or ():
-                found = self._number_at(batch.record.row)
-                at = np.equal(self._origins(found), ((shard,), (index,))).all(axis=0)
-                row = batch.record.row + int(at.argmax())
-                of_piece = self._uses_at(found, row, piece)
-                outcomes.add(self._outcome(of_piece, row))
+                origins = self._origins(self._number_at(batch.record.row))
+                at = np.equal(origins, ((shard,), (index,))).all(axis=0)
+                of_piece = self._uses(batch, int(at.argmax()), piece)
+                outcomes.add(self._outcome(of_piece, batch.record.row))
                 uses += of_piece
                 num_tokens += piece.num_tokens or 0
             is_whole = bool(num_tokens) and num_tokens + 1 == followed.watched_tokens
@@ -549,9 +542,7 @@ class _Origins:
 
     def number(self, file: str, record: int) -> int:
         """The number over all files of a record."""
-        at = _file_number(self._files, file)
-        if at is None:
-            raise _unknown(file, self._files)
+        ((_, at),) = _located({"": self._files}, file)
         if not 0 <= record < self._counts[at]:
             raise errors.DataError(
                 f"{self._files[at]} has no record {record}: its {self._counts[at]:,}"
@@ -560,31 +551,29 @@ class _Origins:
         return int(self._firsts[at]) + record
 
 
-def _file_number(files: Sequence[str], file: str) -> int | None:
-    # The number of the file with this path, or with this end of its path.
-    if file in files:
-        return files.index(file)
+def _located(files: Mapping[str, Sequence[str]], file: str) -> list[tuple[str, int]]:
+    # The datasets that have the file with this path, or this end of its path, and the
+    # number of the file in each.
+    whole, end = os.path.abspath(file), "/" + file.lstrip("/")
     found = [
-        number
-        for number, each in enumerate(files)
-        if each.endswith("/" + file.lstrip("/")) or each == os.path.abspath(file)
+        (name, number, each)
+        for name, of_dataset in files.items()
+        for number, each in enumerate(of_dataset)
+        if each in (file, whole) or each.endswith(end)
     ]
-    if len(found) > 1:
+    if not found:
+        every = itertools.chain.from_iterable(files.values())
+        names = errors.first_of(sorted({os.path.basename(each) for each in every}))
+        raise errors.DataError(
+            f"{file} is not a file of the run's data, which has {names}; give the path"
+            " of one of them, or the end of it"
+        )
+    if len({name for name, _, _ in found}) < len(found):
         raise errors.ConfigError(
             f"{file}: {len(found)} files of the data end so,"
-            f" {', '.join(files[number] for number in found[:3])}; give more of the"
-            " path"
+            f" {errors.first_of(each for _, _, each in found)}; give more of the path"
         )
-    return found[0] if found else None
-
-
-def _unknown(file: str, files: Sequence[str]) -> errors.DataError:
-    names = sorted({os.path.basename(each) for each in files})
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
-    return errors.DataError(
-        f"{file} is not a file of the run's data, which has {shown}; give the path of"
-        " one of them, or the end of it"
-    )
+    return [(name, number) for name, number, _ in found]
 
 
 def _saved_at(step: int, path: epath.Path) -> list[SavedData]:

@@ -207,8 +207,10 @@ def _facts(record: Record) -> list[Fact]:
         "rollbacks": len(record.named("rolled_back")),
         "copies of the state that differed": len(record.named("replicas_differ")),
     }
-    facts += [(name, f"{count:,}", "bad") for name, count in bad.items() if count]
-    return [Fact(name=name, value=value, mood=mood) for name, value, mood in facts]
+    return [
+        *(Fact(name=name, value=value, mood=mood) for name, value, mood in facts),
+        *(Fact(name=n, value=f"{c:,}", mood="bad") for n, c in bad.items() if c),
+    ]
 
 
 def _interruptions(record: Record) -> Section:
