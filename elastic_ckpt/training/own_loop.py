@@ -106,7 +106,7 @@ class RunDirectory:
             record = _record(self._name, Chosen.from_choices(tiers), path)
         else:
             record = configured.record(_config, program=_program)
-        self._first_step = record.first_step
+        self._record, self._first_step = record, record.first_step
         # The steps that are done; None before the first. And those of the newest save.
         self._done: int | None = None
         self._saved = 0
@@ -117,7 +117,6 @@ class RunDirectory:
         # What the thread of the log has yet to do; it alone uses the log.
         self._late: collections.deque[futures.Future[Any]] = collections.deque()
         self._log: step_log.StepLog | None = None
-        self._data = record.data or {}
         # What keeps the events; None on all hosts but one.
         self._journal: events.Emit | None = None
         if emit is None:
@@ -140,7 +139,6 @@ class RunDirectory:
                             is_locked=is_locked,
                         )
                     )
-                run_files.write(path, record)
             self._thread = background.pool(1, "step log")
             closing.callback(self._thread.shutdown)
             closing.push(self._end)
@@ -266,10 +264,12 @@ class RunDirectory:
         self._show_pending()
         self._wait()
         self._done = done
+        # Only now: a start that is refused must not replace the record of the run.
+        self._submit(run_files.write, self._directory, self._record)
         begun = functools.partial(
             *(step_log.StepLog, self._directory, done),
             world=self._world,
-            data=self._data,
+            data=self._record.data or {},
             claim=self._claim,
             left_out=left_out,
         )
