@@ -104,20 +104,30 @@ class FollowedShard:
         watched: tuple[str, int] | None = None,
     ) -> None:
         self.parts: dict[str, records.Records] = {}
-        self.is_tokenized = self.is_read = self._has_ended = False
+        self.is_tokenized = self.is_read = False
         self._watched = watched
         # The dataset and the record of each document that is numbered, and its tokens.
         self._documents: list[tuple[str, int]] = []
         self._num_tokens: list[int | None] = []
+        self._shard, self._row = shard, shard_rows.row_of(cursor)
+        self._open(make_shard, cursor)
+
+    def _open(self, make_shard: shard_steps.MakeShard, cursor: cursors.Cursor) -> None:
         if isinstance(make_shard, stages.StagedShards):
             of_stages = make_shard.make_shards
             followed = [functools.partial(self._followed, each) for each in of_stages]
             make_shard = dataclasses.replace(make_shard, make_shards=tuple(followed))
-            made: Any = make_shard(shard)
+            made: Any = make_shard(self._shard)
         else:
-            made = self._followed(make_shard, shard)
-        self._row = shard_rows.row_of(cursor)
+            made = self._followed(make_shard, self._shard)
         self._rows = shard_rows.iterator(made, cursor, self._row)
+        self._has_ended = False
+
+    def go_on(self, make_shard: shard_steps.MakeShard) -> None:
+        """Continues with other weights or datasets, or in another stage."""
+        cursor = self.cursor()
+        self._rows.close()
+        self._open(make_shard, cursor)
 
     def next(self) -> list[Piece] | None:
         """The documents of the next row, in order; None after the last row."""

@@ -45,8 +45,8 @@ from elastic_ckpt.training import (
     step_log,
 )
 
-# The most steps that are not written yet: then the loop waits.
-_MOST_LATE = 2
+# The most records and events that are not written yet: then the loop waits.
+_MOST_LATE = 4
 _NUMBERS = {"loss": float, "tokens": int, "learning_rate": float}
 
 
@@ -107,8 +107,7 @@ class RunDirectory:
             record = _record(self._name, Chosen.from_choices(tiers), path)
         else:
             record = configured.record(_config, program=_program)
-        self._record = record
-        self._first_step = record.first_step
+        self._record, self._first_step = record, record.first_step
         # The steps that are done; None before the first. And those of the newest save.
         self._done: int | None = None
         self._saved = 0
@@ -119,7 +118,6 @@ class RunDirectory:
         # What the thread of the log has yet to do; it alone uses the log.
         self._late: collections.deque[futures.Future[Any]] = collections.deque()
         self._log: step_log.StepLog | None = None
-        self._data = record.data or {}
         # What keeps the events; None on all hosts but one.
         self._journal: events.Emit | None = None
         if emit is None:
@@ -230,7 +228,7 @@ class RunDirectory:
         }
         if loss is not None:
             self._show_pending()
-        self._wait(most=2 * _MOST_LATE)
+        self._wait(most=_MOST_LATE)
 
     def log_metrics(
         self,
@@ -265,18 +263,18 @@ class RunDirectory:
     def _begin(self, done: int, left_out: Ranges = ()) -> None:
         # Begins an attempt, whose first step is the one after `done`.
         self._show_pending()
+        self._wait()
         self._done = done
-        # A start that is refused before leaves the record of the run that is there.
+        # Only now: a start that is refused must not replace the record of the run.
         self._submit(run_files.write, self._directory, self._record)
         begun = functools.partial(
             *(step_log.StepLog, self._directory, done),
             world=self._world,
-            data=self._data,
+            data=self._record.data or {},
             claim=self._claim,
             left_out=left_out,
         )
         self._submit(self._replace, begun)
-        self._wait()
 
     def _end(self, *raised: Any) -> None:
         has_failed = raised != (None, None, None)

@@ -23,7 +23,7 @@ import os
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from etils import epath
@@ -51,6 +51,7 @@ _CHECK_ROWS = 32
 # Data states that are read at once.
 _READERS = 16
 
+_Read: TypeAlias = Iterator[tuple[int, list[provenance.Piece] | None]]
 Outcome = Literal[
     "used",
     "left_out",
@@ -159,11 +160,9 @@ class SavedData:
     cursors: Callable[[Iterable[int]], Mapping[int, cursors.Cursor]]
 
 
-class _Period(NamedTuple):
-    # Batches of the same rows that the same pipeline made: the number of the first, the
-    # sizes of the batches before it, and the pipeline with what identifies it.
-    first: int
-    history: rows.History
+class _Batch(NamedTuple):
+    # A batch, what made it, and what two batches that the same made have alike.
+    record: Record
     key: Any
     data: elastic_data.ElasticData
 
@@ -200,24 +199,19 @@ class Provenance:
         self._trained: dict[int, list[Record]] = collections.defaultdict(list)
         for record in itertools.chain.from_iterable(a.records for a in attempts):
             self._trained[record.row].append(record)
-        batches: list[Record] = []
+        read: list[Record] = []
         for unused, record in audit.stream(attempts, data_of):
-            batches += [*unused, record]
-        self._current_end = batches[-1].stop
-        while later := self._trained.get(batches[-1].stop):
-            batches.append(later[-1])
-        self._batches, self._end = batches, batches[-1].stop
-        self.periods: list[_Period] = []
-        history, before = (), None
-        for number, record in enumerate(batches):
-            key, data = audit.pipeline_of(record, data_of)
-            if (key, record.rows) != before:
-                self.periods.append(_Period(number, history, key, data))
-            history, before = rows.after(history, record.rows), (key, record.rows)
-        last = data_of(attempts[-1].attempt)
+            read += [*unused, record]
+        self._current_end = read[-1].stop
+        while later := self._trained.get(read[-1].stop):
+            read.append(later[-1])
+        self._batches = [_Batch(e, *audit.pipeline_of(e, data_of)) for e in read]
+        # The sizes of the batches before each, and of all.
+        sizes = (each.rows for each in read)
+        self._histories = [*itertools.accumulate(sizes, rows.after, initial=())]
         self._saved = sorted(saved, key=lambda each: -each.state.row)
         if self._saved:
-            newest = self._saved[0].state
+            last, newest = data_of(attempts[-1].attempt), self._saved[0].state
             state.check_same_pipeline(newest, last.engine, last.identity())
         self._saved = [each for each in self._saved if self._is_of_these(each.state)]
 
@@ -244,20 +238,19 @@ class Provenance:
         Raises:
           DataError: if there is no such record, or it cannot be followed.
         """
-        data = self.periods[-1].data
+        data = self._batches[-1].data
         if isinstance(data, positional_data.TextData):
             yield from self._find_text(data, file, record)
             return
         for name, number, part in self._named(file):
-            reached, is_first_unused = self._reached(name), True
+            num_unused = 0
             for turn in records.turns(part, number, record):
                 found = self._followed(name, part, turn)
-                is_unused = found.outcome == "not_yet_used"
-                if not is_unused or is_first_unused:
-                    yield found
-                is_first_unused &= not is_unused
+                num_unused += found.outcome == "not_yet_used"
                 # Shards are in about the same epoch, but not exactly.
-                if is_unused and turn.epoch > reached + 1:
+                if num_unused < 2 or found.outcome != "not_yet_used":
+                    yield found
+                if num_unused > 1 and turn.epoch > 0:
                     break
 
     def step(self, step: int) -> Iterator[tuple[UsedBatch, Iterator[UsedRow]]]:
@@ -268,86 +261,112 @@ class Provenance:
         Raises:
           DataError: if no attempt trained it, or its rows cannot be followed.
         """
-        is_found = False
-        for number, batch in enumerate(self._batches):
-            uses = [
-                use for use in self._uses(batch) if use.step == step - self._first_step
-            ]
-            if not uses:
-                continue
-            is_found = True
-            used = UsedBatch(
-                step=step,
-                attempts=tuple(use.attempt for use in uses),
-                is_current=any(map(self._is_current, uses)),
-                position=batch.row,
-                num_rows=batch.rows,
-            )
-            data = self._period(number).data
-            if isinstance(data, positional_data.TextData):
-                yield used, self._text_rows(data, batch)
-            else:
-                yield used, self._sharded_rows(number)
-        if not is_found:
-            steps = [each.step + self._first_step for each in self._batches]
+        of_step = [
+            (number, batch, uses)
+            for number, batch in enumerate(self._batches)
+            if (uses := [u for u in self._uses(batch) if u.step == step])
+        ]
+        if not of_step:
+            steps = [each.record.step + self._first_step for each in self._batches]
             raise errors.DataError(
                 f"no attempt of the run trained step {step}; its steps are"
                 f" {min(steps)} to {max(steps)}"
             )
+        for number, batch, uses in of_step:
+            used = UsedBatch(
+                step=step,
+                attempts=tuple(use.attempt for use in uses),
+                is_current=any(use.is_current for use in uses),
+                position=batch.record.row,
+                num_rows=batch.record.rows,
+            )
+            if isinstance(batch.data, positional_data.TextData):
+                yield used, self._text_rows(batch.data, batch.record)
+            else:
+                yield used, self._sharded_rows(number)
 
     @property
     def num_shards(self) -> int:
         """The number of logical shards, the same in all stages."""
-        return _sharded(self.periods[0].data).num_shards
-
-    def _is_current(self, record: Record) -> bool:
-        return self._lineage.get(record.step) is record
-
-    def _uses(self, batch: Record) -> list[Record]:
-        # The steps that were trained on a batch.
-        return [e for e in self._trained.get(batch.row, ()) if e.digest == batch.digest]
-
-    def _period(self, number: int) -> _Period:
-        # Of a batch, by its number.
-        place = bisect.bisect_right(self.periods, number, key=lambda each: each.first)
-        return self.periods[place - 1]
-
-    def _history(self, number: int) -> rows.History:
-        # The sizes of the batches before one.
-        period = self._period(number)
-        so_far, size = number - period.first, self._batches[period.first].rows
-        return rows.after(period.history, size, so_far) if so_far else period.history
+        return _sharded(self._batches[0].data).num_shards
 
     def _number_at(self, row: int) -> int:
         # The number of the batch that has a row, or of the one after the last.
-        if row >= self._end:
+        if row >= self._batches[-1].record.stop:
             return len(self._batches)
-        return bisect.bisect_right(self._batches, row, key=lambda each: each.row) - 1
+        return bisect.bisect(self._batches, row, key=lambda each: each.record.row) - 1
 
     def _is_of_these(self, saved: state.DataState) -> bool:
-        # Whether a state lies between these batches, and other attempts had no others.
+        # Whether a state lies between these batches, by the pipeline that made them.
         number = self._number_at(saved.row)
-        period = self._period(max(0, number - 1))
-        if not period.data.num_shards or saved.pipeline != period.data.identity():
+        data = self._batches[max(0, number - 1)].data
+        if not data.num_shards or saved.pipeline != data.identity():
             return False
-        return state.history_of(saved.position) == self._history(number)
+        return state.history_of(saved.position) == self._histories[number]
 
     def _sharded_rows(self, number: int) -> Iterator[UsedRow]:
-        batch = self._batches[number]
-        origins = rows.batch_origins(self.num_shards, self._history(number), batch.rows)
-        of_shard: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
-        for row, (shard, index) in enumerate(zip(*origins, strict=True)):
-            of_shard[int(shard)].append((int(index), row))
-        states = (each for each in self._saved if each.state.row <= batch.row)
+        record = self._batches[number].record
+        of_shard: dict[int, dict[int, int]] = collections.defaultdict(dict)
+        for row, (shard, index) in enumerate(zip(*self._origins(number), strict=True)):
+            of_shard[int(shard)][int(index)] = row
+        states = (each for each in self._saved if each.state.row <= record.row)
         saved = next(states, None)
         for shard, wanted in of_shard.items():
-            stream = _ShardStream(self, shard, saved)
-            documents: list[provenance.Piece] | None = None
-            for index, row in sorted(wanted):
-                while stream.index <= index:
-                    documents = stream.next()
-                yield UsedRow(row=row, documents=tuple(documents or ()))
-            stream.close()
+            before = self._rows_before(shard)
+            followed, read = self._follow(shard, saved, before)
+            for index, documents in read:
+                if index in wanted:
+                    found = tuple(documents or ())
+                    yield UsedRow(row=wanted.pop(index), documents=found)
+                if not wanted:
+                    break
+            followed.close()
+
+    def _origins(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        # The shard of each row of a batch, and the number of the row in it.
+        size, history = self._batches[number].record.rows, self._histories[number]
+        return rows.batch_origins(self.num_shards, history, size)
+
+    def _rows_before(self, shard: int) -> np.ndarray:
+        # The rows of a shard before each batch, and those of all.
+        before = [np.zeros(1, np.int64)]
+        for size, number in self._histories[-1]:
+            batches = np.arange(1, number + 1)
+            taken = rows.shard_rows(self.num_shards, shard, size, batches)
+            before.append(before[-1][-1] + taken)
+        return np.concatenate(before)
+
+    def _follow(
+        self,
+        shard: int,
+        saved: SavedData | None,
+        before: np.ndarray,
+        *,
+        watched: tuple[str, int] | None = None,
+    ) -> tuple[provenance.FollowedShard, _Read]:
+        # Follows a shard up to the last batch, or for one row in any case.
+        cursor = saved.cursors([shard])[shard] if saved is not None else None
+        begin = shard_rows.row_of(cursor)
+        first = self._made(before, begin)
+        followed = provenance.FollowedShard(
+            _sharded(first.data).make_shard, shard, cursor, watched=watched
+        )
+
+        def read() -> _Read:
+            key = first.key
+            for index in range(begin, max(begin + 1, int(before[-1]))):
+                batch = self._made(before, index)
+                if batch.key != key:
+                    followed.go_on(_sharded(batch.data).make_shard)
+                    key = batch.key
+                yield index, followed.next()
+
+        return followed, read()
+
+    def _made(self, before: np.ndarray, index: int) -> _Batch:
+        # The batch that has a row of a shard.
+        number = int(np.searchsorted(before, index, side="right")) - 1
+        return self._batches[min(number, len(self._batches) - 1)]
 
     def _text_rows(
         self, data: positional_data.TextData, batch: Record
@@ -371,7 +390,11 @@ class Provenance:
             if data.order[number] != record_number:
                 continue
             piece = origins.piece(record_number, number // data.num_records)
-            uses = self._uses_at(self._number_at(number), number, piece)
+            uses = [
+                use
+                for batch in self._batches[self._number_at(number) :][:1]
+                for use in self._uses(batch, number - batch.record.row, piece)
+            ]
             yield Found(
                 dataset="",
                 file=piece.file,
@@ -383,19 +406,21 @@ class Provenance:
                 uses=tuple(uses),
             )
 
-    def _uses_at(self, number: int, row: int, piece: provenance.Piece) -> list[Use]:
-        # The uses of a batch, by its number, for a row of the run.
+    def _uses(
+        self, batch: _Batch, row: int = 0, piece: provenance.Piece | None = None
+    ) -> list[Use]:
+        # The steps that were trained on a batch, for a piece in a row of it.
         return [
             Use(
                 step=record.step + self._first_step,
                 attempt=record.attempt,
-                is_current=self._is_current(record),
-                row=row - record.row,
-                first_token=piece.first_token,
-                num_tokens=piece.num_tokens,
+                is_current=self._lineage.get(record.step) is record,
+                row=row,
+                first_token=piece.first_token if piece else 0,
+                num_tokens=piece.num_tokens if piece else None,
             )
-            for batch in self._batches[number : number + 1]
-            for record in self._uses(batch)
+            for record in self._trained.get(batch.record.row, ())
+            if record.digest == batch.record.digest
         ]
 
     def _outcome(self, uses: Sequence[Use], row: int) -> Outcome:
@@ -406,233 +431,81 @@ class Provenance:
     def _named(self, file: str) -> list[tuple[str, int, records.Records]]:
         # The parts of the run that have a file, and the number of the file in each.
         parts: dict[str, records.Records] = {}
-        for period in self.periods:
-            of_stages = stages.of(period.data)
+        for data in {each.key: each.data for each in self._batches}.values():
+            of_stages = stages.of(data)
             # Those of stages that have not begun, too.
-            every = [e.data for e in of_stages.stages] if of_stages else [period.data]
+            every = [e.data for e in of_stages.stages] if of_stages else [data]
             for each in every:
                 parts |= provenance.parts(_sharded(each).make_shard(0))
-        named: list[tuple[str, int, records.Records]] = []
-        for name, part in parts.items():
-            number = _file_number(records.files_of(part), file)
-            if number is not None:
-                named.append((name, number, part))
-        if not named:
-            files = [each for part in parts.values() for each in records.files_of(part)]
-            raise _unknown(file, files)
-        return named
-
-    def _reached(self, name: str) -> int:
-        # The last epoch that a shard was in at the newest saved state.
-        if not self._saved:
-            return -1
-        at_end = self._saved[0].cursors(range(self.num_shards)).values()
-        return max((provenance.read_until(each, name) or (0, 0))[0] for each in at_end)
+        files = {name: records.files_of(part) for name, part in parts.items()}
+        return [(name, number, parts[name]) for name, number in _located(files, file)]
 
     def _followed(self, name: str, part: records.Records, turn: records.Turn) -> Found:
-        def is_before(saved: SavedData) -> bool:
-            cursor = saved.cursors([turn.shard])[turn.shard]
-            until = provenance.read_until(cursor, name, is_exact=True)
-            return until is not None and until <= turn.at
-
-        # States are newest first, and what they have read decreases.
-        newest = bisect.bisect_left(self._saved, True, key=is_before)
-        watched = name, turn.number
-        for saved in (*self._saved[newest:], None):
-            stream = _ShardStream(self, turn.shard, saved, watched=watched)
-            index, first = stream.index, stream.next()
-            if saved is None or not stream.is_read:
+        before, shard = self._rows_before(turn.shard), turn.shard
+        for saved in (*self._saved, None):
+            if saved is not None:
+                cursor = saved.cursors([shard])[shard]
+                until = provenance.read_until(cursor, name, is_exact=True)
+                if until is None or until > turn.at:
+                    continue
+            watched = name, turn.number
+            followed, read = self._follow(shard, saved, before, watched=watched)
+            first = next(read)
+            if saved is None or not followed.is_read:
                 break
             # Rows before the state may have a part of it.
-            stream.close()
-        before = self._rows_before(turn.shard)
-        pieces, is_over = _pieces(stream, name, turn, index, first, end=before[-1])
-        found = self._found(name, part, turn, stream, pieces, is_over=is_over)
-        stream.close()
-        return found
+            followed.close()
 
-    def _rows_before(self, shard: int) -> np.ndarray:
-        # The rows of a shard before each batch, and those of all.
-        ends = [period.first for period in self.periods[1:]] + [len(self._batches)]
-        counts, so_far = [np.zeros(1, np.int64)], 0
-        for period, end in zip(self.periods, ends, strict=True):
-            size, taken = self._batches[period.first].rows, end - period.first
-            first = rows.batches_of(period.history, size)
-            numbers = np.arange(first, first + taken + 1)
-            of_shard = rows.shard_rows(self.num_shards, shard, size, numbers)
-            counts.append(so_far + of_shard[1:] - of_shard[0])
-            so_far = int(counts[-1][-1])
-        return np.concatenate(counts)
+        def is_past() -> bool:
+            until = provenance.read_until(followed.cursor(), name)
+            return until is not None and until > turn.at
 
-    def _found(
-        self,
-        name: str,
-        part: records.Records,
-        turn: records.Turn,
-        stream: _ShardStream,
-        pieces: Sequence[tuple[int, provenance.Piece]],
-        *,
-        is_over: bool,
-    ) -> Found:
-        before = self._rows_before(turn.shard)
         uses: list[Use] = []
         outcomes: set[Outcome] = set()
-        for index, piece in pieces:
-            number = int(np.searchsorted(before, index, side="right")) - 1
-            row = self._end
-            if number < len(self._batches):
-                batch = self._batches[number]
-                shards, indices = rows.batch_origins(
-                    self.num_shards, self._history(number), batch.rows
-                )
-                ((place,),) = np.nonzero((shards == turn.shard) & (indices == index))
-                row = batch.row + int(place)
-            found = self._uses_at(number, row, piece)
-            uses += found
-            outcomes.add(self._outcome(found, row))
-        outcome: Outcome
+        num_tokens, is_over = 0, False
+        for number, (index, pieces) in enumerate(itertools.chain([first], read), 1):
+            batch = self._made(before, index)
+            if index >= before[-1]:
+                break
+            if pieces is None and batch.key == self._batches[-1].key:
+                is_over = True
+                break
+            # A later stage may have more of a shard that has ended.
+            for piece in pieces or ():
+                origins = self._origins(self._number_at(batch.record.row))
+                at = np.equal(origins, ((shard,), (index,))).all(axis=0)
+                of_piece = self._uses(batch, int(at.argmax()), piece)
+                outcomes.add(self._outcome(of_piece, batch.record.row))
+                uses += of_piece
+                num_tokens += piece.num_tokens or 0
+            is_whole = bool(num_tokens) and num_tokens + 1 == followed.watched_tokens
+            is_over = is_whole or (number % _CHECK_ROWS == 0 and is_past())
+            if is_over:
+                break
+        else:
+            is_over = is_past()
+        tokens = followed.watched_tokens
+        outcome: Outcome = "read_ahead"
         if outcomes:
             outcome = min(outcomes, key=typing.get_args(Outcome).index)
-        elif not stream.is_read:
+        elif not followed.is_read:
             outcome = "corrupt" if is_over else "not_yet_used"
-        elif stream.watched_tokens is not None and stream.watched_tokens < 2:
+        elif tokens is not None and tokens < 2:
             outcome = "too_short"
-        else:
-            outcome = "filtered" if is_over or stream.is_filtered else "read_ahead"
-        file, record_in_file, _ = records.origin(part, turn.number)
+        elif is_over or (followed.is_tokenized and not followed.is_document):
+            outcome = "filtered"
+        followed.close()
+        file, record_in_file, epoch = records.origin(part, turn.number)
         return Found(
             dataset=name,
             file=file,
             record=record_in_file,
-            epoch=turn.epoch,
-            shard=turn.shard,
+            epoch=epoch,
+            shard=shard,
             outcome=outcome,
-            document_tokens=stream.watched_tokens,
+            document_tokens=tokens,
             uses=tuple(sorted(uses, key=lambda use: (use.attempt, use.step))),
         )
-
-
-class _ShardStream:
-    """The rows of a shard, by the pipelines that made them.
-
-    Args:
-      run: the run.
-      shard: the shard's number.
-      saved: the saved state to begin at; None for the beginning of the data.
-      watched: see `provenance.FollowedShard`.
-
-    Attributes:
-      index: the number of the shard's next row.
-      begins: that of the first row that each period of the run makes.
-    """
-
-    def __init__(
-        self,
-        run: Provenance,
-        shard: int,
-        saved: SavedData | None,
-        *,
-        watched: tuple[str, int] | None = None,
-    ) -> None:
-        self._periods, self._shard, self._watched = run.periods, shard, watched
-        self._cursor: cursors.Cursor = None
-        if saved is not None:
-            self._cursor = saved.cursors([shard])[shard]
-        self.index = shard_rows.row_of(self._cursor)
-        self.begins = [
-            int(rows.emitted(run.num_shards, period.history)[shard])
-            for period in run.periods
-        ]
-        self._key: Any = None
-        # The shard by each pipeline, the current one last.
-        self._all: list[provenance.FollowedShard] = []
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the watched record was read."""
-        return any(each.is_read for each in self._all)
-
-    @property
-    def is_filtered(self) -> bool:
-        """Whether it was read, but did not become a document of tokens."""
-        return self.is_read and not any(
-            each.is_document or not each.is_tokenized for each in self._all
-        )
-
-    @property
-    def watched_tokens(self) -> int | None:
-        """The tokens of its document; None if they are not known."""
-        numbers = (each.watched_tokens for each in self._all)
-        return next((number for number in numbers if number is not None), None)
-
-    def next(self) -> list[provenance.Piece] | None:
-        """The documents of the next row; None for a row of padding."""
-        found = self._open().next()
-        self.index += 1
-        return found
-
-    def read_until(self, name: str) -> tuple[int, int] | None:
-        """See `provenance.read_until`."""
-        return provenance.read_until(self._open(ahead=False).cursor(), name)
-
-    def close(self) -> None:
-        """Closes what is open."""
-        if self._all:
-            self._all[-1].close()
-
-    def _open(self, *, ahead: bool = True) -> provenance.FollowedShard:
-        period = self._periods[bisect.bisect_right(self.begins, self.index) - 1]
-        if self._all and (period.key == self._key or not ahead):
-            return self._all[-1]
-        if self._all:
-            # The run continued with other weights or datasets, or in another stage.
-            self._cursor = self._all[-1].cursor()
-            self._all[-1].close()
-        self._key = period.key
-        make_shard, watched = _sharded(period.data).make_shard, self._watched
-        opened = provenance.FollowedShard(
-            make_shard, self._shard, self._cursor, watched=watched
-        )
-        self._all.append(opened)
-        return opened
-
-
-def _pieces(
-    stream: _ShardStream,
-    name: str,
-    turn: records.Turn,
-    index: int,
-    found: list[provenance.Piece] | None,
-    *,
-    end: int,
-) -> tuple[list[tuple[int, provenance.Piece]], bool]:
-    # The pieces of the record with the numbers of their rows in the shard, from one
-    # on, and whether no more can come.
-    pieces: list[tuple[int, provenance.Piece]] = []
-    num_tokens = 0
-    for number in itertools.count(1):
-        if index >= end:
-            # The first row is read in any case.
-            return pieces, number > 1 and _is_past(stream, name, turn)
-        if found is None and index >= stream.begins[-1]:
-            return pieces, True
-        # A later stage may have more of a shard that has ended.
-        found = found or []
-        pieces += [(index, piece) for piece in found]
-        num_tokens += sum(piece.num_tokens or 0 for piece in found)
-        is_whole = bool(num_tokens) and num_tokens + 1 == stream.watched_tokens
-        is_due = number % _CHECK_ROWS == 0
-        if is_whole or (is_due and _is_past(stream, name, turn)):
-            return pieces, True
-        index = stream.index
-        if index < end:
-            found = stream.next()
-    raise AssertionError
-
-
-def _is_past(stream: _ShardStream, name: str, turn: records.Turn) -> bool:
-    until = stream.read_until(name)
-    return until is not None and until > turn.at
 
 
 def _sharded(data: elastic_data.ElasticData) -> sharded_data.ShardedData:
@@ -669,9 +542,7 @@ class _Origins:
 
     def number(self, file: str, record: int) -> int:
         """The number over all files of a record."""
-        at = _file_number(self._files, file)
-        if at is None:
-            raise _unknown(file, self._files)
+        ((_, at),) = _located({"": self._files}, file)
         if not 0 <= record < self._counts[at]:
             raise errors.DataError(
                 f"{self._files[at]} has no record {record}: its {self._counts[at]:,}"
@@ -680,31 +551,29 @@ class _Origins:
         return int(self._firsts[at]) + record
 
 
-def _file_number(files: Sequence[str], file: str) -> int | None:
-    # The number of the file with this path, or with this end of its path.
-    if file in files:
-        return files.index(file)
+def _located(files: Mapping[str, Sequence[str]], file: str) -> list[tuple[str, int]]:
+    # The datasets that have the file with this path, or this end of its path, and the
+    # number of the file in each.
+    whole, end = os.path.abspath(file), "/" + file.lstrip("/")
     found = [
-        number
-        for number, each in enumerate(files)
-        if each.endswith("/" + file.lstrip("/")) or each == os.path.abspath(file)
+        (name, number, each)
+        for name, of_dataset in files.items()
+        for number, each in enumerate(of_dataset)
+        if each in (file, whole) or each.endswith(end)
     ]
-    if len(found) > 1:
+    if not found:
+        every = itertools.chain.from_iterable(files.values())
+        names = errors.first_of(sorted({os.path.basename(each) for each in every}))
+        raise errors.DataError(
+            f"{file} is not a file of the run's data, which has {names}; give the path"
+            " of one of them, or the end of it"
+        )
+    if len({name for name, _, _ in found}) < len(found):
         raise errors.ConfigError(
             f"{file}: {len(found)} files of the data end so,"
-            f" {', '.join(files[number] for number in found[:3])}; give more of the"
-            " path"
+            f" {errors.first_of(each for _, _, each in found)}; give more of the path"
         )
-    return found[0] if found else None
-
-
-def _unknown(file: str, files: Sequence[str]) -> errors.DataError:
-    names = sorted({os.path.basename(each) for each in files})
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
-    return errors.DataError(
-        f"{file} is not a file of the run's data, which has {shown}; give the path of"
-        " one of them, or the end of it"
-    )
+    return [(name, number) for name, number, _ in found]
 
 
 def _saved_at(step: int, path: epath.Path) -> list[SavedData]:

@@ -11,23 +11,19 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.checkpoint import foreign_steps
 from elastic_ckpt.core import errors, metrics
-from elastic_ckpt.inspect import page, run_files, status, survey
+from elastic_ckpt.inspect import page, run_files, status
 from elastic_ckpt.inspect.page import COLOURS, Fact, Mood, Point, Section, Series
 from elastic_ckpt.inspect.status import Event, Files
-from elastic_ckpt.inspect.survey import SavedData
 from elastic_ckpt.training import audit as audit_run
 from elastic_ckpt.training import step_log
 
 # The most lines of a table, and the most bars of a plot.
 _MOST_ROWS = 200
 _MOST_BARS = 12
-# The most steps in storage whose mixture is read.
-_MOST_STEPS = 40
 # Events that end the training of a world.
 _WORLD_ENDS = (
     *("slice_lost", "host_lost", "world_left"),
@@ -43,11 +39,6 @@ _PHASES = {
     "compile_secs": "load or compile",
     "step_secs": "first step",
 }
-_TIERS = {
-    "saved": "complete in RAM",
-    "replicated": "copied to peers",
-    "backed_up": "in storage",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,8 +52,6 @@ class Record:
       events: of `events.jsonl`.
       files: of metrics.
       attempts: of the step log, in order.
-      mixtures: the steps in storage with their data state, ascending; empty without a
-        mixture.
       audit: the fields of the audit's outcome, and `passed`; a text if there is none.
       made_secs: when the report is made, since the epoch.
     """
@@ -73,7 +62,6 @@ class Record:
     events: Sequence[Event]
     files: Files
     attempts: Sequence[step_log.Attempt]
-    mixtures: Sequence[tuple[int, SavedData]]
     audit: Mapping[str, Any] | str
     made_secs: float
 
@@ -97,14 +85,15 @@ class Record:
     @functools.cached_property
     def goodput_secs(self) -> dict[str, float]:
         """The seconds of all starts by cause, most first, of causes that took any."""
-        causes = {each.name: cause for cause, each in metrics.GOODPUT_SECS.items()}
-        secs = dict.fromkeys(metrics.GOODPUT_SECS, 0.0)
-        for line in itertools.chain.from_iterable(self.files.values()):
-            if line["metric"] in causes:
-                secs[causes[line["metric"]]] += line["sum"]
-        first = {"productive": secs.pop("productive")}
-        by_secs = dict(sorted(secs.items(), key=lambda each: -each[1]))
-        return {cause: each for cause, each in (first | by_secs).items() if each}
+        lines = [*itertools.chain.from_iterable(self.files.values())]
+        secs = {
+            cause: sum(line["sum"] for line in lines if line["metric"] == metric.name)
+            for cause, metric in metrics.GOODPUT_SECS.items()
+        }
+        by_secs = sorted(
+            secs.items(), key=lambda each: (each[0] != "productive", -each[1])
+        )
+        return {cause: each for cause, each in by_secs if each}
 
     @functools.cached_property
     def counted(self) -> list[int]:
@@ -145,9 +134,6 @@ def collect(directory: str) -> Record:
       DataError: if it has trained nothing yet.
     """
     recorded, events = run_files.read(directory), run_files.read_events(directory)
-    steps = list(foreign_steps.steps(recorded.steps_directory).items())
-    # Evenly, with the last.
-    every = -(-len(steps) // _MOST_STEPS) or 1
     is_alive = run_files.is_alive(directory)
     return Record(
         run=recorded.run,
@@ -156,12 +142,6 @@ def collect(directory: str) -> Record:
         events=events,
         files=run_files.read_metrics(os.path.join(directory, run_files.METRICS)),
         attempts=step_log.read(directory),
-        mixtures=[
-            (step, data)
-            for step, path in steps[::-1][::every][::-1]
-            if isinstance(data := survey.data_of(path), SavedData)
-            and len(_datasets(data)) > 1
-        ],
         audit="No audit was asked for.",
         made_secs=time.time(),
     )
@@ -185,7 +165,7 @@ def report(record: Record) -> str:
     return page.to_html(
         f"Run {record.run}",
         f"{record.directory}, as of {_utc(record.made_secs)}",
-        list(_facts(record)),
+        _facts(record),
         [
             _interruptions(record),
             _goodput(record),
@@ -193,32 +173,33 @@ def report(record: Record) -> str:
             _loss(record),
             _step_time(record),
             _recoveries(record),
-            _tiers(record),
-            *([_mixture(record)] if record.mixtures else []),
             _sample_order(record),
         ],
     )
 
 
-def _facts(record: Record) -> Iterator[Fact]:
+def _facts(record: Record) -> list[Fact]:
     moods: dict[str, Mood] = {"finished": "good", "failed": "bad", "not running": "bad"}
     phase = record.phase.partition(":")[0]
-    yield Fact(name="the run", value=phase, mood=moods.get(phase, ""))
     logged = (each.step for a in record.attempts for each in a.records)
-    done = 1 + max(logged, default=-1)
-    planned = [f" of {each['steps']:,}" for each in record.named("run_started")]
-    yield Fact(name="steps", value=f"{done:,}{''.join(planned[-1:])}")
+    steps = f"{1 + max(logged, default=-1):,}"
+    for each in record.named("run_started")[-1:]:
+        steps += f" of {each['steps']:,}" if each["steps"] else ""
     losses = [loss for _, loss in record.losses(is_counted=True)]
-    since = f"loss, from {losses[0]:.4f}" if losses else "loss"
-    yield Fact(name=since, value=f"{losses[-1]:.4f}" if losses else "none")
+    since, loss = (f"loss, from {losses[0]:.4f}", losses[-1]) if losses else ("loss", 0)
     changes = record.named("recovered")
     lost = sum(each["steps_lost"] for each in changes)
-    yield Fact(name="goodput", value=_goodput_percent(record))
-    yield Fact(name="verdicts", value=f"{len(record.named('verdict')):,}")
-    yield Fact(name="changes of slices", value=f"{len(changes):,}")
-    yield Fact(name="steps trained again", value=f"{lost:,}")
-    value, mood = _outcome(record.audit)
-    yield Fact(name="sample order", value=value or "not audited", mood=mood)
+    outcome, outcome_mood = _outcome(record.audit)
+    facts: list[tuple[str, str, Mood]] = [
+        ("the run", phase, moods.get(phase, "")),
+        ("steps", steps, ""),
+        (since, f"{loss:.4f}" if losses else "none", ""),
+        ("goodput", _goodput_percent(record), ""),
+        ("verdicts", f"{len(record.named('verdict')):,}", ""),
+        ("changes of slices", f"{len(changes):,}", ""),
+        ("steps trained again", f"{lost:,}", ""),
+        ("sample order", outcome or "not audited", outcome_mood),
+    ]
     # Only bad news are news.
     bad = {
         "bad copies read": sum(e["bad_copies"] for e in record.named("restored_from")),
@@ -226,9 +207,10 @@ def _facts(record: Record) -> Iterator[Fact]:
         "rollbacks": len(record.named("rolled_back")),
         "copies of the state that differed": len(record.named("replicas_differ")),
     }
-    for name, count in bad.items():
-        if count:
-            yield Fact(name=name, value=f"{count:,}", mood="bad")
+    return [
+        *(Fact(name=name, value=value, mood=mood) for name, value, mood in facts),
+        *(Fact(name=n, value=f"{c:,}", mood="bad") for n, c in bad.items() if c),
+    ]
 
 
 def _interruptions(record: Record) -> Section:
@@ -308,43 +290,24 @@ def _goodput(record: Record) -> Section:
 
 
 def _slices(record: Record) -> Section:
-    title = "Slices over time"
-    chosen: list[Point] = []
+    title, slices = "Slices over time", 0
     training: list[Point] = [(0.0, 0.0)]
-    slices = 0
-    is_elastic = bool(record.named("world_started"))
     for event in record.events:
         minute, name = record.minute(event), event["event"]
-        if name == "world_started":
-            chosen.append((minute, len(event["slices"])))
-        elif name == "run_started":
+        if name == "run_started":
             slices = event["slices"]
-            chosen += [] if is_elastic else [(minute, slices)]
         elif name in ("compiled", "executable_loaded") and not training[-1][1]:
             training.append((minute, slices))
         elif name in _WORLD_ENDS and training[-1][1]:
             training.append((minute, 0.0))
-    if not chosen:
+    if not record.events:
         return Section(title=title, text="Nothing was recorded.")
-    end = record.minute(record.events[-1])
+    training.append((record.minute(record.events[-1]), training[-1][1]))
     return Section(
         title=title,
         text="The filled part trains; gaps are starts and changes.",
         spec=page.lines(
-            [
-                Series(
-                    name="training",
-                    points=[*training, (end, training[-1][1])],
-                    kind="area",
-                ),
-                Series(
-                    name="chosen",
-                    points=[*chosen, (end, chosen[-1][1])],
-                    kind="steps",
-                    is_dashed=True,
-                    colour=COLOURS[1],
-                ),
-            ],
+            [Series(name="training", points=training, kind="area")],
             x="minutes since the first event",
             y="slices",
             marks=_marks(record),
@@ -419,69 +382,6 @@ def _recoveries(record: Record) -> Section:
             for each in changes
         ],
     )
-
-
-def _tiers(record: Record) -> Section:
-    trained = [
-        (record.minute(line), float(line["step"]))
-        for line in record.lines(metrics.TRAIN_LOSS)
-    ]
-    series = [Series(name="trained", points=trained, kind="steps", is_dashed=True)]
-    for place, (event, name) in enumerate(_TIERS.items(), 1):
-        points = [(record.minute(e), float(e["step"])) for e in record.named(event)]
-        series.append(
-            Series(name=name, points=points, kind="steps", colour=COLOURS[place])
-        )
-    return _of_lines(
-        series,
-        title="Newest step of each tier",
-        text="The distance to the trained step is what a loss would cost.",
-        axes=("minutes since the first event", "step"),
-        marks=_marks(record),
-    )
-
-
-def _mixture(record: Record) -> Section:
-    shares = [
-        (
-            float(step),
-            {
-                "consumed": _percents(data.taken),
-                "weight": _percents({k: v["weight"] for k, v in _datasets(data)}),
-            },
-        )
-        for step, data in record.mixtures
-    ]
-    names = sorted({name for _, of_step in shares for name in of_step["weight"]})
-    step, data = record.mixtures[-1]
-    return _of_lines(
-        [
-            Series(
-                name=f"{name}: {kind}",
-                points=[(step, of[kind].get(name, 0.0)) for step, of in shares],
-                is_dashed=kind == "weight",
-                colour=colour,
-            )
-            for name, colour in page.coloured(names).items()
-            for kind in ("consumed", "weight")
-        ],
-        title="Mixture",
-        text=f"Documents that the cursors of each stored step have taken;"
-        f" {sum(data.taken.values()):,} by step {step:,}. A shard takes whole"
-        " documents, so shares of few documents are far from the weights.",
-        axes=("step in storage", "% of documents"),
-        from_zero=True,
-    )
-
-
-def _datasets(data: SavedData) -> Collection[tuple[str, Any]]:
-    datasets: Any = data.pipeline.get("datasets", {})
-    return datasets.items()
-
-
-def _percents(of: Mapping[str, float]) -> dict[str, float]:
-    total = sum(of.values()) or 1
-    return {name: 100 * each / total for name, each in of.items()}
 
 
 def _sample_order(record: Record) -> Section:

@@ -1,9 +1,11 @@
 """A loop of the user's own, recorded in a run directory: audit, status and report."""
 
 import contextlib
+import errno
 import importlib
 import json
 import sys
+from unittest import mock
 
 import jax
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 
 import elastic_ckpt as ec
 from elastic_ckpt.cli import main
-from elastic_ckpt.core import errors, process, storage
+from elastic_ckpt.core import errors, jsonlog, process, storage
 from elastic_ckpt.elastic.world import BetweenWorlds, World
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.tiers.persistent.claims import Claimant
@@ -216,6 +218,39 @@ def test_losses_may_be_left_out_and_steps_are_numbered_from_one(tmp_path, data):
     (attempt,) = step_log.read(tmp_path / "run")
     assert [record.step for record in attempt.records] == [0, 1, 2, 3, 4]
     assert all(record.loss != record.loss for record in attempt.records)
+
+
+def test_every_step_is_durable_when_its_save_is_announced(tmp_path, data, monkeypatch):
+    told = []
+    batches = batches_of(data)
+    tiers = [ec.Persistent(tmp_path / "saved", every=1)]
+
+    def emit(name, **fields):
+        told.append((name, fields.get("why", fields.get("step"))))
+
+    def logged():
+        (attempt,) = step_log.read(tmp_path / "run")
+        return [(each.step, each.row, each.loss) for each in attempt.records]
+
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with ec.RunDirectory(tmp_path / "run", tiers=tiers, steps=9, emit=emit) as run:
+        for step in range(1, 7):
+            run.log(step, next(batches), loss=jax.numpy.float32(step))
+        run.emit("save_started", step=6)
+        assert logged() == [(n, 4 * n, n + 1) for n in range(6)]
+        # Each is told before the save that has it.
+        assert [step for name, step in told if name == "step"] == [1, 2, 3, 4, 5, 6]
+        with monkeypatch.context() as patch:
+            patch.setattr(jsonlog._File, "_take", full)
+            run.log(7, next(batches), loss=7.0)
+            run.emit("save_started", step=7)
+        name, why = told[-2]
+        assert name == "degraded"
+        assert "the step log is not written, and tried again" in why
+        run.emit("save_started", step=7)
+        assert len(logged()) == 7
+    batches.close()
+    assert told[-1] == ("run_stopped", 7)
 
 
 def test_the_metrics_of_a_step_may_come_after_it_is_saved(tmp_path, data):
