@@ -357,7 +357,7 @@ def _train(
                 state,
                 compiled=lambda *_, **__: compiled,
                 begin=world.begin,
-                is_stopping=world.should_stop,
+                leaving=world.leaving,
             ).state
 
         sides: dict[str, Callable[[Any], Any]] = {"bare": bare, "loop": loop}

@@ -48,7 +48,7 @@ def train(world: World, *, fault: str, host: int, at_step: int, steps: int) -> N
         is_due = step == at_step and (world.number == 1 or host == -1)
         if is_here and is_due and fault in FAULTS:
             FAULTS[fault](world)
-        if world.should_stop(step):
+        if world.leaving(step):
             return
 
 

@@ -62,17 +62,17 @@ def train(world: ec.elastic.World, directory: pathlib.Path, steps: int) -> None:
             step = checkpointer.latest.step
             wanted = {"state": state, "data": batches}
             state = checkpointer.load_checkpointables(step, wanted)["state"]
-        stopping = False
-        while step < steps and not stopping:
+        leaving = None
+        while step < steps and leaving is None:
             state, loss = train_step(state, next(batches))
             step += 1
-            stopping = world.should_stop(step)
+            leaving = world.leaving(step)
             if step % 50 == 0 and jax.process_index() == 0:
                 print(f"step {step} on slices {world.slices}: loss {loss:.3f}")
             checkpointer.save_checkpointables_async(
                 step,
                 {"state": state, "data": batches},
-                force=stopping or step == steps,
+                force=leaving is not None or step == steps,
             )
     batches.close()
 

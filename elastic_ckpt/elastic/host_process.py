@@ -31,11 +31,12 @@ _ABORT_SECS = 2.0
 _REPORT_SECS = 10.0
 # Between two looks for connections of a host that is cut off.
 _CUT_SECS = 0.02
-# The messages of the supervisor: a world begins, and its hosts leave for another one;
-# with the last one, the memory of some of them is lost when they have left.
+# The supervisor's orders: the world begins; its hosts leave for another one, without or
+# with the loss of some host's memory; or the run ends.
 BEGIN = b"begin"
 LEAVE = b"leave"
 LOSE_MEMORY = b"lose memory"
+STOP = b"stop"
 
 
 class HostChannel:
@@ -54,8 +55,7 @@ class HostChannel:
         # How many phases have begun, reported or not.
         self._num_begun = 0
         self._has_stepped = False
-        # The message with which this host leaves.
-        self._left = b""
+        self._order = b""
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
         """Sends an event."""
@@ -108,22 +108,16 @@ class HostChannel:
         # it.
         termination.call_beside(signal.SIGTERM, lambda: self.send({"sigterm": True}))
 
-    @property
-    def is_left(self) -> bool:
-        """Whether this host stops because the run continues in another world."""
-        with self._lock:
-            if not self._left and self._pipe.poll():
-                try:
-                    self._left = self._pipe.recv_bytes()
-                except (EOFError, OSError):
-                    # The supervisor is about to kill this process.
-                    self._left = LEAVE
-            return bool(self._left)
-
-    @property
-    def loses_memory(self) -> bool:
-        """Whether hosts leave whose memory is lost then."""
-        return self.is_left and self._left == LOSE_MEMORY
+    def order(self, within_secs: float = 0.0) -> bytes:
+        """The order to leave or to stop; empty if none arrives in time."""
+        # Without the lock of `send`, which other threads wait for.
+        if not self._order and self._pipe.poll(within_secs):
+            try:
+                self._order = self._pipe.recv_bytes()
+            except (EOFError, OSError):
+                # The supervisor is about to kill this process.
+                self._order = LEAVE
+        return self._order
 
 
 # The program of a host; it joins the world as the given member.
@@ -175,7 +169,7 @@ def run(
         # Skips JAX's shutdown, which would wait for hosts that hang.
         os._exit(1)
     sys.stdout.flush()
-    if channel.is_left:
+    if channel.order() in (LEAVE, LOSE_MEMORY):
         # Does not wait for threads that make backups: the next world makes them.
         os._exit(0)
 

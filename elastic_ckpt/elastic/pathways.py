@@ -24,7 +24,7 @@ from elastic_ckpt.elastic.decision import Decision, Failure, Slices
 from elastic_ckpt.elastic.device_state import DeviceState
 from elastic_ckpt.elastic.host_failure import WorldLostError
 from elastic_ckpt.elastic.simulated_slices import SimulatedSlices
-from elastic_ckpt.elastic.world import BetweenWorlds, Steps, World
+from elastic_ckpt.elastic.world import BetweenWorlds, Leaving, Steps, World
 from elastic_ckpt.tiers.persistent import claims
 
 # The longest time between two looks at the slices while there are too few.
@@ -171,7 +171,7 @@ class Pathways:
 
         steps = Steps(report)
 
-        def leave(step: int) -> bool:
+        def leave(step: int) -> Leaving | None:
             steps.done(step)
             return leaving(step)
 
@@ -188,12 +188,12 @@ class Pathways:
                     devices=devices,
                     microbatches=work.accumulated,
                     emit=steps,
-                    should_stop=leave,
-                    should_stop_early=leaving.for_others,
-                    will_resume=leaving.is_left,
+                    leaving=leave,
                     begin=self._begin,
                     _between=BetweenWorlds(
-                        device_state=self._device_state, claimant=self._claimant
+                        device_state=self._device_state,
+                        claimant=self._claimant,
+                        resumes=leaving.is_left,
                     ),
                 )
             )
@@ -280,19 +280,15 @@ class _Leaving:
         self._has_changed = has_changed
         self._is_stopped = False
 
-    def __call__(self, step: int) -> bool:
+    def __call__(self, step: int) -> Leaving | None:
         self._inject(step)
         self._is_stopped = self._is_stopped or self.is_ending(step)
-        if self.step is None and self._is_stopped:
-            self.step = step
-        return self.for_others(step)
-
-    def for_others(self, step: int) -> bool:
-        """Whether to leave for other slices; before the first step, too."""
+        if self._is_stopped:
+            return "stop"
         if self.step is None and (decided := self._has_changed()):
             self.step = step
             self._emit("world_leaving", slices=leaving_for(decided))
-        return self.step is not None
+        return None if self.step is None else "resume"
 
     def is_left(self) -> bool:
         """Whether the run continues in another world."""

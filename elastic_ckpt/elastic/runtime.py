@@ -5,7 +5,7 @@
     ec.elastic.run(train, cluster=cluster, policy=ec.elastic.Policy(min_slices=2))
 
 The training function is called anew for each world. It restores the newest step,
-trains, and returns when it is done, or when `world.should_stop(step)` returns True.
+trains, and returns when it is done, or when `world.leaving(step)` says so.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def run(
                 ...  # Restore the newest step, if there is one.
                 while step < 1000:
                     ...  # Train a step, and save it.
-                    if world.should_stop(step):
+                    if world.leaving(step):
                         return
 
         if __name__ == "__main__":
@@ -81,7 +81,7 @@ def run(
 
     Args:
       train: the training function, picklable. It returns at the end of the run, and
-        when `world.should_stop` says so.
+        when `world.leaving` says so.
       cluster: the slices.
       policy: when to train, to wait and to stop; or a function that returns the present
         policy and is called often: another object changes it.

@@ -255,6 +255,7 @@ class HostProcesses:
             self._emit("stop_requested", within_secs=self._grace_secs)
             self._deadline_secs = time.monotonic() + self._grace_secs
             if not self.is_left:
+                self._tell(host_process.STOP)
                 self._terminate()
             self.is_left = False
 

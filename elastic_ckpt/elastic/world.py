@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import watch
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from elastic_ckpt.tiers.persistent.claims import Claimant
 
 
+# "stop": save and return, and the run ends. "resume": save and return, and the run
+# continues in another world.
+Leaving = Literal["stop", "resume"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BetweenWorlds:
     """What a world shares with those before and after it.
@@ -35,14 +40,17 @@ class BetweenWorlds:
       claimant: claims the world for this start of the run; None claims no worlds.
       device_state: the state that stays on the devices between worlds; None if each
         world has other processes.
-      loses_memory: whether the memory of some host is lost when it has left, so that
-        copies have to be made before.
+      resumes: whether the hosts have agreed to leave for another world of the run,
+        which makes the backups that are still owed.
+      loses_memory: whether a host loses its memory when it leaves, so that copies have
+        to be made before.
     """
 
     executables: KeptExecutables | None = None
     preloaded: Preloaded | None = None
     claimant: Claimant | None = None
     device_state: DeviceState | None = None
+    resumes: Callable[[], bool] = lambda: False
     loses_memory: Callable[[], bool] = lambda: False
 
 
@@ -64,12 +72,10 @@ class World:
       microbatches: into how many equal parts a device divides its rows of a batch so
         that they fit into its memory; the gradients of the parts are summed.
       emit: call it with an event to report it.
-      should_stop: call it after each step, on all hosts, with the number of steps that
-        are done; returns, the same on all hosts, whether to save and return now.
-      should_stop_early: the same before the first step of this world, as the function
-        may take long to compile.
-      will_resume: returns whether the hosts have agreed to leave and the run continues
-        in another world, so that copies and backups can be left to that one.
+      leaving: call it after each step, on all hosts, with the number of steps that are
+        done. Returns the same on all hosts: None to continue, `"stop"` to save and
+        return because the run ends, `"resume"` to save and return because the run
+        continues in another world.
       begin: call it with the name of a phase (`restore`, `step`, `evaluate`) whenever
         it begins, so that a hang in it is found sooner.
     """
@@ -82,9 +88,7 @@ class World:
     ram_directory: str | None = None
     microbatches: int = 1
     emit: events.Emit = events.nobody
-    should_stop: Callable[[int], bool] = lambda _: False
-    should_stop_early: Callable[[int], bool] = lambda _: False
-    will_resume: Callable[[], bool] = lambda: False
+    leaving: Callable[[int], Leaving | None] = lambda _: None
     begin: Callable[[str], None] = lambda _: None
     _between: BetweenWorlds = BetweenWorlds()
 
@@ -141,7 +145,7 @@ class World:
           state: a pytree of arrays, which must not be donated afterwards.
         """
         device_state = self._between.device_state
-        if device_state is not None and self.will_resume():
+        if device_state is not None and self._between.resumes():
             device_state.put(step, state)
 
     def take_state(self, step: int, abstract_state: Any) -> Any:
@@ -216,9 +220,9 @@ def of_run(world: World) -> RunWorld:
     """The world, as a checkpointer has to know it."""
     from elastic_ckpt.checkpoint import run_world
 
-    # A process that goes on makes its backups itself, before it leaves.
-    is_left = world.will_resume if world.devices is None else lambda: False
     shared = between(world)
+    # A process that goes on makes its backups itself, before it leaves.
+    is_left = shared.resumes if world.devices is None else lambda: False
     return run_world.RunWorld(
         number=world.number,
         claimant=shared.claimant,

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from elastic_ckpt.core import events
+from elastic_ckpt.core import allgather, events
 from elastic_ckpt.elastic import host_process, kept_executables, watch
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.hardware import Hardware
 from elastic_ckpt.elastic.member import Member
-from elastic_ckpt.elastic.world import BetweenWorlds, Steps, World
+from elastic_ckpt.elastic.world import BetweenWorlds, Leaving, Steps, World
 from elastic_ckpt.steps import layout
+
+# How long hosts that got SIGTERM wait for the supervisor's order, which arrives at once
+# unless the supervisor is lost; and for each other.
+_ORDER_SECS = 5.0
+_AGREE_SECS = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,18 +116,7 @@ def run_host(
         emit = steps = Steps(channel if member.host == 0 else events.nobody)
         emit("world_joined", world=assignment.number)
         channel.begin(watch.TRAIN)
-        left: list[int] = []
-
-        def is_ending(step: int) -> bool:
-            if is_leaving(step):
-                left.append(step)
-            return bool(left)
-
-        def leave(step: int) -> bool:
-            channel.step()
-            steps.done(step)
-            return is_ending(step)
-
+        leaving = _Leaving(is_leaving, channel, steps)
         train(
             World(
                 number=assignment.number,
@@ -132,20 +126,64 @@ def run_host(
                 rows=assignment.work.rows,
                 microbatches=assignment.work.accumulated,
                 emit=emit,
-                should_stop=leave,
-                should_stop_early=is_ending,
-                will_resume=lambda: bool(left) and channel.is_left,
+                leaving=leaving,
                 begin=channel.begin,
                 _between=BetweenWorlds(
                     executables=kept,
                     preloaded=preloaded,
                     claimant=assignment.claimant,
-                    loses_memory=lambda: bool(left) and channel.loses_memory,
+                    resumes=lambda: leaving.answer == "resume",
+                    loses_memory=lambda: leaving.loses_memory,
                 ),
             )
         )
-        if left:
-            emit("world_left", step=left[-1])
+        if leaving.answer is not None:
+            emit("world_left", step=leaving.step)
+
+
+class _Leaving:
+    """Answers `World.leaving`, the same on all hosts.
+
+    Args:
+      is_reached: whether the hosts have agreed to leave after a number of steps.
+      channel: to the supervisor, which says whether the run continues.
+      steps: reports the steps.
+
+    Attributes:
+      answer: None until the hosts have agreed to leave.
+      step: the steps that are done then.
+      loses_memory: whether a host loses its memory when it leaves.
+    """
+
+    def __init__(
+        self,
+        is_reached: Callable[[int], bool],
+        channel: host_process.HostChannel,
+        steps: Steps,
+    ) -> None:
+        self._is_reached = is_reached
+        self._channel = channel
+        self._steps = steps
+        self._hosts = allgather.new()
+        self.answer: Leaving | None = None
+        self.step = 0
+        self.loses_memory = False
+
+    def __call__(self, step: int) -> Leaving | None:
+        self._channel.step()
+        self._steps.done(step)
+        if self.answer is None and self._is_reached(step):
+            self._agree(step)
+        return self.answer
+
+    def _agree(self, step: int) -> None:
+        # SIGTERM may reach a host before the supervisor's order reaches any.
+        own = self._channel.order(_ORDER_SECS).decode()
+        told = self._hosts.gather("leaving", own, timeout_secs=_AGREE_SECS)
+        orders = {each.encode() for each in told}
+        is_over = host_process.STOP in orders or orders == {b""}
+        self.answer, self.step = "stop" if is_over else "resume", step
+        self.loses_memory = host_process.LOSE_MEMORY in orders
 
 
 def _take_share(

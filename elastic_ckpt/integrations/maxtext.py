@@ -76,7 +76,7 @@ def run(
         maxtext_hooks.MANAGER: this.make_manager,
         maxtext_hooks.DATA: this.make_data,
         maxtext_hooks.LOGGER: this.make_logger,
-        maxtext_hooks.STOP: this.should_stop,
+        maxtext_hooks.STOP: this.leaves_after,
     }
     with contextlib.ExitStack() as hooks:
         for hook, function in functions.items():
@@ -132,7 +132,7 @@ class Run:
         # The steps that are done, and those that were when MaxText began.
         self._done = self._start = 0
         # The newest step that MaxText asked about, and the answer.
-        self._asked = (-1, False)
+        self._asked: tuple[int, str | None] = (-1, None)
 
     def prepare(
         self, original: Callable[..., Any], raw_keys: Any, *rest: Any, **more: Any
@@ -290,21 +290,21 @@ class Run:
         made.buffer_and_write_metrics = report
         return made
 
-    def should_stop(
+    def leaves_after(
         self, original: Callable[..., bool], checkpoint_manager: Any, step: int
     ) -> bool:
         """Whether the hosts of a world leave it; the last step ends the run instead."""
         if self._world is None:
             return original(checkpoint_manager, step)
         if step != self._asked[0] and step != self._config.steps - 1:
-            # By the number by which the checkpointer asks the same service.
-            self._asked = (step, self._world.should_stop(step))
-        return self._asked[1]
+            # MaxText numbers its steps from 0.
+            self._asked = (step, self._world.leaving(step + 1))
+        return self.is_leaving
 
     @property
     def is_leaving(self) -> bool:
         """Whether the hosts have agreed to leave their world."""
-        return self._asked[1]
+        return self._asked[1] is not None
 
     def begin(self, phase: str) -> None:
         """Notes a phase of the run, for those who watch its hosts."""

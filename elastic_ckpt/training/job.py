@@ -269,9 +269,7 @@ class Job:
         *,
         compiled: Compile | None = None,
         begin: Callable[[str], None] = lambda _: None,
-        is_stopping: Callable[[int], bool] = lambda _: False,
-        is_ending: Callable[[int], bool] = lambda _: False,
-        is_left: Callable[[], bool] = lambda: False,
+        leaving: Callable[[int], object] = lambda _: None,
     ) -> Ended:
         """Trains from `state` to the last step, or until asked to stop.
 
@@ -284,10 +282,7 @@ class Job:
           state: from `restore_or_init`; its buffers are donated.
           compiled: compiles the step; by default anew in each world.
           begin: called with the name of each phase that begins.
-          is_stopping: called after each step; whether to save and end there, the same
-            on all hosts.
-          is_ending: see `Loop`.
-          is_left: see `Loop`.
+          leaving: see `Loop`.
         """
         number = self.loop.saver.checkpointer.claim_world() if self.loop.saver else 0
         gather = functools.partial(
@@ -298,10 +293,7 @@ class Job:
             compiled=_Compiled(compiled or self.loop.compiled),
             begin=begin,
             barrier=functools.partial(gather, "compiled", None),
-            is_stopping=is_stopping,
-            is_ending=is_ending,
-            # The supervisor's message may not have reached all hosts yet.
-            is_left=lambda: any(gather("left", is_left())),
+            leaving=leaving,
         )
         restored = int(state["step"])
         older = self._distrust_restore(restored, begin)
@@ -567,7 +559,10 @@ def train(
                 job.loop.saver.checkpointer.let_others_write()
             raise
         if ended.is_stopped:
-            emit("run_stopped", step=ended.step, saved=job.loop.saver is not None)
+            # Backups that are owed to another world are not made if there is none.
+            saver = job.loop.saver
+            is_saved = saver is not None and not saver.checkpointer.is_left
+            emit("run_stopped", step=ended.step, saved=is_saved)
         else:
             secs = time.monotonic() - began_secs
             emit("run_finished", step=ended.step, secs=secs)
@@ -609,9 +604,7 @@ def _run(job: Job, world: World) -> Ended:
         state,
         compiled=world.compiled,
         begin=world.begin,
-        is_stopping=world.should_stop,
-        is_ending=world.should_stop_early,
-        is_left=world.will_resume,
+        leaving=world.leaving,
     )
     world.begin(watch.CLOSE)
     world.put_state(ended.step, ended.state)
@@ -653,6 +646,6 @@ def alone(config: schema.Config, emit: events.Emit) -> Iterator[World]:
             slices=tuple(range(slices)),
             slice_name=topology.slice_of_this_host(slices),
             emit=emit,
-            should_stop=is_ending,
+            leaving=lambda step: "stop" if is_ending(step) else None,
             _between=BetweenWorlds(claimant=claimant),
         )

@@ -149,11 +149,7 @@ class Loop:
         `validate`, `save`.
       barrier: returns when all hosts have called it. It is called after
         compiling, because a collective on CPU fails if a host is more than 30 s late.
-      is_stopping: called after each step; returns whether to save and end now, the same
-        on all hosts.
-      is_ending: as `is_stopping`, before the first batch and the first step.
-      is_left: called then; whether the run continues in another world, which needs no
-        save if no step was done. Otherwise the loop ends after its first step.
+      leaving: see `World.leaving`; called after each step but the last.
     """
 
     program: train_step.Program
@@ -168,9 +164,7 @@ class Loop:
     callbacks: Callbacks = dataclasses.field(default_factory=Callbacks)
     begin: Callable[[str], None] = lambda _: None
     barrier: Callable[[], object] = lambda: None
-    is_stopping: Callable[[int], bool] = lambda _: False
-    is_ending: Callable[[int], bool] = lambda _: False
-    is_left: Callable[[], bool] = lambda: False
+    leaving: Callable[[int], object] = lambda _: None
 
     def run(
         self, state: train_step.TrainState, *, start_step: int, steps: int
@@ -196,10 +190,6 @@ class Loop:
     ) -> Ended:
         done, saved = start_step, -1
         stopping = False
-        # Before it compiles, and before its first step.
-        is_ending = done < steps and self.is_ending(done)
-        if is_ending and self.is_left():
-            return Ended(state=state, step=done, is_stopped=True)
         step = self.program.step
         self.batches.begin_at(start_step)
         form: list[Any] = []
@@ -218,15 +208,11 @@ class Loop:
             form = [(each.shape, each.dtype) for each in leaves]
             if form != before:
                 step = self._compiled(done + 1, state, batch)
-            if done == start_step and not is_ending:
-                is_ending = self.is_ending(done)
-                if is_ending and self.is_left():
-                    return Ended(state=state, step=done, is_stopped=True)
             state, report = step(state, batch)
             recorder.take(done, report)
             done += 1
             # Before it is logged: a step that was reported is saved at a signal.
-            stopping = done < steps and (self.is_stopping(done) or is_ending)
+            stopping = done < steps and self.leaving(done) is not None
             if done == start_step + 1:
                 recorder.write_pending()
             if self.evaluation and self.evaluation.is_due(done):

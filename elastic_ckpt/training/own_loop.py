@@ -20,7 +20,7 @@ from etils import epath
 
 from elastic_ckpt.core import errors, events, metrics, storage, storage_cause, topology
 from elastic_ckpt.data import elastic_data
-from elastic_ckpt.elastic.world import World, is_claiming
+from elastic_ckpt.elastic.world import World, between, is_claiming
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.inspect.run_files import RunRecord
 from elastic_ckpt.tiers.choices import Chosen, Tier
@@ -94,7 +94,8 @@ class RunDirectory:
         self._steps = steps
         slices = 1 if _config is None else _config.world.slices
         self._world = topology.present(slices) if world is None else world.topology
-        self._will_resume = (lambda: False) if world is None else world.will_resume
+        self._resumes = (lambda: False) if world is None else between(world).resumes
+        self._has_local = chosen.local is not None
         if _config is None:
             record = _record(self._name, chosen, path)
         else:
@@ -239,11 +240,14 @@ class RunDirectory:
         self._show_pending()
         if error is None and self._journal is not None and self._done:
             is_done = self._steps is None or self._done >= self._steps
-            if is_done and not self._will_resume():
+            resumes = self._resumes()
+            if is_done and not resumes:
                 secs = time.monotonic() - self._began_secs
                 self.emit("run_finished", step=self._done, secs=secs)
             else:
-                is_saved = self._saved == self._done
+                # If no other world follows, none makes the backup.
+                is_lent = resumes and self._has_local
+                is_saved = self._saved == self._done and not is_lent
                 self.emit("run_stopped", step=self._done, saved=is_saved)
         # The journal notes why a run failed.
         self._closing.__exit__(kind, error, trace)

@@ -136,7 +136,7 @@ def test_a_lost_slice_is_reported_and_missing_and_new_when_it_returns(case):
 def test_hosts_leave_after_the_same_step_and_lose_none(case):
     assert not case.open().run(steps=MANY, has_changed=lambda: True)
     (step,) = {each["step"] for each in case.notes("left")}
-    assert all(each["is_left"] for each in case.notes("left"))
+    assert {each["why"] for each in case.notes("left")} == {"resume"}
     assert case.named("world_left") == [{"step": step}]
     assert not case.named("slice_lost")
     assert set(case.cluster.slices(BOTH).present_secs) == BOTH
@@ -155,7 +155,7 @@ def test_sigterm_ends_the_run_after_a_step(case):
     case.open()
     assert case.run(steps=MANY, action=str(os.getpid()), at_step=2)
     assert case.named("stop_requested")
-    assert not any(each["is_left"] for each in case.notes("left"))
+    assert {each["why"] for each in case.notes("left")} == {"stop"}
     assert not case.named("world_left")
 
 

@@ -119,23 +119,3 @@ def test_slices_beside_a_world_are_lost_and_come_back(cluster):
         ("slice_lost", lost),
         ("slice_returned", {"slice": 3}),
     ]
-
-
-def test_a_world_that_is_to_end_is_left_before_its_first_step(cluster):
-    left = []
-
-    def train(world):
-        left.append((world.should_stop_early(4), world.will_resume()))
-
-    over = cluster.run_world(
-        train,
-        Assignment(
-            number=1,
-            work=decision.Train(slices=(0, 1), spares=(), rows=0, accumulated=1),
-        ),
-        emit=cluster.emit,
-        has_changed=lambda: True,
-    )
-    assert left == [(True, True)]
-    assert not over
-    assert ("world_left", {"step": 4}) in cluster.events

@@ -33,7 +33,7 @@ import elastic_ckpt as ec
 def train(world):
     assert world.ram_directory is None
     for step in range(1, 21):
-        if world.should_stop(step):
+        if world.leaving(step):
             return
 
 def main():

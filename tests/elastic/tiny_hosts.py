@@ -29,8 +29,8 @@ def counts(world, *, steps, directory, action="", at_step=0):
         world.emit("step", step=step, steps=steps, loss=loss, secs=0.0, **RATES)
         if step == at_step and topology.is_primary():
             act(action)
-        if world.should_stop(step):
-            note(directory, world, "left", step=step, is_left=world.will_resume())
+        if why := world.leaving(step):
+            note(directory, world, "left", step=step, why=why)
             return
 
 
@@ -41,7 +41,7 @@ def compiles_for_ever(world, *, steps):
         world.begin("compile")
         time.sleep(3600)
     for step in range(1, steps + 1):
-        if world.should_stop(step):
+        if world.leaving(step):
             return
 
 

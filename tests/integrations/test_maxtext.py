@@ -214,7 +214,7 @@ def test_a_world_that_is_left_saves_and_its_supervisor_keeps_the_events(
         slices=(0,),
         slice_name="0",
         emit=lambda name, **fields: told.append((name, fields)),
-        should_stop=lambda step: step == 2,
+        leaving=lambda step: "resume" if step == 3 else None,
     )
     given = stand_in.arguments(installed, tmp_path, steps=9)
     maxtext.run(given, world=this)

@@ -16,11 +16,11 @@ from elastic_ckpt.integrations import maxtext_keys, maxtext_worlds
 def train(arguments, config, world):
     """Trains on a host of a world: there are few steps while a machine starts."""
 
-    def should_stop(step):
+    def leaving(step):
         time.sleep(0.2)
-        return world.should_stop(step)
+        return world.leaving(step)
 
-    slow = dataclasses.replace(world, should_stop=should_stop)
+    slow = dataclasses.replace(world, leaving=leaving)
     maxtext_worlds.train_maxtext(arguments, config, slow)
 
 

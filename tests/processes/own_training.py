@@ -60,15 +60,17 @@ def train(world, directory):
             step = checkpointer.latest.step
             loaded = {"state": state, "data": batches}
             state = checkpointer.load_checkpointables(step, loaded)["state"]
-        stopping = False
-        while not stopping and not is_over(directory):
+        leaving = None
+        while leaving is None and not is_over(directory):
             batch = next(batches)
             state = train_step(state, batch)
             step += 1
             run.log(step, batch)
-            stopping = world.should_stop(step)
+            leaving = world.leaving(step)
             parts = {"state": state, "data": batches}
-            checkpointer.save_checkpointables_async(step, parts, force=stopping)
+            checkpointer.save_checkpointables_async(
+                step, parts, force=leaving is not None
+            )
     batches.close()
 
 

@@ -40,7 +40,7 @@ class Outage:
             self._note_calls(name)
         subscription.Subscription(self._receive)
 
-    def should_stop(self, step):
+    def leaving(self, step):
         if step in self._waits:
             self._wait_for(*self._waits[step])
         if step == OUTAGE[0]:
@@ -48,7 +48,7 @@ class Outage:
         if step == OUTAGE[1]:
             assert self._backlog[-1] == 2
             self._path.unlink()
-        return False
+        return None
 
     def _receive(self, metric, value):
         if metric is metrics.CHECKPOINT_BACKLOG:
@@ -84,7 +84,7 @@ def train_through(path, config, settings, waits):
         jsonlog.writer.__kwdefaults__["wait_secs"] = 0.5
 
     def paced(config, world):
-        return train(config, dataclasses.replace(world, should_stop=outage.should_stop))
+        return train(config, dataclasses.replace(world, leaving=outage.leaving))
 
     job.train = paced
     return main.main(["train", str(config), *settings])

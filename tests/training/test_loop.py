@@ -119,7 +119,7 @@ def looped(journal, *, steps=3, **changes):
 def run(journal, **changes):
     """The state and the step at the end."""
     ended = looped(journal, **changes)
-    assert ended.is_stopped == ("is_stopping" in changes)
+    assert ended.is_stopped == ("leaving" in changes)
     return ended.state, ended.step
 
 
@@ -212,7 +212,10 @@ def test_first_step_is_compiled_and_the_first_of_each_new_batch_size(journal):
 @pytest.mark.parametrize("step", [1, 2])
 def test_loop_that_is_to_stop_saves_the_step_and_ends_there(journal, step):
     # Step 2 is due anyway, and is saved once.
-    assert run(journal, is_stopping=lambda done: done == step) == (step, step)
+    assert run(journal, leaving=lambda done: "stop" if done == step else None) == (
+        step,
+        step,
+    )
     saves = [call for call in journal.calls if call.startswith("save")]
     assert saves == [f"save {step}: {step}"]
     assert journal.calls.index(f"log {step - 1}") < journal.calls.index(*saves)
@@ -247,22 +250,6 @@ class Recorded:
 def called(journal, **options):
     recorded = callbacks.Callbacks({"recorded": Recorded(journal, **options)})
     return looped(journal, steps=4, log=None, callbacks=recorded)
-
-
-@pytest.mark.parametrize("is_asked_first", [True, False])
-@pytest.mark.parametrize("is_left", [True, False])
-def test_loop_that_is_to_end_begins_its_first_step_unless_it_left_for_another_world(
-    journal, is_asked_first, is_left
-):
-    answers = iter([is_asked_first, True])
-    changes = {"is_ending": lambda _: next(answers), "is_left": lambda: is_left}
-    done = int(not is_left)
-    assert run(journal, is_stopping=lambda _: False, **changes) == (done, done)
-    assert ("save 1: 1" in journal.calls) == (not is_left)
-    if is_left:
-        # It does not compile, nor read a batch, if it is to end before that.
-        assert journal.compilations == ([] if is_asked_first else [1])
-        assert journal.calls == []
 
 
 def test_callbacks_are_called_one_step_behind_and_before_a_save(journal):

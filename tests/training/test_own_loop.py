@@ -261,8 +261,9 @@ def test_worlds_of_several_machines_need_no_lock_and_of_one_machine_they_do(
             slices=(0,),
             slice_name="0",
             emit=lambda name, **_: told.append(name),
-            will_resume=lambda: True,
-            _between=BetweenWorlds(claimant=Claimant(name="start", owner=owner)),
+            _between=BetweenWorlds(
+                claimant=Claimant(name="start", owner=owner), resumes=lambda: True
+            ),
         )
         run = ec.RunDirectory(tmp_path / "run", tiers=tiers, world=world)
         batches = batches_of(data)
