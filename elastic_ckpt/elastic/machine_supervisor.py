@@ -48,6 +48,7 @@ class Run:
       configured: the digest of all that the machines have in common.
       min_slices: the least number of slices to train on.
       wait_secs: how long to look for a leader.
+      begin: called where the run begins, and not where it continues from a leader.
     """
 
     machine: processes.OfMachine
@@ -58,6 +59,7 @@ class Run:
     configured: str
     min_slices: int
     wait_secs: float
+    begin: Callable[[], None] = lambda: None
 
 
 class MachineSupervisor:
@@ -239,6 +241,8 @@ class MachineSupervisor:
         emit("leader_found", machine=self._number, leader=self._number)
         if before is not None:
             report_lost(before, emit)
+        elif not self._followed:
+            self._run.begin()
         others.await_machines(self._expected)
         cluster = processes.ProcessCluster(
             self._slices, others, injected=self._run.machine.injected, emit=emit

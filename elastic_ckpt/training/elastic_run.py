@@ -119,6 +119,7 @@ def run_on_hosts(
       RunError: with the first failure of a host; all hosts have ended by then.
       StoppedError: if SIGTERM arrived, and the hosts did not end in time.
     """
+    scale_request.remove(run_directory.path_of(config))
     # Otherwise all hosts share one RAM disk, as those of one machine.
     is_elastic = config.elastic.elastic_enabled
     with contextlib.closing(
@@ -157,6 +158,7 @@ def run_here(config: schema.Config, emit: journal.Journal) -> None:
       RunError: see `runtime.run`.
     """
     single_controller.check_installed("elastic_enabled=true in one process")
+    scale_request.remove(run_directory.path_of(config))
     from pathwaysutils.elastic import manager
 
     from elastic_ckpt.core import topology
