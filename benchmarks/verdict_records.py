@@ -28,11 +28,9 @@ from elastic_ckpt.elastic import (
     decision,
     executables,
     host_failure,
-    host_load,
     kept_executables,
     machine_supervisor,
     slice_check,
-    slow_hosts,
     supervisor,
     watch,
 )
@@ -258,8 +256,8 @@ def _computes_wrongly(world: World) -> Sequence[HostFailure]:
 
 
 def _is_slow(world: World, kind: str) -> Sequence[HostFailure]:
-    slow = slow_hosts.SlowHosts(now_secs=0.0)
-    found: list[slow_hosts.SlowHost] = []
+    slow = watch.SlowHosts(now_secs=0.0)
+    found: list[watch.SlowHost] = []
     for second in range(1, 60):
         for host in range(world.hosts):
             part = 0.7 if host == world.host else 0.02
@@ -545,7 +543,7 @@ RECORDS: dict[str, tuple[Records, ...]] = {
         *_once(_on_one, "INTERNAL: device-side assert at index 519 of 512"),
     ),
     "device_wrong": (_computes_wrongly,),
-    "host_slow": _once(_is_slow, host_load.LATE),
+    "host_slow": _once(_is_slow, watch.LATE),
     "data_slow": _once(_is_slow, "data"),
     "loss_not_finite": _once(_diverges, float("nan")),
     "loss_diverges": _once(_diverges, 9.0),

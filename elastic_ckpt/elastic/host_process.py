@@ -20,7 +20,7 @@ from multiprocessing import connection
 from typing import Any
 
 from elastic_ckpt.core import events, storage
-from elastic_ckpt.elastic import host_failure, host_load, termination, watch
+from elastic_ckpt.elastic import host_failure, termination, watch
 from elastic_ckpt.elastic.member import Member
 
 # At least between two reports of the same phase.
@@ -49,7 +49,7 @@ class HostChannel:
     def __init__(self, pipe: connection.Connection) -> None:
         self._pipe = pipe
         self._lock = threading.Lock()
-        self._load = host_load.HostLoad()
+        self._load = watch.HostLoad()
         self._phase = watch.TRAIN
         self._phase_secs = 0.0
         # How many phases have begun, reported or not.

@@ -28,7 +28,6 @@ from elastic_ckpt.elastic import (
     host_failure,
     host_process,
     host_start,
-    slow_hosts,
     termination,
     verdict,
 )
@@ -86,7 +85,7 @@ class HostProcesses:
         self._machines = machines or [host_start.ThisMachine()] * num_hosts
         limits = limits or hang_watch.unlimited()
         self._hangs = hang_watch.Watch(limits, num_hosts, now_secs=time.monotonic())
-        self._slow = slow_hosts.SlowHosts(now_secs=time.monotonic())
+        self._slow = hang_watch.SlowHosts(now_secs=time.monotonic())
         self.is_left = self.is_abandoned = self.has_stepped = False
         self.noticed: set[int] = set()
         self._on_watch: Callable[[HostProcesses], None] = lambda _: None
@@ -177,7 +176,7 @@ class HostProcesses:
                     self.prepare()
                 now_secs = time.monotonic()
                 self._hangs.start_again(now_secs=now_secs)
-                self._slow = slow_hosts.SlowHosts(now_secs=now_secs)
+                self._slow = hang_watch.SlowHosts(now_secs=now_secs)
                 self._tell(host_process.BEGIN)
                 self._watch(notice, preempted)
         finally:
@@ -263,7 +262,7 @@ class HostProcesses:
         """The phase that a host began last; empty if it has ended."""
         return self._hangs.phase(host)
 
-    def newly_slow(self) -> list[slow_hosts.SlowHost]:
+    def newly_slow(self) -> list[hang_watch.SlowHost]:
         """The hosts that were found to be slow since the last call."""
         return self._slow.newly_slow(now_secs=time.monotonic())
 
