@@ -28,7 +28,6 @@ from elastic_ckpt.elastic import (
     decision,
     executables,
     host_failure,
-    kept_executables,
     machine_supervisor,
     slice_check,
     supervisor,
@@ -336,17 +335,17 @@ def _restores(world: World, *, is_distrusted: bool) -> Sequence[HostFailure]:
 
 
 def _loads_a_damaged_program(world: World) -> Sequence[HostFailure]:
-    with kept_executables.kept() as kept:
-        keeper = executables.Executables(kept=kept, emit=world.emit)
+    with executables.kept() as kept:
+        keeper = executables.Executables(kept)
         # A program that JAX has in its own cache is not kept.
         number = time.time_ns() % 2**20
         step = jax.jit(lambda x: x + number)
         mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         values = jax.device_put(jax.numpy.zeros(8), whole)
-        keeper.compiled(step, values)
+        keeper.compiled(step, values, emit=world.emit)
         _flip_a_bit(world, pathlib.Path(kept.directory).iterdir())
-        keeper.compiled(step, values)
+        keeper.compiled(step, values, emit=world.emit)
     return []
 
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 
 from elastic_ckpt.core import storage
 from elastic_ckpt.elastic import (
+    executables,
     faults,
     host_process,
     host_start,
-    kept_executables,
     slice_check,
     watch,
     world_host,
@@ -67,7 +67,7 @@ class LocalSlices:
         self.interface = interface
         self._agents: dict[int, agent.AgentProcess] = {}
         with contextlib.ExitStack() as resources:
-            kept = resources.enter_context(kept_executables.kept())
+            kept = resources.enter_context(executables.kept())
             self._owned = world_host.Owned(
                 memory=memory,
                 kept=kept,

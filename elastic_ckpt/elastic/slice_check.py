@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.elastic import host_process, host_start, kept_executables, watch
+from elastic_ckpt.elastic import executables, host_process, host_start, watch
 from elastic_ckpt.elastic.hardware import Hardware
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class SliceChecks:
         hardware: Hardware,
         *,
         machine: host_start.ThisMachine,
-        kept: kept_executables.KeptExecutables | None = None,
+        kept: executables.KeptExecutables | None = None,
         hosts_per_slice: int,
         first_slice: int = 0,
         log_directory: str,
@@ -174,7 +174,7 @@ class _Check:
         hardware: Hardware,
         *,
         machine: host_start.ThisMachine,
-        kept: kept_executables.KeptExecutables | None,
+        kept: executables.KeptExecutables | None,
         slots: range,
         log_directory: str,
         broken: bool,
@@ -232,7 +232,7 @@ def problem_of_time(hosts: Sequence[int], secs: float) -> str:
 def run(
     hardware: Hardware,
     slot: int,
-    kept: kept_executables.KeptExecutables | None,
+    kept: executables.KeptExecutables | None,
     broken: bool,
     log: str,
     pipe: connection.Connection,
@@ -249,14 +249,15 @@ def run(
     """
     host_process.redirect_output(log)
     os.nice(19)
-    from elastic_ckpt.elastic import executables, multicontroller
+    from elastic_ckpt.elastic import multicontroller
 
     multicontroller.configure(hardware, slot=slot)
     multicontroller.check_devices(hardware.hardware)
     import jax
 
-    compiled = executables.Executables(kept=kept).compiled
-    values = [compute(device, compiled) for device in jax.local_devices()]
+    keeper = None if kept is None else executables.Executables(kept)
+    compiled = [] if keeper is None else [keeper.compiled]
+    values = [compute(device, *compiled) for device in jax.local_devices()]
     values[-1] += broken
     pipe.send_bytes(json.dumps(values).encode())
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from elastic_ckpt.core import allgather, events
-from elastic_ckpt.elastic import host_process, kept_executables, watch
+from elastic_ckpt.elastic import executables, host_process, watch
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.hardware import Hardware
 from elastic_ckpt.elastic.member import Member
@@ -58,7 +58,7 @@ class Owned:
     """
 
     memory: SliceMemory | None
-    kept: kept_executables.KeptExecutables | None
+    kept: executables.KeptExecutables | None
     grace_secs: float
     most_hosts: int | None = None
     first_slice: int = 0
@@ -101,7 +101,7 @@ def run_host(
       member: this host.
       channel: to the supervisor.
     """
-    from elastic_ckpt.elastic import executables, multicontroller, termination
+    from elastic_ckpt.elastic import multicontroller, termination
 
     _take_share(hardware, assignment, owned, member)
     slices, number = _simulated(assignment.work.slices, hardware, member)
@@ -111,8 +111,7 @@ def run_host(
     with multicontroller.joined(member, begin=channel.begin), agreed as is_leaving:
         multicontroller.check_devices(hardware.hardware)
         channel.wait()
-        kept = owned.kept
-        preloaded = None if kept is None else executables.Preloaded(kept)
+        kept = None if owned.kept is None else executables.Executables(owned.kept)
         emit = steps = Steps(channel if member.host == 0 else events.nobody)
         emit("world_joined", world=assignment.number)
         channel.begin(watch.TRAIN)
@@ -130,7 +129,6 @@ def run_host(
                 begin=channel.begin,
                 _between=BetweenWorlds(
                     executables=kept,
-                    preloaded=preloaded,
                     claimant=assignment.claimant,
                     resumes=lambda: leaving.answer == "resume",
                     loses_memory=lambda: leaving.loses_memory,

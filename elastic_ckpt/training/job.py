@@ -153,7 +153,7 @@ def assemble(
             ),
             callbacks=called,
             emit=emit,
-            compiled=executables.Executables(kept=None, emit=emit).compiled,
+            compiled=functools.partial(executables.compile_now, emit=emit),
         ),
         rollbacks=configured.rollbacks(config),
         distrust_steps=config.divergence.distrust_steps,
