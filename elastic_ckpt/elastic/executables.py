@@ -40,12 +40,14 @@ import cloudpickle
 from absl import logging
 from etils import epy
 
-from elastic_ckpt.core import background, events, storage, topology, working_directory
+from elastic_ckpt.core import background, events, storage, working_directory
 
 with epy.lazy_imports():
     import jax
     import jaxlib
     from jax.experimental import serialize_executable
+
+    from elastic_ckpt.core import topology
 
 _RAM_DISK = "/dev/shm"
 # An event of `jax.monitoring`.

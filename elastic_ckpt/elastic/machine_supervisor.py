@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from elastic_ckpt.core import bucket_clients, errors, events, storage
 from elastic_ckpt.elastic import (
-    main_script,
+    host,
     processes,
     termination,
     verdict,
@@ -297,7 +297,7 @@ def run(
       ConfigError: if `train` cannot be sent to hosts.
       RunError: with the first failure of the run; or if no leader can be reached.
     """
-    main_script.check_sent(train)
+    host.check_sent(train)
     shared = dataclasses.asdict(machine.slices.hardware)
     shared |= {"machines": machine.place.num_machines}
     del shared["jax_cache_dir"]

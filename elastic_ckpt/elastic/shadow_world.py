@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from elastic_ckpt.core import errors, events, storage
-from elastic_ckpt.elastic import host_process, host_start, supervisor
+from elastic_ckpt.elastic import host, host_start, supervisor
 from elastic_ckpt.elastic.cluster import Assignment
 
 if TYPE_CHECKING:
-    from elastic_ckpt.elastic.member import Member
+    from elastic_ckpt.elastic.host import Member
 
 # Training processes that compete for a core get ten times as much of it.
 _NICENESS = 10
@@ -35,7 +35,7 @@ class Ahead:
       machines: of each host.
     """
 
-    program: host_process.Program
+    program: host.Program
     machines: Sequence[host_start.HostMachine]
 
 
@@ -126,13 +126,13 @@ class ShadowWorlds:
         return time.monotonic() - self._began_secs
 
 
-def polite(program: host_process.Program) -> host_process.Program:
+def polite(program: host.Program) -> host.Program:
     """The program at low priority."""
     return functools.partial(_run_politely, program)
 
 
 def _run_politely(
-    program: host_process.Program, member: Member, channel: host_process.HostChannel
+    program: host.Program, member: Member, channel: host.HostChannel
 ) -> None:
     os.nice(_NICENESS)
     program(member, channel)

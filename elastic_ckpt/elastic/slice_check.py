@@ -22,8 +22,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.elastic import executables, host_process, host_start, watch
-from elastic_ckpt.elastic.hardware import Hardware
+from elastic_ckpt.elastic import (
+    executables,
+    host_start,
+    watch,
+)
+from elastic_ckpt.elastic import host as host_process
+from elastic_ckpt.elastic.host import Hardware
 
 if TYPE_CHECKING:
     import jax
@@ -249,10 +254,9 @@ def run(
     """
     host_process.redirect_output(log)
     os.nice(19)
-    from elastic_ckpt.elastic import multicontroller
 
-    multicontroller.configure(hardware, slot=slot)
-    multicontroller.check_devices(hardware.hardware)
+    host_process.configure(hardware, slot=slot)
+    host_process.check_devices(hardware.hardware)
     import jax
 
     keeper = None if kept is None else executables.Executables(kept)

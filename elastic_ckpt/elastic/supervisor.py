@@ -24,16 +24,16 @@ from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import connection, forkserver
 
 from elastic_ckpt.core import errors, events
+from elastic_ckpt.elastic import host as host_process
 from elastic_ckpt.elastic import (
     host_failure,
-    host_process,
     host_start,
     termination,
     verdict,
 )
 from elastic_ckpt.elastic import watch as hang_watch
+from elastic_ckpt.elastic.host import Member
 from elastic_ckpt.elastic.host_failure import HostFailure
-from elastic_ckpt.elastic.member import Member
 
 # An exception may be the consequence of a death: how long to wait for further reports,
 # and if devices have failed, or JAX has ended the host. All hosts report soon then.
@@ -300,7 +300,7 @@ class HostProcesses:
             else:
                 # What ends this process may have been sent to the hosts, too: then
                 # they are not about to leave without it.
-                if notice is None or not notice.is_coming():
+                if notice is None or not connection.wait([notice.fileno()], 0):
                     self._on_watch(self)
                 wait_secs = _WATCH_SECS
             channels: list[connection.Connection | int] = [*self._channels]

@@ -31,7 +31,7 @@ from elastic_ckpt.training.configured import Groups
 _HOST_IMPORTS = (
     __name__,
     "elastic_ckpt.training.job",
-    "elastic_ckpt.elastic.multicontroller",
+    "elastic_ckpt.elastic.host",
     "elastic_ckpt.monitoring.jsonl",
     "elastic_ckpt.monitoring.prometheus",
     "elastic_ckpt.monitoring.subscription",

@@ -62,34 +62,54 @@ def test_no_signal_is_lost_while_a_notice_opens_and_closes(monkeypatch):
     signal.signal(signal.SIGTERM, before)
 
 
-class Calls:
-    def __init__(self):
-        self.requested = threading.Event()
-        self.expired = threading.Event()
-
-    def agreed(self, grace_secs):
-        return termination.agreed(
-            grace_secs=grace_secs,
-            requested=self.requested.set,
-            expired=self.expired.set,
-        )
-
-
 def test_a_process_of_its_own_stops_after_the_step_under_way():
-    calls = Calls()
-    with calls.agreed(600) as is_stopping:
+    told = queue.SimpleQueue()
+
+    def emit(name, **fields):
+        told.put((name, fields))
+
+    def ended():
+        raise AssertionError("the block has ended in time")
+
+    with termination.in_this_process(
+        grace_secs=600, ended=ended, emit=emit
+    ) as is_stopping:
         assert not is_stopping(1)
         end()
-        assert calls.requested.wait(600)
+        expected = ("stop_requested", {"within_secs": 600})
+        assert told.get(timeout=600) == expected
         assert is_stopping(2)
-    assert not calls.expired.is_set()
 
 
-def test_a_block_that_takes_longer_than_the_grace_expires():
-    calls = Calls()
-    with calls.agreed(0.01):
-        end()
-        assert calls.expired.wait(600)
+LATE = """
+import os, signal, sys, time
+from elastic_ckpt.elastic import termination
+
+def ended(): print("not saved", flush=True)
+
+with termination.in_this_process(
+    grace_secs=0.01, ended=ended, emit=lambda name, **_: print(name, flush=True)
+) as is_stopping:
+    for step in range(int(sys.argv[1])):
+        is_stopping(step)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"), [(0, ["not saved"]), (1, ["stop_requested", "not saved"])]
+)
+def test_a_process_ends_before_its_first_step_or_when_its_grace_is_over(steps, told):
+    ended = subprocess.run(
+        [sys.executable, "-c", LATE, str(steps)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.stdout.split("\n")[:-1] == told
+    assert ended.returncode == termination.EXIT_CODE
+    assert ("before the first step" in ended.stderr) == (not steps)
 
 
 RELEASED = """
