@@ -553,10 +553,9 @@ def check_guarded(what: str) -> None:
       what: the script makes, for the error.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        path = getattr(sys.modules["__main__"], "__file__", "the script")
         raise errors.ConfigError(
-            f"{path}: {what} starts processes, and each of them runs this script again;"
-            ' put what is not a definition under `if __name__ == "__main__":`'
+            f"{what} starts processes, and each of them runs this script again; put"
+            ' what is not a definition under `if __name__ == "__main__":`'
         )
 
 
