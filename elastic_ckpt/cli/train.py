@@ -27,7 +27,7 @@ from elastic_ckpt.training import (
 
 with epy.lazy_imports():
     from elastic_ckpt.core import topology
-    from elastic_ckpt.elastic import host, single_controller
+    from elastic_ckpt.elastic import host, pathways
     from elastic_ckpt.training import (
         configured,
         elastic_run,
@@ -83,7 +83,7 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
         configured.check_local(config)
         return machine_run.run(_with_files(config), place, shown)
     if world.enable_single_controller:
-        single_controller.initialize()
+        pathways.initialize()
         run = _run_slices if config.elastic.elastic_enabled else _run_here
         return run(config, shown)
     # At once, though an outer launcher may yet be found: importing takes seconds.

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from elastic_ckpt.checkpoint.run_world import RunWorld
     from elastic_ckpt.core.topology import Topology
-    from elastic_ckpt.elastic.device_state import DeviceState
     from elastic_ckpt.elastic.executables import Executables
+    from elastic_ckpt.elastic.pathways import DeviceState
     from elastic_ckpt.frontend import Checkpointer
     from elastic_ckpt.tiers.choices import Tier
     from elastic_ckpt.tiers.persistent.claims import Claimant

@@ -18,7 +18,6 @@ from elastic_ckpt.elastic import (
     processes,
     runtime,
     scale_request,
-    single_controller,
     supervisor,
 )
 from elastic_ckpt.elastic.cluster import Cluster
@@ -157,19 +156,16 @@ def run_here(config: schema.Config, emit: journal.Journal) -> None:
         that they cannot have.
       RunError: see `runtime.run`.
     """
-    single_controller.check_installed("elastic_enabled=true in one process")
     scale_request.remove(run_directory.path_of(config))
-    from pathwaysutils.elastic import manager
-
     from elastic_ckpt.core import topology
-    from elastic_ckpt.elastic import pathways, simulated_slices
+    from elastic_ckpt.elastic import pathways
     from elastic_ckpt.training import job
 
     number = config.world.slices
     if configured.is_simulated(config):
-        slices = simulated_slices.SimulatedSlices(number)
+        slices = pathways.SimulatedSlices(number)
     else:
-        slices = manager.Manager()
+        slices = pathways.manager.Manager()
     if slices.total_slice_count != number:
         raise errors.ConfigError(
             f"slices={number}, but the hardware has {slices.total_slice_count}; set"

@@ -303,10 +303,10 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "state in device memory is that of another step",
-        "elastic_ckpt/elastic/device_state.py",
+        "elastic_ckpt/elastic/pathways.py",
         "is_same = (self._step, self._structure) == (step, structure)",
         "is_same = self._structure == structure",
-        ("tests/elastic/test_device_state.py",),
+        ("tests/elastic/test_pathways.py",),
     ),
     Fault(
         "an audit compares no digests",
