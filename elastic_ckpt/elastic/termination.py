@@ -5,7 +5,7 @@ JAX's preemption service takes the signal on any host and chooses the step. A si
 process has a `Notice`, and ends without saving when the time is over. The supervisor of
 a world has a `Notice`, too: it forwards the signal, and kills the hosts when the time
 is over. In a program that is `ending`, a first Ctrl-C is a SIGTERM to this process, and
-a second one ends it at once.
+a second one ends it without saving.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 
 # Set by the first Ctrl-C.
 _interrupted = threading.Event()
-# What `calling` calls, by the number of the signal.
-_calls: dict[int, Callable[[], object]] = {}
 
 
 def exit_code() -> int:
@@ -45,7 +43,7 @@ def cause() -> str:
 def ending(program: str) -> Iterator[None]:
     """Ends this program at SIGTERM while the block runs, and takes Ctrl-C as SIGTERM.
 
-    What trains within takes the signal itself, to save. For the main thread.
+    What trains within has a `Notice` of the signal, to save. For the main thread.
 
     Args:
       program: that says so.
@@ -58,7 +56,7 @@ def ending(program: str) -> Iterator[None]:
         _say(f"{program}: ended by {cause()} before the first step")
         raise SystemExit(exit_code())
 
-    def interrupted() -> None:
+    def interrupted(*_: object) -> None:
         if _interrupted.is_set():
             _say("elastic-ckpt: interrupted again, and ended at once")
             # Processes that this one has started end with it.
@@ -68,66 +66,17 @@ def ending(program: str) -> Iterator[None]:
         os.kill(os.getpid(), signal.SIGTERM)
 
     _interrupted.clear()
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        with calling(signal.SIGINT, interrupted):
-            yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with _handled(signal.SIGTERM, end), _handled(signal.SIGINT, interrupted):
+        yield
 
 
 @contextlib.contextmanager
-def calling(number: signal.Signals, call: Callable[[], object]) -> Iterator[None]:
-    """Calls a function in a thread after each signal that arrives in the block.
-
-    The signal needs no turn of the main thread, which may compile or wait, and may be
-    delivered to a thread that is none of Python's. For the main thread.
-
-    Args:
-      number: of the signal, whose handler is not called meanwhile.
-      call: the function.
-    """
-    with contextlib.ExitStack() as stack:
-        if not _calls:
-            stack.enter_context(_dispatched())
-        before = _calls.get(number)
-        _calls[number] = call
-        # One that arrives here goes to the handler of before, not to none. A handler in
-        # Python is required for signals to be written to the descriptor.
-        handler = signal.signal(number, lambda *_: None)
-        try:
-            yield
-        finally:
-            signal.signal(number, handler)
-            if before is None:
-                del _calls[number]
-            else:
-                _calls[number] = before
-
-
-@contextlib.contextmanager
-def _dispatched() -> Iterator[None]:
-    # Python's handlers write into the descriptor at once, in whichever thread.
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-
-    def dispatch() -> None:
-        while numbers := reader.recv(4096):
-            for number in numbers:
-                if call := _calls.get(number):
-                    call()
-
-    thread = threading.Thread(target=dispatch, name="signals", daemon=True)
-    thread.start()
-    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+def _handled(number: signal.Signals, handler: Callable[..., object]) -> Iterator[None]:
+    before = signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.set_wakeup_fd(before)
-        writer.shutdown(socket.SHUT_WR)
-        thread.join()
-        writer.close()
-        reader.close()
+        signal.signal(number, before)
 
 
 def call_beside(number: signal.Signals, call: Callable[[], object]) -> None:
@@ -157,38 +106,40 @@ def call_beside(number: signal.Signals, call: Callable[[], object]) -> None:
 class Notice:
     """Receives SIGTERM while it is open, instead of ending the process.
 
-    Unlike a handler it reacts at once, even while the main thread compiles or waits.
-    Its descriptor is readable once a signal has arrived. Open it in the main thread.
+    Its descriptor is readable at once after a signal, even while the main thread
+    compiles or waits. Open it in the main thread.
     """
 
     def __enter__(self) -> Notice:
-        self._reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
-        self._signals = contextlib.ExitStack()
-        self._signals.enter_context(calling(signal.SIGTERM, self._notify))
+        with contextlib.ExitStack() as stack:
+            self._reader, self._writer = map(stack.enter_context, socket.socketpair())
+            self._writer.setblocking(False)
+            # Python writes the number of each signal that has a handler in Python.
+            before = signal.set_wakeup_fd(
+                self._writer.fileno(), warn_on_full_buffer=False
+            )
+            stack.callback(signal.set_wakeup_fd, before)
+            stack.enter_context(_handled(signal.SIGTERM, lambda *_: None))
+            self._open = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._signals.close()
-        self._writer.close()
-        self._reader.close()
+        self._open.close()
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable."""
+        """The descriptor that becomes readable after a signal."""
         return self._reader.fileno()
 
     def received(self) -> bool:
-        """Waits for SIGTERM; returns False if another thread calls `stop` first."""
-        return bool(self._reader.recv(4096))
+        """Waits for a signal; returns whether it is SIGTERM.
+
+        Returns False, too, if another thread calls `stop`.
+        """
+        return signal.SIGTERM in self._reader.recv(4096)
 
     def stop(self) -> None:
         """Ends `received` in another thread."""
-        self._writer.shutdown(socket.SHUT_WR)
-
-    def _notify(self) -> None:
-        # Nobody asks any more, or has not yet asked about very many.
-        with contextlib.suppress(BrokenPipeError, BlockingIOError):
-            self._writer.send(b"!")
+        self._writer.send(bytes(1))
 
 
 @contextlib.contextmanager
@@ -247,8 +198,9 @@ def in_this_process(
     has_trained, signalled, is_over = (threading.Event() for _ in range(3))
 
     def watch(notice: Notice) -> None:
-        if not notice.received():
-            return
+        while not notice.received():
+            if is_over.is_set():
+                return
         signalled.set()
         can_save = has_trained.is_set()
         if can_save:
