@@ -132,7 +132,7 @@ class Executables:
             self._keep(path, compiled, _devices(arguments))
         return compiled
 
-    def _begin(self) -> dict[str, futures.Future[_Compiled | None]]:
+    def _begin(self) -> dict[str, futures.Future[_Compiled]]:
         place = _place()
         files = [
             file
@@ -142,20 +142,13 @@ class Executables:
         files.sort(key=lambda file: file.stat().st_mtime_ns, reverse=True)
         loading = {
             file.path: background.in_thread(
-                functools.partial(self._preload, file.path), name="executable"
+                functools.partial(self._load, file.path), name="executable"
             )
             for file in files[:_MOST_PRELOADED]
         }
         # Looks at the files of all modules before the main thread needs it.
         _changed_modules(self._kept.began_ns)
         return loading
-
-    def _preload(self, path: str) -> _Compiled | None:
-        try:
-            return self._load(path)
-        except Exception:
-            # Whoever asks for it finds out why.
-            return None
 
     def _path(self, jitted: Any, arguments: Any) -> str | None:
         # None if the function has parts that cannot be compared.
@@ -171,8 +164,7 @@ class Executables:
     def _loaded(self, path: str, emit: events.Emit) -> _Compiled | None:
         loading = self._begun.result().get(path)
         try:
-            loaded = None if loading is None else loading.result()
-            return loaded or self._load(path)
+            return self._load(path) if loading is None else loading.result()
         except FileNotFoundError:
             return None
         except Exception as error:

@@ -18,9 +18,8 @@ from elastic_ckpt.elastic.decision import Policy
 
 FILE = "scale.json"
 _VERSION = 1
-# Between two looks at the file; a bucket takes longer to answer.
-_LOOK_SECS = 0.5
-_BUCKET_LOOK_SECS = 5.0
+# Between two looks at the file.
+_LOOK_SECS = 2.0
 
 
 def write(run_directory: epath.PathLike, slices: int) -> None:
@@ -46,15 +45,13 @@ class ScaledPolicy:
         self._path = storage.absolute(run_directory) / FILE
         self._configured = self._policy = policy
         self._content = b""
-        is_local = storage.is_local(self._path)
-        self._between_secs = _LOOK_SECS if is_local else _BUCKET_LOOK_SECS
         self._next_secs = 0.0
 
     def __call__(self) -> Policy:
         """The policy, which is another object after each change."""
         if time.monotonic() < self._next_secs:
             return self._policy
-        self._next_secs = time.monotonic() + self._between_secs
+        self._next_secs = time.monotonic() + _LOOK_SECS
         try:
             content = self._path.read_bytes()
             if content != self._content:

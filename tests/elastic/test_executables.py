@@ -13,6 +13,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import executables
 
 pytestmark = pytest.mark.usefixtures("without_jax_cache")
@@ -249,7 +250,7 @@ def test_on_cpus_of_several_hosts_collectives_in_and_around_a_loop_are_not_kept(
     kept, monkeypatch, is_in_loop, num_hosts, is_kept
 ):
     # A program that was loaded would have no order between them.
-    monkeypatch.setattr(executables.topology, "num_hosts", lambda: num_hosts)
+    monkeypatch.setattr(topology, "num_hosts", lambda: num_hosts)
     x = arguments()
     whole = NamedSharding(x.sharding.mesh, PartitionSpec())
 
