@@ -133,14 +133,12 @@ class Owned:
     Attributes:
       memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
       kept: the place of executables; None compiles in each world.
-      grace_secs: the time limit for hosts to save and end after SIGTERM.
       most_hosts: that this machine can have in a world; None for all hosts of it.
       first_slice: the lowest number of the slices of this machine.
     """
 
     memory: SliceMemory | None
     kept: executables.KeptExecutables | None
-    grace_secs: float
     most_hosts: int | None = None
     first_slice: int = 0
 

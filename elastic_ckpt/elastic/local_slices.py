@@ -70,7 +70,6 @@ class LocalSlices:
             self._owned = host.Owned(
                 memory=memory,
                 kept=kept,
-                grace_secs=limits.grace_secs,
                 most_hosts=len(self.numbers) * self.hosts_per_slice,
                 first_slice=self.numbers[0],
             )

@@ -26,7 +26,7 @@ def train(config, member, channel):
         functools.partial(elastic_run.train, config),
         config.world,
         cluster.Assignment(number=1, work=work),
-        host.Owned(memory=None, kept=None, grace_secs=600),
+        host.Owned(memory=None, kept=None),
         member,
         channel,
     )
