@@ -146,15 +146,15 @@ class Executables:
             )
             for file in files[:_MOST_PRELOADED]
         }
-        # Looks at the files of all modules before the main thread needs it.
-        _changed_modules(self._kept.began_ns)
+        # Before the main thread needs it.
+        changed_modules(self._kept.began_ns)
         return loading
 
     def _path(self, jitted: Any, arguments: Any) -> str | None:
         # None if the function has parts that cannot be compared.
         try:
             code = jitted.__wrapped__, _abstract(arguments), _settings()
-            name = _digest((*code, _changed_modules(self._kept.began_ns)))
+            name = _digest((*code, changed_modules(self._kept.began_ns)))
         except Exception as error:
             # Pickling calls methods of whatever the function refers to.
             logging.warning("the executable of %r is not kept: %r", jitted, error)
@@ -292,9 +292,12 @@ def _settings() -> list[Any]:
     ]
 
 
-def _changed_modules(since_ns: int) -> list[tuple[str, int, int]]:
-    # Functions of modules are pickled by name, and a module that is imported later may
-    # have another code by then.
+def changed_modules(since_ns: int) -> list[tuple[str, int, int]]:
+    """The files of modules that have changed since a time, each as it was seen first.
+
+    Functions of modules are pickled by name, and a module that is imported later may
+    have another code by then.
+    """
     files = {
         str(getattr(module, "__file__", None)) for module in list(sys.modules.values())
     }

@@ -243,8 +243,10 @@ def stand_by(pipe: connection.Connection, example: Task | None) -> None:
     """
     detach()
     if example is not None:
-        # The pages of its objects become its own now, and not when a host needs them.
+        # The pages of its objects become its own now, and not when a host needs them;
+        # and the files of its modules are looked at.
         gc.collect()
+        executables.changed_modules(0)
     # What was imported is never garbage, and a collection would copy all of its pages.
     gc.freeze()
     try:
