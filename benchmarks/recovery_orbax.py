@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from multiprocessing import connection
 from typing import Any, NamedTuple
 
-from elastic_ckpt.elastic import host_start, member, multicontroller
+from elastic_ckpt.elastic import host_start
+from elastic_ckpt.elastic.host import Member, configure, joined
 from elastic_ckpt.training import load
 
 _SAVED_STEP = 3
@@ -54,7 +55,7 @@ def _started(
     steps, done = context.Pipe(duplex=False)
     port = host_start.ReservedPort(host_start.LOOPBACK)
     members = [
-        member.Member(address=port.address, num_hosts=hosts, host=host)
+        Member(address=port.address, num_hosts=hosts, host=host)
         for host in range(hosts)
     ]
     job = [
@@ -133,13 +134,13 @@ def _train(
     name: str,
     config_path: pathlib.Path,
     directory: pathlib.Path,
-    place: member.Member,
+    place: Member,
     done: Any,
 ) -> None:
     # One process of the job, until it is killed.
     config = load.load(config_path, [f"hosts={place.num_hosts}"])
-    multicontroller.configure(config.world)
-    with multicontroller.joined(place):
+    configure(config.world)
+    with joined(place):
         import jax
 
         from elastic_ckpt import frontend

@@ -31,7 +31,9 @@ from orbax.checkpoint import v1 as ocp
 from benchmarks import turns
 from elastic_ckpt import frontend
 from elastic_ckpt.core import events, topology
-from elastic_ckpt.elastic import member, multicontroller, supervisor
+from elastic_ckpt.elastic import supervisor
+from elastic_ckpt.elastic.host import Member, configure
+from elastic_ckpt.elastic.host import joined as in_world
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.tiers.peers import peer_client
 from elastic_ckpt.training import schema
@@ -170,12 +172,12 @@ def run(program: Program, place: Place, *, num_hosts: int = HOSTS) -> turns.Secs
 
 
 def _on_host(
-    host: member.Member, emit: events.Emit, *, program: Program, place: Place
+    host: Member, emit: events.Emit, *, program: Program, place: Place
 ) -> None:
     del emit
-    multicontroller.configure(schema.WorldSection())
+    configure(schema.WorldSection())
     tiers = [choices.Local(place.machines[host.host]), choices.Peers(copies=0)]
-    with multicontroller.joined(host):
+    with in_world(host):
         mesh = topology.mesh_of(topology.present(1))
         with frontend.Checkpointer(
             tiers, run="benchmark", slice_name=str(host.host)

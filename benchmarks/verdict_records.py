@@ -29,11 +29,8 @@ from elastic_ckpt.elastic import (
     decision,
     executables,
     host_failure,
-    host_load,
-    kept_executables,
     machine_supervisor,
     slice_check,
-    slow_hosts,
     supervisor,
     watch,
 )
@@ -259,8 +256,8 @@ def _computes_wrongly(world: World) -> Sequence[HostFailure]:
 
 
 def _is_slow(world: World, kind: str) -> Sequence[HostFailure]:
-    slow = slow_hosts.SlowHosts(now_secs=0.0)
-    found: list[slow_hosts.SlowHost] = []
+    slow = watch.SlowHosts(now_secs=0.0)
+    found: list[watch.SlowHost] = []
     for second in range(1, 60):
         for host in range(world.hosts):
             part = 0.7 if host == world.host else 0.02
@@ -339,17 +336,17 @@ def _restores(world: World, *, is_distrusted: bool) -> Sequence[HostFailure]:
 
 
 def _loads_a_damaged_program(world: World) -> Sequence[HostFailure]:
-    with kept_executables.kept() as kept:
-        keeper = executables.Executables(kept=kept, emit=world.emit)
+    with executables.kept() as kept:
+        keeper = executables.Executables(kept)
         # A program that JAX has in its own cache is not kept.
         number = time.time_ns() % 2**20
         step = jax.jit(lambda x: x + number)
         mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         values = jax.device_put(jax.numpy.zeros(8), whole)
-        keeper.compiled(step, values)
+        keeper.compiled(step, values, emit=world.emit)
         _flip_a_bit(world, pathlib.Path(kept.directory).iterdir())
-        keeper.compiled(step, values)
+        keeper.compiled(step, values, emit=world.emit)
     return []
 
 
@@ -546,7 +543,7 @@ RECORDS: dict[str, tuple[Records, ...]] = {
         *_once(_on_one, "INTERNAL: device-side assert at index 519 of 512"),
     ),
     "device_wrong": (_computes_wrongly,),
-    "host_slow": _once(_is_slow, host_load.LATE),
+    "host_slow": _once(_is_slow, watch.LATE),
     "data_slow": _once(_is_slow, "data"),
     "loss_not_finite": _once(_diverges, float("nan")),
     "loss_diverges": _once(_diverges, 9.0),

@@ -27,7 +27,7 @@ from elastic_ckpt.training import (
 
 with epy.lazy_imports():
     from elastic_ckpt.core import topology
-    from elastic_ckpt.elastic import multicontroller, single_controller
+    from elastic_ckpt.elastic import host, pathways
     from elastic_ckpt.training import (
         configured,
         elastic_run,
@@ -79,11 +79,11 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
     if config.elastic.elastic_machines > 1:
         place = machine_run.place(config, os.environ)
         elastic_run.warm_up()
-        multicontroller.configure(world)
+        host.configure(world)
         configured.check_local(config)
         return machine_run.run(_with_files(config), place, shown)
     if world.enable_single_controller:
-        single_controller.initialize()
+        pathways.initialize()
         run = _run_slices if is_elastic else _run_here
         return run(config, shown)
     # At once, though an outer launcher may yet be found: importing takes seconds.
@@ -92,8 +92,8 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
     )
     if starts_hosts:
         elastic_run.warm_up()
-    multicontroller.configure(world)
-    if multicontroller.join_outer_launcher():
+    host.configure(world)
+    if host.join_outer_launcher():
         return _run_here(config, shown)
     configured.check_local(config)
     run = _run_slices if starts_hosts or is_elastic else _run_here
@@ -105,7 +105,7 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
 
 
 def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
-    multicontroller.check_devices(config.world.hardware)
+    host.check_devices(config.world.hardware)
     config = _with_files(config)
     if not topology.is_primary():
         shown.close()

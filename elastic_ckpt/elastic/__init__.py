@@ -6,10 +6,9 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.elastic.cluster import Cluster
     from elastic_ckpt.elastic.decision import Policy, Work
     from elastic_ckpt.elastic.faults import Fault
-    from elastic_ckpt.elastic.pathways import Pathways
+    from elastic_ckpt.elastic.pathways import Pathways, SimulatedSlices
     from elastic_ckpt.elastic.processes import Processes
     from elastic_ckpt.elastic.runtime import run
-    from elastic_ckpt.elastic.simulated_slices import SimulatedSlices
     from elastic_ckpt.elastic.watch import Limits
     from elastic_ckpt.elastic.world import World
 

@@ -16,8 +16,9 @@ from multiprocessing import connection, process
 from typing import Protocol
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.elastic import host_process, termination
-from elastic_ckpt.elastic.member import Member
+from elastic_ckpt.elastic import host as host_process
+from elastic_ckpt.elastic import termination
+from elastic_ckpt.elastic.host import Member
 
 LOOPBACK = "127.0.0.1"
 # Flags of a process in Linux: PF_EXITING, and PF_SIGNALED of one killed by a signal.

@@ -9,16 +9,15 @@ from collections.abc import Iterable, Sequence
 
 from elastic_ckpt.core import storage
 from elastic_ckpt.elastic import (
+    executables,
     faults,
-    host_process,
+    host,
     host_start,
-    kept_executables,
     slice_check,
     watch,
-    world_host,
 )
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
-from elastic_ckpt.elastic.hardware import Hardware
+from elastic_ckpt.elastic.host import Hardware
 from elastic_ckpt.tiers.peers import agent
 from elastic_ckpt.tiers.persistent import run_files
 from elastic_ckpt.tiers.ram import machine
@@ -52,7 +51,7 @@ class LocalSlices:
         hardware: Hardware,
         *,
         log_directory: str,
-        memory: world_host.SliceMemory | None = None,
+        memory: host.SliceMemory | None = None,
         limits: watch.Limits,
         numbers: Iterable[int] | None = None,
         interface: str = host_start.LOOPBACK,
@@ -67,11 +66,10 @@ class LocalSlices:
         self.interface = interface
         self._agents: dict[int, agent.AgentProcess] = {}
         with contextlib.ExitStack() as resources:
-            kept = resources.enter_context(kept_executables.kept())
-            self._owned = world_host.Owned(
+            kept = resources.enter_context(executables.kept())
+            self._owned = host.Owned(
                 memory=memory,
                 kept=kept,
-                grace_secs=limits.grace_secs,
                 most_hosts=len(self.numbers) * self.hosts_per_slice,
                 first_slice=self.numbers[0],
             )
@@ -91,15 +89,13 @@ class LocalSlices:
                 self.serve(number)
             self._resources = resources.pop_all()
 
-    def program(
-        self, train: TrainFunction, assignment: Assignment
-    ) -> host_process.Program:
+    def program(self, train: TrainFunction, assignment: Assignment) -> host.Program:
         """The program of each host of this machine in a world."""
         return functools.partial(
-            world_host.run_host, train, self.hardware, assignment, self._owned
+            host.run_host, train, self.hardware, assignment, self._owned
         )
 
-    def stand_by(self, program: host_process.Program) -> None:
+    def stand_by(self, program: host.Program) -> None:
         """Has processes stand by for the next world; called often while one trains.
 
         Args:

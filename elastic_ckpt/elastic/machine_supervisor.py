@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from elastic_ckpt.core import bucket_clients, errors, events, storage
 from elastic_ckpt.elastic import (
-    main_script,
+    host,
     processes,
     termination,
     verdict,
@@ -47,6 +47,7 @@ class Run:
       configured: the digest of all that the machines have in common.
       min_slices: the least number of slices to train on.
       wait_secs: how long to look for a leader.
+      begin: called where the run begins, and not where it continues from a leader.
     """
 
     machine: processes.OfMachine
@@ -56,6 +57,7 @@ class Run:
     configured: str
     min_slices: int
     wait_secs: float
+    begin: Callable[[], None] = lambda: None
 
 
 class MachineSupervisor:
@@ -236,6 +238,8 @@ class MachineSupervisor:
         emit("leader_found", machine=self._number, leader=self._number)
         if before is not None:
             report_lost(before, emit)
+        elif not self._followed:
+            self._run.begin()
         others.await_machines(self._expected)
         cluster = processes.ProcessCluster(
             self._slices, others, injected=self._run.machine.injected, emit=emit
@@ -288,7 +292,7 @@ def run(
       ConfigError: if `train` cannot be sent to hosts.
       RunError: with the first failure of the run; or if no leader can be reached.
     """
-    main_script.check_sent(train)
+    host.check_sent(train)
     shared = dataclasses.asdict(machine.slices.hardware)
     shared |= {"machines": machine.place.num_machines}
     del shared["jax_cache_dir"]

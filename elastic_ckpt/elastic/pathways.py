@@ -4,31 +4,58 @@ pathwaysutils' manager finds out which slices are alive: it computes on those th
 world uses, in a thread. After an error all are checked. A world is a call of the
 training function in this process, with a mesh over the devices of its slices. A lost
 slice makes that call fail, with any error; the arrays that it had are then unusable,
-and are released before the next world begins.
+and are released before the next world begins. The state of a world that ends as planned
+stays in device memory for the next one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
 
 import jax
-from pathwaysutils.elastic import elastic, manager
+from absl import logging
 
-from elastic_ckpt.core import errors, events, process, storage, topology
+from elastic_ckpt.core import errors, events, extras, process, storage, topology
 from elastic_ckpt.elastic import faults, host_failure, termination, watch
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction, leaving_for
 from elastic_ckpt.elastic.decision import Decision, Failure, Slices
-from elastic_ckpt.elastic.device_state import DeviceState
 from elastic_ckpt.elastic.host_failure import WorldLostError
-from elastic_ckpt.elastic.simulated_slices import SimulatedSlices
 from elastic_ckpt.elastic.world import BetweenWorlds, Leaving, Steps, World
 from elastic_ckpt.tiers.persistent import claims
 
+try:
+    import pathwaysutils
+    from pathwaysutils.elastic import elastic, manager
+    from pathwaysutils.test import mock_fault_injection
+except ImportError:
+    raise errors.ConfigError(
+        "a run under one controller needs the extra `pathways`; install it,"
+        f" {extras.hint('pathways')}"
+    ) from None
+
 # The longest time between two looks at the slices while there are too few.
 _LOOK_SECS = 0.1
+
+
+def initialize() -> None:
+    """Configures JAX for Pathways; must be called before any other use of JAX.
+
+    Raises:
+      ConfigError: if this process was not started beside a Pathways proxy.
+    """
+    if not pathwaysutils.is_pathways_backend_used():
+        raise errors.ConfigError(
+            "enable_single_controller=true, but JAX_PLATFORMS does not contain `proxy`:"
+            " start the run with the JobSet of configs/deploy/base/pathways, which sets"
+            " it, or set enable_single_controller=false"
+        )
+    pathwaysutils.initialize()
 
 
 class Pathways:
@@ -121,15 +148,57 @@ class Pathways:
         slices = assignment.work.slices
         self._lost -= set(slices)
         self._set_active(slices, alive=frozenset(self._since))
-        leaving = _Leaving(self._inject, has_changed, emit)
-        ending = termination.in_this_process(
-            grace_secs=self._grace_secs, ended=self._ended, emit=emit
+        answer: Leaving | None = None
+        left_step = 0
+
+        def report(name: str, **fields: storage.Json) -> None:
+            # A run that continues in another world has not been stopped.
+            if name != "run_stopped" or answer != "resume":
+                emit(name, **fields)
+            if name == "world_claimed":
+                self._claimant = dataclasses.replace(self._claimant, has_claimed=True)
+
+        steps = Steps(report)
+
+        def leaving(step: int) -> Leaving | None:
+            nonlocal answer, left_step
+            steps.done(step)
+            self._inject(step)
+            if is_ending(step):
+                answer = "stop"
+            elif answer is None and (decided := has_changed()):
+                answer, left_step = "resume", step
+                emit("world_leaving", slices=leaving_for(decided))
+            return answer
+
+        of_slices = self._manager.slice_to_devices
+        devices = tuple(device for number in slices for device in of_slices[number])
+        world = World(
+            number=assignment.number,
+            slices=slices,
+            slice_name=topology.slice_of_this_host(len(slices)),
+            rows=assignment.work.rows,
+            devices=devices,
+            microbatches=assignment.work.accumulated,
+            emit=steps,
+            leaving=leaving,
+            begin=self._begin,
+            _between=BetweenWorlds(
+                device_state=self._device_state,
+                claimant=self._claimant,
+                resumes=lambda: answer == "resume",
+            ),
         )
         failure = None
         try:
-            with ending as leaving.is_ending:
+            with (
+                termination.in_this_process(
+                    grace_secs=self._grace_secs, ended=self._ended, emit=emit
+                ) as is_ending,
+                jax.default_device(devices[0]),
+            ):
                 emit("world_joined", world=assignment.number)
-                self._train(train, assignment, leaving, emit)
+                train(world)
         except Exception as error:
             self._device_state.clear()
             failure = self._failure(error, slices)
@@ -140,9 +209,9 @@ class Pathways:
             # Outside of the handler: otherwise the arrays of the world would live as
             # long as this error.
             raise failure
-        if leaving.is_left():
-            emit("world_left", step=leaving.step)
-        return not leaving.is_left()
+        if answer == "resume":
+            emit("world_left", step=left_step)
+        return answer != "resume"
 
     def wait(self, secs: float) -> None:
         """See `Cluster`."""
@@ -154,49 +223,6 @@ class Pathways:
 
     def _emit(self, name: str, **fields: storage.Json) -> None:
         self._present_emit(name, **fields)
-
-    def _train(
-        self,
-        train: TrainFunction,
-        assignment: Assignment,
-        leaving: _Leaving,
-        emit: events.Emit,
-    ) -> None:
-        def report(name: str, **fields: storage.Json) -> None:
-            # A run that continues in another world has not been stopped.
-            if not (name == "run_stopped" and leaving.is_left()):
-                emit(name, **fields)
-            if name == "world_claimed":
-                self._claimant = dataclasses.replace(self._claimant, has_claimed=True)
-
-        steps = Steps(report)
-
-        def leave(step: int) -> Leaving | None:
-            steps.done(step)
-            return leaving(step)
-
-        work = assignment.work
-        of_slices = self._manager.slice_to_devices
-        devices = tuple(device for n in work.slices for device in of_slices[n])
-        with jax.default_device(devices[0]):
-            train(
-                World(
-                    number=assignment.number,
-                    slices=work.slices,
-                    slice_name=topology.slice_of_this_host(len(work.slices)),
-                    rows=work.rows,
-                    devices=devices,
-                    microbatches=work.accumulated,
-                    emit=steps,
-                    leaving=leave,
-                    begin=self._begin,
-                    _between=BetweenWorlds(
-                        device_state=self._device_state,
-                        claimant=self._claimant,
-                        resumes=leaving.is_left,
-                    ),
-                )
-            )
 
     def _begin(self, phase: str) -> None:
         self._phase = phase
@@ -254,45 +280,135 @@ class Pathways:
                 self._simulated.give_back(fault.target)
 
 
-class _Leaving:
-    """Returns after each step whether to leave a world, and why it was left.
+class SimulatedSlices(manager.Manager):
+    """A stand-in for the slices of Pathways: equal groups of this process's devices.
+
+    It is pathwaysutils' manager with its own simulator of lost slices, for tests and
+    demonstrations. The arrays on a lost slice raise the errors of one when their values
+    are read. The simulator replaces functions of JAX: call these methods in the thread
+    that trains.
 
     Args:
-      inject: called with the steps that are done.
-      has_changed: see `Cluster.run_world`.
-      emit: called when it is decided to leave for other slices.
+      num_slices: the number of groups.
 
-    Attributes:
-      is_ending: whether the run was asked to end.
-      step: after which the world is left; None if it is not.
+    Raises:
+      ConfigError: if the devices cannot be divided evenly among them.
     """
 
-    def __init__(
-        self,
-        inject: Callable[[int], None],
-        has_changed: Callable[[], Decision | None],
-        emit: events.Emit,
-    ) -> None:
+    def __init__(self, num_slices: int) -> None:
+        devices = jax.devices()
+        each, left = divmod(len(devices), num_slices)
+        if left:
+            raise errors.ConfigError(
+                f"slices={num_slices}: {len(devices)} devices cannot be divided evenly"
+                " among that many slices; set"
+                " jax_num_cpu_devices (devices_per_host in a configuration) to a"
+                " multiple of slices"
+            )
+        groups = {
+            number: devices[number * each : (number + 1) * each]
+            for number in range(num_slices)
+        }
+        # CPU devices do not have the number of a slice.
+        with mock.patch.object(elastic, "get_slice_to_devices", return_value=groups):
+            super().__init__(devices)
+        self._down: set[int] = set()
+        self._faulty = contextlib.ExitStack()
+
+    def start_monitoring(self, poll_interval: float | int = 10) -> None:
+        """Does nothing: `give_back` checks the slices."""
+        del poll_interval
+
+    def lose(self, number: int) -> None:
+        """Loses a slice; a world on it fails when it reads an array."""
+        self._down.add(number)
+        if number in self.active_slice_indices:
+            self._faulty.close()
+            self._faulty.enter_context(self._simulated())
+        else:
+            self._check()
+
+    def give_back(self, number: int) -> None:
+        """Returns a slice, without the arrays that it had."""
+        self._down.discard(number)
+        self._check()
+
+    def end_world(self) -> None:
+        """Stops the errors of lost arrays, once their world has ended."""
+        self._faulty.close()
+
+    def alive(self) -> frozenset[int]:
+        """The numbers of the slices that compute."""
+        with self._simulated():
+            active = elastic.get_active_slice_indices(self.slice_to_devices)
+        # The look's own arrays may have the addresses of arrays that were lost.
+        return frozenset(active) | (self.slice_to_devices.keys() - self._down)
+
+    def _check(self) -> None:
+        with self._simulated():
+            self._check_inactive_slices()
+
+    @contextlib.contextmanager
+    def _simulated(self) -> Iterator[None]:
+        # A new one each time: its arrays are addresses, which are used again.
+        simulator = mock_fault_injection.DeviceLossSimulator()
+        for number in self._down:
+            simulator.mark_slice_lost(number, self.slice_to_devices)
+        with simulator:
+            yield
+
+
+class DeviceState:
+    """The state that a world has handed over, until another world takes it.
+
+    Args:
+      emit: called when a state is taken.
+    """
+
+    def __init__(self, emit: events.Emit = events.nobody) -> None:
         self._emit = emit
-        self.is_ending: Callable[[int], bool] = lambda _: False
-        self.step: int | None = None
-        self._inject = inject
-        self._has_changed = has_changed
-        self._is_stopped = False
+        self.clear()
 
-    def __call__(self, step: int) -> Leaving | None:
-        self._inject(step)
-        self._is_stopped = self._is_stopped or self.is_ending(step)
-        if self._is_stopped:
-            return "stop"
-        if self.step is None and (decided := self._has_changed()):
-            self.step = step
-            self._emit("world_leaving", slices=leaving_for(decided))
-        return None if self.step is None else "resume"
+    def put(self, step: int, state: Any) -> None:
+        """Keeps the state after `step` steps, a pytree of arrays."""
+        self._step = step
+        self._leaves, self._structure = jax.tree.flatten(state)
 
-    def is_left(self) -> bool:
-        """Whether the run continues in another world."""
-        return self.step is not None and not self._is_stopped
+    def clear(self) -> None:
+        """Releases the arrays."""
+        self._step = -1
+        self._leaves: list[jax.Array] = []
+        self._structure: Any = None
+
+    def take(self, step: int, abstract_state: Any) -> Any:
+        """The state under other shardings, if it can be read; it is kept no longer.
+
+        Args:
+          step: the steps that are done.
+          abstract_state: the pytree of shapes, dtypes and shardings.
+
+        Returns:
+          None if there is no such state.
+        """
+        began_secs = time.monotonic()
+        wanted, structure = jax.tree.flatten(abstract_state)
+        is_same = (self._step, self._structure) == (step, structure)
+        leaves = self._leaves
+        self.clear()
+        if not is_same or [*map(_form, leaves)] != [*map(_form, wanted)]:
+            return None
+        # The last first: each leaf is released when it was moved.
+        leaves.reverse()
+        try:
+            moved = [jax.device_put(leaves.pop(), each.sharding) for each in wanted]
+            jax.block_until_ready(moved)
+        except jax.errors.JaxRuntimeError as error:
+            logging.warning("step %d cannot be read from the devices: %s", step, error)
+            return None
+        num_bytes = sum(leaf.nbytes for leaf in moved)
+        secs = time.monotonic() - began_secs
+        self._emit("state_kept", step=step, device_bytes=num_bytes, secs=secs)
+        return jax.tree.unflatten(structure, moved)
 
 
 def _check(injected: Sequence[faults.Fault], simulated: SimulatedSlices | None) -> None:
@@ -321,3 +437,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def _form(leaf: Any) -> tuple[Any, Any]:
+    return leaf.shape, leaf.dtype

@@ -6,7 +6,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from elastic_ckpt.core import events, storage
-from elastic_ckpt.elastic import host_process, host_start, supervisor, watch
+from elastic_ckpt.elastic import (
+    host,
+    host_start,
+    supervisor,
+    watch,
+)
 from elastic_ckpt.elastic.cluster import Assignment
 
 # Hosts that stop before their last step report both; one of them is the reason.
@@ -29,7 +34,7 @@ class ProcessWorld:
 
     def __init__(
         self,
-        program: host_process.Program,
+        program: host.Program,
         assignment: Assignment,
         *,
         log_directory: str,

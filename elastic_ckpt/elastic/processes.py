@@ -28,15 +28,14 @@ from etils import epath
 from elastic_ckpt.core import errors, events, process, storage
 from elastic_ckpt.elastic import (
     faults,
+    host,
     host_failure,
     host_start,
     injector,
     local_slices,
-    main_script,
     process_world,
     supervisor,
     watch,
-    world_host,
 )
 from elastic_ckpt.elastic.cluster import (
     Assignment,
@@ -44,7 +43,7 @@ from elastic_ckpt.elastic.cluster import (
     leaving_for,
 )
 from elastic_ckpt.elastic.decision import Decision, Failure, Slices, Train
-from elastic_ckpt.elastic.hardware import Hardware
+from elastic_ckpt.elastic.host import Hardware
 from elastic_ckpt.elastic.machines import handover, places, slice_machines
 from elastic_ckpt.tiers.persistent import claims
 
@@ -53,8 +52,8 @@ _LOOK_SECS = 0.1
 _MOST_ABANDONED = 3
 # What hosts import, in the fork server.
 _HOST_IMPORTS = (
-    "elastic_ckpt.elastic.multicontroller",
-    "elastic_ckpt.elastic.world_host",
+    "elastic_ckpt.elastic.host",
+    "elastic_ckpt.elastic.host",
     "elastic_ckpt.frontend",
 )
 
@@ -184,7 +183,7 @@ class ProcessCluster:
         has_changed: Callable[[], Decision | None],
     ) -> bool:
         """See `Cluster`; runs in the main thread."""
-        main_script.check_sent(train)
+        host.check_sent(train)
         self._present_emit = emit
         slices = assignment.work.slices
         self._training = frozenset(slices)
@@ -467,7 +466,7 @@ class Processes(ProcessCluster):
         limits: watch.Limits | None = None,
         emit: events.Emit | None = None,
     ) -> None:
-        main_script.check_guarded("ec.elastic.Processes")
+        host.check_guarded("ec.elastic.Processes")
         counts = {
             "slices": slices,
             "hosts_per_slice": hosts_per_slice,
@@ -517,7 +516,7 @@ class Processes(ProcessCluster):
                 )
         memory = None
         if ram is not None and run is not None:
-            memory = world_host.SliceMemory(directory=os.path.abspath(ram), run=run)
+            memory = host.SliceMemory(directory=os.path.abspath(ram), run=run)
         logs = os.path.abspath(logs or os.path.join("logs", run or ""))
         for name, path in ("ram", ram), ("logs", logs):
             if path is not None:
@@ -558,7 +557,7 @@ def configured(
     hardware: Hardware,
     *,
     log_directory: str,
-    memory: world_host.SliceMemory | None = None,
+    memory: host.SliceMemory | None = None,
     injected: Sequence[faults.Fault] = (),
     limits: watch.Limits,
     emit: events.Emit,

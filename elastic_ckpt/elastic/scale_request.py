@@ -1,9 +1,7 @@
 """Requests for another number of slices: `scale.json` in the directory of a run.
 
-`elastic-ckpt scale` writes the file, and the supervisor of the run looks at it. The
-directory is shared by all machines, so the request reaches the run from any of them.
-It lasts until the next request, in all worlds of this start: the file of an earlier
-start is removed.
+`elastic-ckpt scale` writes the file, and whichever machine leads the run reads it. A
+request lasts until the next one, or until the run is started again.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from typing import Any
 
 from absl import logging
 from etils import epath
@@ -21,69 +18,53 @@ from elastic_ckpt.elastic.decision import Policy
 
 FILE = "scale.json"
 _VERSION = 1
-# Between two looks at the file; a bucket takes longer to answer.
-_LOOK_SECS = 0.5
-_BUCKET_LOOK_SECS = 5.0
+# Between two looks at the file.
+_LOOK_SECS = 2.0
 
 
 def write(run_directory: epath.PathLike, slices: int) -> None:
     """Requests a number of slices of the run that is alive in a directory."""
-    fields: dict[str, Any] = {"slices": slices, "time_ns": time.time_ns()}
-    content = checked_json.to_bytes(fields, version=_VERSION)
+    content = checked_json.to_bytes({"slices": slices}, version=_VERSION)
     storage.write_atomic(os.path.join(run_directory, FILE), content)
 
 
+def remove(run_directory: epath.PathLike) -> None:
+    """Removes the request of an earlier start; called when a run is started."""
+    storage.remove(storage.absolute(run_directory) / FILE)
+
+
 class ScaledPolicy:
-    """Returns the present policy of a run: that of its configuration, or as requested.
+    """The policy of a run with at most as many slices as were requested last.
 
     Args:
-      run_directory: of the run, which the caller has locked.
-      policy: as configured.
+      run_directory: of the run.
+      policy: as configured; its bounds hold for requests, too.
     """
 
     def __init__(self, run_directory: epath.PathLike, policy: Policy) -> None:
         self._path = storage.absolute(run_directory) / FILE
         self._configured = self._policy = policy
         self._content = b""
-        is_local = storage.is_local(self._path)
-        self._between_secs = _LOOK_SECS if is_local else _BUCKET_LOOK_SECS
         self._next_secs = 0.0
-        storage.remove(self._path)
 
     def __call__(self) -> Policy:
-        """The policy, which is another object after each request."""
-        now_secs = time.monotonic()
-        if now_secs >= self._next_secs:
-            self._next_secs = now_secs + self._between_secs
-            self._look()
-        return self._policy
-
-    def _look(self) -> None:
+        """The policy, which is another object after each change."""
+        if time.monotonic() < self._next_secs:
+            return self._policy
+        self._next_secs = time.monotonic() + _LOOK_SECS
         try:
             content = self._path.read_bytes()
+            if content != self._content:
+                self._content = content
+                fields = checked_json.parse(content, what="request", version=_VERSION)
+                self._policy = _scaled(self._configured, fields["slices"])
         except FileNotFoundError:
-            return
-        except bucket_clients.failures() as error:
-            logging.warning("%s cannot be read now: %s", self._path, error)
-            return
-        if content == self._content:
-            return
-        self._content = content
-        try:
-            fields = checked_json.parse(
-                content, what="request for slices", version=_VERSION
-            )
-        except checked_json.UnreadableError as error:
-            logging.warning(
-                "%s %s; it is ignored: request again with `elastic-ckpt scale`",
-                self._path,
-                error,
-            )
-            return
-        self._policy = requested(self._configured, int(fields["slices"]))
+            pass
+        except (checked_json.UnreadableError, *bucket_clients.failures()) as error:
+            logging.warning("%s is not read: %s", self._path, error)
+        return self._policy
 
 
-def requested(policy: Policy, slices: int) -> Policy:
-    """The policy with at most `slices` slices, within the bounds of `policy`."""
+def _scaled(policy: Policy, slices: int) -> Policy:
     most = min(slices, policy.max_slices or slices)
     return dataclasses.replace(policy, max_slices=max(most, policy.min_slices))

@@ -22,8 +22,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.elastic import host_process, host_start, kept_executables, watch
-from elastic_ckpt.elastic.hardware import Hardware
+from elastic_ckpt.elastic import (
+    executables,
+    host_start,
+    watch,
+)
+from elastic_ckpt.elastic import host as host_process
+from elastic_ckpt.elastic.host import Hardware
 
 if TYPE_CHECKING:
     import jax
@@ -71,7 +76,7 @@ class SliceChecks:
         hardware: Hardware,
         *,
         machine: host_start.ThisMachine,
-        kept: kept_executables.KeptExecutables | None = None,
+        kept: executables.KeptExecutables | None = None,
         hosts_per_slice: int,
         first_slice: int = 0,
         log_directory: str,
@@ -174,7 +179,7 @@ class _Check:
         hardware: Hardware,
         *,
         machine: host_start.ThisMachine,
-        kept: kept_executables.KeptExecutables | None,
+        kept: executables.KeptExecutables | None,
         slots: range,
         log_directory: str,
         broken: bool,
@@ -232,7 +237,7 @@ def problem_of_time(hosts: Sequence[int], secs: float) -> str:
 def run(
     hardware: Hardware,
     slot: int,
-    kept: kept_executables.KeptExecutables | None,
+    kept: executables.KeptExecutables | None,
     broken: bool,
     log: str,
     pipe: connection.Connection,
@@ -249,14 +254,14 @@ def run(
     """
     host_process.redirect_output(log)
     os.nice(19)
-    from elastic_ckpt.elastic import executables, multicontroller
 
-    multicontroller.configure(hardware, slot=slot)
-    multicontroller.check_devices(hardware.hardware)
+    host_process.configure(hardware, slot=slot)
+    host_process.check_devices(hardware.hardware)
     import jax
 
-    compiled = executables.Executables(kept=kept).compiled
-    values = [compute(device, compiled) for device in jax.local_devices()]
+    keeper = None if kept is None else executables.Executables(kept)
+    compiled = [] if keeper is None else [keeper.compiled]
+    values = [compute(device, *compiled) for device in jax.local_devices()]
     values[-1] += broken
     pipe.send_bytes(json.dumps(values).encode())
 

@@ -24,17 +24,16 @@ from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import connection, forkserver
 
 from elastic_ckpt.core import errors, events
+from elastic_ckpt.elastic import host as host_process
 from elastic_ckpt.elastic import (
     host_failure,
-    host_process,
     host_start,
-    slow_hosts,
     termination,
     verdict,
 )
 from elastic_ckpt.elastic import watch as hang_watch
+from elastic_ckpt.elastic.host import Member
 from elastic_ckpt.elastic.host_failure import HostFailure
-from elastic_ckpt.elastic.member import Member
 
 # An exception may be the consequence of a death: how long to wait for further reports,
 # and if devices have failed, or JAX has ended the host. All hosts report soon then.
@@ -86,7 +85,7 @@ class HostProcesses:
         self._machines = machines or [host_start.ThisMachine()] * num_hosts
         limits = limits or hang_watch.unlimited()
         self._hangs = hang_watch.Watch(limits, num_hosts, now_secs=time.monotonic())
-        self._slow = slow_hosts.SlowHosts(now_secs=time.monotonic())
+        self._slow = hang_watch.SlowHosts(now_secs=time.monotonic())
         self.is_left = self.is_abandoned = self.has_stepped = False
         self.noticed: set[int] = set()
         self._on_watch: Callable[[HostProcesses], None] = lambda _: None
@@ -177,7 +176,7 @@ class HostProcesses:
                     self.prepare()
                 now_secs = time.monotonic()
                 self._hangs.start_again(now_secs=now_secs)
-                self._slow = slow_hosts.SlowHosts(now_secs=now_secs)
+                self._slow = hang_watch.SlowHosts(now_secs=now_secs)
                 self._tell(host_process.BEGIN)
                 self._watch(notice, preempted)
         finally:
@@ -263,7 +262,7 @@ class HostProcesses:
         """The phase that a host began last; empty if it has ended."""
         return self._hangs.phase(host)
 
-    def newly_slow(self) -> list[slow_hosts.SlowHost]:
+    def newly_slow(self) -> list[hang_watch.SlowHost]:
         """The hosts that were found to be slow since the last call."""
         return self._slow.newly_slow(now_secs=time.monotonic())
 
@@ -301,7 +300,7 @@ class HostProcesses:
             else:
                 # What ends this process may have been sent to the hosts, too: then
                 # they are not about to leave without it.
-                if notice is None or not notice.is_coming():
+                if notice is None or not connection.wait([notice.fileno()], 0):
                     self._on_watch(self)
                 wait_secs = _WATCH_SECS
             channels: list[connection.Connection | int] = [*self._channels]

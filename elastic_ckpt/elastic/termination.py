@@ -1,11 +1,11 @@
 """SIGTERM or Ctrl-C: the run saves and ends after a step that all hosts agree on.
 
 Launchers send SIGTERM and some time later SIGKILL. In a world of several processes
-JAX's preemption service handles the signal on any host and chooses the step. A single
-process uses a `Notice`, and ends without saving when the time is over. The supervisor
-of a world also has a `Notice`: it forwards the signal, and kills the hosts when the
-time is over. Within `interruptible` a first Ctrl-C is a SIGTERM to this process, and a
-second one ends it at once.
+JAX's preemption service takes the signal on any host and chooses the step. A single
+process has a `Notice`, and ends without saving when the time is over. The supervisor of
+a world has a `Notice`, too: it forwards the signal, and kills the hosts when the time
+is over. In a program that is `ending`, a first Ctrl-C is a SIGTERM to this process, and
+a second one ends it without saving.
 """
 
 from __future__ import annotations
@@ -16,26 +16,17 @@ import os
 import signal
 import socket
 import threading
-import types
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 
-from elastic_ckpt.core import events
+from elastic_ckpt.core import events, preemption
 
 # The exit status that a shell reports for a process ended by SIGTERM.
 EXIT_CODE = 128 + signal.SIGTERM
-
-
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 
-# The first line that `faulthandler` writes at a signal.
-_BEGIN_OF_STACK = b"Stack (most recent call first):"
 # Set by the first Ctrl-C.
 _interrupted = threading.Event()
-# What `calling` calls, by the number of the signal.
-_calls: dict[int, Callable[[], object]] = {}
-# The signals that the main thread has seen; what they call may not have begun.
-_seen: set[int] = set()
 
 
 def exit_code() -> int:
@@ -49,28 +40,10 @@ def cause() -> str:
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """Takes Ctrl-C while the block runs: the first as SIGTERM, the second at once."""
-
-    def interrupted() -> None:
-        if _interrupted.is_set():
-            os.write(2, b"elastic-ckpt: interrupted again, and ended at once\n")
-            # Processes that this one has started end with it.
-            os._exit(INTERRUPTED_EXIT_CODE)
-        _interrupted.set()
-        os.write(2, b"elastic-ckpt: saving and ending; Ctrl-C again ends at once\n")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    _interrupted.clear()
-    with calling(signal.SIGINT, interrupted):
-        yield
-
-
-@contextlib.contextmanager
 def ending(program: str) -> Iterator[None]:
     """Ends this program at SIGTERM while the block runs, and takes Ctrl-C as SIGTERM.
 
-    What trains within takes the signal itself, to save. For the main thread.
+    What trains within has a `Notice` of the signal, to save. For the main thread.
 
     Args:
       program: that says so.
@@ -79,96 +52,53 @@ def ending(program: str) -> Iterator[None]:
       SystemExit: with `exit_code`, at the signal.
     """
 
-    def end(number: int, frame: types.FrameType | None) -> None:
-        del number, frame
-        text = f"{program}: ended by {cause()} before the first step\n"
-        os.write(2, text.encode())
+    def end(*_: object) -> None:
+        _say(f"{program}: ended by {cause()} before the first step")
         raise SystemExit(exit_code())
 
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        with interruptible():
-            yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    def interrupted(*_: object) -> None:
+        if _interrupted.is_set():
+            _say("elastic-ckpt: interrupted again, and ended at once")
+            # Processes that this one has started end with it.
+            os._exit(INTERRUPTED_EXIT_CODE)
+        _interrupted.set()
+        _say("elastic-ckpt: saving and ending; Ctrl-C again ends at once")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    _interrupted.clear()
+    with _handled(signal.SIGTERM, end), _handled(signal.SIGINT, interrupted):
+        yield
 
 
 @contextlib.contextmanager
-def calling(number: signal.Signals, call: Callable[[], object]) -> Iterator[None]:
-    """Calls a function in a thread after each signal that arrives in the block.
-
-    The signal needs no turn of the main thread, which may compile or wait, and may be
-    delivered to a thread that is none of Python's. For the main thread.
-
-    Args:
-      number: of the signal, whose handler is not called meanwhile.
-      call: the function.
-    """
-    with contextlib.ExitStack() as stack:
-        if not _calls:
-            stack.enter_context(_dispatched())
-        before = _calls.get(number)
-        _calls[number] = call
-        # One that arrives here goes to the handler of before, not to none.
-        handler = signal.signal(number, _see)
-        try:
-            yield
-        finally:
-            signal.signal(number, handler)
-            if before is None:
-                del _calls[number]
-            else:
-                _calls[number] = before
-
-
-@contextlib.contextmanager
-def _dispatched() -> Iterator[None]:
-    # Python's handlers write into the descriptor at once, in whichever thread.
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-
-    def dispatch() -> None:
-        while numbers := reader.recv(4096):
-            for number in numbers:
-                if call := _calls.get(number):
-                    call()
-
-    thread = threading.Thread(target=dispatch, name="signals", daemon=True)
-    thread.start()
-    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+def _handled(number: signal.Signals, handler: Callable[..., object]) -> Iterator[None]:
+    before = signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.set_wakeup_fd(before)
-        writer.shutdown(socket.SHUT_WR)
-        thread.join()
-        writer.close()
-        reader.close()
+        signal.signal(number, before)
 
 
 def call_beside(number: signal.Signals, call: Callable[[], object]) -> None:
-    """Calls a function in a thread after each signal, beside a handler of others.
+    """Calls a function in a thread after a signal, beside a handler of others.
 
-    Signals that are delivered to a thread that is none of Python's are missed; the main
-    thread gets them as long as it does not block them.
+    It may be called more than once for a signal. Signals that are delivered to a thread
+    that is none of Python's are missed; the main thread gets them as long as it does
+    not block them.
 
     Args:
       number: of the signal, whose handler outside of Python stays in force.
       call: the function.
     """
-    # `faulthandler` writes into a pipe, and runs the handler of before.
+    # `faulthandler` writes a stack into a pipe, and runs the handler of before.
     reader, writer = os.pipe()
     faulthandler.register(number, file=writer, all_threads=False, chain=True)
 
     def wait() -> None:
-        text = b""
         # The supervisor's end is closed when it is about to kill this process.
         with contextlib.suppress(OSError):
-            while piece := os.read(reader, 65536):
-                # A stack arrives in pieces.
-                *whole, text = (text + piece).split(_BEGIN_OF_STACK)
-                for _ in whole:
-                    call()
+            while os.read(reader, 65536):
+                call()
 
     threading.Thread(target=wait, name=f"await-{number.name}", daemon=True).start()
 
@@ -176,46 +106,40 @@ def call_beside(number: signal.Signals, call: Callable[[], object]) -> None:
 class Notice:
     """Receives SIGTERM while it is open, instead of ending the process.
 
-    Unlike a handler it reacts at once, even while the main thread compiles or waits.
-    Its descriptor is readable once a signal has arrived. Open it in the main thread.
+    Its descriptor is readable at once after a signal, even while the main thread
+    compiles or waits. Open it in the main thread.
     """
 
     def __enter__(self) -> Notice:
-        self._reader, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
-        _seen.discard(signal.SIGTERM)
-        self._signals = contextlib.ExitStack()
-        self._signals.enter_context(calling(signal.SIGTERM, self._notify))
+        with contextlib.ExitStack() as stack:
+            self._reader, self._writer = map(stack.enter_context, socket.socketpair())
+            self._writer.setblocking(False)
+            # Python writes the number of each signal that has a handler in Python.
+            before = signal.set_wakeup_fd(
+                self._writer.fileno(), warn_on_full_buffer=False
+            )
+            stack.callback(signal.set_wakeup_fd, before)
+            stack.enter_context(_handled(signal.SIGTERM, lambda *_: None))
+            self._open = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._signals.close()
-        self._writer.close()
-        self._reader.close()
+        self._open.close()
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable."""
+        """The descriptor that becomes readable after a signal."""
         return self._reader.fileno()
 
     def received(self) -> bool:
-        """Waits for SIGTERM; returns False if another thread calls `stop` first."""
-        has_come = bool(self._reader.recv(4096))
-        _seen.discard(signal.SIGTERM)
-        return has_come
+        """Waits for a signal; returns whether it is SIGTERM.
 
-    @staticmethod
-    def is_coming() -> bool:
-        """Whether the signal has arrived, and is about to be received."""
-        return signal.SIGTERM in _seen
+        Returns False, too, if another thread calls `stop`.
+        """
+        return signal.SIGTERM in self._reader.recv(4096)
 
     def stop(self) -> None:
         """Ends `received` in another thread."""
-        self._writer.shutdown(socket.SHUT_WR)
-
-    def _notify(self) -> None:
-        # Nobody asks any more, or has not yet asked about very many.
-        with contextlib.suppress(BrokenPipeError, BlockingIOError):
-            self._writer.send(b"!")
+        self._writer.send(bytes(1))
 
 
 @contextlib.contextmanager
@@ -236,93 +160,72 @@ def release() -> None:
 
 
 @contextlib.contextmanager
-def agreed(
-    *,
-    grace_secs: float,
-    requested: Callable[[], None],
-    expired: Callable[[], None],
-) -> Iterator[Callable[[int], bool]]:
-    """Yields a function that returns whether the run must end after a number of steps.
+def agreed() -> Iterator[Callable[[int], bool]]:
+    """Yields a function that returns whether the hosts leave after a number of steps.
 
-    Every host calls it after each step, and gets the same result.
-
-    Args:
-      grace_secs: in a single process, the time limit of the block after the signal;
-        otherwise the supervisor or the launcher sets the limit.
-      requested: called, in another thread, when the signal arrives.
-      expired: called, in another thread, when the time is over.
+    For a world of several processes. Every host calls it after each step, and gets the
+    same result. A signal before the first call ends the run after it.
     """
-    import jax
     from jax.experimental import multihost_utils
 
-    from elastic_ckpt.core import preemption
-
-    if jax.distributed.is_initialized():
-        # A signal before the first call ends the run after it. The checkpointer asks
-        # the same service.
-        with preemption.counting():
-            ask = multihost_utils.reached_preemption_sync_point
-            yield lambda step: preemption.reached(step, ask)
-        return
-    signalled, ended = threading.Event(), threading.Event()
-
-    def watch(notice: Notice) -> None:
-        if notice.received():
-            signalled.set()
-            requested()
-            if not ended.wait(grace_secs):
-                expired()
-
-    with Notice() as notice:
-        watching = threading.Thread(
-            target=watch, args=(notice,), name="termination", daemon=True
-        )
-        watching.start()
-        try:
-            yield lambda _: signalled.is_set()
-        finally:
-            ended.set()
-            notice.stop()
-            watching.join()
+    # The checkpointer asks the same service.
+    with preemption.counting():
+        ask = multihost_utils.reached_preemption_sync_point
+        yield lambda step: preemption.reached(step, ask)
 
 
 @contextlib.contextmanager
 def in_this_process(
     *, grace_secs: float, ended: Callable[[], None], emit: events.Emit
 ) -> Iterator[Callable[[int], bool]]:
-    """`agreed`, and this process ends if the run does not within the grace period.
+    """`agreed`; a process that is alone in its world watches the time, too.
 
-    A signal before the first call of the function ends it at once: there is nothing
-    to save yet.
+    It ends without saving if the block takes longer than the grace period after the
+    signal, and at a signal before the first call, when there is nothing to save.
 
     Args:
-      grace_secs: see `agreed`.
+      grace_secs: the time limit of the block after the signal; of several processes the
+        launcher sets it.
       ended: called before the process ends, in another thread.
       emit: called for `stop_requested`, in another thread.
     """
-    has_trained = threading.Event()
+    import jax
 
-    def expire() -> None:
-        ended()
-        os._exit(exit_code())
+    if jax.distributed.is_initialized():
+        with agreed() as is_reached:
+            yield is_reached
+        return
+    has_trained, signalled, is_over = (threading.Event() for _ in range(3))
 
-    def request() -> None:
-        if not has_trained.is_set():
-            text = f"elastic-ckpt train: ended by {cause()} before the first step\n"
-            os.write(2, text.encode())
-            expire()
-        emit("stop_requested", within_secs=grace_secs)
+    def watch(notice: Notice) -> None:
+        while not notice.received():
+            if is_over.is_set():
+                return
+        signalled.set()
+        can_save = has_trained.is_set()
+        if can_save:
+            emit("stop_requested", within_secs=grace_secs)
+        else:
+            _say(f"elastic-ckpt train: ended by {cause()} before the first step")
+        if not can_save or not is_over.wait(grace_secs):
+            ended()
+            os._exit(exit_code())
 
-    with agreed(grace_secs=grace_secs, requested=request, expired=expire) as is_reached:
+    def is_ending(step: int) -> bool:
+        del step
+        has_trained.set()
+        return signalled.is_set()
 
-        def is_ending(step: int) -> bool:
-            has_trained.set()
-            return is_reached(step)
+    with Notice() as notice:
+        thread = threading.Thread(target=watch, args=(notice,), daemon=True)
+        thread.start()
+        try:
+            yield is_ending
+        finally:
+            is_over.set()
+            notice.stop()
+            thread.join()
 
-        yield is_ending
 
-
-def _see(number: int, frame: types.FrameType | None) -> None:
-    # A handler in Python is required for signals to be written to the descriptor.
-    del frame
-    _seen.add(number)
+def _say(text: str) -> None:
+    os.write(2, f"{text}\n".encode())

@@ -1,28 +1,35 @@
-"""Finds hosts that hang although their processes live.
+"""Finds the hosts of a world that hang or are slow although their processes live.
 
-Each host sends a heartbeat from a thread, and a note when its program begins a phase or
-a step. A host whose heartbeats stop is stopped, frozen or out of memory. If heartbeats
-go on and no host begins anything new in its time, the world hangs in a phase: in a
-collective, a restore, a compilation. Then the host that is behind the others is the
-culprit, if there is one.
+A host sends a heartbeat each second from a thread, and a note when its program begins a
+phase or a step.
 
-A host may take `_PATIENCE` times the longest that it has itself taken for a phase in
-this world, at least `_LEAST_SECS`, and at most a bound that is configured; for a phase
-that it has not ended yet it may take as long as that bound. What other hosts took says
-nothing: one of them may have found its program in a cache, or its data on its own disk.
-Nothing is learned from phases that differ each time (`_UNLIKE`). As long as one host is
-within its time the others wait for it, and nothing hangs. In `CLOSE` hosts wait for
-uploads, for any time.
+*Hangs.* A host whose heartbeats stop is stopped, frozen or out of memory. If they go on
+and no host begins anything new in its time, the world hangs: in a collective, a
+restore, a compilation. The culprits are the hosts that are behind the others, if any. A
+host may take `_PATIENCE` times the longest that it has itself taken for a phase in this
+world, at least `_LEAST_SECS`, and at most a configured bound; for a phase that it has
+not ended yet, or that differs each time (`_UNLIKE`), it may take that bound. What other
+hosts took says nothing: one may have found its program in a cache. As long as one host
+is within its time the others wait for it, and nothing hangs. In `CLOSE` hosts wait for
+uploads, for any time. A host that does not reach host 0 (`REACH`) within `_REACH_SECS`
+of host 0's start is lost; if most do not, host 0 is.
 
-A host that does not reach host 0 (`REACH`) is lost. If most do not, host 0 is: it is
-host 0 that the others have lost. It takes no time to reach a host that listens, so
-hosts have `_REACH_SECS` for it, or as long as for a heartbeat, once host 0 waits.
+*Slow hosts.* All hosts wait for the slowest one in the same collectives, so a step
+takes equally long on each. A heartbeat therefore has the time that its host alone
+spent: `late` waking up (it was stopped, or got no processor), waiting for `data`, and
+blocked in a `save`. A host is slow if such a time is at least `LEAST_PERCENT` of a
+window and more than `RATIO` times the median of the other hosts, in `WINDOWS` windows
+in a row. A host whose devices alone are slow shows none of these times.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
+import statistics
+import threading
+import time
 from collections.abc import Mapping
 
 _PATIENCE = 10
@@ -41,20 +48,18 @@ RESTORE = "restore"
 # RAM, or from storage.
 _UNLIKE = frozenset((TRAIN, COMPILE, RESTORE))
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Hang:
-    """Hosts that hang.
-
-    Attributes:
-      hosts: the culprits; empty if all hosts are equally far.
-      why: what is missing, since when.
-      secs: for how long.
-    """
-
-    hosts: frozenset[int]
-    why: str
-    secs: float
+LATE = "late"
+WINDOW_SECS = 10.0
+WINDOWS = 3
+LEAST_PERCENT = 30.0
+RATIO = 3.0
+_MEANINGS = {
+    LATE: "it was stopped, or had no processor,",
+    "data": "it waited for its data",
+    "save": "it was blocked by capturing the state of its data",
+}
+_TICK_SECS = 0.1
+_TICKS = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +78,11 @@ class Limits:
     grace_secs: float = 60.0
 
 
+def unlimited(**limits: float) -> Limits:
+    """Limits of hosts that may hang for any time; otherwise as given."""
+    return Limits(most_secs=math.inf, heartbeat_secs=math.inf, **limits)
+
+
 def patience_secs(limits: Limits, longest_secs: float | None) -> float:
     """How long to wait for what took at most so long before; None if it never ended."""
     if math.isinf(limits.most_secs) or longest_secs is None:
@@ -80,50 +90,82 @@ def patience_secs(limits: Limits, longest_secs: float | None) -> float:
     return min(limits.most_secs, max(_LEAST_SECS, _PATIENCE * longest_secs))
 
 
-def unlimited(**limits: float) -> Limits:
-    """Limits of hosts that may hang for any time; otherwise as given."""
-    return Limits(most_secs=math.inf, heartbeat_secs=math.inf, **limits)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hang:
+    """Hosts that hang.
+
+    Attributes:
+      hosts: the culprits; empty if all hosts are equally far.
+      why: what is missing, since when.
+      secs: for how long.
+    """
+
+    hosts: frozenset[int]
+    why: str
+    secs: float
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Host:
+    """What a host has told: its phase, how many it has begun, and when."""
+
+    since_secs: float
+    phase: str = "start"
+    begun: int = 0
+    heartbeat_secs: float | None = None
+    longest_secs: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Watch:
-    """Watches the hosts of one world.
+    """Watches the hosts of one world for hangs.
+
+    Times are of any clock that does not go back.
 
     Args:
       limits: of the run.
       hosts: how many there are.
-      now_secs: the time, on any clock that does not go back.
+      now_secs: the time.
     """
 
     def __init__(self, limits: Limits, hosts: int, *, now_secs: float) -> None:
         self._limits = limits
         self._looked_secs = now_secs
-        # By host: its last heartbeat, and its phase, how many it began, and when.
-        self._heartbeat_secs: dict[int, float] = {}
-        self._phases = dict.fromkeys(range(hosts), "start")
-        self._counts = dict.fromkeys(range(hosts), 0)
-        self._since_secs = dict.fromkeys(range(hosts), now_secs)
-        # By host and phase, the longest that it took.
-        self._longest_secs: dict[tuple[int, str], float] = {}
+        # Those that have not ended.
+        self._hosts = {host: _Host(since_secs=now_secs) for host in range(hosts)}
 
     def start_again(self, *, now_secs: float) -> None:
         """All times begin now: hosts that were prepared have waited for others."""
+        self._shift(math.inf, now_secs=now_secs)
+
+    def look(self, *, now_secs: float) -> None:
+        """Notes that messages of the hosts are received now; called often.
+
+        Time in which this process stood still does not count: messages wait to be
+        received, or the hosts stood still with it, on a machine that was paused.
+        """
+        missed_secs = now_secs - self._looked_secs - _LOOK_SECS
+        self._shift(max(0.0, missed_secs), now_secs=now_secs)
+
+    def _shift(self, secs: float, *, now_secs: float) -> None:
         self._looked_secs = now_secs
-        for times in (self._heartbeat_secs, self._since_secs):
-            times.update(dict.fromkeys(times, now_secs))
+        for each in self._hosts.values():
+            each.since_secs = min(each.since_secs + secs, now_secs)
+            if each.heartbeat_secs is not None:
+                each.heartbeat_secs = min(each.heartbeat_secs + secs, now_secs)
 
     def phase(self, host: int) -> str:
         """The phase that a host began last; empty if it has ended."""
-        return self._phases.get(host, "")
+        return self._hosts[host].phase if host in self._hosts else ""
 
     def heartbeat(self, host: int, *, now_secs: float, begun: int = 0) -> None:
         """Notes a heartbeat, with how many phases the host has begun.
 
         A host does not report the begin of each step, if they are short.
         """
-        self._heartbeat_secs[host] = now_secs
-        if begun > self._counts.get(host, begun):
-            self._counts[host] = begun
-            self._since_secs[host] = now_secs
+        told = self._hosts[host]
+        told.heartbeat_secs = now_secs
+        if begun > told.begun:
+            told.begun, told.since_secs = begun, now_secs
 
     def begin(
         self, host: int, phase: str, *, now_secs: float, begun: int | None = None
@@ -136,83 +178,185 @@ class Watch:
           now_secs: the time.
           begun: how many phases it has begun with this one; None for one more.
         """
-        ended, secs = (host, self._phases[host]), now_secs - self._since_secs[host]
-        self._longest_secs[ended] = max(secs, self._longest_secs.get(ended, 0.0))
-        self._phases[host] = phase
-        self._counts[host] = self._counts[host] + 1 if begun is None else begun
-        self._since_secs[host] = now_secs
+        told = self._hosts[host]
+        longest_secs = told.longest_secs.get(told.phase, 0.0)
+        told.longest_secs[told.phase] = max(longest_secs, now_secs - told.since_secs)
+        told.phase, told.since_secs = phase, now_secs
+        told.begun = told.begun + 1 if begun is None else begun
 
     def end(self, host: int) -> None:
         """Notes that a host has ended."""
-        for each in (
-            self._heartbeat_secs,
-            self._phases,
-            self._counts,
-            self._since_secs,
-        ):
-            each.pop(host, None)
-
-    def look(self, *, now_secs: float) -> None:
-        """Notes that messages of the hosts are received now; called often.
-
-        Time in which this process stood still does not count: messages wait to be
-        received, or the hosts stood still with it, on a machine that was paused.
-        """
-        missed_secs = max(0.0, now_secs - self._looked_secs - _LOOK_SECS)
-        self._looked_secs = now_secs
-        for times in (self._heartbeat_secs, self._since_secs):
-            for host, secs in times.items():
-                times[host] = min(secs + missed_secs, now_secs)
+        self._hosts.pop(host, None)
 
     def hang(self, *, now_secs: float) -> Hang | None:
         """The hosts that hang; None if none does."""
         silent = {
-            host: now_secs - last_secs
-            for host, last_secs in self._heartbeat_secs.items()
-            if now_secs - last_secs > self._limits.heartbeat_secs
+            host: now_secs - told.heartbeat_secs
+            for host, told in self._hosts.items()
+            if told.heartbeat_secs is not None
+            and now_secs - told.heartbeat_secs > self._limits.heartbeat_secs
         }
         if silent:
-            phases = sorted({self._phases[host] for host in silent})
-            return Hang(
-                hosts=frozenset(silent),
-                why=f"no heartbeat for {max(silent.values()):.0f} s, in {phases}",
-                secs=max(silent.values()),
-            )
-        secs = {
-            host: now_secs - since_secs
-            for host, since_secs in self._since_secs.items()
-            if self._phases[host] != CLOSE
+            secs, phases = max(silent.values()), sorted({*map(self.phase, silent)})
+            why = f"no heartbeat for {secs:.0f} s, in {phases}"
+            return Hang(hosts=frozenset(silent), why=why, secs=secs)
+        waited_secs = {
+            host: now_secs - told.since_secs
+            for host, told in self._hosts.items()
+            if told.phase != CLOSE
         }
-        if any(self._has_time(host, secs) for host in secs):
+        if any(secs <= self._most_secs(h) for h, secs in waited_secs.items()):
             # The others wait for the one that is within its time.
             return None
         hosts = self.behind()
-        host = min(hosts & secs.keys() or secs, default=None)
+        host = min(hosts & waited_secs.keys() or waited_secs, default=None)
         if host is None:
             return None
-        why = f"hangs in phase {self._phases[host]!r} for {secs[host]:.0f} s"
-        return Hang(hosts=hosts, why=why, secs=secs[host])
+        secs = waited_secs[host]
+        why = f"hangs in phase {self.phase(host)!r} for {secs:.0f} s"
+        return Hang(hosts=hosts, why=why, secs=secs)
 
     def behind(self) -> frozenset[int]:
         """The hosts that the others wait for; empty if all are equally far."""
-        least = min(self._counts.values(), default=0)
-        behind = frozenset(h for h, count in self._counts.items() if count == least)
-        if len(behind) == len(self._counts):
+        least = min((told.begun for told in self._hosts.values()), default=0)
+        behind = frozenset(h for h, told in self._hosts.items() if told.begun == least)
+        if len(behind) == len(self._hosts):
             return frozenset()
-        if all(self._phases[host] == REACH for host in behind):
-            return behind if 2 * len(behind) <= len(self._counts) else frozenset([0])
+        if all(self.phase(host) == REACH for host in behind):
+            return behind if 2 * len(behind) <= len(self._hosts) else frozenset([0])
         return behind
 
-    def _has_time(self, host: int, secs: Mapping[int, float]) -> bool:
-        # Whether a host is within its time, after `secs` in its phase, by host.
-        phase, limits = self._phases[host], self._limits
-        if self._phases.get(0) == JOIN and REACH in self._phases.values():
-            if phase == JOIN:
-                return False
-            if phase == REACH:
+    def _most_secs(self, host: int) -> float:
+        # How long a host may be in its phase.
+        told, limits = self._hosts[host], self._limits
+        phases = {each.phase for each in self._hosts.values()}
+        if self.phase(0) == JOIN and REACH in phases:
+            if told.phase == JOIN:
+                return -1.0
+            if told.phase == REACH:
+                # From when host 0 listens.
+                late_secs = max(0.0, self._hosts[0].since_secs - told.since_secs)
                 most_secs = max(_REACH_SECS, limits.heartbeat_secs)
-                return min(secs[host], secs[0]) <= min(most_secs, limits.most_secs)
-        longest_secs = (
-            None if phase in _UNLIKE else self._longest_secs.get((host, phase))
-        )
-        return secs[host] <= patience_secs(limits, longest_secs)
+                return late_secs + min(most_secs, limits.most_secs)
+        longest_secs = told.longest_secs.get(told.phase)
+        return patience_secs(limits, None if told.phase in _UNLIKE else longest_secs)
+
+
+class HostLoad:
+    """Adds up what this host alone spends time on, in seconds."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._secs: dict[str, float] = collections.defaultdict(float)
+        self._since_secs = time.monotonic()
+
+    def listen(self) -> None:
+        """Takes in the metrics that the process records from now on."""
+        from jax import monitoring
+
+        from elastic_ckpt.core import metrics
+
+        kinds = {metrics.DATA_WAIT.name: "data", metrics.DATA_SAVE_BLOCK.name: "save"}
+
+        def receive(event: str, duration_secs: float, **_: str | int) -> None:
+            if event in kinds:
+                self._add(kinds[event], duration_secs)
+
+        monitoring.register_event_duration_secs_listener(receive)
+
+    def sleep(self) -> None:
+        """Sleeps for a second, in ticks, and adds how late they end."""
+        for _ in range(_TICKS):
+            began_secs = time.monotonic()
+            time.sleep(_TICK_SECS)
+            self._add(LATE, time.monotonic() - began_secs - _TICK_SECS)
+
+    def take(self) -> dict[str, float]:
+        """The seconds of each kind since the last call, and `secs` of all time."""
+        now_secs = time.monotonic()
+        with self._lock:
+            taken = {**self._secs, "secs": now_secs - self._since_secs}
+            self._secs.clear()
+            self._since_secs = now_secs
+        return taken
+
+    def _add(self, kind: str, secs: float) -> None:
+        with self._lock:
+            self._secs[kind] += secs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlowHost:
+    """A host that is slow.
+
+    Attributes:
+      host: its number.
+      phase: that it is slow in.
+      why: what it spends its time on, and how much more than others.
+    """
+
+    host: int
+    phase: str
+    why: str
+
+
+class SlowHosts:
+    """Finds the slow hosts of one world, and names each when it has become slow.
+
+    Args:
+      now_secs: the time, on any clock that does not go back.
+    """
+
+    def __init__(self, *, now_secs: float) -> None:
+        self._began_secs = now_secs
+        # In the present window, by host: seconds by kind, and the phase of each
+        # heartbeat.
+        self._secs: dict[int, dict[str, float]] = {}
+        self._phases: dict[int, list[str]] = {}
+        # In how many windows in a row a host was slow, by kind.
+        self._windows: dict[tuple[int, str], int] = {}
+
+    def note(self, host: int, load: Mapping[str, float], *, phase: str) -> None:
+        """Notes a heartbeat that a host in a phase sent; `load` is of `HostLoad`."""
+        total = self._secs.setdefault(host, collections.defaultdict(float))
+        for kind, secs in load.items():
+            total[kind] += secs
+        self._phases.setdefault(host, []).append(phase)
+
+    def newly_slow(self, *, now_secs: float) -> list[SlowHost]:
+        """The hosts that have become slow since the last call."""
+        if now_secs - self._began_secs < WINDOW_SECS:
+            return []
+        slow = self._slow()
+        self._windows = {each: self._windows.get(each, 0) + 1 for each in slow}
+        # A host that is late is so in any phase: the one that it was in most.
+        found = [
+            SlowHost(
+                host=host,
+                phase=statistics.mode(self._phases[host]) if kind == LATE else kind,
+                why=why,
+            )
+            for (host, kind), why in slow.items()
+            if self._windows[host, kind] == WINDOWS
+        ]
+        self._began_secs, self._secs, self._phases = now_secs, {}, {}
+        return found
+
+    def _slow(self) -> dict[tuple[int, str], str]:
+        # Those that are slow in this window, by host and kind, and how slow.
+        slow = {}
+        for kind, meaning in _MEANINGS.items():
+            percents = {
+                host: 100 * secs[kind] / secs["secs"]
+                for host, secs in self._secs.items()
+                if secs["secs"]
+            }
+            for host, percent in percents.items():
+                others = [each for other, each in percents.items() if other != host]
+                median = statistics.median(others or [percent])
+                if percent >= LEAST_PERCENT and percent > RATIO * median:
+                    slow[host, kind] = (
+                        f"{meaning} {percent:.0f} % of the time, other hosts"
+                        f" {median:.0f} %"
+                    )
+        return slow

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
     from elastic_ckpt.checkpoint.run_world import RunWorld
     from elastic_ckpt.core.topology import Topology
-    from elastic_ckpt.elastic.device_state import DeviceState
-    from elastic_ckpt.elastic.executables import Preloaded
-    from elastic_ckpt.elastic.kept_executables import KeptExecutables
+    from elastic_ckpt.elastic.executables import Executables
+    from elastic_ckpt.elastic.pathways import DeviceState
     from elastic_ckpt.frontend import Checkpointer
     from elastic_ckpt.tiers.choices import Tier
     from elastic_ckpt.tiers.persistent.claims import Claimant
@@ -34,9 +33,7 @@ class BetweenWorlds:
     """What a world shares with those before and after it.
 
     Attributes:
-      executables: the place of those that outlive worlds; None if there is none.
-      preloaded: those of earlier worlds, which are being loaded; None loads each when
-        it is asked for.
+      executables: those of earlier worlds; None compiles in each.
       claimant: claims the world for this start of the run; None claims no worlds.
       device_state: the state that stays on the devices between worlds; None if each
         world has other processes.
@@ -46,8 +43,7 @@ class BetweenWorlds:
         to be made before.
     """
 
-    executables: KeptExecutables | None = None
-    preloaded: Preloaded | None = None
+    executables: Executables | None = None
     claimant: Claimant | None = None
     device_state: DeviceState | None = None
     resumes: Callable[[], bool] = lambda: False
@@ -110,13 +106,12 @@ class World:
         """
         from elastic_ckpt.elastic import executables
 
-        keeper = executables.Executables(
-            kept=self._between.executables,
-            emit=self.emit,
-            preloaded=self._between.preloaded,
-        )
-        self.begin("compile")
-        compiled = keeper.compiled(jitted, *arguments, step=step)
+        kept, reported = self._between.executables, {"step": step, "emit": self.emit}
+        self.begin(watch.COMPILE)
+        if kept is not None:
+            compiled = kept.compiled(jitted, *arguments, **reported)
+        else:
+            compiled = executables.compile_now(jitted, *arguments, **reported)
         self.begin(watch.TRAIN)
         return compiled
 

@@ -15,7 +15,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from elastic_ckpt.core import errors, events, storage
-from elastic_ckpt.elastic import decision, faults, watch, world_host
+from elastic_ckpt.elastic import (
+    decision,
+    faults,
+    host,
+    watch,
+)
 from elastic_ckpt.inspect.run_files import RunRecord
 from elastic_ckpt.steps import layout, owners
 from elastic_ckpt.steps.retention import BestN
@@ -367,12 +372,12 @@ def limits(config: schema.Config) -> watch.Limits:
     )
 
 
-def memory(config: schema.Config) -> world_host.SliceMemory | None:
+def memory(config: schema.Config) -> host.SliceMemory | None:
     """The RAM disks of slices; None if hosts keep no checkpoints there."""
     section = config.tiers
     if not section.enable_multi_tier_checkpointing:
         return None
-    return world_host.SliceMemory(
+    return host.SliceMemory(
         directory=section.local_checkpoint_directory,
         run=config.run.run_name,
         tls_certificate=section.peer_tls_certificate or None,

@@ -18,7 +18,6 @@ from elastic_ckpt.elastic import (
     processes,
     runtime,
     scale_request,
-    single_controller,
     supervisor,
 )
 from elastic_ckpt.elastic.cluster import Cluster
@@ -31,7 +30,7 @@ from elastic_ckpt.training.configured import Groups
 _HOST_IMPORTS = (
     __name__,
     "elastic_ckpt.training.trainer",
-    "elastic_ckpt.elastic.multicontroller",
+    "elastic_ckpt.elastic.host",
     "elastic_ckpt.monitoring.jsonl",
     "elastic_ckpt.monitoring.prometheus",
     "elastic_ckpt.monitoring.subscription",
@@ -106,6 +105,7 @@ def run_on_hosts(
       RunError: with the first failure of a host; all hosts have ended by then.
       StoppedError: if SIGTERM arrived, and the hosts did not end in time.
     """
+    scale_request.remove(run_directory.path_of(config))
     # Otherwise all hosts share one RAM disk, as those of one machine.
     is_elastic = config.elastic.elastic_enabled
     with contextlib.closing(
@@ -142,18 +142,16 @@ def run_here(config: schema.Config, emit: journal.Journal) -> None:
         that they cannot have.
       RunError: see `runtime.run`.
     """
-    single_controller.check_installed("elastic_enabled=true in one process")
-    from pathwaysutils.elastic import manager
-
+    scale_request.remove(run_directory.path_of(config))
     from elastic_ckpt.core import topology
-    from elastic_ckpt.elastic import pathways, simulated_slices
+    from elastic_ckpt.elastic import pathways
     from elastic_ckpt.training import trainer
 
     number = config.world.slices
     if configured.is_simulated(config):
-        slices = simulated_slices.SimulatedSlices(number)
+        slices = pathways.SimulatedSlices(number)
     else:
-        slices = manager.Manager()
+        slices = pathways.manager.Manager()
     if slices.total_slice_count != number:
         raise errors.ConfigError(
             f"slices={number}, but the hardware has {slices.total_slice_count}; set"

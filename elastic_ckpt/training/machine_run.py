@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
 from elastic_ckpt.core import errors, events, storage
-from elastic_ckpt.elastic import faults, local_slices, processes
+from elastic_ckpt.elastic import faults, local_slices, processes, scale_request
 from elastic_ckpt.elastic.machine_supervisor import MachineSupervisor, Run
 from elastic_ckpt.elastic.machines import places
 from elastic_ckpt.elastic.machines.places import Place
@@ -153,6 +153,7 @@ def _run_of(
         configured=_digest(config, program),
         min_slices=configured.policy(config, groups).min_slices,
         wait_secs=config.elastic.elastic_timeout_seconds,
+        begin=lambda: scale_request.remove(run_directory.path_of(config)),
     )
 
 

@@ -11,7 +11,7 @@ import dataclasses
 
 from elastic_ckpt.core.sections import key
 from elastic_ckpt.data.data_keys import DataKeys
-from elastic_ckpt.elastic.hardware import Hardware
+from elastic_ckpt.elastic.host import Hardware
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

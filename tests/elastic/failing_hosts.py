@@ -14,11 +14,11 @@ def sum_over_hosts(place, emit):
     import numpy as np
     from jax.experimental import multihost_utils
 
-    from elastic_ckpt.elastic import multicontroller
+    from elastic_ckpt.elastic import host
     from elastic_ckpt.training import schema
 
-    multicontroller.configure(schema.WorldSection(devices_per_host=2))
-    with multicontroller.joined(place):
+    host.configure(schema.WorldSection(devices_per_host=2))
+    with host.joined(place):
         mine = np.array([10 ** topology.this_host()])
         total = int(multihost_utils.process_allgather(mine).sum())
         emit("save_started", step=total * 100 + len(jax.devices()))
@@ -76,28 +76,22 @@ def end_the_supervisor(place, _):
 
 def take_the_signal(place, emit):
     """Emits the step it stops after, though the signal arrives before it has joined."""
-    from elastic_ckpt.elastic import multicontroller, termination
+    from elastic_ckpt.elastic import host, termination
     from elastic_ckpt.training import schema
 
     emit("save_started", step=place.host)
     while signal.SIGTERM not in signal.sigpending():
         time.sleep(0.01)
-    multicontroller.configure(schema.WorldSection())
+    host.configure(schema.WorldSection())
     step = 7
     with (
-        multicontroller.joined(place),
-        termination.agreed(
-            grace_secs=600, requested=no_call, expired=no_call
-        ) as is_stopping,
+        host.joined(place),
+        termination.agreed() as is_stopping,
     ):
         while not is_stopping(step):
             step += 1
             time.sleep(0.05)
         emit("saved", step=step, secs=0.0)
-
-
-def no_call():
-    raise AssertionError("in a world of several hosts the supervisor watches the time")
 
 
 def fail_in_turn(place, _):

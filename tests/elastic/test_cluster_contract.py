@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from elastic_ckpt.core import errors, events
-from elastic_ckpt.elastic import decision, faults, pathways, processes, simulated_slices
+from elastic_ckpt.elastic import decision, faults, pathways, processes
 from elastic_ckpt.elastic.cluster import Assignment
 from elastic_ckpt.elastic.host_failure import WorldLostError
 from tests.elastic import tiny_hosts
@@ -77,7 +77,7 @@ def of_processes(case, listed):
 
 def of_pathways(case, listed):
     return pathways.Pathways(
-        simulated_slices.SimulatedSlices(2), injected=listed, emit=case.emit
+        pathways.SimulatedSlices(2), injected=listed, emit=case.emit
     )
 
 

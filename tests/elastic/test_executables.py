@@ -1,6 +1,7 @@
 """An executable of an earlier world is loaded if it fits and this run made it."""
 
 import dataclasses
+import importlib
 import os
 import pathlib
 import threading
@@ -12,7 +13,8 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from elastic_ckpt.elastic import executables, kept_executables
+from elastic_ckpt.core import topology
+from elastic_ckpt.elastic import executables
 
 pytestmark = pytest.mark.usefixtures("without_jax_cache")
 
@@ -32,7 +34,7 @@ class Events:
 @pytest.fixture
 def kept():
     UNPICKLED.clear()
-    with kept_executables.kept() as kept:
+    with executables.kept() as kept:
         yield kept
     assert not os.path.exists(kept.directory)
     assert not UNPICKLED
@@ -52,20 +54,18 @@ def step_of(scale):
     return step
 
 
-def run(kept, *, scale=3.0, num_devices=4, rows=ROWS, preloaded=None):
+def run(kept, *, scale=3.0, num_devices=4, rows=ROWS, keeper=None):
     """Runs a new jitted function, as a new world does; returns results and events."""
     emit = Events()
     x = arguments(num_devices, rows)
-    keeper = executables.Executables(kept=kept, emit=emit, preloaded=preloaded)
-    compiled = keeper.compiled(step_of(scale), x, step=1)
+    keeper = keeper or executables.Executables(kept)
+    compiled = keeper.compiled(step_of(scale), x, step=1, emit=emit)
     return [np.asarray(each) for each in compiled(x)], emit.names
 
 
 def files(kept):
     return sorted(
-        path
-        for path in pathlib.Path(kept.directory).iterdir()
-        if path.name.count("-") == 4 and not path.name.startswith(".")
+        path for path in pathlib.Path(kept.directory).iterdir() if len(path.name) == 65
     )
 
 
@@ -89,44 +89,53 @@ def test_what_was_compiled_is_loaded_and_has_the_same_bits(kept):
     assert pathlib.Path(kept.directory).stat().st_mode & 0o777 == 0o700
 
 
+def preloading(kept):
+    """What a new world has, once it has loaded the executables in the background."""
+    keeper = executables.Executables(kept)
+    for loading in keeper._begun.result().values():
+        assert loading.result() is not None
+    return keeper
+
+
 def test_a_world_loads_what_is_kept_before_it_asks(kept, monkeypatch):
     first, _ = run(kept)
-    preloaded = executables.Preloaded(kept)
-    (file,) = files(kept)
-    assert preloaded.get(str(file)) is not None
+    keeper = preloading(kept)
     # From here on nothing is loaded.
     monkeypatch.setattr(executables.pickle, "loads", refuse_to_unpickle)
-    second, names = run(kept, preloaded=preloaded)
+    second, names = run(kept, keeper=keeper)
     assert names == LOADED
     assert_same(first, second)
-    _, names = run(kept, scale=4.0, preloaded=preloaded)
-    assert names == COMPILED
-
-
-def test_a_program_on_another_mesh_is_compiled_and_the_log_says_why(kept, caplog):
-    run(kept)
-    assert run(kept, num_devices=2)[1] == COMPILED
-    assert "1 kept executables the nearest has other arguments" in caplog.text
+    assert run(kept, scale=4.0, keeper=keeper)[1] == COMPILED
 
 
 def test_what_is_kept_under_a_setting_is_loaded_before_the_program_makes_it(
-    kept, monkeypatch, caplog
+    kept, monkeypatch
 ):
     before = jax.config.jax_default_prng_impl
     try:
         for setting in (before, "unsafe_rbg"):
             jax.config.update("jax_default_prng_impl", setting)
             assert run(kept)[1] == COMPILED
-        assert "1 kept executables the nearest has other settings" in caplog.text
         jax.config.update("jax_default_prng_impl", before)
-        preloaded = executables.Preloaded(kept)
-        for file in files(kept):
-            assert preloaded.get(str(file)) is not None
+        keeper = preloading(kept)
         monkeypatch.setattr(executables.pickle, "loads", refuse_to_unpickle)
         jax.config.update("jax_default_prng_impl", "unsafe_rbg")
-        assert run(kept, preloaded=preloaded)[1] == LOADED
+        assert run(kept, keeper=keeper)[1] == LOADED
     finally:
         jax.config.update("jax_default_prng_impl", before)
+
+
+def test_a_module_that_changes_before_it_is_imported_is_another_program(
+    kept, tmp_path, monkeypatch
+):
+    run(kept)
+    (tmp_path / "imported_late.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("imported_late")
+    assert run(kept)[1] == COMPILED
+    # What is imported is not read again.
+    (tmp_path / "imported_late.py").write_text("# changed")
+    assert run(kept)[1] == LOADED
 
 
 @pytest.mark.parametrize("change", [{"scale": 4.0}, {"num_devices": 2}, {"rows": 16}])
@@ -134,7 +143,11 @@ def test_another_program_mesh_or_argument_is_compiled(kept, change):
     run(kept)
     results, names = run(kept, **change)
     assert names == COMPILED
-    assert_same(results, run(None, **change)[0])
+    compiled = executables.compile_now(
+        step_of(change.get("scale", 3.0)),
+        x := arguments(change.get("num_devices", 4), change.get("rows", ROWS)),
+    )
+    assert_same(results, map(np.asarray, compiled(x)))
 
 
 @pytest.mark.parametrize("at", [0, 40, -1])
@@ -171,7 +184,7 @@ def test_an_executable_under_the_name_of_another_is_refused(kept, monkeypatch):
     (first,) = files(kept)
     run(kept, scale=4.0)
     (second,) = set(files(kept)) - {first}
-    second.write_bytes(first.read_bytes())
+    first.rename(second)
     monkeypatch.setattr(executables.pickle, "loads", refuse_to_unpickle)
     assert run(kept, scale=4.0)[1] == ["executable_refused", *COMPILED]
 
@@ -212,7 +225,7 @@ def test_an_executable_is_kept_though_a_constant_of_it_is_in_jaxs_cache(kept):
     with executables._cache_hits() as hits:
         x = arguments()
         step = jax.jit(lambda x: x + constant().sum())
-        executables.Executables(kept=kept).compiled(step, x)
+        executables.Executables(kept).compiled(step, x)
     assert hits
     assert files(kept)
 
@@ -237,7 +250,7 @@ def test_on_cpus_of_several_hosts_collectives_in_and_around_a_loop_are_not_kept(
     kept, monkeypatch, is_in_loop, num_hosts, is_kept
 ):
     # A program that was loaded would have no order between them.
-    monkeypatch.setattr(executables.topology, "num_hosts", lambda: num_hosts)
+    monkeypatch.setattr(topology, "num_hosts", lambda: num_hosts)
     x = arguments()
     whole = NamedSharding(x.sharding.mesh, PartitionSpec())
 
@@ -251,8 +264,7 @@ def test_on_cpus_of_several_hosts_collectives_in_and_around_a_loop_are_not_kept(
             y = jax.lax.fori_loop(0, 3, lambda _, y: y + summed(y), x)
         return summed(x), y
 
-    emit = Events()
-    compiled = executables.Executables(kept=kept, emit=emit).compiled(step, x)
+    compiled = executables.Executables(kept).compiled(step, x)
     assert ("while" in compiled.as_text()) == is_in_loop
     assert len(files(kept)) == is_kept
 

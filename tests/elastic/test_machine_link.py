@@ -8,8 +8,8 @@ import pytest
 
 from elastic_ckpt.core import codec, process
 from elastic_ckpt.elastic import cluster, decision, faults
+from elastic_ckpt.elastic.host import Member
 from elastic_ckpt.elastic.machines import machine_link, remote_machine
-from elastic_ckpt.elastic.member import Member
 from elastic_ckpt.elastic.slice_check import Checked
 from elastic_ckpt.tiers.persistent import claims
 

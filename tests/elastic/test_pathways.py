@@ -1,15 +1,20 @@
 """A cluster of one controller; `test_cluster_contract` has the cases of any cluster."""
 
 import gc
+import importlib
+import sys
 
 import jax
 import numpy as np
+import pathwaysutils
 import pytest
+from pathwaysutils.test import mock_fault_injection
 
-from elastic_ckpt.core import errors, events
-from elastic_ckpt.elastic import decision, pathways, simulated_slices
+from elastic_ckpt.core import errors, events, topology
+from elastic_ckpt.elastic import decision, pathways
 from elastic_ckpt.elastic.cluster import Assignment
 from elastic_ckpt.elastic.host_failure import WorldLostError
+from tests import runs
 
 
 class Cluster(pathways.Pathways):
@@ -17,7 +22,7 @@ class Cluster(pathways.Pathways):
 
     def __init__(self):
         self.events = []
-        self.simulated = simulated_slices.SimulatedSlices(4)
+        self.simulated = pathways.SimulatedSlices(4)
         super().__init__(self.simulated, emit=self.emit)
 
     def emit(self, name, **fields):
@@ -119,3 +124,101 @@ def test_slices_beside_a_world_are_lost_and_come_back(cluster):
         ("slice_lost", lost),
         ("slice_returned", {"slice": 3}),
     ]
+
+
+def meshes():
+    """The meshes of three slices of two devices, and of four."""
+    devices = jax.devices()
+    few = [*devices[:2], *devices[4:]]
+    return (
+        topology.mesh_of(topology.present(3, few), few),
+        topology.mesh_of(topology.present(4)),
+    )
+
+
+def state_on(mesh):
+    sharding = jax.NamedSharding(mesh, jax.P("fsdp"))
+    weights = jax.random.normal(jax.random.key(0), (6, 3), "float32")
+    return {
+        "weights": jax.device_put(weights, sharding),
+        "step": jax.device_put(np.int32(7), topology.replicated(mesh)),
+    }
+
+
+def abstract(state):
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=leaf.sharding
+        ),
+        state,
+    )
+
+
+def kept(state, step=7):
+    told = []
+    device_state = pathways.DeviceState(
+        lambda name, **fields: told.append((name, fields))
+    )
+    device_state.put(step, state)
+    return device_state, told
+
+
+def test_the_state_is_the_same_under_the_sharding_of_another_world():
+    before, after = map(state_on, meshes())
+    for old, new in ((before, after), (after, before)):
+        device_state, told = kept(old)
+        taken = device_state.take(7, abstract(new))
+        for name, leaf in taken.items():
+            assert leaf.sharding == new[name].sharding
+            assert np.asarray(leaf).tobytes() == np.asarray(old[name]).tobytes()
+        ((name, fields),) = told
+        assert (name, fields["step"], fields["device_bytes"]) == ("state_kept", 7, 76)
+        # It is kept no longer.
+        assert device_state.take(7, abstract(new)) is None
+
+
+def test_a_state_of_another_step_or_model_is_not_taken():
+    before, after = map(state_on, meshes())
+    wider = {**abstract(after), "weights": jax.ShapeDtypeStruct((6, 4), "float32")}
+    for step, wanted in (
+        (8, abstract(after)),
+        (7, {"weights": abstract(after)["weights"]}),
+        (7, wider),
+    ):
+        device_state, told = kept(before)
+        assert device_state.take(step, wanted) is None
+        assert not told
+
+
+def test_a_state_of_devices_that_are_lost_is_not_taken():
+    before, after = map(state_on, meshes())
+    device_state, told = kept(before)
+    simulator = mock_fault_injection.DeviceLossSimulator()
+    simulator.mark_device_lost(jax.devices()[4])
+    with simulator:
+        assert device_state.take(7, abstract(after)) is None
+    assert not told
+
+
+def test_a_head_that_was_not_started_beside_a_proxy_says_what_starts_it(
+    corpus, tmp_path
+):
+    config = runs.write_config(tmp_path, corpus, enable_single_controller=True)
+    output = runs.verb("train", config, code=errors.CONFIG_EXIT_CODE)
+    assert "JAX_PLATFORMS does not contain `proxy`" in output
+    assert "configs/deploy/base/pathways" in output
+
+
+def test_without_the_extra_the_error_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pathwaysutils", None)
+    monkeypatch.delitem(sys.modules, pathways.__name__)
+    with pytest.raises(errors.ConfigError, match=r"'\.\[pathways\]'"):
+        importlib.import_module(pathways.__name__)
+
+
+def test_beside_a_proxy_pathways_is_initialized(monkeypatch):
+    calls = []
+    monkeypatch.setattr(pathwaysutils, "is_pathways_backend_used", lambda: True)
+    monkeypatch.setattr(pathwaysutils, "initialize", lambda: calls.append("initialize"))
+    pathways.initialize()
+    assert calls == ["initialize"]

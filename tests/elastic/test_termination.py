@@ -1,11 +1,9 @@
-import functools
 import os
 import queue
 import select
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -38,9 +36,10 @@ def test_a_notice_is_of_sigterm_alone():
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     with termination.Notice() as notice:
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert not select.select([notice], [], [], 0.1)[0]
+        assert not notice.received()
         end()
         assert notice.received()
+        assert not select.select([notice], [], [], 0)[0]
     signal.signal(signal.SIGUSR1, before)
 
 
@@ -62,34 +61,54 @@ def test_no_signal_is_lost_while_a_notice_opens_and_closes(monkeypatch):
     signal.signal(signal.SIGTERM, before)
 
 
-class Calls:
-    def __init__(self):
-        self.requested = threading.Event()
-        self.expired = threading.Event()
-
-    def agreed(self, grace_secs):
-        return termination.agreed(
-            grace_secs=grace_secs,
-            requested=self.requested.set,
-            expired=self.expired.set,
-        )
-
-
 def test_a_process_of_its_own_stops_after_the_step_under_way():
-    calls = Calls()
-    with calls.agreed(600) as is_stopping:
+    told = queue.SimpleQueue()
+
+    def emit(name, **fields):
+        told.put((name, fields))
+
+    def ended():
+        raise AssertionError("the block has ended in time")
+
+    with termination.in_this_process(
+        grace_secs=600, ended=ended, emit=emit
+    ) as is_stopping:
         assert not is_stopping(1)
         end()
-        assert calls.requested.wait(600)
+        expected = ("stop_requested", {"within_secs": 600})
+        assert told.get(timeout=600) == expected
         assert is_stopping(2)
-    assert not calls.expired.is_set()
 
 
-def test_a_block_that_takes_longer_than_the_grace_expires():
-    calls = Calls()
-    with calls.agreed(0.01):
-        end()
-        assert calls.expired.wait(600)
+LATE = """
+import os, signal, sys, time
+from elastic_ckpt.elastic import termination
+
+def ended(): print("not saved", flush=True)
+
+with termination.in_this_process(
+    grace_secs=0.01, ended=ended, emit=lambda name, **_: print(name, flush=True)
+) as is_stopping:
+    for step in range(int(sys.argv[1])):
+        is_stopping(step)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"), [(0, ["not saved"]), (1, ["stop_requested", "not saved"])]
+)
+def test_a_process_ends_before_its_first_step_or_when_its_grace_is_over(steps, told):
+    ended = subprocess.run(
+        [sys.executable, "-c", LATE, str(steps)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.stdout.split("\n")[:-1] == told
+    assert ended.returncode == termination.EXIT_CODE
+    assert ("before the first step" in ended.stderr) == (not steps)
 
 
 RELEASED = """
@@ -110,37 +129,3 @@ def test_what_is_started_in_the_block_holds_the_signal_until_it_is_released():
     with child:
         assert child.stdout.read() == "True\n"
     assert child.returncode == -signal.SIGTERM
-
-
-def test_each_signal_in_the_block_is_one_call():
-    calls, called = [], threading.Semaphore(0)
-    received = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: received.append(1))
-    with termination.calling(
-        signal.SIGUSR1, lambda: (calls.append(1), called.release())
-    ):
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert called.acquire(timeout=600)
-    assert (len(calls), received) == (3, [])
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert (len(calls), received) == (3, [1])
-    signal.signal(signal.SIGUSR1, before)
-
-
-def test_blocks_for_the_same_and_for_other_signals_are_nested():
-    called = queue.SimpleQueue()
-
-    def after(number, name):
-        return termination.calling(number, functools.partial(called.put, name))
-
-    def send(number):
-        os.kill(os.getpid(), number)
-        return called.get(timeout=600)
-
-    with after(signal.SIGUSR1, "outer"):
-        with after(signal.SIGUSR2, "other"), after(signal.SIGUSR1, "inner"):
-            assert send(signal.SIGUSR1) == "inner"
-            assert send(signal.SIGUSR2) == "other"
-        assert send(signal.SIGUSR1) == "outer"
-    assert called.empty()

@@ -1,4 +1,4 @@
-"""Hosts that hang are found by what they do not send."""
+"""Hosts that hang or are slow are found by their heartbeats and phases."""
 
 import pytest
 
@@ -208,3 +208,70 @@ def test_a_host_that_has_ended_is_not_waited_for():
         world.watch.end(host)
     passes(1000, ())(world)
     assert world.hang is None
+
+
+QUICK = {"late": 0.02, "data": 0.05}
+STARVED = {"late": 0.7, "data": 0.05}
+WAITING = {"late": 0.02, "data": 0.8}
+
+
+class Loads:
+    """Hosts that send a heartbeat a second, with parts of that second."""
+
+    def __init__(self):
+        self.secs = 1000.0
+        self.slow = watch.SlowHosts(now_secs=self.secs)
+
+    def slow_after(self, secs, *loads):
+        named = []
+        for _ in range(secs):
+            self.secs += 1
+            for host, load in enumerate(loads):
+                self.slow.note(host, {**load, "secs": 1.0}, phase="step")
+            named += self.slow.newly_slow(now_secs=self.secs)
+        return [(each.host, each.phase) for each in named]
+
+
+@pytest.mark.parametrize(
+    ("secs", "loads", "named"),
+    [
+        (30, [QUICK, STARVED, QUICK], [(1, "step")]),
+        (30, [WAITING, QUICK], [(0, "data")]),
+        # Named once.
+        (300, [QUICK, STARVED, QUICK], [(1, "step")]),
+        # Those that are equally slow, as on a machine that has too few processors.
+        (300, [STARVED, STARVED, STARVED, QUICK], []),
+        (300, [{"late": part} for part in (0.2, 0.3, 0.5, 0.25)], []),
+        # A small part of its time.
+        (300, [{"late": 0.25}, {"late": 0.001}, {"late": 0.001}], []),
+        # Nothing to compare it with.
+        (300, [STARVED], []),
+        (100, [{}], []),
+        (100, [], []),
+    ],
+)
+def test_a_host_is_slow_in_a_phase_if_it_is_so_alone(secs, loads, named):
+    assert Loads().slow_after(secs, *loads) == named
+
+
+@pytest.mark.parametrize("pause_secs", [1, 10, 20])
+def test_a_pause_of_a_host_is_not_slow_and_a_relapse_is(pause_secs):
+    loads = Loads()
+    for _ in range(5):
+        assert not loads.slow_after(pause_secs, QUICK, STARVED, QUICK)
+        assert not loads.slow_after(30, QUICK, QUICK, QUICK)
+    assert not loads.slow_after(1, {"data": 60.0}, QUICK, QUICK)
+    assert not loads.slow_after(60, QUICK, QUICK, QUICK)
+    for _ in range(2):
+        assert len(loads.slow_after(40, QUICK, STARVED, QUICK)) == 1
+        loads.slow_after(10, QUICK, QUICK, QUICK)
+
+
+def test_the_reason_has_both_numbers():
+    slow = watch.SlowHosts(now_secs=0.0)
+    for window in (1, 2, 3):
+        for host, secs in enumerate((80.4, 1.2, 3.0)):
+            slow.note(host, {"data": secs, "secs": 100.0}, phase="step")
+        named = slow.newly_slow(now_secs=window * watch.WINDOW_SECS)
+    (host,) = named
+    assert host.why == "it waited for its data 80 % of the time, other hosts 2 %"

@@ -16,17 +16,17 @@ UNWANTED = "aiohttp"
 
 def train(config, member, channel):
     """Trains; tells of modules that are not as they should be, and of threads."""
-    from elastic_ckpt.elastic import cluster, decision, world_host
+    from elastic_ckpt.elastic import cluster, decision, host
     from elastic_ckpt.training import elastic_run
 
     at_fork = set(sys.modules)
     threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
     work = decision.Train(slices=(0,), spares=(), rows=8, accumulated=1)
-    world_host.run_host(
+    host.run_host(
         functools.partial(elastic_run.train, config),
         config.world,
         cluster.Assignment(number=1, work=work),
-        world_host.Owned(memory=None, kept=None, grace_secs=600),
+        host.Owned(memory=None, kept=None),
         member,
         channel,
     )

@@ -262,15 +262,15 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "an executable that somebody altered is run",
         "elastic_ckpt/elastic/executables.py",
-        "if not hmac.compare_digest(mac, _mac(kept, path, payload)):",
+        "if not hmac.compare_digest(mac, self._mac(path, payload)):",
         "if len(mac) != _MAC_BYTES:",
         ("tests/elastic/test_executables.py",),
     ),
     Fault(
         "an executable is loaded for other arguments",
         "elastic_ckpt/elastic/executables.py",
-        "code = jitted.__wrapped__, _abstract(arguments), modules",
-        "code = jitted.__wrapped__, None, modules",
+        "code = jitted.__wrapped__, _abstract(arguments), _settings()",
+        "code = jitted.__wrapped__, None, _settings()",
         ("tests/elastic/test_executables.py",),
     ),
     Fault(
@@ -303,10 +303,10 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "state in device memory is that of another step",
-        "elastic_ckpt/elastic/device_state.py",
+        "elastic_ckpt/elastic/pathways.py",
         "is_same = (self._step, self._structure) == (step, structure)",
         "is_same = self._structure == structure",
-        ("tests/elastic/test_device_state.py",),
+        ("tests/elastic/test_pathways.py",),
     ),
     Fault(
         "an audit compares no digests",

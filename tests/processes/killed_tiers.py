@@ -14,7 +14,7 @@ import threading
 
 from elastic_ckpt import frontend
 from elastic_ckpt.core import topology
-from elastic_ckpt.elastic import multicontroller
+from elastic_ckpt.elastic import host
 from elastic_ckpt.steps import layout, manifest
 from elastic_ckpt.training import schema
 from tests.processes import tier_worlds
@@ -79,8 +79,8 @@ def live(place, emit, *, directories, slices, expected, phase, everybody, path):
     point = POINTS.get(phase)
     is_watched = point is not None and place.host == point.host
     victims = len(directories) if everybody else 0
-    multicontroller.configure(schema.WorldSection())
-    with multicontroller.joined(place):
+    host.configure(schema.WorldSection())
+    with host.joined(place):
         world = topology.present(slices)
         mesh = topology.mesh_of(world)
         if is_watched and phase == "restore":

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 import elastic_ckpt as ec
 from elastic_ckpt.core import topology
 from elastic_ckpt.data import sharded_data
-from elastic_ckpt.elastic import multicontroller, supervisor
+from elastic_ckpt.elastic import host, supervisor
 from elastic_ckpt.training import schema
 from tests import pipelines, worlds
 from tests.processes import tier_worlds
@@ -35,8 +35,8 @@ def digest(step, rows):
 def train(place, emit, *, path, last, log):
     """Trains from the newest step to the last one, and saves every second step."""
     del emit
-    multicontroller.configure(schema.WorldSection())
-    with multicontroller.joined(place), ocp.CheckpointManager(path) as manager:
+    host.configure(schema.WorldSection())
+    with host.joined(place), ocp.CheckpointManager(path) as manager:
         mesh = topology.mesh_of(topology.present(1))
         spec = PartitionSpec(mesh.axis_names)
         batches = ec.batches(data(), mesh=mesh, spec=spec, global_batch_size=SIZE)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import elastic_ckpt as ec
 from elastic_ckpt.data import example_id
-from elastic_ckpt.elastic import multicontroller, supervisor
+from elastic_ckpt.elastic import host, supervisor
 from elastic_ckpt.training import schema
 
 BATCH = 8
@@ -102,8 +102,8 @@ def listed(state):
 def train(place, emit, *, directory, corpus, degrees):
     """A world: continues from the newest step, trains a little, saves, and reports."""
     section = schema.WorldSection(devices_per_host=degrees.devices // place.num_hosts)
-    multicontroller.configure(section)
-    with multicontroller.joined(place):
+    host.configure(section)
+    with host.joined(place):
         mesh = degrees.mesh()
         placed = degrees.shardings(mesh)
         spec = PartitionSpec("data")

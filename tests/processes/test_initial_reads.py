@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt import universal
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.elastic import multicontroller, supervisor
+from elastic_ckpt.elastic import supervisor
+from elastic_ckpt.elastic.host import configure, joined
 from elastic_ckpt.training import initial_weights, schema
 from elastic_ckpt.universal.reading.sources import Sources
 from elastic_ckpt.universal.rules.layout import Layout
@@ -91,16 +92,16 @@ def load(mesh, keys, path):
 def host(place, emit, *, keys, path):
     """A host that joins its world and loads."""
     del emit
-    multicontroller.configure(schema.WorldSection())
-    with multicontroller.joined(place):
+    configure(schema.WorldSection())
+    with joined(place):
         load(topology.mesh_of(topology.present(1)), keys, path)
 
 
 def load_or_note(place, emit, *, keys, path):
     """A host that loads, where the second one has no checkpoint; notes the error."""
     del emit
-    multicontroller.configure(schema.WorldSection())
-    with multicontroller.joined(place):
+    configure(schema.WorldSection())
+    with joined(place):
         own = topology.this_host()
         sharding = NamedSharding(topology.mesh_of(topology.present(1)), PartitionSpec())
         leaf = jax.ShapeDtypeStruct(NORM, np.float32, sharding=sharding)

@@ -15,7 +15,7 @@ import pytest
 
 from elastic_ckpt import frontend
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.elastic import multicontroller, supervisor
+from elastic_ckpt.elastic import host, supervisor
 from elastic_ckpt.training import schema
 from tests import documents, runs
 from tests.processes import (
@@ -192,8 +192,8 @@ MOST_SECS = 1.0
 def live_until_killed(place, emit, *, directories, path, victims, secs):
     """A host that restores, saves each step, and kills `victims` after some time."""
     killed_tiers.note_pid(path, place.host)
-    multicontroller.configure(schema.WorldSection())
-    with multicontroller.joined(place):
+    host.configure(schema.WorldSection())
+    with host.joined(place):
         mesh = topology.mesh_of(topology.present(HOSTS))
         checkpointer = frontend.Checkpointer(
             tier_worlds.tiers(directories[place.host], copies=1),

@@ -9,7 +9,7 @@ from orbax.checkpoint import v1 as ocp
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import sharded_data
-from elastic_ckpt.elastic import multicontroller, supervisor
+from elastic_ckpt.elastic import host, supervisor
 from elastic_ckpt.training import schema
 from tests import conftest, pipelines, worlds
 
@@ -40,8 +40,8 @@ def digest(engine, batch):
 
 def train(place, emit, *, directory, corpus, sizes):
     """Continues all engines from the newest step, takes batches of sizes, and saves."""
-    multicontroller.configure(schema.WorldSection())
-    with multicontroller.joined(place):
+    host.configure(schema.WorldSection())
+    with host.joined(place):
         mesh = topology.mesh_of(topology.present(1))
         iterators = {
             name: ec.batches(

@@ -13,7 +13,7 @@ from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
 from elastic_ckpt.data import elastic_data, sharded_data
-from elastic_ckpt.elastic import multicontroller, supervisor
+from elastic_ckpt.elastic import host, supervisor
 from elastic_ckpt.training import schema
 from tests import conftest, pipelines, worlds
 
@@ -86,10 +86,8 @@ def digest(array):
 def train(place, emit, *, directory, corpus, layout):
     """Continues all iterators from the newest step, takes a few batches, and saves."""
     num_devices = int(np.prod(list(layout.mesh.values())))
-    multicontroller.configure(
-        schema.WorldSection(devices_per_host=num_devices // layout.hosts)
-    )
-    with multicontroller.joined(place):
+    host.configure(schema.WorldSection(devices_per_host=num_devices // layout.hosts))
+    with host.joined(place):
         grid = np.array(jax.devices()).reshape(tuple(layout.mesh.values()))
         iterators = {
             colocated: {

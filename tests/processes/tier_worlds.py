@@ -9,7 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt import frontend
 from elastic_ckpt.core import topology
-from elastic_ckpt.elastic import multicontroller, supervisor
+from elastic_ckpt.elastic import supervisor
+from elastic_ckpt.elastic.host import configure, joined
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.training import schema
 
@@ -117,8 +118,8 @@ def tiers(
 
 def host(place, emit, *, directories, work, slices=1, **options):
     """A host that opens a checkpointer, does `work` with it, and closes it."""
-    multicontroller.configure(schema.WorldSection())
-    with multicontroller.joined(place):
+    configure(schema.WorldSection())
+    with joined(place):
         world = topology.present(slices)
         mesh = topology.mesh_of(world)
         checkpointer = frontend.Checkpointer(

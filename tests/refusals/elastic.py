@@ -3,7 +3,7 @@
 import os
 
 import elastic_ckpt as ec
-from elastic_ckpt.elastic import faults, pathways, simulated_slices
+from elastic_ckpt.elastic import faults, pathways
 from tests.refusals import Refusal
 
 
@@ -26,7 +26,7 @@ def served_elsewhere(directory):
 
 def hanging_pathways(_):
     hang = faults.Fault(kind=faults.Kind.HANG_HOST, target=0, at_step=1)
-    pathways.Pathways(simulated_slices.SimulatedSlices(2), injected=[hang])
+    pathways.Pathways(pathways.SimulatedSlices(2), injected=[hang])
 
 
 SHARED = {"slices": 2, "machines": 2, "shared": "shared"}
@@ -82,7 +82,7 @@ REFUSALS = {
         hanging_pathways, "the only host is the process that"
     ),
     "slices that do not divide the devices": Refusal(
-        lambda _: simulated_slices.SimulatedSlices(3),
+        lambda _: pathways.SimulatedSlices(3),
         r"slices=3: .* cannot be divided evenly",
     ),
 }

@@ -3,7 +3,7 @@
 import pathlib
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.elastic import multicontroller
+from elastic_ckpt.elastic import host
 from elastic_ckpt.training import (
     callbacks,
     configured,
@@ -207,7 +207,7 @@ REFUSALS = {
         "not a directory of this", local_checkpoint_directory="gs://b/ram"
     ),
     "accelerator that is missing": Refusal(
-        lambda _: multicontroller.check_devices("gpu"),
+        lambda _: host.check_devices("gpu"),
         "hardware=gpu, but JAX finds only CPUs on .* set hardware=cpu",
         errors.RunError,
     ),

@@ -6,7 +6,7 @@ import jax
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.elastic import member, multicontroller, world_host
+from elastic_ckpt.elastic import host
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TlsFiles
 from elastic_ckpt.training import configured, load, machine_run, schema
 from tests.refusals import training as refusals
@@ -114,18 +114,18 @@ def test_hosts_of_a_machine_see_different_gpus(monkeypatch):
     monkeypatch.setattr(jax.config, "update", updates.__setitem__)
     alone = schema.WorldSection(hardware="gpu", devices_per_host=4)
     hardware = dataclasses.replace(alone, hosts=4)
-    multicontroller.configure(hardware)
-    multicontroller.configure(alone, slot=0)
+    host.configure(hardware)
+    host.configure(alone, slot=0)
     assert "jax_cuda_visible_devices" not in updates
-    multicontroller.configure(hardware, slot=2)
+    host.configure(hardware, slot=2)
     assert updates["jax_platforms"] == "cuda,cpu"
     assert updates["jax_cuda_visible_devices"] == "8,9,10,11"
 
 
 def members(num_hosts):
     return [
-        member.Member(address="127.0.0.1:1", num_hosts=num_hosts, host=host)
-        for host in range(num_hosts)
+        host.Member(address="127.0.0.1:1", num_hosts=num_hosts, host=number)
+        for number in range(num_hosts)
     ]
 
 
@@ -134,7 +134,5 @@ def members(num_hosts):
     [(0, (0, 1, 2), [0, 1, 2, 3, 4, 5]), (0, (0, 2), [0, 1, 4, 5]), (4, (5,), [2, 3])],
 )
 def test_host_has_the_same_devices_in_all_worlds(first_slice, slices, slots):
-    owned = world_host.Owned(
-        memory=None, kept=None, grace_secs=60, first_slice=first_slice
-    )
+    owned = host.Owned(memory=None, kept=None, grace_secs=60, first_slice=first_slice)
     assert [owned.slot(each, slices) for each in members(len(slots))] == slots

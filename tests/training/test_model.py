@@ -198,7 +198,7 @@ def test_weights_are_equal_and_losses_agree_over_meshes(trained, data):
 @pytest.mark.slow
 def test_slices_add_their_gradients_once_a_step(data, monkeypatch):
     # On CPUs, hosts keep no program with collectives in loops.
-    monkeypatch.setattr(executables.topology, "num_hosts", lambda: 8)
+    monkeypatch.setattr(topology, "num_hosts", lambda: 8)
     deeper = dataclasses.replace(CONFIG.model, base_num_decoder_layers=3)
     config = dataclasses.replace(CONFIG, model=deeper)
     mesh = topology.mesh_of(topology.present(8))

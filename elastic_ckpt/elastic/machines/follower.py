@@ -18,14 +18,14 @@ from typing import Any
 from elastic_ckpt.core import codec, errors
 from elastic_ckpt.elastic import (
     faults,
-    host_process,
     host_start,
     local_slices,
     termination,
 )
+from elastic_ckpt.elastic import host as host_process
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
+from elastic_ckpt.elastic.host import Member
 from elastic_ckpt.elastic.machines import leader_claim, machine_link
-from elastic_ckpt.elastic.member import Member
 
 # The longest time between two looks at the link.
 _LOOK_SECS = 0.1

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from elastic_ckpt.core import codec
-from elastic_ckpt.elastic import faults, host_process, host_start
+from elastic_ckpt.elastic import faults, host, host_start
 from elastic_ckpt.elastic.cluster import Assignment
+from elastic_ckpt.elastic.host import Member
 from elastic_ckpt.elastic.machines import machine_link
-from elastic_ckpt.elastic.member import Member
 from elastic_ckpt.elastic.slice_check import Checked
 
 
@@ -224,7 +224,7 @@ class RemoteStart:
         return self.machine.reserve()
 
     def start(
-        self, program: host_process.Program, member: Member, log: str
+        self, program: host.Program, member: Member, log: str
     ) -> host_start.StartedHost:
         """See `HostMachine`; the machine has the program itself."""
         del program

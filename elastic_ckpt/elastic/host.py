@@ -1,0 +1,588 @@
+"""A host of a world: a process that joins the others and calls the training function.
+
+It is a child of the warm fork server and stands by until the supervisor sends it a
+task. Over a pipe it reports heartbeats, phases, events and why it failed, and gets the
+supervisor's orders. Importing this module does not import JAX, for a fast launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import gc
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection
+from typing import Any
+
+from etils import epy
+
+from elastic_ckpt.core import allgather, errors, events, storage
+from elastic_ckpt.elastic import executables, host_failure, termination, watch
+from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
+from elastic_ckpt.elastic.world import BetweenWorlds, Leaving, Steps, World
+from elastic_ckpt.steps import layout
+
+with epy.lazy_imports():
+    import jax
+
+    from elastic_ckpt.core import addresses
+    from elastic_ckpt.data.lm import documents
+
+# The supervisor's orders: the world begins; its hosts leave for another one, without or
+# with the loss of some host's memory; or the run ends.
+BEGIN = b"begin"
+LEAVE = b"leave"
+LOSE_MEMORY = b"lose memory"
+STOP = b"stop"
+
+# At least between two reports of the same phase.
+_PHASE_SECS = 0.2
+# How soon JAX aborts a process that has lost the coordination service.
+_ABORT_SECS = 2.0
+# How long other hosts have to report their failures, at most.
+_REPORT_SECS = 10.0
+# How long hosts that got SIGTERM wait for the supervisor's order, which arrives at once
+# unless the supervisor is lost; and for each other.
+_ORDER_SECS = 5.0
+_AGREE_SECS = 60.0
+# The longest time to join, if the supervisor does not end the hosts before. When it is
+# over JAX aborts all hosts, and does not name the one that is missing.
+_JOIN_SECS = 900
+# The limit of a try to reach host 0, and the time between two: it is about to listen.
+_TRY_SECS = 5.0
+_REACH_SECS = 0.02
+# The CPU is always included: colocated data iterators use its devices.
+_PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """All hosts that a run may have, and the devices of each.
+
+    Attributes:
+      hosts: their number, all slices together.
+      slices: that they are divided into.
+      devices_per_host: on CPUs and GPUs.
+      jax_cache_dir: of JAX's compilation cache; empty uses none.
+      hardware: `cpu`, `gpu` or `tpu`.
+    """
+
+    hosts: int = 1
+    slices: int = 1
+    devices_per_host: int = 1
+    jax_cache_dir: str = ""
+    hardware: str = "cpu"
+
+    def gpus(self, slot: int) -> range | None:
+        """The GPUs of a host, numbered as CUDA_VISIBLE_DEVICES leaves them.
+
+        Args:
+          slot: the number of the host on its machine.
+
+        Returns:
+          None for all GPUs of the machine.
+        """
+        return range(slot * self.devices_per_host, (slot + 1) * self.devices_per_host)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Member:
+    """A host's place in its world.
+
+    Attributes:
+      address: `host:port`, at which host 0 runs JAX's coordination service.
+      num_hosts: of the world.
+      host: the number of this one.
+    """
+
+    address: str
+    num_hosts: int
+    host: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SliceMemory:
+    """The RAM disk of each slice.
+
+    Attributes:
+      directory: for the directories of the slices.
+      run: the name of the run, the last part of each path.
+      tls_certificate: of the agents that serve it, a PEM file; None for no TLS.
+      tls_key: its private key, a PEM file.
+    """
+
+    directory: str
+    run: str
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+
+    def of_slice(self, number: int) -> str:
+        """The RAM disk of a slice, which is lost with it."""
+        return layout.slice_directory(self.directory, number)
+
+    def root(self, number: int) -> str:
+        """The directory of the run in the RAM of a slice."""
+        return os.path.join(self.of_slice(number), self.run)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Owned:
+    """The things of a supervisor that its hosts use, and that outlive worlds.
+
+    Attributes:
+      memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
+      kept: the place of executables; None compiles in each world.
+      most_hosts: that this machine can have in a world; None for all hosts of it.
+      first_slice: the lowest number of the slices of this machine.
+    """
+
+    memory: SliceMemory | None
+    kept: executables.KeptExecutables | None
+    most_hosts: int | None = None
+    first_slice: int = 0
+
+    def slot(self, member: Member, slices: Sequence[int]) -> int:
+        """The number of a host on this machine, the same in all worlds.
+
+        Args:
+          member: the host.
+          slices: of its world.
+        """
+        hosts_per_slice = member.num_hosts // len(slices)
+        index, host_of_slice = divmod(member.host, hosts_per_slice)
+        return (slices[index] - self.first_slice) * hosts_per_slice + host_of_slice
+
+
+class HostChannel:
+    """The channel of a host to its supervisor; an `Emit` for the supervisor's events.
+
+    Args:
+      pipe: to the supervisor.
+    """
+
+    def __init__(self, pipe: connection.Connection) -> None:
+        self._pipe = pipe
+        self._lock = threading.Lock()
+        self._load = watch.HostLoad()
+        self._phase, self._phase_secs = watch.TRAIN, 0.0
+        # How many phases have begun, reported or not.
+        self._num_begun = 0
+        self._has_stepped = False
+        self._order = b""
+
+    def __call__(self, name: str, **fields: storage.Json) -> None:
+        """Sends an event."""
+        events.check(name, fields)
+        self.send({"event": name, "fields": fields})
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends a message, as JSON; from any thread."""
+        with self._lock:
+            self._pipe.send_bytes(json.dumps(message).encode())
+
+    def begin(self, phase: str | None = None) -> None:
+        """Reports that the program begins a phase; None begins the same once more."""
+        phase = phase or self._phase
+        self._num_begun += 1
+        now_secs = time.monotonic()
+        if phase != self._phase or now_secs - self._phase_secs > _PHASE_SECS:
+            self._phase, self._phase_secs = phase, now_secs
+            self.send({"phase": phase, "begun": self._num_begun})
+
+    def step(self) -> None:
+        """Reports that a step is done, and the phase begins once more."""
+        if not self._has_stepped:
+            self._has_stepped = True
+            self.send({"stepped": True})
+        self.begin()
+
+    def wait(self) -> None:
+        """Returns when the world begins, which this host has joined."""
+        self._load.listen()
+        self.send({"ready": True})
+        order = self._pipe.recv_bytes()
+        assert order == BEGIN, order
+
+    def order(self, within_secs: float = 0.0) -> bytes:
+        """The order to leave or to stop; empty if none arrives in time."""
+        # Without the lock of `send`, which other threads wait for.
+        if not self._order and self._pipe.poll(within_secs):
+            try:
+                self._order = self._pipe.recv_bytes()
+            except (EOFError, OSError):
+                # The supervisor is about to kill this process.
+                self._order = LEAVE
+        return self._order
+
+    def send_heartbeats(self) -> None:
+        """Sends one each second, with what this host alone spends time on."""
+        # The supervisor's end is closed when it is about to kill this process.
+        with contextlib.suppress(OSError):
+            while True:
+                begun = self._num_begun
+                self.send({"heartbeat": self._load.take(), "begun": begun})
+                self._load.sleep()
+
+
+# The program of a host; it joins the world as the given member.
+Program = Callable[[Member, HostChannel], None]
+# What a process does, with the pipe to its supervisor; picklable.
+Task = Callable[[connection.Connection], None]
+
+
+def stand_by(pipe: connection.Connection, example: Task | None) -> None:
+    """Waits for a task, and does it: what a new process of a supervisor runs.
+
+    It ends with the supervisor.
+
+    Args:
+      pipe: to the supervisor, which sends the task.
+      example: a task that imports what the one to come imports; None if this waits for
+        nothing.
+    """
+    detach()
+    if example is not None:
+        # The pages of its objects become its own now, and not when a host needs them;
+        # and the files of its modules are looked at.
+        gc.collect()
+        executables.changed_modules(0)
+    # What was imported is never garbage, and a collection would copy all of its pages.
+    gc.freeze()
+    try:
+        task: Task = pipe.recv()
+    except EOFError:
+        return
+    task(pipe)
+
+
+def detach() -> None:
+    """Detaches this process from the terminal; it ends with the supervisor."""
+    supervisor = multiprocessing.parent_process()
+    assert supervisor is not None
+
+    def end() -> None:
+        connection.wait([supervisor.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end, name="die-with-supervisor", daemon=True).start()
+    # Ctrl-C reaches every process of the terminal; only the supervisor reacts to it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def redirect_output(log: str) -> None:
+    """Appends the output of this process to a file."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, sys.stdout.fileno())
+    os.dup2(descriptor, sys.stderr.fileno())
+    os.close(descriptor)
+
+
+def run(
+    program: Program, member: Member, log: str, pipe: connection.Connection
+) -> None:
+    """Runs `program` in this process, whose task it is (see `stand_by`).
+
+    Args:
+      program: of the host.
+      member: the host.
+      log: the file for its output.
+      pipe: to the supervisor.
+    """
+    redirect_output(log)
+    channel = HostChannel(pipe)
+    # The supervisor asks for the stacks of hosts that hang.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    threading.Thread(
+        target=channel.send_heartbeats, name="heartbeats", daemon=True
+    ).start()
+    try:
+        program(member, channel)
+    except BaseException as error:
+        # The root of the process: the error is reported here or never.
+        traceback.print_exc()
+        failure = host_failure.of_exception(member.host, error)
+        if failure.is_of_devices:
+            # If it is this host that has lost all others, JAX aborts it meanwhile.
+            time.sleep(_ABORT_SECS)
+        fields: dict[str, Any] = dataclasses.asdict(failure)
+        del fields["host"]
+        channel.send({"failure": fields})
+        sys.stdout.flush()
+        if failure.is_of_devices:
+            # The supervisor ends it when all have reported: with host 0 the others
+            # lose the coordination service, and JAX would abort them for that.
+            time.sleep(_REPORT_SECS)
+        # Skips JAX's shutdown, which would wait for hosts that hang.
+        os._exit(1)
+    sys.stdout.flush()
+    if channel.order() in (LEAVE, LOSE_MEMORY):
+        # Does not wait for threads that make backups: the next world makes them.
+        os._exit(0)
+
+
+def run_host(
+    train: TrainFunction,
+    hardware: Hardware,
+    assignment: Assignment,
+    owned: Owned,
+    member: Member,
+    channel: HostChannel,
+) -> None:
+    """Joins a world as one of its hosts, and trains.
+
+    Args:
+      train: the training loop.
+      hardware: the devices of each host.
+      assignment: the world.
+      owned: what outlives the world.
+      member: this host.
+      channel: to the supervisor.
+    """
+    slices, memory = assignment.work.slices, owned.memory
+    # The hosts of a machine share its cores, but no devices.
+    local_hosts = min(member.num_hosts, owned.most_hosts or member.num_hosts)
+    os.environ[documents.LOCAL_HOSTS_VARIABLE] = str(local_hosts)
+    configure(hardware, slot=owned.slot(member, slices))
+    # Slices of the mesh: a host may simulate several.
+    parts = range(max(1, hardware.slices // hardware.hosts))
+    slices = tuple(each * len(parts) + part for each in slices for part in parts)
+    number = slices[member.host * len(slices) // member.num_hosts]
+    with joined(member, channel), termination.agreed() as is_reached:
+        check_devices(hardware.hardware)
+        channel.wait()
+        emit = steps = Steps(channel if member.host == 0 else events.nobody)
+        emit("world_joined", world=assignment.number)
+        channel.begin(watch.TRAIN)
+        leaving = _Leaving(is_reached, channel, steps)
+        kept = None if owned.kept is None else executables.Executables(owned.kept)
+        train(
+            World(
+                number=assignment.number,
+                slices=slices,
+                slice_name=str(number),
+                ram_directory=None if memory is None else memory.root(number),
+                rows=assignment.work.rows,
+                microbatches=assignment.work.accumulated,
+                emit=emit,
+                leaving=leaving,
+                begin=channel.begin,
+                _between=BetweenWorlds(
+                    executables=kept,
+                    claimant=assignment.claimant,
+                    resumes=lambda: leaving.answer == "resume",
+                    loses_memory=lambda: leaving.loses_memory,
+                ),
+            )
+        )
+        if leaving.answer is not None:
+            emit("world_left", step=leaving.step)
+
+
+class _Leaving:
+    """Answers `World.leaving`, the same on all hosts.
+
+    Args:
+      is_reached: whether the hosts have agreed to leave after a number of steps.
+      channel: to the supervisor, which says whether the run continues.
+      steps: reports the steps.
+
+    Attributes:
+      answer: None until the hosts have agreed to leave.
+      step: the steps that are done then.
+      loses_memory: whether a host loses its memory when it leaves.
+    """
+
+    def __init__(
+        self, is_reached: Callable[[int], bool], channel: HostChannel, steps: Steps
+    ) -> None:
+        self._is_reached = is_reached
+        self._channel = channel
+        self._steps = steps
+        self._hosts = allgather.new()
+        self.answer: Leaving | None = None
+        self.step = 0
+        self.loses_memory = False
+
+    def __call__(self, step: int) -> Leaving | None:
+        self._channel.step()
+        self._steps.done(step)
+        if self.answer is None and self._is_reached(step):
+            # SIGTERM may reach a host before the supervisor's order reaches any.
+            own = self._channel.order(_ORDER_SECS).decode()
+            told = self._hosts.gather("leaving", own, timeout_secs=_AGREE_SECS)
+            orders = {each.encode() for each in told}
+            is_over = STOP in orders or orders == {b""}
+            self.answer, self.step = "stop" if is_over else "resume", step
+            self.loses_memory = LOSE_MEMORY in orders
+        return self.answer
+
+
+def configure(world: Hardware, *, slot: int | None = None) -> None:
+    """Chooses the devices; must be called before any other use of JAX.
+
+    Args:
+      world: with the devices of a host.
+      slot: the number of this host on its machine, whose GPUs it uses alone; None for a
+        process that uses all of them.
+    """
+    jax.config.update("jax_platforms", _PLATFORMS[world.hardware])
+    gpus = None if slot is None else world.gpus(slot)
+    if world.hardware == "gpu" and gpus is not None:
+        visible = ",".join(map(str, gpus))
+        jax.config.update("jax_cuda_visible_devices", visible)
+        jax.config.update("jax_rocm_visible_devices", visible)
+    jax.config.update("jax_num_cpu_devices", world.devices_per_host)
+    if world.jax_cache_dir:
+        directory = storage.absolute(os.path.expanduser(world.jax_cache_dir))
+        jax.config.update("jax_compilation_cache_dir", os.fspath(directory))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def check_devices(hardware: str) -> None:
+    """Raises a RunError if JAX has fallen back to CPUs, as it does without CUDA."""
+    if hardware != "cpu" and jax.default_backend() == "cpu":
+        raise errors.RunError(
+            f"hardware={hardware}, but JAX finds only CPUs on {socket.gethostname()}:"
+            f" {jax.local_devices()}; install JAX for your accelerator (jax[cuda12])"
+            " and check its driver, or set hardware=cpu"
+        )
+
+
+def join_outer_launcher() -> bool:
+    """Joins the world of an outer launcher that JAX detects (Slurm, JobSet, TPU pods).
+
+    Returns:
+      Whether there is an outer launcher; if not, nothing has changed.
+    """
+    try:
+        with warnings.catch_warnings():
+            # In every Kubernetes pod JAX recommends to install its k8s extra.
+            warnings.simplefilter("ignore")
+            jax.distributed.initialize()
+    except ValueError as error:
+        if "coordinator_address should be defined" in str(error):
+            return False
+        raise
+    return True
+
+
+@contextlib.contextmanager
+def joined(member: Member, channel: HostChannel | None = None) -> Iterator[None]:
+    """Joins the world; at the end of the body leaves it together with all hosts.
+
+    If the body raises, JAX is not shut down: the process must end.
+
+    Args:
+      member: the place of this host.
+      channel: to the supervisor, which learns of phases, and of SIGTERM.
+
+    Raises:
+      RunError: if this host does not reach host 0.
+    """
+    begin = (lambda _: None) if channel is None else channel.begin
+    begin(watch.REACH)
+    if member.host:
+        _reach(member)
+    begin(watch.JOIN)
+    jax.distributed.initialize(
+        member.address,
+        num_processes=member.num_hosts,
+        process_id=member.host,
+        coordinator_bind_address=member.address,
+        cluster_detection_method="deactivate",
+        initialization_timeout=_JOIN_SECS,
+    )
+    _collect_over_the_same_network()
+    if channel is not None:
+        # JAX's preemption service receives it from here on, and does not say which
+        # host got it.
+        termination.call_beside(signal.SIGTERM, lambda: channel.send({"sigterm": True}))
+    termination.release()
+    yield
+    # The coordination service ends with host 0; hosts still connected would fail.
+    jax.distributed.shutdown()
+
+
+def _reach(member: Member) -> None:
+    # Returns when host 0 accepts connections.
+    host, port = member.address.rsplit(":", 1)
+    began_secs = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _TRY_SECS).close()
+        except OSError as error:
+            if time.monotonic() - began_secs > _JOIN_SECS:
+                raise errors.RunError(
+                    f"host {member.host} has not reached host 0 at {member.address} in"
+                    f" {_JOIN_SECS} s ({error}); check the network between them"
+                ) from error
+            time.sleep(_REACH_SECS)
+        else:
+            return
+
+
+def _collect_over_the_same_network() -> None:
+    from jax._src import config, distributed, xla_bridge
+    from jax._src.lib import _jax
+
+    # By default the CPU's collectives use the address of the machine's own name, which
+    # is often a loopback address that other machines cannot reach.
+    def make_client() -> object:
+        return xla_bridge.make_cpu_client(
+            _jax.make_gloo_tcp_collectives(
+                distributed_client=distributed.global_state.client,
+                hostname=addresses.of_this_host(),
+            )
+        )
+
+    if config.cpu_collectives_implementation.value == "gloo":
+        xla_bridge.register_backend_factory(
+            "cpu", make_client, priority=0, fail_quietly=False
+        )
+
+
+def check_guarded(what: str) -> None:
+    """Raises a ConfigError in a host process that runs the user's script once more.
+
+    A host imports the script that starts the run, to find the training function there.
+
+    Args:
+      what: the script makes, for the error.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise errors.ConfigError(
+            f"{what} starts processes, and each of them runs this script again; put"
+            ' what is not a definition under `if __name__ == "__main__":`'
+        )
+
+
+def check_sent(train: Callable[..., object]) -> None:
+    """Raises a ConfigError if a training function cannot be sent to host processes."""
+    try:
+        sent = pickle.dumps(train)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise errors.ConfigError(
+            f"the training function cannot be sent to host processes ({error}); define"
+            " it with `def` at the top of a module, and give it values by"
+            " functools.partial"
+        ) from None
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None) or ""
+    if b"__main__" in sent and not os.path.exists(path) and main.__spec__ is None:
+        raise errors.ConfigError(
+            "the training function is defined in an interactive session, or in a"
+            " program without a file, which host processes cannot import; put it into"
+            " a file"
+        )
