@@ -134,5 +134,5 @@ def members(num_hosts):
     [(0, (0, 1, 2), [0, 1, 2, 3, 4, 5]), (0, (0, 2), [0, 1, 4, 5]), (4, (5,), [2, 3])],
 )
 def test_host_has_the_same_devices_in_all_worlds(first_slice, slices, slots):
-    owned = host.Owned(memory=None, kept=None, grace_secs=60, first_slice=first_slice)
+    owned = host.Owned(memory=None, kept=None, first_slice=first_slice)
     assert [owned.slot(each, slices) for each in members(len(slots))] == slots
