@@ -60,6 +60,7 @@ def run(
     work: Work | None = None,
     compile_ahead: TrainFunction | None = None,
     emit: events.Emit | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Trains on whatever slices are there, until the training function is done.
 
@@ -91,6 +92,8 @@ def run(
         of one slice less while the present one trains. None compiles when a world
         begins.
       emit: called with each event of the run; by default events are printed.
+      clock: the time in seconds, by which the run waits for slices and times changes;
+        a simulation passes virtual time.
 
     Raises:
       ConfigError: if `train` cannot be sent to the hosts of the cluster.
@@ -107,6 +110,7 @@ def run(
                 work=work,
                 compile_ahead=compile_ahead,
                 emit=shown,
+                clock=clock,
             )
         return
     fixed_policy = Policy() if policy is None or callable(policy) else policy
@@ -114,7 +118,7 @@ def run(
     work = work or Work.of_any_rows(cluster.devices_per_slice)
 
     def lead(cluster: Cluster, emit: events.Emit) -> None:
-        _run(train, cluster, present_policy, work, compile_ahead, emit)
+        _run(train, cluster, present_policy, work, compile_ahead, emit, clock)
 
     of_machine = processes.of_machine(cluster)
     if of_machine is not None:
@@ -141,10 +145,11 @@ def _run(
     work: Work,
     compile_ahead: TrainFunction | None,
     emit: events.Emit,
+    clock: Callable[[], float],
 ) -> None:
     judge = _Judge(emit)
     with judge.of_the_end():
-        _run_worlds(train, cluster, present_policy, work, compile_ahead, judge)
+        _run_worlds(train, cluster, present_policy, work, compile_ahead, judge, clock)
 
 
 def _run_worlds(
@@ -154,13 +159,14 @@ def _run_worlds(
     work: Work,
     compile_ahead: TrainFunction | None,
     judge: _Judge,
+    clock: Callable[[], float],
 ) -> None:
-    timeline = Timeline(judge)
+    timeline = Timeline(judge, clock=clock)
     decisions = _Decisions(cluster, present_policy, work, timeline)
     retries = _Retries(decisions.policy.max_retries, timeline)
     current: frozenset[int] = frozenset()
     for number in itertools.count(1):
-        chosen = _await_slices(cluster, current, decisions, timeline)
+        chosen = _await_slices(cluster, current, decisions, timeline, clock)
         current = frozenset(chosen.slices)
         slices, spares = list(chosen.slices), list(chosen.spares)
         timeline("world_started", world=number, slices=slices, spares=spares)
@@ -277,11 +283,12 @@ def _await_slices(
     current: frozenset[int],
     decisions: _Decisions,
     emit: events.Emit,
+    clock: Callable[[], float],
 ) -> Train:
-    began_secs = time.monotonic()
+    began_secs = clock()
     waiting_for = ""
     while True:
-        waited_secs = time.monotonic() - began_secs
+        waited_secs = clock() - began_secs
         _, now = decisions.decide(current, waited_secs=waited_secs)
         if isinstance(now, Train):
             return now
