@@ -17,8 +17,6 @@ import numpy as np
 
 from elastic_ckpt.core import errors
 
-_HOUR_SECS = 3600.0
-
 
 class Event(NamedTuple):
     """A failure, or the return of a slice.
@@ -56,13 +54,13 @@ def draw(
       seed: of the draw; all times are exponentially distributed.
     """
     random = np.random.default_rng(seed)
-    mean_secs = machine_hours * _HOUR_SECS / (slices * hosts_per_slice)
+    mean_secs = machine_hours * 3600.0 / (slices * hosts_per_slice)
     times = np.sort(random.uniform(0.0, secs, random.poisson(secs / mean_secs)))
     events: list[Event] = []
     back_at = dict.fromkeys(range(slices), 0.0)
     for time in times.tolist():
         number = int(random.integers(slices))
-        back = time + random.exponential(repair_hours * _HOUR_SECS)
+        back = time + random.exponential(repair_hours * 3600.0)
         if time >= back_at[number]:
             events.append(Event(time, "slice_lost", number))
             events.append(Event(back, "slice_returned", number))

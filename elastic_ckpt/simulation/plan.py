@@ -121,7 +121,7 @@ class RunPlan:
       work: of a step.
       costs: of phases.
       copies: of what a host saves in RAM.
-      state_bytes: of the state, in one slice.
+      host_mib: that a host saves, in MiB.
       period: steps between two saves.
       in_ram: whether there is a local tier.
       backup_steps: steps between two saves that go to storage.
@@ -135,17 +135,12 @@ class RunPlan:
     work: decision.Work
     costs: Costs
     copies: owners.Policy
-    state_bytes: int
+    host_mib: float
     period: int
     in_ram: bool = True
     backup_steps: int
     secs: float = math.inf
     steps: float = math.inf
-
-    @property
-    def host_mib(self) -> float:
-        """The MiB that a host saves."""
-        return self.state_bytes / self.hosts_per_slice / 2**20
 
 
 def of_config(
@@ -172,9 +167,10 @@ def of_config(
     work = configured.work(config, groups)
     if why := work.objection(work.num_slices, work.rows):
         raise errors.ConfigError(why)
+    hosts_per_slice = max(1, groups.full.hosts // groups.number)
     return RunPlan(
         slices=groups.number,
-        hosts_per_slice=max(1, groups.full.hosts // groups.number),
+        hosts_per_slice=hosts_per_slice,
         policy=configured.policy(config, groups),
         # It takes seconds for 10,000 hosts, and is asked at each change of slices.
         work=dataclasses.replace(work, objection=functools.cache(work.objection)),
@@ -183,7 +179,7 @@ def of_config(
             copies=peers.copies if peers else 0,
             assume_data_parallelism=bool(peers and peers.assume_data_parallelism),
         ),
-        state_bytes=state_bytes,
+        host_mib=state_bytes / hosts_per_slice / 2**20,
         period=local.every if local is not None else every,
         in_ram=local is not None,
         backup_steps=every,

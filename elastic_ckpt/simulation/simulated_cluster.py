@@ -11,7 +11,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -149,14 +148,14 @@ class Saves:
 
     def __init__(self, plan: RunPlan) -> None:
         costs, mib = plan.costs, plan.host_mib
-        self._first: str = "ram" if plan.in_ram else "storage"
+        self._first = "ram" if plan.in_ram else "storage"
         self._secs = {
             "ram": mib / costs.ram_mib_per_sec,
             "storage": mib / plan.slices / costs.storage_mib_per_sec,
         }
         self._block_secs = costs.block_secs + mib / costs.capture_mib_per_sec
-        self._backup_steps, self._backed_up = plan.backup_steps, 0
-        self._saved: dict[str, Save] = {"none": Save()}
+        self._backup_steps = plan.backup_steps
+        self._saved = {"none": Save()}
         # By tier, when the save under way is complete.
         self._under_way: dict[str, tuple[float, Save]] = {}
 
@@ -205,9 +204,9 @@ class Saves:
             del self._under_way[tier]
             if tier == self._first or all(save.holders):
                 self._saved[tier] = save
-            is_due = save.step // self._backup_steps > self._backed_up
-            if tier == "ram" and is_due and "storage" not in self._under_way:
-                self._backed_up = save.step // self._backup_steps
+            stored = self._saved.get("storage", Save()).step // self._backup_steps
+            is_due = tier == "ram" and save.step // self._backup_steps > stored
+            if is_due and "storage" not in self._under_way:
                 self._under_way["storage"] = (done + self._secs["storage"], save)
 
 
@@ -225,13 +224,18 @@ class SimulatedCluster(cluster.Cluster):
 
     def __init__(self, plan: RunPlan, trace: Sequence[Event]) -> None:
         self._plan = plan
-        self._trace = collections.deque(trace)
+        # When a slice that has returned has settled, the decision may change, too.
+        settle_secs = plan.policy.settle_secs + _MOMENT_SECS
+        settled = [
+            Event(event.time + settle_secs, "slice_settled", event.slice)
+            for event in trace
+            if event.name == "slice_returned"
+        ]
+        self._events = collections.deque(sorted([*trace, *settled]))
         self.now = 0.0
         self.counts: collections.Counter[str] = collections.Counter()
         # By slice that is there, since when.
         self._since = dict.fromkeys(range(plan.slices), -math.inf)
-        # When slices that have returned will have settled.
-        self._settling: collections.deque[float] = collections.deque()
         self._failures: list[decision.Failure] = []
         # The slices of the world that runs, and those lost since it began.
         self._world: frozenset[int] = frozenset()
@@ -289,7 +293,7 @@ class SimulatedCluster(cluster.Cluster):
         self._lost.clear()
         try:
             self._start(emit)
-            is_over = self._train(work, emit, has_changed)
+            return self._train(work, emit, has_changed)
         except _SliceLostError as lost:
             (number,), at_secs = lost.args, self.now
             self._failures.append(decision.Failure(slice=number, at_secs=at_secs))
@@ -314,8 +318,8 @@ class SimulatedCluster(cluster.Cluster):
                 num_hosts=len(work.slices) * plan.hosts_per_slice,
                 gone=frozenset(self._lost.intersection(work.slices)),
             ) from None
-        self._world = frozenset()
-        return is_over
+        finally:
+            self._world = frozenset()
 
     def _start(self, emit: run_events.Emit) -> None:
         costs = self._plan.costs
@@ -383,28 +387,22 @@ class SimulatedCluster(cluster.Cluster):
         return True
 
     def _next_moment(self) -> float:
-        # When the decision may change: an event, or a slice has settled.
-        while self._settling and self._settling[0] <= self.now:
-            self._settling.popleft()
-        events = [event.time for event in itertools.islice(self._trace, 1)]
-        return min([self._plan.secs, *events, *itertools.islice(self._settling, 1)])
+        # When the decision may change.
+        return min(self._plan.secs, self._events[0].time if self._events else math.inf)
 
     def _advance(self, secs: float) -> None:
         # Lets time pass, until a slice of the world is lost.
         until = min(self.now + secs, self._plan.secs)
-        while self._trace and self._trace[0].time <= until:
-            event = self._trace.popleft()
+        while self._events and self._events[0].time <= until:
+            event = self._events.popleft()
             self.now = max(self.now, event.time)
             if event.name == "slice_returned":
                 self._since.setdefault(event.slice, self.now)
-                settle_secs = self._plan.policy.settle_secs + _MOMENT_SECS
-                self._settling.append(self.now + settle_secs)
-                continue
-            if event.name == "slice_lost":
+            elif event.name == "slice_lost":
                 self._since.pop(event.slice, None)
                 self._lost.add(event.slice)
                 self._saves.lose(event.slice, now=self.now)
-            if event.slice in self._world:
+            if event.name in ("slice_lost", "host_lost") and event.slice in self._world:
                 raise _SliceLostError(event.slice)
         self.now = until
         if until == self._plan.secs:
