@@ -60,7 +60,6 @@ def run(
     work: Work | None = None,
     compile_ahead: TrainFunction | None = None,
     emit: events.Emit | None = None,
-    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Trains on whatever slices are there, until the training function is done.
 
@@ -92,8 +91,6 @@ def run(
         of one slice less while the present one trains. None compiles when a world
         begins.
       emit: called with each event of the run; by default events are printed.
-      clock: the time in seconds, by which the run waits for slices and times changes;
-        a simulation passes virtual time.
 
     Raises:
       ConfigError: if `train` cannot be sent to the hosts of the cluster.
@@ -110,43 +107,46 @@ def run(
                 work=work,
                 compile_ahead=compile_ahead,
                 emit=shown,
-                clock=clock,
             )
         return
     fixed_policy = Policy() if policy is None or callable(policy) else policy
     present_policy = policy if callable(policy) else lambda: fixed_policy
     work = work or Work.of_any_rows(cluster.devices_per_slice)
 
-    def lead(cluster: Cluster, emit: events.Emit) -> None:
-        _run(train, cluster, present_policy, work, compile_ahead, emit, clock)
+    def lead_here(cluster: Cluster, emit: events.Emit) -> None:
+        lead(train, cluster, present_policy, work, compile_ahead, emit)
 
     of_machine = processes.of_machine(cluster)
     if of_machine is not None:
         machine_supervisor.run(
             of_machine,
             train,
-            lead,
+            lead_here,
             policy=present_policy(),
             compile_ahead=compile_ahead,
             emit=emit,
         )
     else:
         try:
-            lead(cluster, emit)
+            lead_here(cluster, emit)
         except ProgramFailedError as error:
             # The traceback that counts is the user's, with which its message begins.
             raise error.with_traceback(None) from error.__cause__
 
 
-def _run(
+def lead(
     train: TrainFunction,
     cluster: Cluster,
     present_policy: Callable[[], Policy],
     work: Work,
     compile_ahead: TrainFunction | None,
     emit: events.Emit,
-    clock: Callable[[], float],
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
+    """Runs world after world until the run is over; see `run`.
+
+    The time is that of the clock, also of the cluster's errors.
+    """
     judge = _Judge(emit)
     with judge.of_the_end():
         _run_worlds(train, cluster, present_policy, work, compile_ahead, judge, clock)

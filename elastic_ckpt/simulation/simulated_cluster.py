@@ -78,11 +78,12 @@ def simulate(plan: RunPlan, trace: Sequence[Event]) -> Outcome:
     with contextlib.suppress(_TimeIsUpError):
         while True:
             try:
-                runtime.run(
+                runtime.lead(
                     lambda _: None,
                     cluster=simulated,
-                    policy=plan.policy,
+                    present_policy=lambda: plan.policy,
                     work=plan.work,
+                    compile_ahead=None,
                     emit=emit,
                     clock=lambda: simulated.now,
                 )
