@@ -22,7 +22,7 @@ from elastic_ckpt.inspect import (
     survey,
     verification,
 )
-from elastic_ckpt.simulation import simulated_run
+from elastic_ckpt.simulation import simulated_cluster
 from elastic_ckpt.training import audit, provenance
 
 
@@ -63,17 +63,13 @@ class Outlooks:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What `simulate` adds to each setting.
+    """What `simulate` adds to each outcome.
 
     Attributes:
-      setting: the values of what varies.
-      hosts: of the cluster.
-      slices: of the cluster.
+      setting: `as configured`, or what is changed.
     """
 
-    setting: Mapping[str, str]
-    hosts: int
-    slices: int
+    setting: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,7 +151,7 @@ OUTPUTS: dict[str, tuple[type, ...]] = {
     "audit --find": (provenance.Found,),
     "audit --step": (BatchDocuments,),
     "plan": (Outlooks,),
-    "simulate": (Setting, simulated_run.Outcome),
+    "simulate": (Setting, simulated_cluster.Outcome),
     "status": (status.Status,),
     "inspect": (Inspected,),
     "verify": (Verified,),

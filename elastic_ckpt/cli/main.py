@@ -22,8 +22,8 @@ VERBS = {
     "data": "write a directory of texts as one file of training data",
     "audit": "prove that a run trained on the batches of a one-host run, each once",
     "plan": "show which host would read which shards of the data",
-    "simulate": "show what failures would cost a run, for several settings side by"
-    " side",
+    "simulate": "show what failures would cost a run, and what another spare slice or"
+    " period of saving would gain",
     "maxtext": "run MaxText with elastic data, on any number of hosts",
     "agent": "serve a machine's RAM disk to the other machines of a run",
     "status": "show how far a run is, its hosts, its newest steps, and what a loss"

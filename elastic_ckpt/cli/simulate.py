@@ -1,20 +1,24 @@
-"""`elastic-ckpt simulate CONFIG --hosts 10000 --days 30`: what failures would cost.
+"""`elastic-ckpt simulate CONFIG --state-gib 100`: what failures cost, and what helps.
 
-Prints goodput by cause, lost steps, restores by tier and bytes, for each setting of
-`--vary`. `docs/pages/reference/simulate.md` explains the numbers.
+Prints goodput, lost steps and the causes of lost time of a run in simulated time: as it
+is configured, with one more spare slice, and with other periods of saving. The guide of
+elastic runs explains it.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import os
+from collections.abc import Mapping
 
 from elastic_ckpt.cli import overrides
-from elastic_ckpt.core import option_numbers, storage
+from elastic_ckpt.core import option_numbers
 from elastic_ckpt.inspect import run_files
-from elastic_ckpt.simulation import cluster, comparison, costs, study
+from elastic_ckpt.simulation import failures, plan, simulated_cluster
+from elastic_ckpt.training import load
 
 _DAYS = 30.0
 _DAY_SECS = 86400.0
@@ -24,22 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     overrides.add_arguments(parser, example="configs/demo_cpu.yml")
     parser.add_argument(
-        "--hosts",
-        type=option_numbers.positive_count,
-        default=0,
-        help="number of hosts of the cluster; by default those of the configuration",
-    )
-    parser.add_argument(
-        "--slices",
-        type=option_numbers.positive_count,
-        default=0,
-        help="number of slices; by default slices have as many hosts as configured",
-    )
-    parser.add_argument(
-        "--rack-hosts",
-        type=option_numbers.count,
-        default=0,
-        help="number of hosts in a rack; 0 for no racks",
+        "--state-gib",
+        type=option_numbers.positive_number,
+        required=True,
+        help="size of the model's state: weights and optimizer",
     )
     parser.add_argument(
         "--days",
@@ -48,48 +40,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " are done",
     )
     parser.add_argument(
-        "--vary",
-        action="append",
-        default=[],
-        metavar="KEY=VALUES",
-        help="compare values of a key, of spares or of slices, separated by commas; if"
-        " repeated, all combinations",
-    )
-    parser.add_argument(
-        "--state-gib",
+        "--machine-hours",
         type=option_numbers.positive_number,
-        default=0.0,
-        help="size of the state; by default that of the configured model",
+        default=6300.0,
+        help="the mean time between failures of one machine, which take its slice away",
     )
     parser.add_argument(
-        "--fails",
-        action="append",
-        type=option_numbers.named_number,
-        default=[],
-        metavar="KIND=HOURS",
-        help="the mean time between failures of a machine, slice, rack or process, or"
-        " between hangs of a process (hang)",
+        "--repair-hours",
+        type=option_numbers.positive_number,
+        default=4.0,
+        help="the mean time until a lost slice is back",
     )
     parser.add_argument(
-        "--repair",
-        action="append",
-        type=option_numbers.named_number,
-        default=[],
-        metavar="KIND=HOURS",
-        help="the mean time until a machine, slice or rack is back after a failure",
+        "--seed", type=option_numbers.count, default=0, help="the seed of the failures"
     )
     parser.add_argument(
-        "--seed",
-        type=option_numbers.count,
-        default=0,
-        help="the seed of the failures",
-    )
-    parser.add_argument(
-        "--trace", default="", help="a file with the failures, in place of random ones"
+        "--trace",
+        help="the directory of a run, whose failures are repeated, in place of random"
+        " ones",
     )
     parser.add_argument(
         "--costs",
-        help="the directory of a run, for the times that it took for a step and a save",
+        help="the directory of a run, for the times that its steps and changes took",
     )
     parser.add_argument(
         "--cost",
@@ -99,51 +71,76 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="set one of these times, such as step_secs=10; may be repeated",
     )
-    parser.add_argument("--output", help="the HTML page to write, with plots")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the settings side by side."""
+    """Prints the run and its alternatives side by side."""
     days = arguments.days or (math.inf if arguments.trace else _DAYS)
-    default = cluster.FailureModel(seed=arguments.seed)
-    model = cluster.FailureModel(
-        between_hours=dict(arguments.fails) or default.between_hours,
-        repair_hours={**default.repair_hours, **dict(arguments.repair)},
-        seed=arguments.seed,
+    costs = of_run(arguments.costs) if arguments.costs else plan.Costs()
+    planned = plan.of_config(
+        load.load(arguments.config, arguments.overrides),
+        costs=costs.with_values(dict(arguments.cost)),
+        state_bytes=round(arguments.state_gib * 2**30),
+        secs=days * _DAY_SECS,
     )
-    measured = of_run(arguments.costs) if arguments.costs else costs.Costs()
-    results = study.run(
-        study.Study(
-            config=arguments.config,
-            overrides=arguments.overrides,
-            cluster=study.Cluster(
-                hosts=arguments.hosts,
-                slices=arguments.slices,
-                hosts_per_rack=arguments.rack_hosts,
-            ),
-            costs=measured.with_values(dict(arguments.cost)),
-            failures=model,
-            trace=arguments.trace,
-            secs=days * _DAY_SECS,
-            state_bytes=round(arguments.state_gib * 2**30),
-        ),
-        arguments.vary,
-    )
-    if arguments.output:
-        length = "to the last step" if days == math.inf else f"{days:g} days"
-        subtitle = f"{arguments.config}, {length}, seed {arguments.seed}"
-        text = comparison.to_page(results, subtitle=subtitle)
-        storage.write_atomic(arguments.output, text.encode())
-    print(
-        json.dumps(comparison.to_json(results), indent=2)
-        if arguments.json
-        else comparison.table(results)
-    )
+    size = {
+        "slices": planned.slices,
+        "hosts_per_slice": planned.hosts_per_slice,
+    }
+    if arguments.trace:
+        run_files.read(arguments.trace)
+        trace = failures.of_log(run_files.read_events(arguments.trace), **size)
+    else:
+        trace = failures.draw(
+            **size,
+            secs=planned.secs,
+            machine_hours=arguments.machine_hours,
+            repair_hours=arguments.repair_hours,
+            seed=arguments.seed,
+        )
+    outcomes = {
+        name: simulated_cluster.simulate(each, trace)
+        for name, each in plan.alternatives(planned).items()
+    }
+    if arguments.json:
+        listed = [
+            {"setting": name, **dataclasses.asdict(outcome)}
+            for name, outcome in outcomes.items()
+        ]
+        print(json.dumps(listed, indent=2))
+    else:
+        print(table(outcomes))
     return 0
 
 
-def of_run(directory: str) -> costs.Costs:
+def table(outcomes: Mapping[str, simulated_cluster.Outcome]) -> str:
+    """The outcomes as columns for people."""
+    lines = {"": list(outcomes)}
+    for outcome in outcomes.values():
+        causes = outcome.secs
+        percent = 100 / max(sum(causes.values()), 1e-9)
+        cells = {
+            "goodput %": f"{outcome.goodput_percent:.2f}",
+            "steps": f"{outcome.steps:,}",
+            "rows": f"{outcome.rows:,}",
+            "steps lost": f"{outcome.steps_lost:,}",
+            "worlds lost": f"{outcome.losses:,}",
+            "restarts": f"{outcome.restarts:,}",
+            **{f"from {tier}": f"{n:,}" for tier, n in outcome.restores.items()},
+            **{f"{name} %": f"{percent * secs:.3f}" for name, secs in causes.items()},
+        }
+        for label, cell in cells.items():
+            lines.setdefault(label, []).append(cell)
+    return "\n".join(
+        f"{label:<14}" + "".join(f"{cell:>24}" for cell in cells)
+        for label, cells in lines.items()
+        # Causes that took no time are left out.
+        if {*cells} != {"0.000"}
+    )
+
+
+def of_run(directory: str) -> plan.Costs:
     """The costs of the run in `directory`.
 
     Raises:
@@ -151,5 +148,4 @@ def of_run(directory: str) -> costs.Costs:
     """
     run_files.read(directory)
     measured = run_files.read_metrics(os.path.join(directory, run_files.METRICS))
-    events = run_files.read_events(directory)
-    return costs.measured(events, measured.get("run", ()), given=costs.Costs())
+    return plan.measured(run_files.read_events(directory), measured.get("run", ()))

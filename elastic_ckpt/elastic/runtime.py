@@ -105,36 +105,41 @@ def run(
     present_policy = policy if callable(policy) else lambda: fixed_policy
     work = work or Work.of_any_rows(cluster.devices_per_slice)
 
-    def lead(cluster: Cluster, emit: events.Emit) -> None:
-        _run(train, cluster, present_policy, work, emit)
+    def lead_here(cluster: Cluster, emit: events.Emit) -> None:
+        lead(train, cluster, present_policy, work, emit)
 
     of_machine = processes.of_machine(cluster)
     if of_machine is not None:
         machine_supervisor.run(
             of_machine,
             train,
-            lead,
+            lead_here,
             policy=present_policy(),
             emit=emit,
         )
     else:
         try:
-            lead(cluster, emit)
+            lead_here(cluster, emit)
         except ProgramFailedError as error:
             # The traceback that counts is the user's, with which its message begins.
             raise error.with_traceback(None) from error.__cause__
 
 
-def _run(
+def lead(
     train: TrainFunction,
     cluster: Cluster,
     present_policy: Callable[[], Policy],
     work: Work,
     emit: events.Emit,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
+    """Runs world after world until the run is over; see `run`.
+
+    The time is that of the clock, also of the cluster's errors.
+    """
     judge = _Judge(emit)
     with judge.of_the_end():
-        _run_worlds(train, cluster, present_policy, work, judge)
+        _run_worlds(train, cluster, present_policy, work, judge, clock)
 
 
 def _run_worlds(
@@ -143,13 +148,14 @@ def _run_worlds(
     present_policy: Callable[[], Policy],
     work: Work,
     judge: _Judge,
+    clock: Callable[[], float],
 ) -> None:
-    timeline = Timeline(judge)
+    timeline = Timeline(judge, clock=clock)
     decisions = _Decisions(cluster, present_policy, work, timeline)
     retries = _Retries(decisions.policy.max_retries, timeline)
     current: frozenset[int] = frozenset()
     for number in itertools.count(1):
-        chosen = _await_slices(cluster, current, decisions, timeline)
+        chosen = _await_slices(cluster, current, decisions, timeline, clock)
         current = frozenset(chosen.slices)
         slices, spares = list(chosen.slices), list(chosen.spares)
         timeline("world_started", world=number, slices=slices, spares=spares)
@@ -242,11 +248,12 @@ def _await_slices(
     current: frozenset[int],
     decisions: _Decisions,
     emit: events.Emit,
+    clock: Callable[[], float],
 ) -> Train:
-    began_secs = time.monotonic()
+    began_secs = clock()
     waiting_for = ""
     while True:
-        waited_secs = time.monotonic() - began_secs
+        waited_secs = clock() - began_secs
         _, now = decisions.decide(current, waited_secs=waited_secs)
         if isinstance(now, Train):
             return now

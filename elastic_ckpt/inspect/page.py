@@ -276,7 +276,7 @@ def library() -> Any:
     return extras.module(
         "vl_convert",
         extra="report",
-        otherwise="use `status`, or `simulate` without --output, which draw nothing",
+        otherwise="use `status`, which draws nothing",
     )
 
 

@@ -1,66 +1,51 @@
-"""`elastic-ckpt simulate`: settings side by side."""
+"""`elastic-ckpt simulate`: a run and its alternatives side by side."""
 
 import json
 
-import pytest
-
 from elastic_ckpt.cli import main
-from elastic_ckpt.simulation import cluster
-from elastic_ckpt.simulation.cluster import Event, EventKind
-from tests import json_outputs
+from elastic_ckpt.inspect import run_files
+from elastic_ckpt.training import load
+from tests import json_outputs, runs
 from tests.refusals import cli as refusals
 
-_, *CONFIG = refusals.CLUSTER[:4]
-
-
-def run(*arguments):
-    return main.main([*refusals.CLUSTER, *arguments])
+_, CONFIG, *_ = refusals.CLUSTER
 
 
 def as_json(capsys, *arguments):
-    assert run("--json", *arguments) == 0
+    assert main.main([*refusals.CLUSTER, "--json", *arguments]) == 0
     output = capsys.readouterr().out
     json_outputs.check("simulate", output)
-    return json.loads(output)
+    return {each["setting"]: each for each in json.loads(output)}
 
 
-@pytest.mark.slow
-def test_settings_are_compared_under_the_same_failures(capsys):
-    varied = ["--vary", "local_checkpoint_period=5,50", "--vary", "spares=0,2"]
-    results = as_json(capsys, *varied)
-    assert [each["setting"] for each in results] == [
-        {"local_checkpoint_period": period, "spares": spares}
-        for period in ("5", "50")
-        for spares in ("0", "2")
-    ]
-    often, _, seldom, _ = results
+def test_alternatives_are_compared_under_the_same_failures(capsys):
+    results = as_json(capsys)
+    often, seldom = results["a save every 2 steps"], results["a save every 10 steps"]
     assert often["steps_lost"] < seldom["steps_lost"]
-    assert often["bytes"]["saved"] > seldom["bytes"]["saved"]
-    assert {each["hosts"] for each in results} == {16}
-    assert as_json(capsys, *varied) == results
-    assert as_json(capsys, *varied, "--seed", "1") != results
-
-
-def test_table_and_the_page_name_each_setting(capsys, tmp_path):
-    page = tmp_path / "page.html"
-    assert run("--vary", "peer_copies=0,1", "--output", str(page)) == 0
-    table, html = capsys.readouterr().out, page.read_text()
-    for name in ("peer_copies=0", "peer_copies=1", "goodput %", "persistent"):
+    assert often["secs"]["save"] > seldom["secs"]["save"]
+    spared = results["one more spare"]
+    assert spared["losses"] <= results["as configured"]["losses"]
+    assert as_json(capsys) == results
+    assert as_json(capsys, "--seed", "1") != results
+    # The table has the same numbers.
+    assert main.main(refusals.CLUSTER) == 0
+    table = capsys.readouterr().out
+    for name, result in results.items():
         assert name in table
-        assert name in html
-    assert html.count("<figure>") == 3
+        assert f"{result['goodput_percent']:.2f}" in table
 
 
-def test_trace_replaces_random_failures_and_runs_until_the_steps_are_done(
-    capsys, tmp_path
-):
-    path = tmp_path / "trace.jsonl"
-    events = [Event(time=400.0, what=EventKind.KILL_SLICE, which=1)]
-    path.write_bytes(cluster.to_bytes(events))
+def test_failures_of_a_run_are_repeated_until_the_steps_are_done(capsys, tmp_path):
+    config = runs.write_config(tmp_path, "texts")
+    runs.write_record(tmp_path, load.load(config))
+    began = {"time": 7.0, "event": "world_started", "slices": [0, 1, 2, 3]}
+    lost = {"time": 407.0, "event": "slice_lost", "slice": 1, "why": "gone"}
+    lines = "".join(json.dumps(event) + "\n" for event in (began, lost))
+    (tmp_path / run_files.EVENTS).write_text(lines)
     arguments = [
-        *("simulate", *CONFIG, "steps=100", "--trace", str(path), "--json"),
+        *("simulate", CONFIG, "steps=100", "--trace", str(tmp_path), "--json"),
         *("--state-gib", "1", "--cost", "step_secs=10"),
     ]
     assert main.main(arguments) == 0
-    (result,) = json.loads(capsys.readouterr().out)
-    assert (result["steps"], result["losses"], result["hosts"]) == (100, 1, 4)
+    result, *_ = json.loads(capsys.readouterr().out)
+    assert (result["steps"], result["losses"]) == (100, 1)

@@ -9,7 +9,7 @@ from unittest import mock
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors
 from elastic_ckpt.inspect import page, run_files
-from elastic_ckpt.simulation import cluster
+from elastic_ckpt.simulation import failures
 from elastic_ckpt.training import configured, load
 from tests import runs
 from tests.refusals import Refusal
@@ -72,8 +72,9 @@ def scale(says: str, slices: int, *, error=errors.ConfigError, **settings) -> Re
 
 CLUSTER = [
     *("simulate", "configs/demo_cpu.yml", "global_batch_size=0"),
-    *("per_device_batch_size=3", "--hosts", "16", "--slices", "8", "--state-gib", "1"),
-    *("--days", "0.5", "--cost", "step_secs=10", "--fails", "machine=12"),
+    *("per_device_batch_size=3", "num_logical_shards=0", "hosts=16", "slices=8"),
+    *("--state-gib", "1", "--days", "0.5", "--cost", "step_secs=10"),
+    *("--machine-hours", "12"),
 ]
 
 
@@ -81,11 +82,9 @@ def simulated(says: str, *options: str, error=errors.ConfigError) -> Refusal:
     return verb(says, *CLUSTER, *options, error=error)
 
 
-def trace(says: str, line: str) -> Refusal:
-    """A line of a trace of failures."""
-    hardware = cluster.ClusterSize(slices=4, hosts_per_slice=2, hosts_per_rack=4)
-    content = b'{"version": 1}\n' + line.encode()
-    return Refusal(lambda _: cluster.parse(content, path="t", hardware=hardware), says)
+def trace(says: str, *lines: dict[str, object]) -> Refusal:
+    """The events of a run that is simulated on four slices of two hosts."""
+    return Refusal(lambda _: failures.of_log(lines, slices=4, hosts_per_slice=2), says)
 
 
 SECRET = ["--secret-file", "DIR/secret"]
@@ -175,14 +174,14 @@ REFUSALS = {
     "slices of a run that has ended": scale(
         "is not running; start it", 3, error=errors.RunError, elastic_min_slice_count=2
     ),
-    "setting to vary without values": simulated(
-        "--vary spares: write a key", "--vary", "spares"
+    "cost without a name": simulated("--cost days=1: give a value", "--cost", "days=1"),
+    "cost of nothing": simulated(
+        "--cost step_secs=0: give a value above 0", "--cost", "step_secs=0"
     ),
-    "spares that leave nothing": simulated(
-        "spares=8 leaves none of 8", "--vary", "spares=8"
-    ),
-    "rate of failures": simulated(
-        "--fails machine=0: name one of", "--fails", "machine=0"
+    "failures of no run": simulated(
+        "nowhere is not the directory of a run",
+        *("--trace", "nowhere"),
+        error=errors.ElasticCkptError,
     ),
     "plots without their extra": Refusal(
         lambda _: mock.patch.dict(sys.modules, vl_convert=None)(page.library)(),
@@ -193,10 +192,8 @@ REFUSALS = {
         *("--costs", "nowhere"),
         error=errors.ElasticCkptError,
     ),
-    "unknown failure": trace(
-        "'burn'; it is one of", '{"time": 1, "what": "burn", "which": 0}'
-    ),
     "slice that is not there": trace(
-        "numbers 0 to 3", '{"time": 1, "what": "kill_slice", "which": 4}'
+        "slice_lost of slice 4, and the configured slices are 0 to 3",
+        {"time": 1, "event": "slice_lost", "slice": 4},
     ),
 }

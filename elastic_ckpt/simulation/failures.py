@@ -1,0 +1,113 @@
+"""The failures of a simulated cluster: drawn at random, or those of a real run.
+
+They are the events `slice_lost`, `slice_returned` and `host_lost` of `core.events`, so
+a simulation can repeat the failures in the log of any run.
+
+Source of the default rate: 419 unexpected interruptions of 2,048 hosts within 54 days
+("The Llama 3 Herd of Models", arXiv:2407.21783, section 3.3.4), one for each 6,300
+hours of a host. Each counts as the loss of the host's slice, which is the worst case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from elastic_ckpt.core import errors
+
+
+class Event(NamedTuple):
+    """A failure, or the return of a slice.
+
+    Attributes:
+      time: in seconds since the run began.
+      name: `slice_lost`, with its memory; `slice_returned`, with empty memory; or
+        `host_lost`, a process whose machine stays, with its memory.
+      slice: the slice, or that of the host.
+    """
+
+    time: float
+    name: str
+    slice: int
+
+
+def draw(
+    *,
+    slices: int,
+    hosts_per_slice: int,
+    secs: float,
+    machine_hours: float = 6300.0,
+    repair_hours: float = 4.0,
+    seed: int = 0,
+) -> list[Event]:
+    """Random losses and returns of slices within a time, ordered by time.
+
+    Args:
+      slices: of the cluster.
+      hosts_per_slice: of the cluster.
+      secs: the time.
+      machine_hours: the mean time between two failures of one machine. Each loses the
+        machine's slice.
+      repair_hours: the mean time until a lost slice is back.
+      seed: of the draw; all times are exponentially distributed.
+    """
+    random = np.random.default_rng(seed)
+    mean_secs = machine_hours * 3600.0 / (slices * hosts_per_slice)
+    times = np.sort(random.uniform(0.0, secs, random.poisson(secs / mean_secs)))
+    events: list[Event] = []
+    back_at = dict.fromkeys(range(slices), 0.0)
+    for time in times.tolist():
+        number = int(random.integers(slices))
+        back = time + random.exponential(repair_hours * 3600.0)
+        if time >= back_at[number]:
+            events.append(Event(time, "slice_lost", number))
+            events.append(Event(back, "slice_returned", number))
+            back_at[number] = back
+    return sorted(events)
+
+
+def of_log(
+    log: Iterable[Mapping[str, Any]], *, slices: int, hosts_per_slice: int
+) -> list[Event]:
+    """The failures in the events of a run, by their times since the first event.
+
+    Args:
+      log: events. Others than the three, and `world_started`, whose slices number the
+        lost hosts, are ignored.
+      slices: of the cluster.
+      hosts_per_slice: of the cluster.
+
+    Raises:
+      ConfigError: if an event names a slice that the cluster lacks.
+    """
+    lines = list(log)
+    events: list[Event] = []
+    world: Sequence[int] = range(slices)
+    # By slice, the place of the event of a host that this world has lost.
+    missed: dict[int, int] = {}
+    for line in lines:
+        name, time = line["event"], line["time"] - lines[0]["time"]
+        if name == "world_started":
+            world, missed = line["slices"], {}
+        elif name in ("slice_lost", "slice_returned", "host_lost"):
+            is_host = name == "host_lost"
+            number = (
+                world[line["host"] // hosts_per_slice] if is_host else line["slice"]
+            )
+            if number >= slices:
+                raise errors.ConfigError(
+                    f"--trace: {name} of slice {number}, and the configured slices are"
+                    f" 0 to {slices - 1}; set hosts and slices as in the run"
+                )
+            if number in missed and name != "slice_returned":
+                # Its hosts are missed before it is: one loss.
+                if name == "slice_lost":
+                    place = missed[number]
+                    events[place] = events[place]._replace(name=name)
+                continue
+            if is_host:
+                missed[number] = len(events)
+            events.append(Event(time, name, number))
+    return sorted(events)

@@ -1,0 +1,410 @@
+"""A cluster in virtual time: `elastic.run` decides over it as over a real one.
+
+The clock goes from event to event: a slice is lost or returns, a phase of a world has
+passed, a step is saved. The cluster reports what the hosts of a real world would, and
+`monitoring.goodput` divides the time as for a real run.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import events as run_events
+from elastic_ckpt.elastic import cluster, decision, runtime
+from elastic_ckpt.elastic.host_failure import HostFailure, WorldLostError
+from elastic_ckpt.monitoring import goodput
+from elastic_ckpt.simulation.failures import Event
+from elastic_ckpt.simulation.plan import RunPlan
+from elastic_ckpt.steps import owners
+from elastic_ckpt.steps.manifest import Host
+
+# Times are sums in floating point: a moment later they have certainly passed.
+_MOMENT_SECS = 1e-6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The outcome of a simulated run.
+
+    Attributes:
+      goodput_percent: of its time, the part that trained new steps.
+      secs: by cause, as in `monitoring.goodput`.
+      steps: that it has done.
+      rows: that they trained on.
+      steps_lost: trained again.
+      losses: worlds that were lost.
+      restarts: times that the run ended with an error, and was started anew.
+      restores: by tier, `ram` or `storage`; `none` began anew.
+    """
+
+    goodput_percent: float
+    secs: Mapping[str, float]
+    steps: int
+    rows: int
+    steps_lost: int
+    losses: int
+    restarts: int
+    restores: Mapping[str, int]
+
+
+class _TimeIsUpError(Exception):
+    """The time of the plan is over, or nothing can change any more."""
+
+
+class _SliceLostError(Exception):
+    """A slice of the world was lost, or a process of it."""
+
+
+def simulate(plan: RunPlan, trace: Sequence[Event]) -> Outcome:
+    """The outcome of a run whose cluster has the events of a trace, ordered by time.
+
+    When the run ends with an error, it is started anew.
+    """
+    simulated = SimulatedCluster(plan, trace)
+    counts, account = simulated.counts, goodput.Account(time=0.0)
+
+    def emit(name: str, **fields: storage.Json) -> None:
+        nonlocal account
+        account = goodput.after(account, name, fields, time=simulated.now)
+
+    with contextlib.suppress(_TimeIsUpError):
+        while True:
+            try:
+                runtime.lead(
+                    lambda _: None,
+                    cluster=simulated,
+                    present_policy=lambda: plan.policy,
+                    work=plan.work,
+                    compile_ahead=None,
+                    emit=emit,
+                    clock=lambda: simulated.now,
+                )
+                break
+            except errors.RunError:
+                counts["restarts"] += 1
+                simulated.restart()
+    # The time since the last event has a cause, too.
+    emit("world_started")
+    return Outcome(
+        goodput_percent=account.percent,
+        secs=account.secs,
+        steps=account.newest_step,
+        rows=counts["rows"],
+        steps_lost=counts["steps_lost"],
+        losses=counts["losses"],
+        restarts=counts["restarts"],
+        restores={tier: counts[tier] for tier in ("ram", "storage", "none")},
+    )
+
+
+@functools.lru_cache
+def holders(
+    slices: int, hosts_per_slice: int, policy: owners.Policy
+) -> frozenset[frozenset[int]]:
+    """The sets of slices that each hold a part of a step, by their places in the world.
+
+    All slices hold the state. Each host has a part of the data state, too, which only
+    its copies protect.
+    """
+    hosts = [
+        Host(id=f"{n:06d}", number=n, domains={"slice": f"{n // hosts_per_slice:06d}"})
+        for n in range(slices * hosts_per_slice)
+    ]
+    placed = owners.Owners(hosts, policy).place(
+        [(host.number,) for host in hosts], np.ones(len(hosts), np.int64)
+    )
+    held = [{host.number // hosts_per_slice} for host in hosts]
+    for item, target in zip(placed.item.tolist(), placed.target.tolist(), strict=True):
+        held[item].add(target // hosts_per_slice)
+    return frozenset(map(frozenset, held))
+
+
+@dataclasses.dataclass(eq=False)
+class Save:
+    """A save of a step.
+
+    Attributes:
+      step: that is saved; 0 for the beginning of a run.
+      holders: the sets of slices that each hold a part in RAM.
+    """
+
+    step: int = 0
+    holders: frozenset[frozenset[int]] = frozenset()
+
+
+class Saves:
+    """The newest save in each tier, and those under way.
+
+    A save goes to RAM if there is such a tier, and waits for the one before. From there
+    it is uploaded if a backup is due and none is under way.
+    """
+
+    def __init__(self, plan: RunPlan) -> None:
+        costs, mib = plan.costs, plan.host_mib
+        self._first = "ram" if plan.in_ram else "storage"
+        self._secs = {
+            "ram": mib / costs.ram_mib_per_sec,
+            "storage": mib / plan.slices / costs.storage_mib_per_sec,
+        }
+        self._block_secs = costs.block_secs + mib / costs.capture_mib_per_sec
+        self._backup_steps = plan.backup_steps
+        self._saved = {"none": Save()}
+        # By tier, when the save under way is complete.
+        self._under_way: dict[str, tuple[float, Save]] = {}
+
+    def begin(self, save: Save, *, now: float) -> float:
+        """Begins a save; returns the seconds for which the loop is held up."""
+        free_at, _ = self._under_way.get(self._first, (now, None))
+        wait = max(0.0, free_at - now)
+        self._settle(now + wait)
+        block = wait + self._block_secs
+        self._under_way[self._first] = (now + block + self._secs[self._first], save)
+        return block
+
+    def finish(self, save: Save, *, now: float) -> None:
+        """Completes the last save of a world whose hosts leave."""
+        self.end_world(now=now)
+        self._saved[self._first] = save
+
+    def lose(self, number: int, *, now: float) -> None:
+        """Notes that a slice has lost its memory."""
+        self._settle(now)
+        under_way = (save for _, save in self._under_way.values())
+        for save in {*self._saved.values(), *under_way}:
+            save.holders = frozenset(each - {number} for each in save.holders)
+
+    def end_world(self, *, now: float) -> None:
+        """Drops the save that a world had not completed; an upload from RAM goes on."""
+        self._settle(now)
+        self._under_way.pop(self._first, None)
+
+    def newest(self, *, now: float) -> tuple[str, Save]:
+        """The newest save that can be restored, and where it is."""
+        self._settle(now)
+        left = {
+            tier: save
+            for tier, save in self._saved.items()
+            if tier != "ram" or all(save.holders)
+        }
+        return max(left.items(), key=lambda each: (each[1].step, each[0] == "ram"))
+
+    def _settle(self, now: float) -> None:
+        # Completes what is done by now. What is committed in RAM may be uploaded.
+        for tier in ("storage", "ram", "storage"):
+            done, save = self._under_way.get(tier, (math.inf, Save()))
+            if done > now:
+                continue
+            del self._under_way[tier]
+            if tier == self._first or all(save.holders):
+                self._saved[tier] = save
+            stored = self._saved.get("storage", Save()).step // self._backup_steps
+            is_due = tier == "ram" and save.step // self._backup_steps > stored
+            if is_due and "storage" not in self._under_way:
+                self._under_way["storage"] = (done + self._secs["storage"], save)
+
+
+class SimulatedCluster(cluster.Cluster):
+    """The slices of a plan, as `elastic.run` sees them.
+
+    Args:
+      plan: of the run.
+      trace: the failures and returns, by time; all slices are there at time 0.
+
+    Attributes:
+      now: the virtual time, in seconds.
+      counts: of rows, steps lost, losses, and restores by tier.
+    """
+
+    def __init__(self, plan: RunPlan, trace: Sequence[Event]) -> None:
+        self._plan = plan
+        # When a slice that has returned has settled, the decision may change, too.
+        settle_secs = plan.policy.settle_secs + _MOMENT_SECS
+        settled = [
+            Event(event.time + settle_secs, "slice_settled", event.slice)
+            for event in trace
+            if event.name == "slice_returned"
+        ]
+        self._events = collections.deque(sorted([*trace, *settled]))
+        self.now = 0.0
+        self.counts: collections.Counter[str] = collections.Counter()
+        # By slice that is there, since when.
+        self._since = dict.fromkeys(range(plan.slices), -math.inf)
+        self._failures: list[decision.Failure] = []
+        # The slices of the world that runs, and those lost since it began.
+        self._world: frozenset[int] = frozenset()
+        self._lost: set[int] = set()
+        self._has_trained = False
+        self._step = self._newest_step = 0
+        self._saves = Saves(plan)
+
+    @property
+    def devices_per_slice(self) -> int:
+        """See `Work`."""
+        return self._plan.work.devices_per_slice
+
+    def close(self) -> None:
+        """Does nothing."""
+
+    def slices(self, current: frozenset[int]) -> decision.Slices:
+        """The slices that are there at this time."""
+        return decision.Slices(
+            current=(current - self._lost) & self._since.keys(),
+            present_secs={n: self.now - since for n, since in self._since.items()},
+            failures=tuple(self._failures),
+        )
+
+    def wait(self, secs: float) -> None:
+        """Lets time pass, at most until the slices may have changed."""
+        self._has_trained = False
+        moment = self._next_moment()
+        if moment == math.inf:
+            raise _TimeIsUpError
+        self._advance(min(secs, moment - self.now) + _MOMENT_SECS)
+
+    def restart(self) -> None:
+        """Prepares another start of the run, which has ended, and forgets its failures.
+
+        If it ended for want of slices, the next start waits for a change of them.
+        """
+        self._failures.clear()
+        if not self._has_trained:
+            self.wait(math.inf)
+        self._has_trained = False
+
+    def run_world(
+        self,
+        train: cluster.TrainFunction,
+        assignment: cluster.Assignment,
+        *,
+        emit: run_events.Emit,
+        has_changed: Callable[[], decision.Decision | None],
+    ) -> bool:
+        """Trains in virtual time until the steps are done, or the slices change."""
+        del train
+        plan, work = self._plan, assignment.work
+        self._world, self._has_trained = frozenset(work.slices), True
+        self._lost.clear()
+        try:
+            self._start(emit)
+            return self._train(work, emit, has_changed)
+        except _SliceLostError as lost:
+            (number,), at_secs = lost.args, self.now
+            self._failures.append(decision.Failure(slice=number, at_secs=at_secs))
+            self.counts["losses"] += 1
+            self._saves.end_world(now=at_secs)
+            # More may be lost until the loss is noticed and the world has ended.
+            self._world = frozenset()
+            self._advance(plan.costs.end_secs)
+            killed = HostFailure(
+                host=work.slices.index(number) * plan.hosts_per_slice,
+                message="killed by SIGKILL",
+                is_signal=True,
+                is_silent=True,
+                at_secs=at_secs,
+            )
+            emit("host_lost", host=killed.host, why=killed.message)
+            raise WorldLostError(
+                killed.message,
+                hosts=frozenset({killed.host}),
+                at_secs=at_secs,
+                failures=[killed],
+                num_hosts=len(work.slices) * plan.hosts_per_slice,
+                gone=frozenset(self._lost.intersection(work.slices)),
+            ) from None
+        finally:
+            self._world = frozenset()
+
+    def _start(self, emit: run_events.Emit) -> None:
+        costs = self._plan.costs
+        self._advance(costs.start_secs)
+        emit("world_joined", world=0)
+        self._advance(costs.prepare_secs)
+        tier, save = self._saves.newest(now=self.now)
+        emit("run_started", start_step=save.step, slices=len(self._world))
+        if tier != "none":
+            rate = getattr(costs, f"{tier}_mib_per_sec")
+            self._advance(costs.restore_secs + self._plan.host_mib / rate)
+            emit("restored_from", step=save.step, bad_copies=0)
+        self.counts[tier] += bool(self._step)
+        self.counts["steps_lost"] += self._step - save.step
+        self._step = save.step
+        self._advance(costs.compile_secs)
+        emit("executable_loaded", step=self._step, secs=costs.compile_secs)
+
+    def _train(
+        self,
+        work: decision.Train,
+        emit: run_events.Emit,
+        has_changed: Callable[[], decision.Decision | None],
+    ) -> bool:
+        plan, of_all = self._plan, self._plan.work
+        # As long as a device has rows.
+        rows_ratio = work.rows * of_all.num_slices / of_all.rows / len(work.slices)
+        step_secs = plan.costs.step_secs * rows_ratio
+        order = sorted(work.slices)
+        places = holders(len(order), plan.hosts_per_slice, plan.copies)
+        held = frozenset(frozenset(order[n] for n in each) for each in places)
+
+        def do_steps(count: int, secs: float) -> Save:
+            self._advance(secs)
+            self._step += count
+            self.counts["rows"] += max(0, self._step - self._newest_step) * work.rows
+            self._newest_step = max(self._newest_step, self._step)
+            emit("step", step=self._step)
+            return Save(self._step, held)
+
+        do_steps(1, plan.costs.first_step_secs)
+        while self._step < plan.steps:
+            moment = self._next_moment()
+            # Until the next save, the end, the first new step, or the moment.
+            again = self._newest_step - self._step
+            count = min(
+                plan.period - self._step % plan.period,
+                plan.steps - self._step,
+                again or math.inf,
+                max(1, (moment - self.now) // step_secs),
+            )
+            save = do_steps(int(count), int(count) * step_secs)
+            if self._step % plan.period == 0:
+                secs = self._saves.begin(save, now=self.now)
+                self._advance(secs)
+                emit("save_blocked", step=self._step, secs=secs)
+            if self.now >= moment and (decided := has_changed()):
+                # The hosts agree on a step, save it, and leave.
+                emit("world_leaving", slices=cluster.leaving_for(decided))
+                save = do_steps(1, step_secs)
+                self._advance(plan.costs.leave_secs)
+                self._saves.finish(save, now=self.now)
+                emit("world_left", step=self._step)
+                return False
+        return True
+
+    def _next_moment(self) -> float:
+        # When the decision may change.
+        return min(self._plan.secs, self._events[0].time if self._events else math.inf)
+
+    def _advance(self, secs: float) -> None:
+        # Lets time pass, until a slice of the world is lost.
+        until = min(self.now + secs, self._plan.secs)
+        while self._events and self._events[0].time <= until:
+            event = self._events.popleft()
+            self.now = max(self.now, event.time)
+            if event.name == "slice_returned":
+                self._since.setdefault(event.slice, self.now)
+            elif event.name == "slice_lost":
+                self._since.pop(event.slice, None)
+                self._lost.add(event.slice)
+                self._saves.lose(event.slice, now=self.now)
+            if event.name in ("slice_lost", "host_lost") and event.slice in self._world:
+                raise _SliceLostError(event.slice)
+        self.now = until
+        if until == self._plan.secs:
+            raise _TimeIsUpError
