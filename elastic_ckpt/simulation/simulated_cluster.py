@@ -83,7 +83,6 @@ def simulate(plan: RunPlan, trace: Sequence[Event]) -> Outcome:
                     cluster=simulated,
                     present_policy=lambda: plan.policy,
                     work=plan.work,
-                    compile_ahead=None,
                     emit=emit,
                     clock=lambda: simulated.now,
                 )
