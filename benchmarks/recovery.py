@@ -133,7 +133,7 @@ def measure() -> dict[str, report.Figure]:
 
         figures = _warm(config("warm", _LARGE))
         # On the same slices the program of the world before would be there.
-        cold = {"elastic_compile_ahead_seconds": 0, "elastic_quarantine_failures": 1}
+        cold = {"elastic_quarantine_failures": 1}
         figures |= _cold(config("cold", _LARGE, **cold))
         for name, manager, hosts, least in (
             ("ratio_full_restart_orbax", "plain", _HOSTS - 1, 6),
@@ -148,7 +148,7 @@ def measure() -> dict[str, report.Figure]:
                 " recover_secs",
                 [secs / figures["recover_secs"].value],
             )
-        alone = {"enable_checkpointing": False, "elastic_compile_ahead_seconds": 0}
+        alone = {"enable_checkpointing": False}
         small = _loops(config("small", _SMALL, **alone), *sized((50, 15), (5, 1)))
         large = _loops(config("large", _LARGE, **alone), *sized((10, 2), (5, 1)))
     pairs = zip(small["loop thread"], small["bare thread"], strict=True)
@@ -195,9 +195,8 @@ class _Run:
             time.sleep(_LOOK_SECS)
 
     def wait_until_ready(self, *, after: float = 0.0) -> None:
-        # The program for a slice fewer is there, and a save has its copies.
-        ready = self.wait_for("compiled_ahead", after=after)
-        self.wait_for("replicated", after=ready["time"])
+        # A save has its copies.
+        self.wait_for("replicated", after=after)
 
     def kill(self, host: int) -> Event:
         # The event after the first step of the next world, with the seconds until then.

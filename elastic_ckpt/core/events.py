@@ -64,8 +64,6 @@ NAMES: dict[str, tuple[str, ...]] = {
     "compiled": ("step", "secs"),
     "executable_loaded": ("step", "secs"),
     "executable_refused": ("path", "why"),
-    "compiled_ahead": ("hosts", "secs"),
-    "compile_ahead_failed": ("hosts", "why"),
     "step": ("step", "steps", "loss", "secs", "tokens", "learning_rate"),
     "step_done": ("step",),
     "replicas_differ": ("step", "leaf", "hosts", "devices", "is_certain", "why"),

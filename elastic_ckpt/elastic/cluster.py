@@ -15,34 +15,18 @@ TrainFunction = Callable[[World], object]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompileAhead:
-    """A world that may follow, whose programs are compiled while another trains.
-
-    Attributes:
-      compiles: compiles with `World.compiled`; called on every host of a shadow world.
-      work: the slices and the rows of a batch.
-    """
-
-    compiles: TrainFunction
-    work: Train
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Assignment:
     """The world that a cluster runs next.
 
     Attributes:
       number: of the world, from 1 at each start of a run.
       work: the slices and the rows of a batch.
-      compile_ahead: to compile while it trains; ignored by a cluster for which that is
-        of no use, or whose budget for it is 0.
       claimant: claims the world in storage, for this start of the run; a cluster adds
         it.
     """
 
     number: int
     work: Train
-    compile_ahead: CompileAhead | None = None
     claimant: Claimant | None = None
 
 

@@ -42,7 +42,6 @@ class Run:
     Attributes:
       machine: this one; all else is the same on all machines.
       train: of each host of a world.
-      compile_ahead: of each host of a shadow world.
       lead: trains on a cluster until the run has ended, and emits its events.
       kept: opens the journal of the run, while this machine leads: an `Emit`.
       configured: the digest of all that the machines have in common.
@@ -52,7 +51,6 @@ class Run:
 
     machine: processes.OfMachine
     train: TrainFunction
-    compile_ahead: TrainFunction
     lead: Callable[[processes.ProcessCluster, events.Emit], None]
     kept: Callable[[], contextlib.AbstractContextManager[events.Emit]]
     configured: str
@@ -173,7 +171,6 @@ class MachineSupervisor:
                 self._number,
                 self._slices,
                 train=self._run.train,
-                compile_ahead=self._run.compile_ahead,
                 configured=self._run.configured,
                 lost_secs=self._lost_secs,
             )
@@ -276,7 +273,6 @@ def run(
     lead: Callable[[processes.ProcessCluster, events.Emit], None],
     *,
     policy: Policy,
-    compile_ahead: TrainFunction | None,
     emit: events.Emit,
 ) -> None:
     """Supervises the hosts of this machine until a run without a journal has ended.
@@ -286,7 +282,6 @@ def run(
       train: of each host.
       lead: see `Run`.
       policy: of the run at its start.
-      compile_ahead: of each host of a shadow world; None if there is none.
       emit: called for each event of the run, and if this machine follows another one.
 
     Raises:
@@ -301,7 +296,6 @@ def run(
         Run(
             machine=machine,
             train=train,
-            compile_ahead=compile_ahead or train,
             lead=lead,
             kept=lambda: contextlib.nullcontext(emit),
             configured=hashlib.sha256(storage.canonical_json(shared)).hexdigest(),

@@ -122,4 +122,4 @@ class Prepared:
 def _of_hosts(assignment: Assignment) -> Assignment:
     # The part of an assignment that hosts depend on.
     work = dataclasses.replace(assignment.work, spares=())
-    return dataclasses.replace(assignment, work=work, claimant=None, compile_ahead=None)
+    return dataclasses.replace(assignment, work=work, claimant=None)

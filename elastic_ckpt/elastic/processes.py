@@ -34,14 +34,12 @@ from elastic_ckpt.elastic import (
     local_slices,
     main_script,
     process_world,
-    shadow_world,
     supervisor,
     watch,
     world_host,
 )
 from elastic_ckpt.elastic.cluster import (
     Assignment,
-    CompileAhead,
     TrainFunction,
     leaving_for,
 )
@@ -197,7 +195,6 @@ class ProcessCluster:
         program = self._own.program(train, assignment)
         # Until it has restored, a world is where the one before was left.
         start_step = self._step
-        shadows = contextlib.ExitStack()
 
         def receive(name: str, **fields: storage.Json) -> None:
             nonlocal has_trained, start_step
@@ -209,7 +206,6 @@ class ProcessCluster:
                 if not has_trained:
                     has_trained = True
                     self._num_abandoned = 0
-                    self._compile_ahead(assignment, shadows)
             elif name == "world_claimed":
                 self._claimant = dataclasses.replace(self._claimant, has_claimed=True)
             elif name == "run_started" and assignment.number == 1:
@@ -240,7 +236,7 @@ class ProcessCluster:
         preempted = functools.partial(self._begin_handover, has_changed=has_changed)
         world = self._prepared.take(assignment) or self._world(train, assignment)
         try:
-            with shadows, self._handover.of_lost_worlds():
+            with self._handover.of_lost_worlds():
                 is_over = world.run(receive, look, preempted)
             if world.hosts.is_abandoned:
                 emit("world_left", step=start_step)
@@ -267,34 +263,6 @@ class ProcessCluster:
 
     def _emit(self, name: str, **fields: storage.Json) -> None:
         self._present_emit(name, **fields)
-
-    def _compile_ahead(
-        self, assignment: Assignment, shadows: contextlib.ExitStack
-    ) -> None:
-        smaller = assignment.compile_ahead
-        if smaller is None or not self._own.limits.compile_ahead_secs:
-            return
-        several = self._machines.are_several
-        shadow = shadow_world.ShadowWorlds(
-            [
-                self._ahead(assignment.number, smaller, slices)
-                for slices in shadow_world.choices(assignment, several=several)
-            ],
-            log_directory=self._own.log_directory,
-            budget_secs=self._own.limits.compile_ahead_secs,
-            emit=self._emit,
-        )
-        shadows.enter_context(contextlib.closing(shadow))
-
-    def _ahead(
-        self, number: int, smaller: CompileAhead, slices: tuple[int, ...]
-    ) -> shadow_world.Ahead:
-        work = dataclasses.replace(smaller.work, slices=slices)
-        assignment = Assignment(number=number, work=work)
-        return shadow_world.Ahead(
-            program=self._own.program(smaller.compiles, assignment),
-            machines=self._machines.of_world(assignment, is_ahead=True),
-        )
 
     def _slice_of(self, host: int, slices: Sequence[int]) -> int:
         return slices[host // self._own.hosts_per_slice]

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -29,7 +28,6 @@ from elastic_ckpt.elastic import (
 from elastic_ckpt.elastic.cluster import (
     Assignment,
     Cluster,
-    CompileAhead,
     TrainFunction,
 )
 from elastic_ckpt.elastic.decision import (
@@ -58,7 +56,6 @@ def run(
     cluster: Cluster,
     policy: Policy | Callable[[], Policy] | None = None,
     work: Work | None = None,
-    compile_ahead: TrainFunction | None = None,
     emit: events.Emit | None = None,
 ) -> None:
     """Trains on whatever slices are there, until the training function is done.
@@ -86,10 +83,6 @@ def run(
       policy: when to train, to wait and to stop; or a function that returns the present
         policy and is called often: another object changes it.
       work: the rows of a batch; None if `train` chooses them.
-      compile_ahead: a function like `train`, picklable, which only compiles, with
-        `world.compiled`, and writes nothing. It is called on hosts that prepare a world
-        of one slice less while the present one trains. None compiles when a world
-        begins.
       emit: called with each event of the run; by default events are printed.
 
     Raises:
@@ -105,7 +98,6 @@ def run(
                 cluster=cluster,
                 policy=policy,
                 work=work,
-                compile_ahead=compile_ahead,
                 emit=shown,
             )
         return
@@ -114,7 +106,7 @@ def run(
     work = work or Work.of_any_rows(cluster.devices_per_slice)
 
     def lead(cluster: Cluster, emit: events.Emit) -> None:
-        _run(train, cluster, present_policy, work, compile_ahead, emit)
+        _run(train, cluster, present_policy, work, emit)
 
     of_machine = processes.of_machine(cluster)
     if of_machine is not None:
@@ -123,7 +115,6 @@ def run(
             train,
             lead,
             policy=present_policy(),
-            compile_ahead=compile_ahead,
             emit=emit,
         )
     else:
@@ -139,12 +130,11 @@ def _run(
     cluster: Cluster,
     present_policy: Callable[[], Policy],
     work: Work,
-    compile_ahead: TrainFunction | None,
     emit: events.Emit,
 ) -> None:
     judge = _Judge(emit)
     with judge.of_the_end():
-        _run_worlds(train, cluster, present_policy, work, compile_ahead, judge)
+        _run_worlds(train, cluster, present_policy, work, judge)
 
 
 def _run_worlds(
@@ -152,7 +142,6 @@ def _run_worlds(
     cluster: Cluster,
     present_policy: Callable[[], Policy],
     work: Work,
-    compile_ahead: TrainFunction | None,
     judge: _Judge,
 ) -> None:
     timeline = Timeline(judge)
@@ -167,7 +156,7 @@ def _run_worlds(
         try:
             is_over = cluster.run_world(
                 train,
-                _assignment(number, chosen, compile_ahead, decisions),
+                Assignment(number=number, work=chosen),
                 emit=retries,
                 has_changed=functools.partial(decisions.change, chosen),
             )
@@ -185,20 +174,6 @@ def _run_worlds(
             if is_over:
                 return
             timeline.begin()
-
-
-def _assignment(
-    number: int,
-    chosen: Train,
-    compiles: TrainFunction | None,
-    decisions: _Decisions,
-) -> Assignment:
-    compile_ahead = None
-    if compiles is not None:
-        smaller = decisions.one_slice_fewer(chosen)
-        if isinstance(smaller, Train):
-            compile_ahead = CompileAhead(compiles=compiles, work=smaller)
-    return Assignment(number=number, work=chosen, compile_ahead=compile_ahead)
 
 
 class _Decisions:
@@ -244,16 +219,6 @@ class _Decisions:
             most = policy.max_slices or len(slices.present_secs)
             self._emit("scale_requested", slices=most, chosen=list(chosen))
         return slices, decided
-
-    def one_slice_fewer(self, chosen: Train) -> Decision | None:
-        """The decision if one of these slices is lost; None if it is of no use."""
-        # The same program for whichever slice is lost, unless a spare takes its place.
-        left = frozenset(chosen.slices[:-1])
-        if not left or chosen.spares:
-            return None
-        present_secs = dict.fromkeys(left, math.inf)
-        slices = Slices(current=left, present_secs=present_secs)
-        return decide(slices, self.policy, self._work)
 
     def change(self, chosen: Train) -> Decision | None:
         """The decision for which a world has to end; None while it should go on."""

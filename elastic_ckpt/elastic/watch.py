@@ -66,14 +66,11 @@ class Limits:
         Once a run has taken steps, a multiple of the longest one counts, if less.
       heartbeat_secs: a host whose process sends no heartbeat for so long is lost.
       grace_secs: how long hosts have, after SIGTERM, to save and to end.
-      compile_ahead_secs: how long hosts may compile for the next smaller world, while
-        the present one trains; 0 does not compile ahead.
     """
 
     most_secs: float = 600.0
     heartbeat_secs: float = 30.0
     grace_secs: float = 60.0
-    compile_ahead_secs: float = 0.0
 
 
 def patience_secs(limits: Limits, longest_secs: float | None) -> float:

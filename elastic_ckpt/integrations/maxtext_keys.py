@@ -361,12 +361,11 @@ def supervised(given: Mapping[str, Any]) -> schema.Config:
             " false",
         )
     rows = config.data.per_device_batch_size * hosts * config.world.devices_per_host
-    # The ramp is MaxText's own, and its program is not compiled ahead.
+    # The ramp is MaxText's own.
     data = dataclasses.replace(
         config.data, global_batch_size=int(rows), enable_rampup_batch_size=False
     )
-    elastic = dataclasses.replace(config.elastic, elastic_compile_ahead_seconds=0.0)
-    return dataclasses.replace(config, data=data, elastic=elastic)
+    return dataclasses.replace(config, data=data)
 
 
 def _from_values(values: Mapping[str, Any]) -> schema.Config:

@@ -56,8 +56,6 @@ _TEXTS: dict[str, tuple[str, str]] = {
     "compiled": ("", "step {step}"),
     "executable_loaded": ("loaded the program for step {step}", "step {step}"),
     "executable_refused": ("{path} is refused: {why}; compiling instead", ""),
-    "compiled_ahead": ("compiled ahead for {hosts:count host}", ""),
-    "compile_ahead_failed": ("not compiled ahead for {hosts:count host}: {why}", ""),
     "step_interrupted": (
         "step {step} was interrupted while it was saved and is passed over ({path});"
         " the newest complete step is {resume_step}",

@@ -404,14 +404,6 @@ class SimulatedCluster:
     def _is_checked(self, since: float, now_secs: float) -> bool:
         return not since or now_secs - since >= self._check_secs
 
-    def one_slice_fewer(self, slices: Sequence[int]) -> decision.Decision:
-        """The decision if one of these slices is lost, and no other is there."""
-        left = slices[:-1]
-        present = decision.Slices(
-            current=frozenset(left), present_secs=dict.fromkeys(left, math.inf)
-        )
-        return decision.decide(present, self._policy, self._work)
-
     def next_moment(self, *, now_secs: float) -> float:
         """When the decision may change: an event, or a slice is sound or settled."""
         waits = {self._check_secs, self._policy.settle_secs} - {0.0}

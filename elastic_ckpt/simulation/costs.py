@@ -43,8 +43,6 @@ class Costs:
       restore_secs: of a restore, besides reading.
       load_secs: until the step is loaded as it was compiled before.
       compile_secs: until it is compiled.
-      compile_ahead_secs: until the step of the next smaller world is compiled while
-        this one trains, besides `compile_secs`.
       first_step_secs: of a world.
       leave_secs: of a planned change: from the last step until the hosts have left.
       planned_start_secs: as `start_secs`, of a world that was prepared.
@@ -72,7 +70,6 @@ class Costs:
     restore_secs: float = 0.27
     load_secs: float = 0.45
     compile_secs: float = 13.4
-    compile_ahead_secs: float = 4.0
     first_step_secs: float = 1.97
     leave_secs: float = 2.0
     planned_start_secs: float = 0.0
@@ -170,7 +167,6 @@ def _secs(size: float, mib_per_sec: float) -> float:
 _SECS = {
     "executable_loaded": "load_secs",
     "compiled": "compile_secs",
-    "compiled_ahead": "compile_ahead_secs",
     "save_blocked": "block_secs",
     "saved": "save_secs",
     "replicated": "copy_secs",

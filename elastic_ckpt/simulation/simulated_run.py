@@ -50,7 +50,6 @@ class RunPlan:
       backup_steps: steps between two backups to storage; 0 if minutes count.
       backup_minutes: minutes between them; 0 if steps count.
       hang_secs: until a host that hangs is lost.
-      compiles_ahead: whether the program for one slice fewer is compiled meanwhile.
       by_racks: whether copies are spread over racks, and not over slices.
       secs: the time that is simulated; infinite until all steps are done.
       steps: of the run; 0 for as many as there is time for.
@@ -67,7 +66,6 @@ class RunPlan:
     backup_steps: int = 0
     backup_minutes: float = 0.0
     hang_secs: float = 30.0
-    compiles_ahead: bool = True
     by_racks: bool = False
     secs: float = math.inf
     steps: int = 0
@@ -515,20 +513,10 @@ class _Run:
         secs = costs.load_secs if is_kept else costs.compile_secs
         self._advance(self._now + secs, world)
         self._emit("executable_loaded" if is_kept else "compiled", secs=secs)
-        self._note_compiled(world)
+        self._compiled[number] = self._now
         self._advance(self._now + costs.first_step_secs, world)
         self._counts["steps_lost"] += max(0, self._last_step - self._step)
         self._do_steps(1, world, began=self._now, step_secs=0.0)
-
-    def _note_compiled(self, world: decision.Train) -> None:
-        self._compiled[len(world.slices)] = self._now
-        if self._plan.compiles_ahead and len(world.slices) > 1 and not world.spares:
-            smaller = self._cluster.one_slice_fewer(world.slices)
-            if isinstance(smaller, decision.Train):
-                costs = self._costs
-                ready = self._now + costs.first_step_secs
-                ready += costs.compile_ahead_secs + costs.compile_secs
-                self._compiled.setdefault(len(smaller.slices), ready)
 
     def _hosts(self, world: decision.Train) -> HostsOfWorld:
         plan = self._plan

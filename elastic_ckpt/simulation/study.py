@@ -236,7 +236,6 @@ def plan(
         backup_steps=persistent.every or 0,
         backup_minutes=persistent.every_minutes or 0.0,
         hang_secs=section.elastic_heartbeat_timeout_seconds + costs.detect_secs,
-        compiles_ahead=bool(section.elastic_compile_ahead_seconds),
         by_racks=by_racks,
         secs=secs,
         steps=0 if secs < math.inf else config.run.steps,

@@ -15,8 +15,6 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from absl import logging
-
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import decision, faults, watch, world_host
 from elastic_ckpt.inspect.run_files import RunRecord
@@ -558,19 +556,10 @@ def grace_secs(config: schema.Config) -> float:
 
 def limits(config: schema.Config) -> watch.Limits:
     """How long hosts may take."""
-    section, hardware = config.elastic, config.world.hardware
+    section = config.elastic
     if not section.elastic_enabled:
         return watch.unlimited(grace_secs=grace_secs(config))
-    ahead_secs = section.elastic_compile_ahead_seconds
-    if ahead_secs and hardware != "cpu":
-        logging.info(
-            "nothing is compiled ahead: the hosts that train have all devices of"
-            " hardware=%s, and hosts that compile need some",
-            hardware,
-        )
-        ahead_secs = 0.0
     return watch.Limits(
-        compile_ahead_secs=ahead_secs,
         most_secs=section.elastic_hang_timeout_seconds,
         heartbeat_secs=section.elastic_heartbeat_timeout_seconds,
         grace_secs=grace_secs(config),
@@ -598,16 +587,6 @@ def in_memory_of(config: schema.Config, ram_directory: str | None) -> schema.Con
     base = os.path.dirname(ram_directory)
     changed = dataclasses.replace(config.tiers, local_checkpoint_directory=base)
     return dataclasses.replace(config, tiers=changed)
-
-
-def only_compiled(config: schema.Config) -> schema.Config:
-    """`config` of a world that compiles its step, and neither reads nor saves state."""
-    return dataclasses.replace(
-        config,
-        data=dataclasses.replace(config.data, eval_interval=0),
-        checkpoint=dataclasses.replace(config.checkpoint, enable_checkpointing=False),
-        divergence=schema.DivergenceSection(),
-    )
 
 
 def is_simulated(config: schema.Config) -> bool:

@@ -50,7 +50,6 @@ def run(
     train: Callable[[schema.Config, World], object],
     *,
     groups: Groups,
-    compile_ahead: Callable[[schema.Config, World], object] | None = None,
     emit: events.Emit,
 ) -> None:
     """Trains on the groups of a cluster that are there, until the run has ended.
@@ -60,7 +59,6 @@ def run(
       cluster: closed by the caller.
       train: of each host.
       groups: all that the cluster may have.
-      compile_ahead: of each host; see `runtime.run`.
       emit: called for each event of the run.
 
     Raises:
@@ -75,9 +73,6 @@ def run(
         cluster=cluster,
         policy=chosen,
         work=configured.work(config, groups),
-        compile_ahead=None
-        if compile_ahead is None
-        else functools.partial(compile_ahead, config),
         emit=emit,
     )
 
@@ -93,13 +88,6 @@ def train(config: schema.Config, world: World) -> None:
     from elastic_ckpt.training import job
 
     job.train(listeners.of_process(config, topology.this_host()), world)
-
-
-def compile_ahead(config: schema.Config, world: World) -> None:
-    """Compiles on one of several hosts of this machine what they may train next."""
-    from elastic_ckpt.training import job
-
-    job.compile_ahead(config, world)
 
 
 def run_on_hosts(
@@ -136,7 +124,6 @@ def run_on_hosts(
             cluster,
             train,
             groups=configured.groups(config),
-            compile_ahead=compile_ahead if is_elastic else None,
             emit=emit,
         )
 

@@ -19,7 +19,7 @@ import jax
 from absl import logging
 
 from elastic_ckpt import frontend
-from elastic_ckpt.checkpoint import foreign_steps, run_saver
+from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.checkpoint.run_world import ALONE
 from elastic_ckpt.core import allgather, errors, events, process, topology
@@ -578,28 +578,6 @@ def _complete(saver: run_saver.RunSaver) -> list[CheckpointMetadata]:
     # Once all saves that have begun are done.
     saver.checkpointer.wait()
     return saver.checkpointer.checkpoints
-
-
-def compile_ahead(config: schema.Config, world: World) -> None:
-    """Compiles the step of a world that may follow; reads batches, writes nothing.
-
-    It begins with the stage of the newest step in storage, and goes on with those that
-    come after it.
-
-    Args:
-      config: of the run; the files of its data exist.
-      world: of this host, in a world of that size.
-    """
-    job = assemble(configured.only_compiled(config), world.topology, place=world)
-    directory = run_directory.steps_of(run_directory.path_of(config))
-    newest = max(foreign_steps.steps(directory), default=0)
-    compiled, loop = _Compiled(world.compiled), job.loop
-    for step in [newest, *(s for s, _ in loop.sizes.stages if s > newest)]:
-        loop.batches.begin_at(step)
-        loop.batches.resize(loop.sizes.at(step))
-        batch = next(loop.batches)
-        compiled(loop.program.step, loop.program.abstract_state, batch, step=step)
-    job.close()
 
 
 def _run(job: Job, world: World) -> Ended:

@@ -133,7 +133,6 @@ def _run_of(
             cluster,
             train,
             groups=groups,
-            compile_ahead=elastic_run.compile_ahead,
             emit=emit,
         )
 
@@ -149,7 +148,6 @@ def _run_of(
     return Run(
         machine=machine,
         train=functools.partial(train, config),
-        compile_ahead=functools.partial(elastic_run.compile_ahead, config),
         lead=lead,
         kept=kept,
         configured=_digest(config, program),

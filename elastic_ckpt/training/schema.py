@@ -488,12 +488,6 @@ class ElasticSection:
         " frozen, counts as lost.",
         at_least=2,
     )
-    elastic_compile_ahead_seconds: float = key(
-        600.0,
-        "Time limit to compile the program for one slice fewer, at low priority,"
-        " while the run trains; 0 compiles it only when a slice is lost.",
-        at_least=0,
-    )
     elastic_machines: int = key(
         1,
         "Number of machines of the run, among which the slices are divided evenly."

@@ -189,7 +189,6 @@ def test_an_elastic_job_goes_on_without_a_node_that_is_lost(start, tmp_path, cor
         steps=1_000_000,
         elastic_enabled=True,
         elastic_min_slice_count=1,
-        elastic_compile_ahead_seconds=0,
         elastic_machine_timeout_seconds=120,
     )
     job = start(is_elastic=True)

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from elastic_ckpt.elastic import decision, host_start, process_world, watch
-from elastic_ckpt.elastic.cluster import Assignment, CompileAhead
+from elastic_ckpt.elastic.cluster import Assignment
 from elastic_ckpt.tiers.persistent import claims
 
 
@@ -82,15 +82,11 @@ def work(*slices, spares=()):
     return decision.Train(slices=slices, spares=spares, rows=8, accumulated=1)
 
 
-AHEAD = CompileAhead(compiles=print, work=work(0))
-
-
 @pytest.mark.parametrize(
     ("is_for", "number", "wanted", "more"),
     [
         (True, 2, work(0, 1), {}),
         (True, 2, work(0, 1, spares=(2,)), {"claimant": claims.Claimant()}),
-        (True, 2, work(0, 1), {"compile_ahead": AHEAD}),
         (False, 3, work(0, 1), {}),
         (False, 2, work(0, 2), {}),
     ],

@@ -39,11 +39,7 @@ class Linked:
         self.near = self.listener.authenticated(accepted)
 
     def start(self):
-        # Functions stay where they are.
-        ahead = cluster.CompileAhead(compiles=print, work=WORK)
-        assignment = cluster.Assignment(
-            number=4, work=WORK, claimant=CLAIMANT, compile_ahead=ahead
-        )
+        assignment = cluster.Assignment(number=4, work=WORK, claimant=CLAIMANT)
         host = self.machine.start(assignment, MEMBER, "/run/logs/world-1/host-1.log")
         return host, self.far.receive()
 

@@ -79,7 +79,6 @@ class Machines:
         run = {
             "machine": processes.OfMachine(**of_machine),
             "train": print,
-            "compile_ahead": print,
             "lead": lead,
             "kept": lambda: contextlib.nullcontext(emit),
             "configured": "the digest of a configuration",

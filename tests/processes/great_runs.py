@@ -209,7 +209,6 @@ def configured(directory, corpus, ram, **settings):
         "elastic_enabled": True,
         "elastic_min_slice_count": 1,
         "elastic_settle_seconds": 0,
-        "elastic_compile_ahead_seconds": 0,
         "termination_grace_period_seconds": 900,
         "enable_multi_tier_checkpointing": True,
         "local_checkpoint_directory": ram,

@@ -6,9 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from elastic_ckpt.core import topology
-from elastic_ckpt.training import job
-from tests import jobs
 from tests.training import test_distrust
 
 LENGTHS = {0: 8, 3: 16, 5: 8, 7: 24}
@@ -45,30 +42,3 @@ def test_rows_of_another_length_train_on_over_starts_and_rollbacks(
     assert compiled(recorded) == [7, 5, 8]
     jax.tree.map(np.testing.assert_array_equal, ended.state, undisturbed.state)
     assert test_distrust.logged(one) == test_distrust.logged(other)
-
-
-class Compiling:
-    """A world that notes the lengths of rows that it is to compile for."""
-
-    topology = topology.Topology(hosts=1, slices=1, devices=8)
-    devices = None
-    microbatches = 1
-
-    def __init__(self):
-        self.lengths = []
-
-    def compiled(self, jitted, state, batch, *, step):
-        del jitted, state, step
-        self.lengths.append(batch["inputs"].shape[1])
-
-
-@pytest.mark.slow
-def test_a_next_world_is_compiled_for_from_its_first_stage_on(tmp_path, corpus):
-    settings = {"data_stages": json.dumps(STAGES), "num_logical_shards": 8}
-    config = jobs.configured(tmp_path, corpus, steps=4, **settings)
-    at_begin, later = Compiling(), Compiling()
-    job.compile_ahead(config, at_begin)
-    assert at_begin.lengths == [8, 16, 24]
-    jobs.trained(jobs.assembled(config))
-    job.compile_ahead(config, later)
-    assert later.lengths == [16, 8, 24]

@@ -21,7 +21,6 @@ from elastic_ckpt.elastic import (
     host_process,
     host_start,
     local_slices,
-    shadow_world,
     termination,
 )
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
@@ -41,7 +40,6 @@ class Follower:
       machine: the number of this one.
       own: the slices of this machine.
       train: of each host of a world, the same as the leader's.
-      compile_ahead: of each host of a shadow world.
       configured: the digest of the run's configuration.
       lost_secs: after which a leader that is not heard of is lost.
 
@@ -61,7 +59,6 @@ class Follower:
         own: local_slices.LocalSlices,
         *,
         train: TrainFunction,
-        compile_ahead: TrainFunction,
         configured: str,
         lost_secs: float,
     ) -> None:
@@ -71,7 +68,6 @@ class Follower:
         self._claims = claims
         self._own = own
         self._train = train
-        self._compile_ahead = compile_ahead
         # The agents of the leader's machine.
         self._agents: list[str] = []
         self._hosts: dict[int, host_start.StartedHost] = {}
@@ -214,13 +210,8 @@ class Follower:
     def _start(self, number: int, message: Mapping[str, Any]) -> None:
         assignment = codec.decode(Assignment, message["assignment"])
         world, name = map(os.path.basename, message["log"])
-        if message["is_ahead"]:
-            program = shadow_world.polite(
-                self._own.program(self._compile_ahead, assignment)
-            )
-        else:
-            program = self._program = self._own.program(self._train, assignment)
-            self._trained = None
+        program = self._program = self._own.program(self._train, assignment)
+        self._trained = None
         with termination.held():
             host = self._own.machine.start(
                 program,

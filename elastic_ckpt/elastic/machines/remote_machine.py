@@ -139,21 +139,13 @@ class RemoteMachine:
             address=address, close=lambda: self.link.send(release=address)
         )
 
-    def start(
-        self,
-        assignment: Assignment,
-        member: Member,
-        log: str,
-        *,
-        is_ahead: bool = False,
-    ) -> RemoteHost:
+    def start(self, assignment: Assignment, member: Member, log: str) -> RemoteHost:
         """Starts a host of a world, with a program of its machine.
 
         Args:
           assignment: the world.
           member: the host.
           log: the file for its output.
-          is_ahead: whether it compiles ahead for that world, and does not train.
         """
         with self._lock:
             number = next(self._numbers)
@@ -165,12 +157,9 @@ class RemoteMachine:
         world, name = os.path.split(os.path.normpath(log))
         self.link.send(
             start=number,
-            assignment=codec.encode(
-                dataclasses.replace(assignment, compile_ahead=None)
-            ),
+            assignment=codec.encode(assignment),
             member=codec.encode(member),
             log=[os.path.basename(world), name],
-            is_ahead=is_ahead,
         )
         return host
 
@@ -225,12 +214,10 @@ class RemoteStart:
     Attributes:
       machine: with the program of a host.
       assignment: the world.
-      is_ahead: whether its hosts compile ahead for it, and do not train.
     """
 
     machine: RemoteMachine
     assignment: Assignment
-    is_ahead: bool = False
 
     def reserve(self) -> host_start.Reserved:
         """See `HostMachine`."""
@@ -241,4 +228,4 @@ class RemoteStart:
     ) -> host_start.StartedHost:
         """See `HostMachine`; the machine has the program itself."""
         del program
-        return self.machine.start(self.assignment, member, log, is_ahead=self.is_ahead)
+        return self.machine.start(self.assignment, member, log)

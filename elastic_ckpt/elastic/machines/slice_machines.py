@@ -150,23 +150,19 @@ class SliceMachines:
         assignment: Assignment,
         *,
         cut_off: Collection[int] = (),
-        is_ahead: bool = False,
     ) -> list[host_start.HostMachine]:
         """The machines that start the hosts of a world, by host.
 
         Args:
           assignment: the world.
           cut_off: the slices that have lost their network: a fault.
-          is_ahead: whether its hosts compile ahead for it, and do not train.
         """
         machines: list[host_start.HostMachine] = []
         for number in assignment.work.slices:
             remote = self._remote(number)
             machine: host_start.HostMachine = self._own.machine
             if remote is not None:
-                machine = RemoteStart(
-                    machine=remote, assignment=assignment, is_ahead=is_ahead
-                )
+                machine = RemoteStart(machine=remote, assignment=assignment)
             if number in cut_off:
                 machine = host_start.CutOffMachine(machine)
             machines += [machine] * self._own.hosts_per_slice
