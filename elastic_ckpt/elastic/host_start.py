@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import multiprocessing
 import os
@@ -219,30 +218,3 @@ class ThisMachine:
         host = self.process()
         host.begin(functools.partial(host_process.run, program, member, log))
         return host
-
-
-class CutOffMachine:
-    """A machine that has lost its network: a fault.
-
-    Its hosts reach no host of other machines, and none of those reaches them.
-
-    Args:
-      machine: starts the hosts.
-    """
-
-    def __init__(self, machine: HostMachine) -> None:
-        self._machine = machine
-
-    def reserve(self) -> Reserved:
-        """See `HostMachine`; no host will use this port."""
-        return self._machine.reserve()
-
-    def start(
-        self, program: host_process.Program, member: Member, log: str
-    ) -> StartedHost:
-        """See `HostMachine`; the host gets another address than the others."""
-        # The port is unused, but for the host itself if it is host 0.
-        alone = self._machine.reserve()
-        member = dataclasses.replace(member, address=alone.address)
-        alone.close()
-        return self._machine.start(program, member, log)

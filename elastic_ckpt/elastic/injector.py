@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Collection, Sequence
 
 from elastic_ckpt.core import events
 from elastic_ckpt.elastic import faults, supervisor
 from elastic_ckpt.elastic.machines import slice_machines
-
-# A slow host is stopped for so much of each period.
-_SLOW_PERIOD_SECS = 1.0
-_SLOW_STOPPED_SECS = 0.75
 
 
 class Injector:
@@ -27,7 +22,6 @@ class Injector:
 
     Attributes:
       absent: the slices that are absent though their machines are there.
-      cut_off: the slices that have lost their network.
     """
 
     def __init__(
@@ -45,23 +39,15 @@ class Injector:
         self._returned = returned
         self._emit = emit
         self.absent: set[int] = set()
-        self.cut_off: set[int] = set()
-        # By slow host of the world that runs, whether it is stopped now.
-        self._slow: dict[int, bool] = {}
 
     def pass_over(self, start_step: int) -> None:
         """Drops faults that an earlier start of the run has lived through."""
         self._faults = [f for f in self._faults if f.at_step >= start_step]
 
-    def begin_world(self) -> None:
-        """Ends the faults that last as long as a world."""
-        self._slow.clear()
-
     def inject(
         self,
         running: supervisor.HostProcesses,
         *,
-        world: int,
         step: int,
         hosts_of: Callable[[int], Collection[int]],
     ) -> None:
@@ -69,7 +55,6 @@ class Injector:
 
         Args:
           running: the hosts of the world.
-          world: its number.
           step: the number of steps that are done.
           hosts_of: returns the hosts of a slice in this world.
         """
@@ -79,11 +64,7 @@ class Injector:
                 return [fault.target]
             return hosts_of(fault.target)
 
-        def phases(fault: faults.Fault) -> set[str]:
-            return {running.phase(host) for host in hosts(fault)}
-
-        self._pace(running)
-        for fault in faults.due(self._faults, step, world=world, phases=phases):
+        for fault in faults.due(self._faults, step):
             self._faults.remove(fault)
             self._emit(
                 "fault_injected",
@@ -111,27 +92,11 @@ class Injector:
                 running.send_signal(hosts, signal.SIGTERM)
             case faults.Kind.BREAK_SLICE:
                 self._machines.inject(kind, fault.target)
-            case faults.Kind.CUT_OFF:
-                self.cut_off.add(fault.target)
-                self._machines.inject(kind, fault.target)
-                running.send_signal(hosts, signal.SIGUSR2)
             case faults.Kind.RETURN_SLICE:
                 self.absent.discard(fault.target)
-                self.cut_off.discard(fault.target)
                 self._machines.inject(kind, fault.target)
                 self._returned(fault.target)
             case faults.Kind.KILL_HOST:
                 running.send_signal(hosts, signal.SIGKILL)
             case faults.Kind.HANG_HOST:
                 running.send_signal(hosts, signal.SIGSTOP)
-            case faults.Kind.SLOW_HOST:
-                self._slow[fault.target] = False
-
-    def _pace(self, running: supervisor.HostProcesses) -> None:
-        # Stops the slow hosts, and lets them go on, in turns.
-        is_stopped = time.monotonic() % _SLOW_PERIOD_SECS < _SLOW_STOPPED_SECS
-        for host, was_stopped in self._slow.items():
-            if is_stopped != was_stopped:
-                self._slow[host] = is_stopped
-                number = signal.SIGSTOP if is_stopped else signal.SIGCONT
-                running.send_signal([host], number)

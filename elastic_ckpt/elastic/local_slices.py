@@ -164,8 +164,6 @@ class LocalSlices:
                 self.drop_memory(number)
             case faults.Kind.BREAK_SLICE:
                 self.checks.broken.add(number)
-            case faults.Kind.CUT_OFF:
-                self.end_agent(number)
             case faults.Kind.RETURN_SLICE:
                 self.serve(number)
             case _:

@@ -190,7 +190,6 @@ class ProcessCluster:
         self._training = frozenset(slices)
         self._lost -= set(slices)
         self._crashed.clear()
-        self._injector.begin_world()
         has_trained = False
         program = self._own.program(train, assignment)
         # Until it has restored, a world is where the one before was left.
@@ -214,7 +213,6 @@ class ProcessCluster:
         def look(running: supervisor.HostProcesses) -> None:
             self._injector.inject(
                 running,
-                world=assignment.number,
                 step=self._step,
                 hosts_of=lambda number: self._own.hosts_of(number, slices),
             )
@@ -314,10 +312,7 @@ class ProcessCluster:
 
     def _settle_again(self, number: int) -> None:
         # Unless it is gone, a slice is there again at once.
-        if number in self._injector.cut_off:
-            self._injector.absent.add(number)
-            self._since.pop(number, None)
-        elif number in self._since:
+        if number in self._since:
             self._since[number] = time.monotonic()
             self._machines.check(number)
 
@@ -355,9 +350,7 @@ class ProcessCluster:
         return process_world.ProcessWorld(
             self._own.program(train, assignment),
             assignment,
-            machines=self._machines.of_world(
-                assignment, cut_off=self._injector.cut_off
-            ),
+            machines=self._machines.of_world(assignment),
             log_directory=self._own.log_directory,
             limits=self._own.limits,
         )

@@ -1,12 +1,14 @@
 """SIGTERM, Ctrl-C and `scale`: a run saves, or reports that it did not."""
 
+import contextlib
 import os
+import pathlib
 import signal
 import time
 
 import pytest
 
-from tests import runs
+from tests import process_tree, runs
 from tests.deploy import fake_slurm
 from tests.processes import callbacks, claims, great_runs, outer_launcher
 
@@ -109,18 +111,24 @@ def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path, corpus):
     assert runs.saved_steps(tmp_path / "tiny") == []
 
 
+def host_process(started, host):
+    """The process of a host, found by the log that it writes."""
+    while True:
+        assert started.poll() is None
+        for pid in process_tree.of(started.pid):
+            with contextlib.suppress(OSError):
+                for each in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+                    if os.readlink(each).endswith(f"host-{host}.log"):
+                        return pid
+        time.sleep(0.01)
+
+
 @pytest.mark.slow
 def test_a_run_that_has_not_begun_ends_at_once(tmp_path, corpus):
-    # A host that stands still from its start: the run does not begin.
-    faults = [{"hang_host": 1, "in_phase": "start"}]
-    config = runs.write_config(
-        tmp_path, corpus, faults=faults, termination_grace_period_seconds=900
-    )
+    config = runs.write_config(tmp_path, corpus, termination_grace_period_seconds=900)
     with runs.Started("train", config, "hosts=2") as started:
-        # It is made before the hosts are started.
-        while not (tmp_path / "tiny" / "logs").exists():
-            assert started.poll() is None
-            time.sleep(0.01)
+        # A host that stands still from its start: the run does not begin.
+        os.kill(host_process(started, 1), signal.SIGSTOP)
         started.terminate()
         output = started.stdout.read()
     assert started.returncode == 128 + signal.SIGTERM, output

@@ -145,26 +145,14 @@ class SliceMachines:
         if number in self.slices():
             (self._remote(number) or self._own).inject(kind, number)
 
-    def of_world(
-        self,
-        assignment: Assignment,
-        *,
-        cut_off: Collection[int] = (),
-    ) -> list[host_start.HostMachine]:
-        """The machines that start the hosts of a world, by host.
-
-        Args:
-          assignment: the world.
-          cut_off: the slices that have lost their network: a fault.
-        """
+    def of_world(self, assignment: Assignment) -> list[host_start.HostMachine]:
+        """The machines that start the hosts of a world, by host."""
         machines: list[host_start.HostMachine] = []
         for number in assignment.work.slices:
             remote = self._remote(number)
             machine: host_start.HostMachine = self._own.machine
             if remote is not None:
                 machine = RemoteStart(machine=remote, assignment=assignment)
-            if number in cut_off:
-                machine = host_start.CutOffMachine(machine)
             machines += [machine] * self._own.hosts_per_slice
         return machines
 
