@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from multiprocessing import connection
 from typing import Any, NamedTuple
 
-from elastic_ckpt.elastic import host_start, member, multicontroller
+from benchmarks import recovery_bare
+from elastic_ckpt.elastic import member, multicontroller
 from elastic_ckpt.training import load
 
 _SAVED_STEP = 3
@@ -52,7 +53,7 @@ def _started(
     # The processes, which are killed at the end, and a pipe for the times of steps.
     context = multiprocessing.get_context("spawn")
     steps, done = context.Pipe(duplex=False)
-    port = host_start.ReservedPort(host_start.LOOPBACK)
+    port = recovery_bare.ReservedPort()
     members = [
         member.Member(address=port.address, num_hosts=hosts, host=host)
         for host in range(hosts)

@@ -7,6 +7,7 @@ programs of one host.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -31,7 +32,17 @@ from orbax.checkpoint import v1 as ocp
 from benchmarks import turns
 from elastic_ckpt import frontend
 from elastic_ckpt.core import events, topology
-from elastic_ckpt.elastic import member, multicontroller, supervisor
+from elastic_ckpt.elastic import (
+    cluster,
+    decision,
+    hardware,
+    host_process,
+    member,
+    multicontroller,
+    process_cluster,
+    station,
+    watch,
+)
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.tiers.peers import peer_client
 from elastic_ckpt.training import schema
@@ -147,6 +158,15 @@ class Host:
 Program = Callable[[Host], turns.Secs]
 
 
+class _Station(station.Station):
+    # Its hosts join the world themselves.
+    on_host: host_process.Program
+
+    def program(self, assignment: cluster.Assignment) -> host_process.Program:
+        del assignment
+        return self.on_host
+
+
 def run(program: Program, place: Place, *, num_hosts: int = HOSTS) -> turns.Secs:
     """Runs a program on all hosts.
 
@@ -154,12 +174,23 @@ def run(program: Program, place: Place, *, num_hosts: int = HOSTS) -> turns.Secs
       By side, the seconds of the slowest host in each round but the first.
     """
     os.makedirs(place.results)
-    supervisor.HostProcesses(
-        functools.partial(_on_host, program=program, place=place),
-        num_hosts=num_hosts,
+    on_host = functools.partial(_on_host, program=program, place=place)
+    slices = tuple(range(num_hosts))
+    work = decision.Train(slices=slices, spares=(), rows=0, accumulated=1)
+    own = _Station(
+        hardware.Hardware(hosts=num_hosts, slices=num_hosts),
         log_directory=f"{place.results}/logs",
-        emit=events.nobody,
-    ).run()
+        grace_secs=0.0,
+    )
+    own.on_host = on_host
+    machines = process_cluster.Machines(own)
+    with contextlib.closing(own):
+        process_cluster.ProcessCluster(machines, limits=watch.unlimited()).run_world(
+            on_host,
+            cluster.Assignment(number=1, work=work),
+            emit=events.nobody,
+            has_changed=lambda: None,
+        )
     files = sorted(pathlib.Path(place.results).glob("*.json"))
     of_hosts = [json.loads(file.read_bytes()) for file in files]
     shutil.rmtree(place.results)

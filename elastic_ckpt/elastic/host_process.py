@@ -83,6 +83,11 @@ class HostChannel:
             self.send({"stepped": True})
         self.begin()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the world has begun, so that `wait` returns at once."""
+        return self._pipe.poll()
+
     def wait(self) -> None:
         """Returns when the world begins, which this host has joined.
 

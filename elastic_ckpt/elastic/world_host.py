@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from elastic_ckpt.core import events
-from elastic_ckpt.elastic import host_process, kept_executables, watch
+from elastic_ckpt.elastic import device_check, host_process, kept_executables, watch
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.hardware import Hardware
 from elastic_ckpt.elastic.member import Member
@@ -50,6 +51,7 @@ class Owned:
       grace_secs: the time limit for hosts to save and end after SIGTERM.
       most_hosts: that this machine can have in a world; None for all hosts of it.
       first_slice: the lowest number of the slices of this machine.
+      broken: the slices whose devices are to compute wrong values: a fault.
     """
 
     memory: SliceMemory | None
@@ -57,6 +59,7 @@ class Owned:
     grace_secs: float
     most_hosts: int | None = None
     first_slice: int = 0
+    broken: frozenset[int] = frozenset()
 
     def local_hosts(self, member: Member) -> int:
         """The number of hosts of a world that this machine has, at most."""
@@ -105,8 +108,12 @@ def run_host(
     )
     with multicontroller.joined(member, begin=channel.begin), agreed as is_leaving:
         multicontroller.check_devices(hardware.hardware)
-        channel.wait()
         kept = owned.kept
+        await_check = _begin_check(assignment, owned, member)
+        if not channel.has_begun:
+            # A prepared world is for sound slices only.
+            await_check()
+        channel.wait()
         preloaded = None if kept is None else executables.Preloaded(kept)
         emit = steps = Steps(channel if member.host == 0 else events.nobody)
         emit("world_joined", world=assignment.number)
@@ -119,6 +126,7 @@ def run_host(
             return bool(left)
 
         def leave(step: int) -> bool:
+            await_check()
             channel.step()
             steps.done(step)
             return is_ending(step)
@@ -161,6 +169,28 @@ def _take_share(
     os.environ[documents.LOCAL_HOSTS_VARIABLE] = str(owned.local_hosts(member))
     slot = owned.slot(member, assignment.work.slices)
     multicontroller.configure(hardware, slot=slot)
+
+
+def _begin_check(
+    assignment: Assignment, owned: Owned, member: Member
+) -> Callable[[], None]:
+    # Beside the restore; what it returns waits for its end, if it is needed.
+    import jax
+
+    from elastic_ckpt.elastic import executables
+
+    slices = assignment.work.slices
+    own = slices[member.host * len(slices) // member.num_hosts]
+    if own not in assignment.unchecked:
+        return _nothing
+    return device_check.begin(
+        functools.partial(
+            device_check.check_devices,
+            jax.local_devices(),
+            executables.Executables(kept=owned.kept).compiled,
+            error=int(own in owned.broken),
+        )
+    )
 
 
 def _simulated(

@@ -280,7 +280,6 @@ class SimulatedCluster:
       policy: of the run.
       work: of the run.
       check_secs: how long a slice that is back is checked before it may be used.
-      recheck_secs: how long one is checked whose processes alone have died.
 
     Attributes:
       since: by slice that is whole, since when.
@@ -294,7 +293,6 @@ class SimulatedCluster:
         policy: decision.Policy,
         work: decision.Work,
         check_secs: float,
-        recheck_secs: float,
     ) -> None:
         self._hardware = hardware
         self._trace = trace
@@ -302,7 +300,6 @@ class SimulatedCluster:
         self._policy = policy
         self._work = work
         self._check_secs = check_secs
-        self._recheck_secs = recheck_secs
         # By slice whose processes alone have died since the last world began, when.
         self._crashed: dict[int, float] = {}
         # By machine, the slices, racks and machines that are gone and include it.
@@ -379,23 +376,15 @@ class SimulatedCluster:
     ) -> decision.Decision:
         """The decision of the run on the slices that are there."""
         crashed = self._crashed.keys() & self.since.keys()
-        checking = frozenset(
-            number
-            for number in crashed
-            if now_secs - self._crashed[number] < self._recheck_secs
-        )
-        sound = crashed - checking
         present_secs = {
             number: now_secs - since
             for number, since in self.since.items()
-            if number in sound
-            or (number not in crashed and self._is_checked(since, now_secs))
+            if number in crashed or self._is_checked(since, now_secs)
         }
         slices = decision.Slices(
-            current=frozenset(current) | sound,
+            current=frozenset(current) | crashed,
             present_secs=present_secs,
             quarantined=self._quarantined,
-            checking=checking,
         )
         return decision.decide(
             slices, self._policy, self._work, waited_secs=waited_secs
@@ -412,10 +401,6 @@ class SimulatedCluster:
             for since in self.since.values()
             if since
             for wait in waits
-        ]
-        moments += [
-            at_secs + self._recheck_secs + MOMENT_SECS
-            for at_secs in self._crashed.values()
         ]
         later = (each for each in moments if each > now_secs)
         return min([self.next_event_secs(), *later])

@@ -369,7 +369,6 @@ class _Run:
             policy=plan.policy,
             work=plan.work,
             check_secs=self._costs.check_secs,
-            recheck_secs=self._costs.recheck_secs,
         )
         size = plan.hardware
         per_domain = size.hosts_per_rack if plan.by_racks else size.hosts_per_slice
@@ -469,8 +468,7 @@ class _Run:
             )
             if isinstance(decided, decision.Train):
                 return decided
-            is_check = isinstance(decided, decision.WaitForCheck)
-            if not is_waiting and not is_check:
+            if not is_waiting:
                 self._emit("waiting_for_slices")
                 is_waiting = True
             until = self._next_moment()

@@ -15,9 +15,9 @@ import pytest
 
 from elastic_ckpt import frontend
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.elastic import multicontroller, supervisor
+from elastic_ckpt.elastic import multicontroller
 from elastic_ckpt.training import schema
-from tests import documents, runs
+from tests import documents, host_worlds, runs
 from tests.processes import (
     claims,
     great_runs,
@@ -155,14 +155,13 @@ def steps_of(events, name):
 
 def end_of_world(work, num_hosts, logs, events):
     """Why a world has failed; empty if it has not."""
-    world = supervisor.HostProcesses(
-        work,
-        num_hosts=num_hosts,
-        log_directory=logs,
-        emit=lambda name, **fields: events.append((name, fields)),
-    )
     try:
-        world.run()
+        host_worlds.run(
+            work,
+            num_hosts=num_hosts,
+            log_directory=logs,
+            emit=lambda name, **fields: events.append((name, fields)),
+        )
     except errors.RunError as error:
         return str(error)
     return ""

@@ -47,7 +47,6 @@ def test_slice_is_whole_while_all_of_its_machines_are_there():
         policy=decision.Policy(min_slices=1),
         work=work,
         check_secs=0,
-        recheck_secs=0,
     )
     for _ in range(5):
         simulated.take_event()
