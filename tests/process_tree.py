@@ -45,3 +45,15 @@ def is_alive(pid):
     except (FileNotFoundError, ProcessLookupError):
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def host(started, number):
+    """The process of a host of a run, found by the log that it writes."""
+    while True:
+        assert started.poll() is None
+        for pid in of(started.pid):
+            with contextlib.suppress(OSError):
+                for each in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+                    if os.readlink(each).endswith(f"host-{number}.log"):
+                        return pid
+        time.sleep(0.01)

@@ -31,11 +31,12 @@ _ABORT_SECS = 2.0
 _REPORT_SECS = 10.0
 # Between two looks for connections of a host that is cut off.
 _CUT_SECS = 0.02
-# The messages of the supervisor: a world begins, and its hosts leave for another one;
-# with the last one, the memory of some of them is lost when they have left.
+# The messages of the supervisor: a world begins; its hosts leave for another one,
+# without or with the loss of some host's memory; or the run ends.
 BEGIN = b"begin"
 LEAVE = b"leave"
 LOSE_MEMORY = b"lose memory"
+STOP = b"stop"
 
 
 class HostChannel:
@@ -123,7 +124,7 @@ class HostChannel:
                 except (EOFError, OSError):
                     # The supervisor is about to kill this process.
                     self._left = LEAVE
-            return bool(self._left)
+            return self._left in (LEAVE, LOSE_MEMORY)
 
     @property
     def loses_memory(self) -> bool:

@@ -164,10 +164,12 @@ class MachineSupervisor:
             has_lead=lambda: self._claims.has_lead,
             configured=self._configured,
         )
+
+        def tell(count: int) -> None:
+            machines.tell(renewed=count, machines=sorted(machines.connected))
+
         with contextlib.closing(machines):
-            if not self._claims.take(
-                listener.address, listener.key, renewed_to=machines.tell_renewed
-            ):
+            if not self._claims.take(listener.address, listener.key, renewed_to=tell):
                 return None
             try:
                 is_stopped = self._train(machines, before)
@@ -219,7 +221,11 @@ class MachineSupervisor:
             emit("leader_found", machine=number, leader=number)
             if before is not None:
                 report_lost(before, emit)
-            machines.await_machines(self._expected, self._machine.lost_secs)
+            # Of those that it has heard of last.
+            expected = self._expected
+            machines.wait_until(
+                lambda there: there >= expected, self._machine.lost_secs
+            )
             # Machines that it does not reach may be enough without it.
             secs = 2 * self._machine.lost_secs if self._may_give_way else math.inf
             with ProcessCluster(

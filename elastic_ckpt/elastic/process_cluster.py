@@ -42,7 +42,7 @@ from elastic_ckpt.elastic import (
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction, leaving_for
 from elastic_ckpt.elastic.decision import Decision, Failure, Slices, Train
 from elastic_ckpt.elastic.host_failure import HostFailure, WorldLostError
-from elastic_ckpt.elastic.host_process import BEGIN, LEAVE, LOSE_MEMORY
+from elastic_ckpt.elastic.host_process import BEGIN, LEAVE, LOSE_MEMORY, STOP
 from elastic_ckpt.elastic.member import Member
 from elastic_ckpt.elastic.station import Station
 from elastic_ckpt.tiers.persistent import claims
@@ -87,6 +87,8 @@ class Machines:
     Attributes:
       own: as given.
       number: as given.
+      has_lead: as given.
+      are_several: whether the run has other machines.
     """
 
     def __init__(
@@ -99,17 +101,14 @@ class Machines:
         configured: str = "",
     ) -> None:
         self.own, self.number = own, number
-        self._listener, self._has_lead = listener, has_lead
+        self.are_several = listener is not None
+        self.has_lead = has_lead
+        self._listener = listener
         self._configured = configured
         self._links: dict[int, link.Link] = {}
         self._hello: dict[int, dict[str, Any]] = {}
         # Machines that are about to go, and take no more hosts.
         self._leaving: set[int] = set()
-
-    @property
-    def are_several(self) -> bool:
-        """Whether the run has other machines."""
-        return self._listener is not None
 
     @property
     def connected(self) -> set[int]:
@@ -145,22 +144,13 @@ class Machines:
         for each in list(self._links.values()):
             each.send(**message)
 
-    def tell_renewed(self, count: int) -> None:
-        """Tells the others that the claim was renewed, and which machines are there."""
-        self.tell(renewed=count, machines=sorted(self.connected))
-
     def wait(self, secs: float, *extra: int) -> Iterator[tuple[int, dict[str, Any]]]:
         """Waits for messages; yields those that have come, with their machines.
 
         Args:
           secs: how long, at most.
           *extra: descriptors that end the waiting when they are readable.
-
-        Raises:
-          LeadershipLostError: if this machine leads no more.
         """
-        if not self._has_lead():
-            raise LeadershipLostError("the machine does not lead the run any more")
         channels = self.own.channels
         links = [each.channel for each in self._links.values()]
         for ready in connection.wait([*channels, *links, *extra], secs):
@@ -179,10 +169,10 @@ class Machines:
         while self._listener is not None and not self._listener.accepted.empty():
             self._admit(self._listener.accepted.get())
 
-    def await_machines(self, numbers: Collection[int], secs: float) -> None:
-        """Waits until machines are there, or so much time has passed."""
+    def wait_until(self, is_so: Callable[[set[int]], bool], secs: float) -> None:
+        """Waits until it is so of the machines that are there, or time is over."""
         until_secs = time.monotonic() + secs
-        while not self.connected >= {*numbers} and time.monotonic() < until_secs:
+        while not is_so(self.connected) and time.monotonic() < until_secs:
             list(self.wait(_LOOK_SECS))
 
     def end(self, secs: float, *, is_stopped: bool, failure: str = "") -> None:
@@ -194,14 +184,7 @@ class Machines:
           failure: why it failed; empty if it did not.
         """
         self.tell(over=True, is_stopped=is_stopped, failure=failure)
-        until_secs = time.monotonic() + secs
-        while self._links and time.monotonic() < until_secs:
-            for number, each in list(self._links.items()):
-                try:
-                    each.receive()
-                except link.LinkLostError:
-                    self._forget(number)
-            time.sleep(_LOOK_SECS)
+        self.wait_until(lambda there: there == {self.number}, secs)
 
     def close(self) -> None:
         """Ends the links; machines that know of no end look for the next leader."""
@@ -262,6 +245,7 @@ class HostsOfWorld:
         there is nothing to save.
       has_stepped: whether a host has done a step.
       slow: finds slow hosts.
+      preempted: the slices of hosts that got SIGTERM from others than this machine.
     """
 
     def __init__(
@@ -279,6 +263,7 @@ class HostsOfWorld:
         self.failures: list[HostFailure] = []
         self.deadline_secs: float | None = None
         self.has_stepped = False
+        self.preempted: set[int] = set()
         self._key, self._machines, self._limits = key, machines, limits
         # Whether they were asked to leave for another world, or were ended for it
         # before a step; and whether SIGTERM ends the run.
@@ -388,6 +373,7 @@ class HostsOfWorld:
             self.emit("stop_requested", within_secs=secs)
             self.deadline_secs = time.monotonic() + secs
             if not self._is_left:
+                self._tell(STOP)
                 self.signal(self.alive, signal.SIGTERM)
         self._is_left = False
 
@@ -409,6 +395,9 @@ class HostsOfWorld:
             self.has_stepped = True
         elif "ready" in message:
             self._ready.add(host)
+        elif "sigterm" in message:
+            if self.deadline_secs is None and not self._is_left:
+                self.preempted.add(self.slices[host])
         elif "failure" in message:
             fields = message["failure"] | {"phase": self._hangs.phase(host)}
             if self._machine(host) != self._machines.number:
@@ -721,6 +710,10 @@ class ProcessCluster:
             emit(name, **fields)
             self._note_event(assignment, name, fields)
 
+        # They hold their slices' memory until they have ended. Meanwhile hosts join.
+        dying = [each for each in self._worlds.values() if each is not world]
+        while any(each.alive for each in dying):
+            self._take_messages(_LOOK_SECS)
         world.begin(receive)
         try:
             with _notice() as notices:
@@ -796,6 +789,8 @@ class ProcessCluster:
             self._next = None
 
     def _take_messages(self, secs: float, *extra: int) -> None:
+        if not self._machines.has_lead():
+            raise LeadershipLostError("the machine does not lead the run any more")
         for machine, message in self._machines.wait(secs, *extra):
             if "leaving" in message:
                 self._preempt(self._machines.slices([machine]))
@@ -835,6 +830,7 @@ class ProcessCluster:
         # What ends this process may have been sent to the hosts, too: then they are not
         # about to leave without it.
         if world.deadline_secs is None and not termination.Notice.is_coming():
+            self._preempt(world.preempted)
             decided = has_changed()
             if self._hands_over_until_secs is not None:
                 self._hand_over(world, decided)

@@ -1,8 +1,6 @@
 """SIGTERM, Ctrl-C and `scale`: a run saves, or reports that it did not."""
 
-import contextlib
 import os
-import pathlib
 import signal
 import time
 
@@ -111,24 +109,12 @@ def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path, corpus):
     assert runs.saved_steps(tmp_path / "tiny") == []
 
 
-def host_process(started, host):
-    """The process of a host, found by the log that it writes."""
-    while True:
-        assert started.poll() is None
-        for pid in process_tree.of(started.pid):
-            with contextlib.suppress(OSError):
-                for each in pathlib.Path(f"/proc/{pid}/fd").iterdir():
-                    if os.readlink(each).endswith(f"host-{host}.log"):
-                        return pid
-        time.sleep(0.01)
-
-
 @pytest.mark.slow
 def test_a_run_that_has_not_begun_ends_at_once(tmp_path, corpus):
     config = runs.write_config(tmp_path, corpus, termination_grace_period_seconds=900)
     with runs.Started("train", config, "hosts=2") as started:
         # A host that stands still from its start: the run does not begin.
-        os.kill(host_process(started, 1), signal.SIGSTOP)
+        os.kill(process_tree.host(started, 1), signal.SIGSTOP)
         started.terminate()
         output = started.stdout.read()
     assert started.returncode == 128 + signal.SIGTERM, output
