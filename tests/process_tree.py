@@ -1,10 +1,19 @@
 """A process with all that it has started: agents have sessions of their own."""
 
 import contextlib
+import ctypes
 import os
 import pathlib
 import signal
 import time
+
+# See prctl(2).
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent():
+    """Has this process killed when its parent ends; the `preexec_fn` of a Popen."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def kill(process):

@@ -721,7 +721,7 @@ class ProcessCluster:
                     self._take_messages(_LOOK_SECS, *(n.fileno() for n in notices))
                     for notice in notices:
                         if connection.wait([notice.fileno()], 0) and notice.received():
-                            self._terminate(world, has_changed)
+                            self._terminate(world)
                     self._look(world, has_changed)
             if world.has_stepped:
                 # Their devices have passed the check.
@@ -833,7 +833,7 @@ class ProcessCluster:
             self._preempt(world.preempted)
             decided = has_changed()
             if self._hands_over_until_secs is not None:
-                self._hand_over(world, decided)
+                self._hand_over(world, decided, self._hands_over_until_secs)
             elif self._is_ready_for(world, decided):
                 self._change(world, decided)
 
@@ -869,47 +869,37 @@ class ProcessCluster:
     def _is_losing_memory(self, world: HostsOfWorld) -> bool:
         return not self._leaving.isdisjoint(world.slices)
 
-    def _terminate(
-        self, world: HostsOfWorld, has_changed: Callable[[], Decision | None]
-    ) -> None:
-        # SIGTERM to this machine: the others go on without it, if they are enough.
-        own = {*self._machines.own.slices}
+    def _terminate(self, world: HostsOfWorld) -> None:
+        # SIGTERM to this machine, or once more.
         if self._machines.are_several and self._hands_over_until_secs is None:
-            self._preempt(own, emit=events.nobody)
-            decided = has_changed()
-            if self._can_hand_over(world, decided):
-                secs = self._limits.grace_secs
-                self._hands_over_until_secs = time.monotonic() + secs
-                for number in sorted(own):
-                    self._emit("slice_preempted", slice=number)
-                self._hand_over(world, decided)
-                return
-            self._leaving -= own
-        world.stop()
+            self._leaving |= {*self._machines.own.slices}
+            secs = self._limits.grace_secs
+            self._hands_over_until_secs = time.monotonic() + secs
+        else:
+            world.stop()
 
-    def _can_hand_over(self, world: HostsOfWorld, decided: Decision | None) -> bool:
-        is_apart = {*self._machines.own.slices}.isdisjoint(world.slices)
-        return isinstance(decided, Train) or (decided is None and is_apart)
-
-    def _hand_over(self, world: HostsOfWorld, decided: Decision | None) -> None:
-        # All hosts leave, and the next leader starts them again.
-        assert self._hands_over_until_secs is not None
-        if not self._can_hand_over(world, decided):
-            # The others may have got SIGTERM, too.
+    def _hand_over(
+        self, world: HostsOfWorld, decided: Decision | None, until_secs: float
+    ) -> None:
+        # All hosts leave, and the next leader starts others without this machine.
+        own = {*self._machines.own.slices}
+        is_apart = decided is None and own.isdisjoint(world.slices)
+        if not (isinstance(decided, Train) or is_apart):
+            # The other machines are too few, or have got SIGTERM, too.
             self._hands_over_until_secs = None
             world.stop()
         elif world.leave(loses_memory=True):
+            for number in sorted(own):
+                self._emit("slice_preempted", slice=number)
             self._emit("world_leaving", slices=leaving_for(decided))
-        elif not world.is_running or time.monotonic() > self._hands_over_until_secs:
+        elif not world.is_running or time.monotonic() > until_secs:
             world.end()
 
-    def _preempt(
-        self, slices: Collection[int], *, emit: events.Emit | None = None
-    ) -> None:
+    def _preempt(self, slices: Collection[int]) -> None:
         for number in sorted({*slices} - self._leaving):
             self._leaving.add(number)
             self._since.pop(number, None)
-            (emit or self._emit)("slice_preempted", slice=number)
+            self._emit("slice_preempted", slice=number)
 
     def _lose_memory(self) -> None:
         # Their machines go, and their memory with them.

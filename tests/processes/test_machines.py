@@ -214,6 +214,7 @@ class Programs(supervisors.Supervisors):
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                preexec_fn=process_tree.end_with_parent,
             )
 
     def kill(self, number):
