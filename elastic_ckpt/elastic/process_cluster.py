@@ -303,7 +303,9 @@ class HostsOfWorld:
         """The slices whose hosts keep a world from being prepared."""
         hosts = {each.host for each in self.failures}
         if not hosts and time.monotonic() - self._began_secs > _PREPARE_SECS:
-            hosts = {*self._hangs.behind()}
+            # Some do not join, or do not finish the check of their devices.
+            missing = {*range(len(self.slices))} - self._ready
+            hosts = {*self._hangs.behind()} or (missing if self._ready else set())
         return frozenset(self.slices[host] for host in hosts)
 
     @property
@@ -850,7 +852,7 @@ class ProcessCluster:
         if unfit := self._next.unfit - {*world.slices}:
             why = next(
                 (each.message for each in self._next.failures),
-                "its hosts do not join the others",
+                "its hosts do not join the others in time",
             )
             self._refuse(unfit, why)
             self._discard()
