@@ -56,13 +56,15 @@ def is_alive(pid):
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def host(started, number):
-    """The process of a host of a run, found by the log that it writes."""
+def host(started, directory, number):
+    """The process of a host of the run in a directory, found by its log."""
     while True:
         assert started.poll() is None
-        for pid in of(started.pid):
+        for path in pathlib.Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                for each in pathlib.Path(f"/proc/{pid}/fd").iterdir():
-                    if os.readlink(each).endswith(f"host-{number}.log"):
-                        return pid
+                output = os.readlink(path / "fd/1")
+                if output.startswith(f"{directory}/") and output.endswith(
+                    f"host-{number}.log"
+                ):
+                    return int(path.name)
         time.sleep(0.01)

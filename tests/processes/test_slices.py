@@ -18,7 +18,7 @@ def preempt_after_refusal(run):
     """When slice 2 was refused, the host of slice 0, process 0, gets SIGTERM."""
 
     def preempt(started):
-        os.kill(process_tree.host(started, 0), signal.SIGTERM)
+        os.kill(process_tree.host(started, run.path, 0), signal.SIGTERM)
         while len(run.events("recovered")) < 2:
             assert started.poll() is None
             time.sleep(0.05)

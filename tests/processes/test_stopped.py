@@ -114,7 +114,7 @@ def test_a_run_that_has_not_begun_ends_at_once(tmp_path, corpus):
     config = runs.write_config(tmp_path, corpus, termination_grace_period_seconds=900)
     with runs.Started("train", config, "hosts=2") as started:
         # A host that stands still from its start: the run does not begin.
-        os.kill(process_tree.host(started, 1), signal.SIGSTOP)
+        os.kill(process_tree.host(started, tmp_path, 1), signal.SIGSTOP)
         started.terminate()
         output = started.stdout.read()
     assert started.returncode == 128 + signal.SIGTERM, output
