@@ -31,7 +31,7 @@ from jax.experimental import multihost_utils
 from benchmarks import report, sized, tiers_hosts, turns
 from elastic_ckpt import frontend
 from elastic_ckpt.core import digest
-from elastic_ckpt.elastic import supervisor
+from elastic_ckpt.elastic import station
 from elastic_ckpt.tiers import choices
 
 _LEAF_MIB = sized(128, 1)  # of each of eight leaves, all hosts together
@@ -42,7 +42,7 @@ _ROUNDS = sized(5, 1)
 
 def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
-    supervisor.warm_up([__name__])
+    station.warm_up([__name__])
     prefix = f"elastic_ckpt_benchmark_{os.getpid()}_"
     with tempfile.TemporaryDirectory(prefix=prefix, dir="/dev/shm") as d:
         place = tiers_hosts.Place(

@@ -8,10 +8,23 @@ a world takes at least.
 from __future__ import annotations
 
 import multiprocessing
+import socket
 import time
 from multiprocessing import connection, forkserver
 
-from elastic_ckpt.elastic import host_start
+from elastic_ckpt.elastic import station
+
+
+class ReservedPort:
+    """A port of this machine, which the OS chooses, until `close`."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket()
+        # As gRPC servers bind it.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._socket.bind((station.LOOPBACK, 0))
+        self.address = f"{station.LOOPBACK}:{self._socket.getsockname()[1]}"
+        self.close = self._socket.close
 
 
 def worlds_secs(hosts: int, worlds: int) -> list[float]:
@@ -27,7 +40,7 @@ def worlds_secs(hosts: int, worlds: int) -> list[float]:
 
 def _world_secs(hosts: int) -> float:
     context = multiprocessing.get_context("forkserver")
-    port = host_start.ReservedPort(host_start.LOOPBACK)
+    port = ReservedPort()
     began_secs = time.monotonic()
     receiver, sender = context.Pipe(duplex=False)
     processes = [

@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from multiprocessing import connection
 from typing import Any, NamedTuple
 
-from elastic_ckpt.elastic import host_start
-from elastic_ckpt.elastic.host import Member, configure, joined
+from benchmarks import recovery_bare
+from elastic_ckpt.elastic import host as host_process
 from elastic_ckpt.training import load
 
 _SAVED_STEP = 3
@@ -53,9 +53,9 @@ def _started(
     # The processes, which are killed at the end, and a pipe for the times of steps.
     context = multiprocessing.get_context("spawn")
     steps, done = context.Pipe(duplex=False)
-    port = host_start.ReservedPort(host_start.LOOPBACK)
+    port = recovery_bare.ReservedPort()
     members = [
-        Member(address=port.address, num_hosts=hosts, host=host)
+        host_process.Member(address=port.address, num_hosts=hosts, host=host)
         for host in range(hosts)
     ]
     job = [
@@ -134,13 +134,13 @@ def _train(
     name: str,
     config_path: pathlib.Path,
     directory: pathlib.Path,
-    place: Member,
+    place: host_process.Member,
     done: Any,
 ) -> None:
     # One process of the job, until it is killed.
     config = load.load(config_path, [f"hosts={place.num_hosts}"])
-    configure(config.world)
-    with joined(place):
+    host_process.configure(config.world)
+    with host_process.joined(place):
         import jax
 
         from elastic_ckpt import frontend

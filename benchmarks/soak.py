@@ -124,25 +124,17 @@ def mixed_faults(num_faults: int, seed: int) -> list[dict[str, Any]]:
         step += draw.randint(*_STEPS_BETWEEN)
         kinds = ["return"] * 6 * bool(draw.gone)
         if num < num_faults:
-            kinds += ["kill_host", "host_in_save", "hang_host"]
-            kinds += ["hosts", "host_in_restore"] * (num < num_faults - 1)
-            kinds += ["kill_slice", "cut_off"] * (len(draw.there) > _LEAST_SLICES)
+            kinds += ["kill_host", "hang_host"]
+            kinds += ["hosts"] * (num < num_faults - 1)
+            kinds += ["kill_slice"] * (len(draw.there) > _LEAST_SLICES)
         kind, host = draw.choice(kinds), draw.host()
         match kind:
             case "return":
                 found = [{"return_slice": draw.back()}]
-            case "kill_slice" | "cut_off":
+            case "kill_slice":
                 found = [{kind: draw.lost()}]
             case "hosts":
                 found = [{"kill_host": 0}, {"kill_host": 1}]
-            case "host_in_save":
-                found = [{"kill_host": host, "in_phase": "save"}]
-            case "host_in_restore":
-                # The first lets the run restore.
-                found = [
-                    {"kill_host": 1 - host},
-                    {"kill_host": host, "in_phase": "restore"},
-                ]
             case _:
                 found = [{kind: host}]
         num += len(found) * (kind != "return")

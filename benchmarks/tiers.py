@@ -59,7 +59,7 @@ from benchmarks import (
     turns,
 )
 from elastic_ckpt.core import host_memory, storage
-from elastic_ckpt.elastic import supervisor
+from elastic_ckpt.elastic import station
 from elastic_ckpt.tiers.peers import agent, peer_client, secret
 
 _GIB = 2**30
@@ -75,7 +75,7 @@ _SERVED_BYTES = sized(_GIB, 2**20)  # read from an agent at once
 
 def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
-    supervisor.warm_up([tiers_managers.__name__])
+    station.warm_up([tiers_managers.__name__])
     prefix = f"elastic_ckpt_benchmark_{os.getpid()}_"
     with tempfile.TemporaryDirectory(prefix=prefix, dir="/dev/shm") as d:
         machines = [f"{d}/machine-{number}" for number in range(tiers_hosts.HOSTS)]

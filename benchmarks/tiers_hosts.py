@@ -7,6 +7,7 @@ programs of one host.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -31,9 +32,14 @@ from orbax.checkpoint import v1 as ocp
 from benchmarks import turns
 from elastic_ckpt import frontend
 from elastic_ckpt.core import events, topology
-from elastic_ckpt.elastic import supervisor
-from elastic_ckpt.elastic.host import Member, configure
-from elastic_ckpt.elastic.host import joined as in_world
+from elastic_ckpt.elastic import (
+    cluster,
+    decision,
+    process_cluster,
+    station,
+    watch,
+)
+from elastic_ckpt.elastic import host as host_process
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.tiers.peers import peer_client
 from elastic_ckpt.training import schema
@@ -149,6 +155,15 @@ class Host:
 Program = Callable[[Host], turns.Secs]
 
 
+class _Station(station.Station):
+    # Its hosts join the world themselves.
+    on_host: host_process.Program
+
+    def program(self, assignment: cluster.Assignment) -> host_process.Program:
+        del assignment
+        return self.on_host
+
+
 def run(program: Program, place: Place, *, num_hosts: int = HOSTS) -> turns.Secs:
     """Runs a program on all hosts.
 
@@ -156,12 +171,23 @@ def run(program: Program, place: Place, *, num_hosts: int = HOSTS) -> turns.Secs
       By side, the seconds of the slowest host in each round but the first.
     """
     os.makedirs(place.results)
-    supervisor.HostProcesses(
-        functools.partial(_on_host, program=program, place=place),
-        num_hosts=num_hosts,
+    on_host = functools.partial(_on_host, program=program, place=place)
+    slices = tuple(range(num_hosts))
+    work = decision.Train(slices=slices, spares=(), rows=0, accumulated=1)
+    own = _Station(
+        host_process.Hardware(hosts=num_hosts, slices=num_hosts),
         log_directory=f"{place.results}/logs",
-        emit=events.nobody,
-    ).run()
+        grace_secs=0.0,
+    )
+    own.on_host = on_host
+    machines = process_cluster.Machines(own)
+    with contextlib.closing(own):
+        process_cluster.ProcessCluster(machines, limits=watch.unlimited()).run_world(
+            on_host,
+            cluster.Assignment(number=1, work=work),
+            emit=events.nobody,
+            has_changed=lambda: None,
+        )
     files = sorted(pathlib.Path(place.results).glob("*.json"))
     of_hosts = [json.loads(file.read_bytes()) for file in files]
     shutil.rmtree(place.results)
@@ -172,12 +198,12 @@ def run(program: Program, place: Place, *, num_hosts: int = HOSTS) -> turns.Secs
 
 
 def _on_host(
-    host: Member, emit: events.Emit, *, program: Program, place: Place
+    host: host_process.Member, emit: events.Emit, *, program: Program, place: Place
 ) -> None:
     del emit
-    configure(schema.WorldSection())
+    host_process.configure(schema.WorldSection())
     tiers = [choices.Local(place.machines[host.host]), choices.Peers(copies=0)]
-    with in_world(host):
+    with host_process.joined(host):
         mesh = topology.mesh_of(topology.present(1))
         with frontend.Checkpointer(
             tiers, run="benchmark", slice_name=str(host.host)

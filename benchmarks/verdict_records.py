@@ -27,16 +27,16 @@ import elastic_ckpt as ec
 from elastic_ckpt.core import errors, events, storage_cause
 from elastic_ckpt.elastic import (
     decision,
+    device_check,
     executables,
     host_failure,
-    machine_supervisor,
-    slice_check,
-    supervisor,
+    leader_claim,
+    machine,
+    process_cluster,
     watch,
 )
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.host_failure import HostFailure
-from elastic_ckpt.elastic.machines import leader_claim
 from elastic_ckpt.training import callbacks
 
 _SETTLED_SECS = 1e6
@@ -112,7 +112,7 @@ class ScriptedCluster:
         failures = self._records.pop(0)(world)
         if not failures:
             return True
-        error = supervisor.error_of(failures, self.hosts, described="lost")
+        error = process_cluster.error_of(failures, self.hosts, described="lost")
         if isinstance(error, host_failure.WorldLostError) and self._gone:
             self._absent.add(self.host)
             error.gone = frozenset([self.host])
@@ -250,9 +250,9 @@ def _emits(world: World, name: str, **fields: Any) -> Sequence[HostFailure]:
 
 
 def _computes_wrongly(world: World) -> Sequence[HostFailure]:
-    values = {0: [slice_check.EXPECTED] * 4, 1: [slice_check.EXPECTED] * 4}
-    values[world.draw.randrange(2)][world.draw.randrange(4)] += 1
-    return _emits(world, "slice_refused", why=slice_check.problem_of(values))
+    wrong = device_check.EXPECTED + world.draw.randrange(1, 9)
+    why = device_check.problem_of(f"CpuDevice(id={world.host})", wrong)
+    return _emits(world, "slice_refused", why=why)
 
 
 def _is_slow(world: World, kind: str) -> Sequence[HostFailure]:
@@ -301,7 +301,7 @@ def _leads_no_more(world: World) -> Sequence[HostFailure]:
         since_secs=time.monotonic(),
         lost=world.draw.choice(lost),
     )
-    machine_supervisor.report_lost(leader, world.emit)
+    machine.report_lost(leader, world.emit)
     return []
 
 
@@ -531,10 +531,10 @@ RECORDS: dict[str, tuple[Records, ...]] = {
     "host_hangs": _once(_hangs, "step"),
     "collective_hangs": _once(_hangs, "step", everywhere=True),
     "device_too_slow": _once(
-        _emits, "slice_refused", why=slice_check.problem_of_time([0, 1], 20)
+        _emits, "slice_refused", why="its hosts [0, 1] did not finish the check in 20 s"
     ),
     "device_check_failed": _once(
-        _emits, "slice_refused", why=slice_check.problem_of_failure(1, "/runs/a/check")
+        _emits, "slice_refused", why="its host 1 failed in the check; see /runs/a/check"
     ),
     "state_corrupt": _once(_restores, is_distrusted=True),
     "executable_damaged": (_loads_a_damaged_program,),

@@ -78,7 +78,6 @@ IN_PROCESSES: dict[str, InProcesses] = {
     "collective_hangs": _hangs(fault="hang", everywhere=True),
     "restore_hangs": _hangs(fault="hang_in_restore"),
     "compile_hangs": _hangs(fault="hang_in_compile", everywhere=True),
-    "host_cut_off": InProcesses(injected="cut_off"),
     "slice_lost": InProcesses(injected="kill_slice"),
     "slice_preempted": InProcesses(injected="preempt_slice"),
     "program_failed": _everywhere(fault="raise"),

@@ -1,10 +1,19 @@
 """A process with all that it has started: agents have sessions of their own."""
 
 import contextlib
+import ctypes
 import os
 import pathlib
 import signal
 import time
+
+# See prctl(2).
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent():
+    """Has this process killed when its parent ends; the `preexec_fn` of a Popen."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def kill(process):
@@ -45,3 +54,17 @@ def is_alive(pid):
     except (FileNotFoundError, ProcessLookupError):
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def host(started, directory, number):
+    """The process of a host of the run in a directory, found by its log."""
+    while True:
+        assert started.poll() is None
+        for path in pathlib.Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                output = os.readlink(path / "fd/1")
+                if output.startswith(f"{directory}/") and output.endswith(
+                    f"host-{number}.log"
+                ):
+                    return int(path.name)
+        time.sleep(0.01)

@@ -644,8 +644,16 @@ class HostsCheckpointer:
 
     @property
     def is_left(self) -> bool:
-        """Whether the next world of the run makes the backups that are left to do."""
-        return self._chosen.local is not None and self._world.is_left()
+        """Whether the next world of the run makes the backups that are left to do.
+
+        It cannot if some host's RAM is lost, and no peer has a copy of what is there.
+        """
+        chosen, world = self._chosen, self._world
+        if chosen.local is None or not world.is_left():
+            return False
+        peers = chosen.peers
+        have_copies = peers and (peers.copies or peers.assume_data_parallelism)
+        return bool(have_copies) or not world.loses_memory()
 
     def close(self) -> None:
         """Waits for all saves and backups, and releases the hosts.

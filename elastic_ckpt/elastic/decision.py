@@ -39,9 +39,6 @@ class Policy:
         global batch (`"keep_global"`), or those of a device (`"keep_per_device"`).
       wait_secs: how long to wait for `min_slices` before the run ends with an error.
       settle_secs: how long a new slice has to be there before the run grows onto it.
-      check_secs: how long to wait, after the processes of a slice have died, for a
-        check whether its machines and devices still work, so that it need not be left
-        out.
       max_retries: how many worlds in succession may be lost without a new step before
         the run ends with an error.
       quarantine_failures: a slice with this many failures within `quarantine_secs` is
@@ -56,7 +53,6 @@ class Policy:
     batch: Batch = "keep_global"
     wait_secs: float = 600.0
     settle_secs: float = 10.0
-    check_secs: float = 10.0
     max_retries: int = 10
     quarantine_failures: int = 0
     quarantine_secs: float = 3600.0
@@ -152,8 +148,6 @@ class Slices:
       quarantined: alive, and not to be used.
       failures: of all slices in this run; a cluster need not give `quarantined`.
       slow: the slices that have slow hosts.
-      checking: the slices whose hosts have just died, and that may be as sound as
-        before: they are being checked, and belong to `current` again if they are.
     """
 
     current: frozenset[int] = frozenset()
@@ -161,7 +155,6 @@ class Slices:
     quarantined: frozenset[int] = frozenset()
     failures: tuple[Failure, ...] = ()
     slow: frozenset[int] = frozenset()
-    checking: frozenset[int] = frozenset()
 
     def usable(self, policy: Policy) -> list[int]:
         """The slices to train on, best first: those of the current world, then others.
@@ -210,10 +203,6 @@ class Wait:
     within_secs: float
 
 
-class WaitForCheck(Wait):
-    """Wait for a check, with which there may be more slices; there are enough."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stop:
     """Save and end.
@@ -238,9 +227,7 @@ def decide(
     """Decides for as many slices as there are and fit.
 
     A lost slice is replaced by a spare, so that the mesh has the same shape and the
-    same program. Slices of the current world are preferred to others. A world that
-    would be larger once slices have been checked waits for that, so that there is one
-    change, and not one now and one then.
+    same program. Slices of the current world are preferred to others.
 
     Args:
       slices: that are there.
@@ -248,30 +235,10 @@ def decide(
       work: of the run.
       waited_secs: how long the run has waited already.
     """
-    now = _decide(slices, policy, work, waited_secs=waited_secs)
-    checking = slices.checking - slices.quarantined
-    left_secs = policy.check_secs - waited_secs
-    if not isinstance(now, Train) or not checking or left_secs <= 0:
-        return now
-    sound = dataclasses.replace(
-        slices,
-        current=slices.current | checking,
-        present_secs=slices.present_secs | dict.fromkeys(checking, 0.0),
-    )
-    then = _decide(sound, policy, work, waited_secs=waited_secs)
-    if isinstance(then, Train) and len(then.slices) > len(now.slices):
-        why = f"{_count(checking)} being checked"
-        return WaitForCheck(why=why, within_secs=left_secs)
-    return now
-
-
-def _decide(
-    slices: Slices, policy: Policy, work: Work, *, waited_secs: float
-) -> Decision:
     if slices.slow and policy.leave_out_slow:
         left_out = slices.quarantined | slices.slow
         others = dataclasses.replace(slices, quarantined=left_out, slow=frozenset())
-        decided = _decide(others, policy, work, waited_secs=waited_secs)
+        decided = decide(others, policy, work, waited_secs=waited_secs)
         if isinstance(decided, Train):
             return decided
     usable = slices.usable(policy)

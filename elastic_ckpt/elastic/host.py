@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import gc
 import json
 import multiprocessing
@@ -29,7 +30,13 @@ from typing import Any
 from etils import epy
 
 from elastic_ckpt.core import allgather, errors, events, storage
-from elastic_ckpt.elastic import executables, host_failure, termination, watch
+from elastic_ckpt.elastic import (
+    device_check,
+    executables,
+    host_failure,
+    termination,
+    watch,
+)
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.world import BetweenWorlds, Leaving, Steps, World
 from elastic_ckpt.steps import layout
@@ -146,12 +153,14 @@ class Owned:
       kept: the place of executables; None compiles in each world.
       most_hosts: that this machine can have in a world; None for all hosts of it.
       first_slice: the lowest number of the slices of this machine.
+      broken: the slices whose devices are to compute wrong values: a fault.
     """
 
     memory: SliceMemory | None
     kept: executables.KeptExecutables | None
     most_hosts: int | None = None
     first_slice: int = 0
+    broken: frozenset[int] = frozenset()
 
     def slot(self, member: Member, slices: Sequence[int]) -> int:
         """The number of a host on this machine, the same in all worlds.
@@ -207,6 +216,11 @@ class HostChannel:
             self._has_stepped = True
             self.send({"stepped": True})
         self.begin()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the world has begun, so that `wait` returns at once."""
+        return self._pipe.poll()
 
     def wait(self) -> None:
         """Returns when the world begins, which this host has joined."""
@@ -361,12 +375,16 @@ def run_host(
     number = slices[member.host * len(slices) // member.num_hosts]
     with joined(member, channel), termination.agreed() as is_reached:
         check_devices(hardware.hardware)
+        kept = None if owned.kept is None else executables.Executables(owned.kept)
+        await_check = _begin_check(assignment, owned, member, kept)
+        if not channel.has_begun:
+            # A prepared world is for sound slices only.
+            await_check()
         channel.wait()
         emit = steps = Steps(channel if member.host == 0 else events.nobody)
         emit("world_joined", world=assignment.number)
         channel.begin(watch.TRAIN)
-        leaving = _Leaving(is_reached, channel, steps)
-        kept = None if owned.kept is None else executables.Executables(owned.kept)
+        leaving = _Leaving(is_reached, channel, steps, await_check)
         train(
             World(
                 number=assignment.number,
@@ -397,6 +415,7 @@ class _Leaving:
       is_reached: whether the hosts have agreed to leave after a number of steps.
       channel: to the supervisor, which says whether the run continues.
       steps: reports the steps.
+      await_check: returns when the devices have shown that they are sound.
 
     Attributes:
       answer: None until the hosts have agreed to leave.
@@ -405,17 +424,23 @@ class _Leaving:
     """
 
     def __init__(
-        self, is_reached: Callable[[int], bool], channel: HostChannel, steps: Steps
+        self,
+        is_reached: Callable[[int], bool],
+        channel: HostChannel,
+        steps: Steps,
+        await_check: Callable[[], None],
     ) -> None:
         self._is_reached = is_reached
         self._channel = channel
         self._steps = steps
+        self._await_check = await_check
         self._hosts = allgather.new()
         self.answer: Leaving | None = None
         self.step = 0
         self.loses_memory = False
 
     def __call__(self, step: int) -> Leaving | None:
+        self._await_check()
         self._channel.step()
         self._steps.done(step)
         if self.answer is None and self._is_reached(step):
@@ -427,6 +452,27 @@ class _Leaving:
             self.answer, self.step = "stop" if is_over else "resume", step
             self.loses_memory = LOSE_MEMORY in orders
         return self.answer
+
+
+def _begin_check(
+    assignment: Assignment,
+    owned: Owned,
+    member: Member,
+    kept: executables.Executables | None,
+) -> Callable[[], None]:
+    # Beside the restore; what it returns waits for its end, if it is needed.
+    slices = assignment.work.slices
+    own = slices[member.host * len(slices) // member.num_hosts]
+    if own not in assignment.unchecked:
+        return lambda: None
+    return device_check.begin(
+        functools.partial(
+            device_check.check_devices,
+            jax.local_devices(),
+            executables.compile_now if kept is None else kept.compiled,
+            error=int(own in owned.broken),
+        )
+    )
 
 
 def configure(world: Hardware, *, slot: int | None = None) -> None:

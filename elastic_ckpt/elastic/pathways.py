@@ -419,11 +419,11 @@ def _check(injected: Sequence[faults.Fault], simulated: SimulatedSlices | None) 
         )
     of_slices = (faults.Kind.KILL_SLICE, faults.Kind.RETURN_SLICE)
     for fault in injected:
-        if fault.kind not in of_slices or fault.in_phase:
+        if fault.kind not in of_slices:
             raise errors.ConfigError(
-                f"faults contains {fault.in_phase or fault.kind}, but the only host is"
-                " the process that trains; use kill_slice and return_slice with"
-                " at_step, or set `hosts` to the number of slices"
+                f"faults contains {fault.kind}, but the only host is"
+                " the process that trains; use kill_slice and return_slice,"
+                " or set `hosts` to the number of slices"
             )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import (
     host_failure,
-    machine_supervisor,
+    machine,
     processes,
     verdict,
 )
@@ -36,13 +36,12 @@ from elastic_ckpt.elastic.decision import (
     Slices,
     Stop,
     Train,
-    WaitForCheck,
     Work,
     decide,
     quarantined,
 )
 from elastic_ckpt.elastic.host_failure import ProgramFailedError, WorldLostError
-from elastic_ckpt.elastic.machines import slice_machines
+from elastic_ckpt.elastic.process_cluster import LeadershipLostError
 from elastic_ckpt.elastic.timeline import Timeline
 from elastic_ckpt.monitoring import progress
 
@@ -110,7 +109,7 @@ def run(
 
     of_machine = processes.of_machine(cluster)
     if of_machine is not None:
-        machine_supervisor.run(
+        machine.run(
             of_machine,
             train,
             lead_here,
@@ -262,7 +261,7 @@ def _await_slices(
                 f"{now.why}; bring slices back and start the run again, or lower"
                 " min_slices (elastic_min_slice_count in a configuration)"
             )
-        if now.why != waiting_for and not isinstance(now, WaitForCheck):
+        if now.why != waiting_for:
             emit("waiting_for_slices", why=now.why, within_secs=now.within_secs)
             waiting_for = now.why
         cluster.wait(now.within_secs)
@@ -365,7 +364,7 @@ class _Judge:
         """Gives the verdict on the error with which the block ends."""
         try:
             yield
-        except slice_machines.LeadershipLostError:
+        except LeadershipLostError:
             # The next leader goes on.
             raise
         except errors.ElasticCkptError as error:

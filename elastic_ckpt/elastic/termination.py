@@ -17,7 +17,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import connection, resource_tracker
 
 from elastic_ckpt.core import events, preemption
 
@@ -136,6 +136,10 @@ class Notice:
         Returns False, too, if another thread calls `stop`.
         """
         return signal.SIGTERM in self._reader.recv(4096)
+
+    def is_coming(self) -> bool:
+        """Whether `received` returns at once."""
+        return bool(connection.wait([self._reader], 0))
 
     def stop(self) -> None:
         """Ends `received` in another thread."""

@@ -978,6 +978,7 @@ KINDS: tuple[Kind, ...] = (
         "computes wrong values",
         "drain its machine, and have the device tested",
         Sign(event="slice_refused", fields={"why": "and sound devices compute"}),
+        Sign(error=("DeviceWrongError",)),
         Sign(event="replicas_differ", fields={"is_certain": "True"}),
     ),
     _kind(

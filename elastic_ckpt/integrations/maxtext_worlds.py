@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.core import events
-from elastic_ckpt.elastic import supervisor
+from elastic_ckpt.elastic import station
 from elastic_ckpt.integrations import maxtext_hooks, maxtext_keys
 from elastic_ckpt.training import (
     configured,
@@ -63,7 +63,7 @@ def run(
     if config.elastic.elastic_machines > 1:
         place = machine_run.place(config, os.environ)
     configured.check_local(config)
-    supervisor.warm_up(_HOST_PROGRAMS)
+    station.warm_up(_HOST_PROGRAMS)
     of_host = functools.partial(train or train_maxtext, tuple(arguments))
     if place is not None:
         # Equal on all machines, in files or arguments.

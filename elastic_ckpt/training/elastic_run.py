@@ -15,10 +15,10 @@ from collections.abc import Callable
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import (
     faults,
-    processes,
+    process_cluster,
     runtime,
     scale_request,
-    supervisor,
+    station,
 )
 from elastic_ckpt.elastic.cluster import Cluster
 from elastic_ckpt.elastic.world import World
@@ -77,7 +77,7 @@ def run(
 
 def warm_up() -> None:
     """Starts the fork server, which imports in the background."""
-    supervisor.warm_up(_HOST_IMPORTS)
+    station.warm_up(_HOST_IMPORTS)
 
 
 def train(config: schema.Config, world: World) -> None:
@@ -108,23 +108,24 @@ def run_on_hosts(
     scale_request.remove(run_directory.path_of(config))
     # Otherwise all hosts share one RAM disk, as those of one machine.
     is_elastic = config.elastic.elastic_enabled
+    limits = configured.limits(config)
     with contextlib.closing(
-        processes.configured(
+        station.Station(
             config.world,
-            log_directory=run_directory.logs_of(config),
             memory=configured.memory(config) if is_elastic else None,
+            log_directory=run_directory.logs_of(config),
+            grace_secs=limits.grace_secs,
+        )
+    ) as own:
+        cluster = process_cluster.ProcessCluster(
+            process_cluster.Machines(own),
+            limits=limits,
             injected=faults.parse(config.elastic.faults),
-            limits=configured.limits(config),
             emit=emit,
         )
-    ) as cluster:
-        run(
-            config,
-            cluster,
-            train,
-            groups=configured.groups(config),
-            emit=emit,
-        )
+        with cluster:
+            groups = configured.groups(config)
+            run(config, cluster, train, groups=groups, emit=emit)
 
 
 def run_here(config: schema.Config, emit: journal.Journal) -> None:

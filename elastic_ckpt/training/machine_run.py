@@ -1,6 +1,6 @@
 """An elastic run on several machines: the supervisor of each leads it, or follows.
 
-The leader keeps the journal of the run; see `elastic.machine_supervisor`.
+The leader keeps the journal of the run; see `elastic.machine`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,15 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
 from elastic_ckpt.core import errors, events, storage
-from elastic_ckpt.elastic import faults, local_slices, processes, scale_request
-from elastic_ckpt.elastic.machine_supervisor import MachineSupervisor, Run
-from elastic_ckpt.elastic.machines import places
-from elastic_ckpt.elastic.machines.places import Place
+from elastic_ckpt.elastic import (
+    faults,
+    process_cluster,
+    processes,
+    scale_request,
+    station,
+)
+from elastic_ckpt.elastic.machine import Machine, MachineSupervisor
+from elastic_ckpt.elastic.processes import Place
 from elastic_ckpt.elastic.world import World
 from elastic_ckpt.training import (
     configured,
@@ -65,7 +70,7 @@ def place(config: schema.Config, environment: Mapping[str, str]) -> Place:
             " slices"
         )
     number = section.elastic_machine
-    return places.place(
+    return processes.place(
         *(section.elastic_machines, number if number >= 0 else None),
         slices=world.slices,
         interface=config.tiers.peer_interface,
@@ -97,44 +102,10 @@ def run(
     Raises:
       RunError: with the first failure of the run; or if no leader can be reached.
     """
-    slices = local_slices.LocalSlices(
-        config.world,
-        log_directory=run_directory.logs_of(config),
-        memory=configured.memory(config),
-        limits=configured.limits(config),
-        numbers=own.slices,
-        interface=own.interface,
-    )
-    machine = processes.OfMachine(
-        place=own,
-        slices=slices,
-        shared=run_directory.steps_of(run_directory.path_of(config)),
-        injected=tuple(faults.parse(config.elastic.faults)),
-        lost_secs=config.elastic.elastic_machine_timeout_seconds,
-    )
-    this_run = _run_of(config, machine, show, train=train, program=program)
-    with contextlib.closing(slices):
-        return MachineSupervisor(this_run, show).run()
+    limits, groups = configured.limits(config), configured.groups(config)
 
-
-def _run_of(
-    config: schema.Config,
-    machine: processes.OfMachine,
-    show: events.Emit,
-    *,
-    train: Callable[[schema.Config, World], object],
-    program: Sequence[str],
-) -> Run:
-    groups = configured.groups(config)
-
-    def lead(cluster: processes.ProcessCluster, emit: events.Emit) -> None:
-        elastic_run.run(
-            config,
-            cluster,
-            train,
-            groups=groups,
-            emit=emit,
-        )
+    def lead(cluster: process_cluster.ProcessCluster, emit: events.Emit) -> None:
+        elastic_run.run(config, cluster, train, groups=groups, emit=emit)
 
     def kept() -> contextlib.AbstractContextManager[events.Emit]:
         return journal.kept(
@@ -145,16 +116,35 @@ def _run_of(
             is_locked=False,
         )
 
-    return Run(
-        machine=machine,
-        train=functools.partial(train, config),
-        lead=lead,
-        kept=kept,
-        configured=_digest(config, program),
-        min_slices=configured.policy(config, groups).min_slices,
-        wait_secs=config.elastic.elastic_timeout_seconds,
-        begin=lambda: scale_request.remove(run_directory.path_of(config)),
-    )
+    with contextlib.closing(
+        station.Station(
+            config.world,
+            slices=own.slices,
+            memory=configured.memory(config),
+            log_directory=run_directory.logs_of(config),
+            grace_secs=limits.grace_secs,
+            interface=own.interface,
+        )
+    ) as here:
+        here.train = functools.partial(train, config)
+        machine = Machine(
+            number=own.number,
+            num_machines=own.num_machines,
+            station=here,
+            shared=run_directory.steps_of(run_directory.path_of(config)),
+            injected=faults.parse(config.elastic.faults),
+            limits=limits,
+            lost_secs=config.elastic.elastic_machine_timeout_seconds,
+        )
+        return MachineSupervisor(
+            machine,
+            lead,
+            kept=kept,
+            configured=_digest(config, program),
+            policy=configured.policy(config, groups),
+            show=show,
+            begin=lambda: scale_request.remove(run_directory.path_of(config)),
+        ).run()
 
 
 def _digest(config: schema.Config, program: Sequence[str]) -> str:

@@ -61,13 +61,6 @@ def wait_and_end(*_):
     time.sleep(1)
 
 
-def end_before_host_0(place, _, *, path):
-    """Host 0 ends when the file is there, or after a while."""
-    until = time.monotonic() + 60
-    while place.host == 0 and not os.path.exists(path) and time.monotonic() < until:
-        time.sleep(0.01)
-
-
 def end_the_supervisor(place, _):
     if place.host == 0:
         os.kill(multiprocessing.parent_process().pid, signal.SIGTERM)

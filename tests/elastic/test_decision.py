@@ -85,29 +85,6 @@ def test_run_trains_on(name):
     )
 
 
-def test_a_world_that_would_be_larger_waits_for_the_check_of_a_slice():
-    left = decision.Slices(
-        current=frozenset((0, 2, 3)),
-        present_secs=present(0, 2, 3),
-        checking=frozenset((1,)),
-    )
-    assert decide(left, check_secs=5.0, waited_secs=2.0) == decision.WaitForCheck(
-        why="slices [1] being checked", within_secs=3.0
-    )
-    # In time, or not at all.
-    assert decide(left, check_secs=5.0, waited_secs=5.0).slices == (0, 2, 3)
-    assert decide(left, check_secs=0.0).slices == (0, 2, 3)
-    quarantined = dataclasses.replace(left, quarantined=frozenset((1,)))
-    assert decide(quarantined).slices == (0, 2, 3)
-    # A spare is there at once.
-    spare = dataclasses.replace(left, present_secs=present(0, 2, 3, 4))
-    assert decide(spare, max_slices=4).slices == (0, 2, 3, 4)
-    assert decide(left, max_slices=3).slices == (0, 2, 3)
-    # With the slice, the batch divides no better.
-    work = dataclasses.replace(WORK, objection=lambda n, _: "no" if n > 3 else None)
-    assert decide(left, work=work).slices == (0, 2, 3)
-
-
 def test_the_reason_names_slices_that_are_quarantined():
     slices = decision.Slices(present_secs=present(0, 1), quarantined=frozenset((1, 2)))
     decided = decide(slices, min_slices=2)

@@ -21,22 +21,3 @@ def test_faults_are_due_when_their_step_is_done():
         2,
         2,
     ]
-
-
-def test_faults_of_a_phase_are_due_when_a_host_of_their_target_is_in_it():
-    (fault,) = faults.parse(
-        '[{"kill_host": 2, "in_phase": "save", "in_world": 3, "at_step": 4}]'
-    )
-    assert fault == Fault(
-        kind=Kind.KILL_HOST, target=2, at_step=4, in_phase="save", in_world=3
-    )
-
-    def is_due(step, world, phase):
-        phases = {2: phase}
-        of_target = lambda fault: {phases[fault.target]}  # noqa: E731
-        return bool(faults.due([fault], step, world=world, phases=of_target))
-
-    assert is_due(4, 3, "save")
-    assert not is_due(3, 3, "save")
-    assert not is_due(4, 2, "save")
-    assert not is_due(4, 3, "step")

@@ -24,16 +24,12 @@ class ScriptedCluster:
         self.lost = set()
         self.failures = []
         self.waited = []
-        self.checking = set()
-        # What the checks of slices whose hosts have died have shown, by slice.
-        self.checked = []
 
     def slices(self, current):
         return decision.Slices(
             current=current - self.lost,
             present_secs=dict(self.present),
             failures=tuple(self.failures),
-            checking=frozenset(self.checking),
         )
 
     def run_world(self, train, assignment, *, emit, has_changed):
@@ -46,12 +42,6 @@ class ScriptedCluster:
 
     def wait(self, secs):
         self.waited.append(secs)
-        if self.checked:
-            number, is_sound = self.checked.pop(0)
-            self.checking.discard(number)
-            if is_sound:
-                self.present[number] = 0.0
-                self.lost.discard(number)
 
     def close(self):
         pass
@@ -75,18 +65,6 @@ def loses(*numbers, returned_secs=None, step=None):
         lost = frozenset(numbers)
         at_secs = time.monotonic()
         raise WorldLostError(f"the loss of {numbers}", hosts=lost, at_secs=at_secs)
-
-    return world
-
-
-def crashes(number, *, is_sound=None):
-    """The hosts of a slice die; None for a check that takes longer than is waited."""
-
-    def world(cluster):
-        cluster.checking.add(number)
-        if is_sound is not None:
-            cluster.checked.append((number, is_sound))
-        loses(number)(cluster)
 
     return world
 
@@ -154,22 +132,6 @@ RUNS = {
     ),
     "replaces one by a spare": (
         *(4, [loses(1, returned_secs=0.0), ends], {"max_slices": 3}),
-        [(0, 1, 2), (0, 2, 3)],
-    ),
-    "takes one again that passes its check after a crash": (
-        *(4, [crashes(1, is_sound=True), ends], {"check_secs": 600}),
-        [ALL, ALL],
-    ),
-    "leaves out one that does not pass": (
-        *(4, [crashes(1, is_sound=False), ends], {"check_secs": 600}),
-        [ALL, LEFT],
-    ),
-    "leaves out one that does not pass in time": (
-        *(4, [crashes(1), ends], {"check_secs": 0.01}),
-        [ALL, LEFT],
-    ),
-    "replaces one that crashed at once": (
-        *(4, [crashes(1, is_sound=True), ends], {"max_slices": 3, "check_secs": 600}),
         [(0, 1, 2), (0, 2, 3)],
     ),
 }

@@ -8,7 +8,13 @@ import pytest
 
 from benchmarks import verdict_records, verdicts
 from elastic_ckpt.core import errors, events
-from elastic_ckpt.elastic import decision, host_failure, runtime, supervisor, verdict
+from elastic_ckpt.elastic import (
+    decision,
+    host_failure,
+    process_cluster,
+    runtime,
+    verdict,
+)
 from tests.recorded_events import RecordedEvents
 
 # Those that run before a change lands; the other ones run before a release.
@@ -64,7 +70,7 @@ def raised(host, error):
 )
 def test_an_exception_of_the_program_is_never_the_machines(num_hosts, error):
     failures = [raised(host, error) for host in range(num_hosts)]
-    ended = supervisor.error_of(failures, num_hosts, described="")
+    ended = process_cluster.error_of(failures, num_hosts, described="")
     assert not isinstance(ended, host_failure.WorldLostError)
     judged = verdict.judge(verdict.Evidence(failures=failures, num_hosts=num_hosts))
     assert (judged.what, judged.action) == (verdict.What.PROGRAM, verdict.Action.STOP)
@@ -154,7 +160,7 @@ def test_a_failing_device_is_left_out_and_not_what_lost_it():
     world = verdict_records.World(
         draw=random.Random(0), emit=events.nobody, hosts=4, host=2, step=3
     )
-    error = supervisor.error_of(bad(world), 4, described="")
+    error = process_cluster.error_of(bad(world), 4, described="")
     assert error.hosts == {2}
 
 

@@ -41,8 +41,8 @@ def train(config, member, channel):
 
 def main(directory, config):
     """Trains on a host whose supervisor prints what it tells."""
-    from elastic_ckpt.elastic import supervisor
     from elastic_ckpt.training import elastic_run, load
+    from tests import host_worlds
     from tests.elastic import warm_host
 
     def emit(name, **fields):
@@ -51,9 +51,7 @@ def main(directory, config):
 
     elastic_run.warm_up()
     program = functools.partial(warm_host.train, load.load(config))
-    supervisor.HostProcesses(
-        program, num_hosts=1, log_directory=directory, emit=emit
-    ).run()
+    host_worlds.run(program, num_hosts=1, log_directory=directory, emit=emit)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from elastic_ckpt.core import process, storage
-from elastic_ckpt.elastic.machines import leader_claim
+from elastic_ckpt.elastic import leader_claim
 from tests import seams, shared_memory
 from tests.model import simulated_world
 

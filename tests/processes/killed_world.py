@@ -8,7 +8,7 @@ import os
 import signal
 
 from elastic_ckpt.core import topology
-from elastic_ckpt.elastic import supervisor
+from elastic_ckpt.elastic import station
 from elastic_ckpt.monitoring import progress
 from elastic_ckpt.training import elastic_run, journal, load, training_files
 
@@ -92,9 +92,7 @@ def train(point, occurrence, victim, settings):
         when it is.
       settings: the path of the configuration, and overrides.
     """
-    supervisor.warm_up(
-        ["elastic_ckpt.training.trainer", "tests.processes.killed_world"]
-    )
+    station.warm_up(["elastic_ckpt.training.job", "tests.processes.killed_world"])
     config = training_files.prepare(load.load(settings[0], settings[1:]))
     armed = functools.partial(_armed, point, occurrence, victim)
     with (

@@ -10,9 +10,11 @@ from jax.sharding import PartitionSpec
 import elastic_ckpt as ec
 from elastic_ckpt.core import topology
 from elastic_ckpt.data import sharded_data
-from elastic_ckpt.elastic import host, supervisor
+from elastic_ckpt.elastic import (
+    host,
+)
 from elastic_ckpt.training import schema
-from tests import pipelines, worlds
+from tests import host_worlds, pipelines, worlds
 from tests.processes import tier_worlds
 
 NUM_SHARDS = 12
@@ -63,9 +65,9 @@ def train(place, emit, *, path, last, log):
 
 def run(*, num_hosts, logs, **options):
     """Trains on hosts of this machine."""
-    supervisor.HostProcesses(
+    host_worlds.run(
         functools.partial(train, **options),
         num_hosts=num_hosts,
         log_directory=logs,
         emit=lambda *_, **__: None,
-    ).run()
+    )

@@ -75,6 +75,7 @@ class Supervisors:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                preexec_fn=process_tree.end_with_parent,
             )
 
     def kill(self, number):

@@ -423,7 +423,8 @@ def left(tmp_path, *, alone):
             logs=tmp_path / "logs",
             persistent=str(tmp_path / "steps"),
         )
-    return (tmp_path / "logs" / "host-0.log").read_text()
+    (log,) = tmp_path.glob("logs/*/host-0.log")
+    return log.read_text()
 
 
 @pytest.mark.slow

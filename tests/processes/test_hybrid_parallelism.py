@@ -18,8 +18,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import elastic_ckpt as ec
 from elastic_ckpt.data import example_id
-from elastic_ckpt.elastic import host, supervisor
+from elastic_ckpt.elastic import (
+    host,
+)
 from elastic_ckpt.training import schema
+from tests import host_worlds
 
 BATCH = 8
 STEPS_A_WORLD = 2
@@ -172,12 +175,12 @@ def test_a_run_goes_on_bit_equal_under_other_degrees(tmp_path, corpus):
         program = functools.partial(
             train, directory=str(tmp_path / "steps"), corpus=corpus, degrees=degrees
         )
-        supervisor.HostProcesses(
+        host_worlds.run(
             program,
             num_hosts=num_hosts,
             log_directory=tmp_path / f"logs-{number}",
             emit=lambda _, **fields: records.append(json.loads(fields["path"])),
-        ).run()
+        )
     assert len(records) == len(WORLDS)
 
     def every(name):

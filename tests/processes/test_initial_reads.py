@@ -11,11 +11,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt import universal
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.elastic import supervisor
-from elastic_ckpt.elastic.host import configure, joined
+from elastic_ckpt.elastic import host as host_process
 from elastic_ckpt.training import initial_weights, schema
 from elastic_ckpt.universal.reading.sources import Sources
 from elastic_ckpt.universal.rules.layout import Layout
+from tests import host_worlds
 from tests.universal import safetensors_files
 
 SHAPE = (512, 256)
@@ -92,16 +92,16 @@ def load(mesh, keys, path):
 def host(place, emit, *, keys, path):
     """A host that joins its world and loads."""
     del emit
-    configure(schema.WorldSection())
-    with joined(place):
+    host_process.configure(schema.WorldSection())
+    with host_process.joined(place):
         load(topology.mesh_of(topology.present(1)), keys, path)
 
 
 def load_or_note(place, emit, *, keys, path):
     """A host that loads, where the second one has no checkpoint; notes the error."""
     del emit
-    configure(schema.WorldSection())
-    with joined(place):
+    host_process.configure(schema.WorldSection())
+    with host_process.joined(place):
         own = topology.this_host()
         sharding = NamedSharding(topology.mesh_of(topology.present(1)), PartitionSpec())
         leaf = jax.ShapeDtypeStruct(NORM, np.float32, sharding=sharding)
@@ -117,12 +117,12 @@ def load_or_note(place, emit, *, keys, path):
 
 @pytest.mark.slow
 def test_all_hosts_raise_if_one_cannot_open_the_checkpoint(tmp_path):
-    supervisor.HostProcesses(
+    host_worlds.run(
         functools.partial(load_or_note, keys=write(tmp_path), path=str(tmp_path)),
         num_hosts=2,
         log_directory=tmp_path / "logs",
         emit=_discard,
-    ).run()
+    )
     first, second = ((tmp_path / f"error-{number}").read_text() for number in (0, 1))
     assert "absent" in second
     assert "host 1" in first
@@ -132,12 +132,12 @@ def test_all_hosts_raise_if_one_cannot_open_the_checkpoint(tmp_path):
 @pytest.mark.slow
 def test_each_host_reads_its_part_of_the_weights_alone_and_once(tmp_path):
     num_hosts = 2
-    supervisor.HostProcesses(
+    host_worlds.run(
         functools.partial(host, keys=write(tmp_path), path=str(tmp_path)),
         num_hosts=num_hosts,
         log_directory=tmp_path / "logs",
         emit=_discard,
-    ).run()
+    )
     reads = [
         json.loads((tmp_path / f"reads-{number}.json").read_text())
         for number in range(num_hosts)

@@ -15,9 +15,9 @@ import pytest
 
 from elastic_ckpt import frontend
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.elastic import host, supervisor
+from elastic_ckpt.elastic import host as host_process
 from elastic_ckpt.training import schema
-from tests import documents, runs
+from tests import documents, host_worlds, runs
 from tests.processes import (
     claims,
     great_runs,
@@ -155,14 +155,13 @@ def steps_of(events, name):
 
 def end_of_world(work, num_hosts, logs, events):
     """Why a world has failed; empty if it has not."""
-    world = supervisor.HostProcesses(
-        work,
-        num_hosts=num_hosts,
-        log_directory=logs,
-        emit=lambda name, **fields: events.append((name, fields)),
-    )
     try:
-        world.run()
+        host_worlds.run(
+            work,
+            num_hosts=num_hosts,
+            log_directory=logs,
+            emit=lambda name, **fields: events.append((name, fields)),
+        )
     except errors.RunError as error:
         return str(error)
     return ""
@@ -192,8 +191,8 @@ MOST_SECS = 1.0
 def live_until_killed(place, emit, *, directories, path, victims, secs):
     """A host that restores, saves each step, and kills `victims` after some time."""
     killed_tiers.note_pid(path, place.host)
-    host.configure(schema.WorldSection())
-    with host.joined(place):
+    host_process.configure(schema.WorldSection())
+    with host_process.joined(place):
         mesh = topology.mesh_of(topology.present(HOSTS))
         checkpointer = frontend.Checkpointer(
             tier_worlds.tiers(directories[place.host], copies=1),

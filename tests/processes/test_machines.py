@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.elastic.machines import leader_claim
+from elastic_ckpt.elastic import leader_claim
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.steps import layout
 from elastic_ckpt.tiers.persistent import claims as world_claims
@@ -214,6 +214,7 @@ class Programs(supervisors.Supervisors):
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                preexec_fn=process_tree.end_with_parent,
             )
 
     def kill(self, number):

@@ -9,9 +9,11 @@ from orbax.checkpoint import v1 as ocp
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import sharded_data
-from elastic_ckpt.elastic import host, supervisor
+from elastic_ckpt.elastic import (
+    host,
+)
 from elastic_ckpt.training import schema
-from tests import conftest, pipelines, worlds
+from tests import conftest, host_worlds, pipelines, worlds
 
 NUM_SHARDS = 12
 BATCHES_A_SIZE = 2
@@ -103,14 +105,14 @@ def test_batches_are_those_of_one_host_through_worlds_and_sizes(
         recorded.append((fields["step"], fields["path"]))
 
     for number, (num_hosts, sizes) in enumerate(resized):
-        supervisor.HostProcesses(
+        host_worlds.run(
             functools.partial(
                 train, directory=str(tmp_path / "s"), corpus=corpus, sizes=sizes
             ),
             num_hosts=num_hosts,
             log_directory=tmp_path / f"logs-{number}",
             emit=record,
-        ).run()
+        )
     expected = of_one_host(corpus, [size for _, sizes in resized for size in sizes])
     assert set(recorded) == expected
     # Every host saw every batch.

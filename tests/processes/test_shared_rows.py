@@ -13,9 +13,9 @@ from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
 from elastic_ckpt.data import elastic_data, sharded_data
-from elastic_ckpt.elastic import host, supervisor
+from elastic_ckpt.elastic import host as host_process
 from elastic_ckpt.training import schema
-from tests import conftest, pipelines, worlds
+from tests import conftest, host_worlds, pipelines, worlds
 
 NUM_SHARDS = 12
 BATCHES_A_WORLD = 2
@@ -86,8 +86,10 @@ def digest(array):
 def train(place, emit, *, directory, corpus, layout):
     """Continues all iterators from the newest step, takes a few batches, and saves."""
     num_devices = int(np.prod(list(layout.mesh.values())))
-    host.configure(schema.WorldSection(devices_per_host=num_devices // layout.hosts))
-    with host.joined(place):
+    host_process.configure(
+        schema.WorldSection(devices_per_host=num_devices // layout.hosts)
+    )
+    with host_process.joined(place):
         grid = np.array(jax.devices()).reshape(tuple(layout.mesh.values()))
         iterators = {
             colocated: {
@@ -165,14 +167,14 @@ def test_devices_of_hosts_with_shared_rows_hold_the_batches_of_one_host(
         def record(_, *, recorded=recorded, **fields):
             recorded.append((fields["step"], *json.loads(fields["path"])))
 
-        supervisor.HostProcesses(
+        host_worlds.run(
             functools.partial(
                 train, directory=str(tmp_path / "s"), corpus=corpus, layout=layout
             ),
             num_hosts=layout.hosts,
             log_directory=tmp_path / f"logs-{number}",
             emit=record,
-        ).run()
+        )
         assert len(recorded) == 2 * len(expected) * BATCHES_A_WORLD * layout.hosts
         for step, _, name, parts_by_name in recorded:
             batch = expected[name][step]

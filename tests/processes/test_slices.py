@@ -1,12 +1,31 @@
 """A live run loses slices and hosts, and takes those in again that are sound."""
 
+import os
+import signal
+import time
+
 import pytest
 
+from tests import process_tree
 from tests.processes import claims, great_runs
 
 
 def worlds(run):
     return [each["slices"] for each in run.events("world_started")]
+
+
+def preempt_after_refusal(run):
+    """When slice 2 was refused, the host of slice 0, process 0, gets SIGTERM."""
+
+    def preempt(started):
+        os.kill(process_tree.host(started, run.path, 0), signal.SIGTERM)
+        while len(run.events("recovered")) < 2:
+            assert started.poll() is None
+            time.sleep(0.05)
+        started.terminate()
+
+    # The output is not read meanwhile, and a full pipe blocks the run.
+    run.stop_after("slice 2 is not used again", "log_period=200", act=preempt)
 
 
 @pytest.mark.slow
@@ -20,10 +39,8 @@ class TestSlices(claims.Claims):
             {"break_slice": 2, "at_step": 12},
             {"kill_slice": 2, "at_step": 12},
             {"return_slice": 2, "at_step": 20},
-            # That of process 0.
-            {"preempt_slice": 0, "at_step": 60},
         ],
-        drive=lambda run: run.stop_after("world 3 starts"),
+        drive=preempt_after_refusal,
         tells=[
             *("slice_lost 2", "slice_returned 2", "slice_refused 2"),
             *("slice_quarantined 2", "slice_preempted 0"),

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests import runs
+from tests import process_tree, runs
 from tests.deploy import fake_slurm
 from tests.processes import callbacks, claims, great_runs, outer_launcher
 
@@ -111,16 +111,10 @@ def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path, corpus):
 
 @pytest.mark.slow
 def test_a_run_that_has_not_begun_ends_at_once(tmp_path, corpus):
-    # A host that stands still from its start: the run does not begin.
-    faults = [{"hang_host": 1, "in_phase": "start"}]
-    config = runs.write_config(
-        tmp_path, corpus, faults=faults, termination_grace_period_seconds=900
-    )
+    config = runs.write_config(tmp_path, corpus, termination_grace_period_seconds=900)
     with runs.Started("train", config, "hosts=2") as started:
-        # It is made before the hosts are started.
-        while not (tmp_path / "tiny" / "logs").exists():
-            assert started.poll() is None
-            time.sleep(0.01)
+        # A host that stands still from its start: the run does not begin.
+        os.kill(process_tree.host(started, tmp_path, 1), signal.SIGSTOP)
         started.terminate()
         output = started.stdout.read()
     assert started.returncode == 128 + signal.SIGTERM, output

@@ -9,10 +9,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt import frontend
 from elastic_ckpt.core import topology
-from elastic_ckpt.elastic import supervisor
-from elastic_ckpt.elastic.host import configure, joined
+from elastic_ckpt.elastic import host as host_process
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.training import schema
+from tests import host_worlds
 
 SHAPES = {"w": (48, 40), "b": (240,), "scale": (), "m": (24, 10, 4)}
 
@@ -118,8 +118,8 @@ def tiers(
 
 def host(place, emit, *, directories, work, slices=1, **options):
     """A host that opens a checkpointer, does `work` with it, and closes it."""
-    configure(schema.WorldSection())
-    with joined(place):
+    host_process.configure(schema.WorldSection())
+    with host_process.joined(place):
         world = topology.present(slices)
         mesh = topology.mesh_of(world)
         checkpointer = frontend.Checkpointer(
@@ -163,10 +163,10 @@ def run(work, *, num_hosts, directories, logs, **options):
     def emit(name, **fields):
         events.append({"event": name, **fields})
 
-    supervisor.HostProcesses(
+    host_worlds.run(
         functools.partial(host, directories=directories, work=work, **options),
         num_hosts=num_hosts,
         log_directory=logs,
         emit=emit,
-    ).run()
+    )
     return json.loads(json.dumps(events))

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.elastic import host_failure, supervisor, watch
-from tests import runs
+from elastic_ckpt.elastic import host_failure, process_cluster, watch
+from tests import host_worlds, runs
 from tests.elastic import failing_hosts
 from tests.recorded_events import RecordedEvents
 
@@ -22,18 +22,14 @@ def recorded():
     return RecordedEvents()
 
 
-def world(program, tmp_path, recorded, *, num_hosts=2, emit=None, **options):
-    return supervisor.HostProcesses(
-        program,
-        num_hosts=num_hosts,
-        log_directory=tmp_path,
-        emit=emit or recorded,
-        **options,
+def run(program, directory, emit, *, num_hosts=2, **options):
+    host_worlds.run(
+        program, num_hosts=num_hosts, log_directory=directory, emit=emit, **options
     )
 
 
 def test_hosts_compute_together_and_their_events_are_heard(tmp_path, recorded):
-    world(failing_hosts.sum_over_hosts, tmp_path, recorded).run()
+    run(failing_hosts.sum_over_hosts, tmp_path, recorded)
     assert recorded.events == [("save_started", {"step": 1104})] * 2
 
 
@@ -76,23 +72,21 @@ def test_a_failed_host_ends_the_world_with_its_own_words(
     with pytest.raises(
         errors.ReplacedError if is_replaced else errors.RunError, match=message
     ):
-        world(program, tmp_path, recorded).run()
+        run(program, tmp_path, recorded)
     # Only of a host that could not report it there is an event.
-    assert recorded.events == (
-        [("host_lost", {"host": 1, "why": lost})] if lost else []
-    )
+    assert recorded.named("host_lost") == [{"host": 1, "why": lost}] * bool(lost)
 
 
 def test_all_hosts_that_die_together_are_reported(tmp_path, recorded, monkeypatch):
     # However slow this machine is.
-    monkeypatch.setattr(supervisor, "_TOGETHER_SECS", 600)
+    monkeypatch.setattr(process_cluster, "_TOGETHER_SECS", 600)
 
-    def kill_both(running):
+    def kill_both(cluster):
         if len(recorded.named("save_started")) == 2:
-            running.send_signal([0, 1], signal.SIGKILL)
+            cluster._training.kill()
 
     with pytest.raises(host_failure.WorldLostError) as lost:
-        world(failing_hosts.sleep, tmp_path, recorded).run(kill_both)
+        run(failing_hosts.sleep, tmp_path, recorded, look=kill_both)
     assert lost.value.hosts == {0, 1}
     reported = recorded.named("host_lost")
     assert sorted(each["host"] for each in reported) == [0, 1]
@@ -113,22 +107,18 @@ class Clock:
     def stand_still(self, *_):
         self._skipped_secs = 1000.0
 
+    def __getattr__(self, name):
+        return getattr(time, name)
+
 
 def test_hosts_are_not_lost_after_the_supervisor_stood_still(
     tmp_path, recorded, monkeypatch
 ):
     clock = Clock()
-    monkeypatch.setattr(supervisor, "time", clock)
+    monkeypatch.setattr(process_cluster, "time", clock)
     limits = watch.Limits(most_secs=900.0, heartbeat_secs=900.0)
-    hosts = world(failing_hosts.wait_and_end, tmp_path, recorded, limits=limits)
-    hosts.run(clock.stand_still)
-
-
-def test_a_host_that_has_ended_is_in_no_phase_while_others_go_on(tmp_path, recorded):
-    seen = tmp_path / "seen"
-    program = functools.partial(failing_hosts.end_before_host_0, path=str(seen))
-    world(program, tmp_path, recorded).run(lambda hosts: hosts.phase(1) or seen.touch())
-    assert seen.exists()
+    look = clock.stand_still
+    run(failing_hosts.wait_and_end, tmp_path, recorded, limits=limits, look=look)
 
 
 def test_hosts_that_do_not_end_in_time_after_sigterm_are_killed(tmp_path, recorded):
@@ -137,11 +127,10 @@ def test_hosts_that_do_not_end_in_time_after_sigterm_are_killed(tmp_path, record
         os.kill(os.getpid(), signal.SIGTERM)
 
     limits = watch.unlimited(grace_secs=0.2)
-    hosts = world(failing_hosts.sleep, tmp_path, None, emit=emit, limits=limits)
     with pytest.raises(
         errors.StoppedError, match=r"hosts 0, 1 did not save and end within 0\.2 s"
     ):
-        hosts.run()
+        run(failing_hosts.sleep, tmp_path, emit, limits=limits)
     # Asked again, they get no further time.
     assert recorded.named("stop_requested") == [{"within_secs": 0.2}]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -149,7 +138,7 @@ def test_hosts_that_do_not_end_in_time_after_sigterm_are_killed(tmp_path, record
 
 def test_hosts_that_have_nothing_to_save_are_ended_at_once(tmp_path, recorded):
     with pytest.raises(errors.StoppedError, match="SIGTERM before the first step"):
-        world(failing_hosts.end_the_supervisor, tmp_path, recorded).run()
+        run(failing_hosts.end_the_supervisor, tmp_path, recorded)
 
 
 def test_hosts_that_get_sigterm_while_they_start_agree_on_a_step(tmp_path, recorded):
@@ -159,8 +148,7 @@ def test_hosts_that_get_sigterm_while_they_start_agree_on_a_step(tmp_path, recor
             os.kill(os.getpid(), signal.SIGTERM)
 
     limits = watch.unlimited(grace_secs=600)
-    program = failing_hosts.take_the_signal
-    world(program, tmp_path, None, emit=emit, limits=limits).run()
+    run(failing_hosts.take_the_signal, tmp_path, emit, limits=limits)
     first, second = recorded.named("saved")
     # It may be the first one that they ask about.
     assert first == second
@@ -168,9 +156,9 @@ def test_hosts_that_get_sigterm_while_they_start_agree_on_a_step(tmp_path, recor
 
 def test_of_several_failures_the_cause_is_told(tmp_path, recorded, monkeypatch):
     # However slow this machine is, the cause arrives in time.
-    monkeypatch.setattr(supervisor, "_GRACE_SECS", 600)
+    monkeypatch.setattr(process_cluster, "_GRACE_SECS", 600)
     with pytest.raises(errors.RunError, match=r"^the cause$"):
-        world(failing_hosts.fail_in_turn, tmp_path, recorded, num_hosts=3).run()
+        run(failing_hosts.fail_in_turn, tmp_path, recorded, num_hosts=3)
 
 
 def failure(host, at_secs, **kind):
@@ -212,16 +200,16 @@ def environment():
 
 SLEEPING_WORLD = """
 import sys
-from elastic_ckpt.elastic import supervisor
+from tests import host_worlds
 from tests.elastic import failing_hosts
 
 def recorded(name, **fields):
     print(name, flush=True)
 
 if __name__ == "__main__":
-    supervisor.HostProcesses(
+    host_worlds.run(
         failing_hosts.sleep, num_hosts=2, log_directory=sys.argv[1], emit=recorded
-    ).run()
+    )
 """
 
 

@@ -1,8 +1,8 @@
-"""The link of two supervisors: JSON messages over a connection with a shared key.
+"""The link of two supervisors: JSON over a connection whose peers share a key.
 
-The leader opens a port, and writes its address and a new key into its claim; followers
-connect. The messages of a link are bytes of JSON, which are never unpickled. Both sides
-send a beat four times in the time after which one that is not heard of is lost.
+The machine that leads listens at a port, and writes its address and a new key into its
+claim; the others connect. What a link brings is JSON, which is never unpickled. Each
+side sends an empty message four times in the time after which a silent peer is lost.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
+import queue
 import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
 from multiprocessing import connection
 from typing import Any
 
@@ -35,61 +35,45 @@ class Link:
     """
 
     def __init__(self, channel: connection.Connection, lost_secs: float) -> None:
-        self._channel = channel
+        self.channel = channel
         self._lost_secs = lost_secs
         self._heard_secs = time.monotonic()
-        self._ended = threading.Event()
         self._lock = threading.Lock()
-
-    def begin_beats(self) -> None:
-        """Shows the peer, from now on, that this supervisor is alive."""
+        self._ended = threading.Event()
         threading.Thread(target=self._beat, name="beats", daemon=True).start()
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether the peer has not been heard of for too long."""
-        return time.monotonic() - self._heard_secs > self._lost_secs
-
-    def fileno(self) -> int:
-        """A descriptor that is readable when `receive` has a message."""
-        return self._channel.fileno()
 
     def send(self, **message: Any) -> None:
         """Sends a message; if the link is lost, `receive` raises."""
         with self._lock, contextlib.suppress(OSError):
-            self._channel.send_bytes(json.dumps(message).encode())
+            self.channel.send_bytes(json.dumps(message).encode())
 
-    def receive(self) -> Mapping[str, Any]:
-        """Waits for the next message, which may be a beat.
+    def receive(self) -> list[dict[str, Any]]:
+        """The messages that have arrived; returns at once.
 
         Raises:
           LinkLostError: if there will be none.
         """
+        messages = []
         try:
-            message = json.loads(self._channel.recv_bytes())
+            while self.channel.poll():
+                messages.append(json.loads(self.channel.recv_bytes()))
+                self._heard_secs = time.monotonic()
         except (EOFError, OSError) as error:
-            raise LinkLostError(str(error) or "it ended the connection") from error
-        self._heard_secs = time.monotonic()
-        return message
+            if not messages:
+                raise LinkLostError(str(error) or "it ended the connection") from None
+        if time.monotonic() - self._heard_secs > self._lost_secs:
+            raise LinkLostError("it gives no sign")
+        return [each for each in messages if each]
 
-    def has_message(self) -> bool:
-        """Whether `receive` returns, or raises, at once."""
-        return self._channel.poll()
-
-    def cut(self) -> None:
-        """Ends the link; a thread in `receive` gets a LinkLostError."""
+    def close(self) -> None:
+        """Ends the link."""
         self._ended.set()
-        with contextlib.suppress(OSError):
-            # Closing it would not wake a thread that reads from it.
-            duplicate = socket.socket(fileno=self._channel.fileno())
-            try:
-                duplicate.shutdown(socket.SHUT_RDWR)
-            finally:
-                duplicate.detach()
+        with self._lock:
+            self.channel.close()
 
     def _beat(self) -> None:
         while not self._ended.wait(self._lost_secs / _BEATS):
-            self.send(beat=True)
+            self.send()
 
 
 class Listener:
@@ -100,49 +84,55 @@ class Listener:
       lost_secs: see `Link`.
 
     Attributes:
-      address: of its port, `host:port`.
+      address: of the port, `host:port`.
       key: that a peer has to show, in hexadecimal digits.
+      accepted: the links of peers that have shown it.
     """
 
     def __init__(self, interface: str, lost_secs: float) -> None:
         self._lost_secs = lost_secs
         self._socket = socket.create_server((interface, 0), backlog=128)
-        self._socket.setblocking(False)
         self.address = f"{interface}:{self._socket.getsockname()[1]}"
         self.key = secrets.token_hex(32)
+        self.accepted: queue.SimpleQueue[Link] = queue.SimpleQueue()
+        self._accepting = threading.Thread(target=self._accept, name="listener")
+        self._accepting.start()
 
-    def accept(self) -> connection.Connection | None:
-        """A new connection, for `authenticated`; None if there is none now."""
-        try:
-            accepted, _ = self._socket.accept()
-        except BlockingIOError:
-            return None
-        return _as_connection(accepted, self._lost_secs)
+    def close(self) -> None:
+        """Accepts no more, and ends the links that nobody has taken."""
+        with contextlib.suppress(OSError):
+            # Closing the socket would not wake the thread.
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
+        self._socket.close()
+        while not self.accepted.empty():
+            self.accepted.get().close()
 
-    def authenticated(self, channel: connection.Connection) -> Link:
-        """The link of a connection whose peer shows the key; may wait for it.
+    def _accept(self) -> None:
+        # A peer that says nothing must not keep others waiting.
+        with contextlib.suppress(OSError):
+            while True:
+                accepted, _ = self._socket.accept()
+                threading.Thread(
+                    target=self._admit, args=(accepted,), daemon=True
+                ).start()
 
-        Raises:
-          LinkLostError: if it does not.
-        """
+    def _admit(self, accepted: socket.socket) -> None:
+        channel = _as_connection(accepted, self._lost_secs)
         try:
             connection.deliver_challenge(channel, self.key.encode())
             connection.answer_challenge(channel, self.key.encode())
-        except (EOFError, OSError, multiprocessing.AuthenticationError) as error:
+        except (EOFError, OSError, multiprocessing.AuthenticationError):
             channel.close()
-            raise LinkLostError(str(error)) from error
-        return Link(channel, self._lost_secs)
-
-    def close(self) -> None:
-        """Accepts no more."""
-        self._socket.close()
+        else:
+            self.accepted.put(Link(channel, self._lost_secs))
 
 
 def connect(address: str, key: str, lost_secs: float) -> Link:
     """A link to the listener at `address`, which has to show the key, too.
 
     Raises:
-      LinkLostError: if it cannot be had; by a ConnectionRefusedError, if nothing
+      LinkLostError: if it cannot be had; from a ConnectionRefusedError, if nothing
         listens there.
     """
     host, _, port = address.rpartition(":")

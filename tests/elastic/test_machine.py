@@ -10,8 +10,14 @@ import types
 import pytest
 
 from elastic_ckpt.core import errors, events, process
-from elastic_ckpt.elastic import machine_supervisor, processes, termination
-from elastic_ckpt.elastic.machines import leader_claim, places, slice_machines
+from elastic_ckpt.elastic import (
+    decision,
+    leader_claim,
+    link,
+    machine,
+    termination,
+    watch,
+)
 
 
 def far(number):
@@ -36,6 +42,30 @@ class NoSignal:
         return self._reader.fileno()
 
 
+class Station:
+    """Of a machine without hosts; it notes the agents that are gone."""
+
+    interface = "127.0.0.1"
+    grace_secs = 600
+    channels = types.MappingProxyType({})
+
+    def __init__(self, number):
+        self.slices = (number,)
+        self.hello = {"agents": [f"http://m{number}"], "port": 1}
+        self.hello |= {"interface": self.interface}
+        self.forgotten = []
+
+    def do(self, order):
+        self.forgotten += order.get("forget", [])
+        return []
+
+    def stand_by(self):
+        pass
+
+    def end_hosts(self):
+        pass
+
+
 class Machines:
     """Supervisors in threads, by the numbers of their machines.
 
@@ -49,45 +79,30 @@ class Machines:
         # The ends of the supervisors, or their errors.
         self.ends = {}
         self._threads = []
-        self._taken = contextlib.ExitStack()
 
-    def supervisor(self, number, lead, **changes):
-        slices = types.SimpleNamespace(
-            numbers=(number,),
-            interface="127.0.0.1",
-            agents=[f"http://m{number}"],
-            forgotten=[],
-            checks=types.SimpleNamespace(poll=list),
-            limits=types.SimpleNamespace(grace_secs=600),
-        )
-        slices.forget = slices.forgotten.extend
+    def supervisor(self, number, lead, *, lost_secs=600.0, wait_secs=600.0, **changes):
+        station = Station(number)
 
         def emit(name, **fields):
             events.check(name, fields)
             self.events.append((number, name, fields))
 
-        of_machine = {
-            "place": places.place(
-                *(2, number), slices=2, interface="127.0.0.1", environment={}
-            ),
-            "slices": slices,
-            "shared": str(self.directory),
-            "injected": (),
-            "lost_secs": 600.0,
-        }
-        of_machine |= {name: changes.pop(name) for name in {"lost_secs"} & {*changes}}
+        of_machine = machine.Machine(
+            number=number,
+            num_machines=2,
+            station=station,
+            shared=str(self.directory),
+            injected=(),
+            limits=watch.unlimited(),
+            lost_secs=lost_secs,
+        )
         run = {
-            "machine": processes.OfMachine(**of_machine),
-            "train": print,
-            "lead": lead,
             "kept": lambda: contextlib.nullcontext(emit),
             "configured": "the digest of a configuration",
-            "min_slices": 1,
-            "wait_secs": 600.0,
+            "policy": decision.Policy(wait_secs=wait_secs),
+            "show": emit,
         }
-        made = machine_supervisor.MachineSupervisor(
-            machine_supervisor.Run(**run | changes), emit
-        )
+        made = machine.MachineSupervisor(of_machine, lead, **run | changes)
         made._claims._owner = far(number)
         return made
 
@@ -98,7 +113,7 @@ class Machines:
         def run():
             try:
                 self.ends[number] = made.run()
-            except errors.RunError as error:
+            except (errors.RunError, SystemExit) as error:
                 self.ends[number] = error
 
         thread = threading.Thread(target=run)
@@ -106,26 +121,9 @@ class Machines:
         self._threads.append(thread)
         return made
 
-    def taken(self, supervisor):
-        """The machines that a supervisor leads from now on, until the test ends."""
-        others = slice_machines.SliceMachines(
-            supervisor._slices,
-            supervisor._claims,
-            configured=supervisor._run.configured,
-        )
-        self._taken.callback(others.close)
-        supervisor._claims.look()
-        assert others.take_lead()
-        # A thread renews it, also where a test has the supervisor forget it.
-        self._taken.callback(supervisor._claims._held.give_back)
-        return others
-
     def join(self):
         for thread in self._threads:
             thread.join()
-
-    def close(self):
-        self._taken.close()
 
     def leaders(self):
         """The machines that have led, in turn."""
@@ -141,16 +139,14 @@ class Machines:
 def machines(tmp_path, monkeypatch):
     # Only the main thread receives signals.
     monkeypatch.setattr(termination, "Notice", NoSignal)
-    with contextlib.closing(Machines(tmp_path)) as machines:
-        yield machines
+    return Machines(tmp_path)
 
 
 def await_other(cluster, emit=None):
     """Returns when the other machine follows."""
     del emit
-    while not cluster._machines.others():
-        cluster._machines.poll()
-        time.sleep(0.01)
+    while len(cluster._machines.connected) < 2:
+        cluster.wait(0.01)
 
 
 def raising(error):
@@ -189,47 +185,56 @@ def test_a_leader_that_stood_still_follows_the_one_that_has_its_claim(machines):
 
 
 def test_the_next_leader_comes_at_once_when_nothing_listens_any_more(machines):
-    ends = threading.Event()
-
-    def lead(cluster, emit):
+    def dies(cluster, emit):
         await_other(cluster, emit)
-        while not ends.is_set():
-            time.sleep(0.01)
         # As the kernel does for a process that was killed.
         cluster._machines.close()
         first._claims._held = None
         raise SystemExit
 
-    first = machines.supervisor(0, lead)
-    others = machines.taken(first)
-    leading = threading.Thread(target=_dies, args=(first, others))
-    leading.start()
+    first = machines.start(0, dies)
+    machines.await_event(0, "leader_found")
     second = machines.start(1, lambda *_: None)
-    machines.await_event(1, "leader_found")
-    ends.set()
-    leading.join()
     machines.join()
-    assert machines.ends == {1: False}
+    assert machines.ends[1] is False
     assert machines.leaders() == [0, 1]
     # The lost machine's agents are not asked any more.
-    assert second._slices.forgotten == ["http://m0"]
+    assert second._own.forgotten == ["http://m0"]
 
 
-def _dies(supervisor, others):
-    with contextlib.suppress(SystemExit):
-        supervisor._lead(others, None)
+def test_a_leader_that_waits_in_vain_gives_way_to_one_that_reaches_more(machines):
+    first = machines.supervisor(0, None)
+    given = []
+
+    def lead(cluster, emit):
+        del emit
+        cluster._gives_way_secs = -1.0
+        given.append(cluster)
+        cluster.wait(0.01)
+
+    first._lead_run, first._expected = lead, {0}
+    first._claims.look()
+    assert first._lead(None) is None
+    assert len(given) == 1
+    # It leaves the claim to others for a while, and does so once.
+    assert first._rests_until_secs > time.monotonic()
+    assert not first._may_give_way
+    assert not first._claims.has_lead
 
 
 def test_a_leader_that_cannot_be_reached_is_named_with_its_claim(machines):
     first = machines.supervisor(0, None)
-    others = machines.taken(first)
-    others.close()
+    listener = link.Listener("127.0.0.1", 600)
+    first._claims.look()
+    assert first._claims.take(listener.address, listener.key, renewed_to=print)
+    listener.close()
     second = machines.supervisor(1, None, wait_secs=0.0)
     with pytest.raises(errors.RunError) as refused:
         second.run()
-    leader = second._claims.leader()
+    first._claims.give_back()
+    leader = f"machine 0, which leads the run, at {listener.address}"
     said = str(refused.value)
-    assert f"machine 0, which leads the run, at {leader.address}" in said
+    assert leader in said
     assert "Connection refused" in said
     claim = machines.directory / leader_claim.DIRECTORY / "1.json"
     assert f"Its claim is {claim}, and is renewed" in said
@@ -243,8 +248,7 @@ def test_a_second_start_of_a_machine_that_is_there_is_refused(machines, number):
     def lead(cluster, emit):
         await_other(cluster, emit)
         while not leads.is_set():
-            cluster._machines.poll()
-            time.sleep(0.01)
+            cluster.wait(0.01)
 
     machines.start(0, lead)
     machines.await_event(0, "leader_found")

@@ -1,1 +1,0 @@
-"""Several machines: their supervisors choose a leader, and the others follow it."""

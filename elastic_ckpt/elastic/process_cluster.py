@@ -1,0 +1,1010 @@
+"""A cluster of host processes, on this machine and on those that follow it.
+
+Each world is a set of fresh processes, which the stations of the machines start. One
+loop, in one thread, takes the messages of the hosts of all worlds: of the one that
+trains; of the next one, which is prepared before a planned change, so that its hosts
+have joined when those of the present one are asked to leave; and of those that are
+being killed, whose ends nobody waits for.
+
+When one host fails, the others are killed soon, because they would hang in a
+collective, and the world ends with the first failure. A host whose process alone has
+died is started again on the same slice; a slice that hung has to settle first; one
+whose devices compute wrong values is refused for some time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import os
+import pathlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from multiprocessing import connection
+from typing import Any, Self
+
+from elastic_ckpt.core import codec, errors, events, process, storage
+from elastic_ckpt.elastic import (
+    device_check,
+    faults,
+    host_failure,
+    link,
+    termination,
+    verdict,
+    watch,
+)
+from elastic_ckpt.elastic import host as host_process
+from elastic_ckpt.elastic.cluster import Assignment, TrainFunction, leaving_for
+from elastic_ckpt.elastic.decision import Decision, Failure, Slices, Train
+from elastic_ckpt.elastic.host import BEGIN, LEAVE, LOSE_MEMORY, STOP, Member
+from elastic_ckpt.elastic.host_failure import HostFailure, WorldLostError
+from elastic_ckpt.elastic.station import Station
+from elastic_ckpt.tiers.persistent import claims
+
+# The longest time between two looks at the hosts and slices.
+_LOOK_SECS = 0.1
+# After a failure others may follow, or report the cause: how long to wait for them if a
+# host was killed or hangs; if it raised; and if devices failed, or JAX aborted it.
+_TOGETHER_SECS, _GRACE_SECS, _DEVICES_GRACE_SECS = 0.1, 0.5, 4.0
+# How long a machine that has connected may take to say which it is.
+_HELLO_SECS = 1.0
+# How long hosts that hang have to write their stacks.
+_STACKS_SECS = 0.5
+# The longest time for the hosts of a prepared world to join.
+_PREPARE_SECS = 60.0
+# How long a slice is refused, and twice as long each further time.
+_RETRY_SECS, _MOST_RETRY_SECS = 30.0, 3600.0
+# So many worlds in a row may be abandoned before a step: slices that come and go all
+# the time must not keep the run from training.
+_MOST_ABANDONED = 3
+_SHOWN_LOG_LINES = 15
+
+
+class LeadershipLostError(errors.StoppedError):
+    """This machine does not lead the run any more."""
+
+
+class HandedOverError(LeadershipLostError):
+    """This machine was asked to end, and another one leads the run."""
+
+
+class Machines:
+    """This machine and those that follow it, by number.
+
+    Args:
+      own: the station of this machine; each machine has as many slices.
+      number: of this machine.
+      listener: to which the others connect; None if the run has no others.
+      has_lead: returns whether this machine still leads.
+      configured: the digest of the run's configuration, the same on all machines.
+
+    Attributes:
+      own: as given.
+      number: as given.
+      has_lead: as given.
+      are_several: whether the run has other machines.
+    """
+
+    def __init__(
+        self,
+        own: Station,
+        *,
+        number: int = 0,
+        listener: link.Listener | None = None,
+        has_lead: Callable[[], bool] = lambda: True,
+        configured: str = "",
+    ) -> None:
+        self.own, self.number = own, number
+        self.are_several = listener is not None
+        self.has_lead = has_lead
+        self._listener = listener
+        self._configured = configured
+        self._links: dict[int, link.Link] = {}
+        self._hello: dict[int, dict[str, Any]] = {}
+        # Machines that are about to go, and take no more hosts.
+        self._leaving: set[int] = set()
+
+    @property
+    def connected(self) -> set[int]:
+        """The machines that are there, those about to go included."""
+        return {self.number, *self._links}
+
+    def of_slice(self, number: int) -> int:
+        """The machine that has a slice."""
+        return number // len(self.own.slices)
+
+    def slices(self, machines: Collection[int] | None = None) -> set[int]:
+        """The slices of machines; by default of all that are there to stay."""
+        each = len(self.own.slices)
+        there = self.connected - self._leaving if machines is None else machines
+        return {number * each + slice_ for number in there for slice_ in range(each)}
+
+    def address(self, machine: int) -> str:
+        """The address that a machine has reserved for host 0 of the next world."""
+        hello = self.own.hello if machine == self.number else self._hello.get(machine)
+        # A machine that was just lost has none, and its hosts count as killed.
+        hello = hello or {"interface": self.own.interface, "port": 1}
+        return f"{hello['interface']}:{hello['port']}"
+
+    def order(self, machine: int, **order: Any) -> None:
+        """Gives an order to a machine, unless it is lost."""
+        if machine == self.number:
+            self.own.do(order)
+        elif machine in self._links:
+            self._links[machine].send(**order)
+
+    def tell(self, **message: Any) -> None:
+        """Tells the other machines something, from any thread."""
+        for each in list(self._links.values()):
+            each.send(**message)
+
+    def wait(self, secs: float, *extra: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Waits for messages; yields those that have come, with their machines.
+
+        Args:
+          secs: how long, at most.
+          *extra: descriptors that end the waiting when they are readable.
+        """
+        channels = self.own.channels
+        links = [each.channel for each in self._links.values()]
+        for ready in connection.wait([*channels, *links, *extra], secs):
+            if isinstance(ready, connection.Connection) and ready in channels:
+                yield self.number, self.own.read(ready, channels[ready])
+        for number, each in list(self._links.items()):
+            try:
+                for message in each.receive():
+                    if "port" in message:
+                        self._hello[number] |= message
+                    elif "leaving" in message:
+                        self._leaving.add(number)
+                    yield number, message
+            except link.LinkLostError:
+                self._forget(number)
+        while self._listener is not None and not self._listener.accepted.empty():
+            self._admit(self._listener.accepted.get())
+
+    def wait_until(self, is_so: Callable[[set[int]], bool], secs: float) -> None:
+        """Waits until it is so of the machines that are there, or time is over."""
+        until_secs = time.monotonic() + secs
+        while not is_so(self.connected) and time.monotonic() < until_secs:
+            list(self.wait(_LOOK_SECS))
+
+    def end(self, secs: float, *, is_stopped: bool, failure: str = "") -> None:
+        """Reports the end of the run to the others, which then end their links.
+
+        Args:
+          secs: how long to wait for that, at most.
+          is_stopped: whether the run was asked to end.
+          failure: why it failed; empty if it did not.
+        """
+        self.tell(over=True, is_stopped=is_stopped, failure=failure)
+        self.wait_until(lambda there: there == {self.number}, secs)
+
+    def close(self) -> None:
+        """Ends the links; machines that know of no end look for the next leader."""
+        if self._listener is not None:
+            self._listener.close()
+        while self._links:
+            self._links.popitem()[1].close()
+
+    def _admit(self, accepted: link.Link) -> None:
+        # It has shown the key, and says at once who it is.
+        connection.wait([accepted.channel], _HELLO_SECS)
+        with contextlib.suppress(link.LinkLostError):
+            for hello in accepted.receive()[:1]:
+                number = hello["machine"]
+                if hello["configured"] != self._configured:
+                    failure = (
+                        f"machine {number} has another configuration than machine"
+                        f" {self.number}, which leads; start all with the same one"
+                    )
+                    accepted.send(over=True, is_stopped=False, failure=failure)
+                elif number in self.connected:
+                    why = f"another supervisor of machine {number} is there"
+                    accepted.send(refused=why)
+                else:
+                    self._links[number], self._hello[number] = accepted, hello
+                    agents = self.own.hello["agents"]
+                    accepted.send(agents=agents, machines=sorted(self.connected))
+                    return
+        accepted.close()
+
+    def _forget(self, number: int) -> None:
+        self._links.pop(number).close()
+        self._leaving.discard(number)
+        gone = self._hello.pop(number)["agents"]
+        for machine in self.connected:
+            self.order(machine, forget=gone)
+
+
+class HostsOfWorld:
+    """The hosts of one world: started, told, and what is known of them.
+
+    Its only input and output are orders to machines and messages of hosts.
+
+    Args:
+      key: the number of the world among all that were started.
+      assignment: of the world.
+      machines: that have its slices.
+      limits: how long hosts may take.
+
+    Attributes:
+      assignment: as given.
+      emit: called for the events of the hosts; nobody hears those of a prepared world.
+      slices: of each host.
+      alive: the hosts that have not ended.
+      failures: that hosts have reported, or that were found.
+      deadline_secs: when the hosts are killed; None while they may go on.
+      is_running: whether a host has reported more than that it has joined; before,
+        there is nothing to save.
+      has_stepped: whether a host has done a step.
+      slow: finds slow hosts.
+      preempted: the slices of hosts that got SIGTERM from others than this machine.
+    """
+
+    def __init__(
+        self,
+        key: int,
+        assignment: Assignment,
+        machines: Machines,
+        limits: watch.Limits,
+    ) -> None:
+        per_slice = machines.own.hosts_per_slice
+        self.assignment = assignment
+        self.emit: events.Emit = events.nobody
+        self.slices = [n for n in assignment.work.slices for _ in range(per_slice)]
+        self.alive = set(range(len(self.slices)))
+        self.failures: list[HostFailure] = []
+        self.deadline_secs: float | None = None
+        self.has_stepped = False
+        self.preempted: set[int] = set()
+        self._key, self._machines, self._limits = key, machines, limits
+        # Whether they were asked to leave for another world, or were ended for it
+        # before a step; and whether SIGTERM ends the run.
+        self._is_left = self._is_abandoned = self._is_stopping = False
+        self.is_running = False
+        self._heard: set[int] = set()
+        self._ready: set[int] = set()
+        # Hosts that stop before their last step report both ends; which of them is the
+        # reason is known when all have ended.
+        self._ends: dict[str, dict[str, Any]] = {}
+        self._began_secs = time.monotonic()
+        self._hangs = watch.Watch(limits, len(self.slices), now_secs=self._began_secs)
+        self.slow = watch.SlowHosts(now_secs=self._began_secs)
+        self._oom_kills = host_failure.oom_kills()
+        # A new directory: this may be a second start of a run that is alive.
+        self._logs = storage.make_unique_directory(machines.own.log_directory)
+        address = machines.address(machines.of_slice(self.slices[0]))
+        for host in range(len(self.slices)):
+            member = Member(address=address, num_hosts=len(self.slices), host=host)
+            self._order(
+                host,
+                start=[key, host],
+                assignment=codec.encode(assignment),
+                member=codec.encode(member),
+                log=os.path.basename(self._logs),
+            )
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether `begin` need not be waited for: all have joined, or one fails."""
+        secs = time.monotonic() - self._began_secs
+        are_ready = len(self._ready) == len(self.slices)
+        return are_ready or bool(self.failures) or secs > _PREPARE_SECS
+
+    @property
+    def unfit(self) -> frozenset[int]:
+        """The slices whose hosts keep a world from being prepared."""
+        hosts = {each.host for each in self.failures}
+        if not hosts and time.monotonic() - self._began_secs > _PREPARE_SECS:
+            # Some do not join, or do not finish the check of their devices.
+            missing = {*range(len(self.slices))} - self._ready
+            hosts = {*self._hangs.behind()} or (missing if self._ready else set())
+        return frozenset(self.slices[host] for host in hosts)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all hosts have ended, or those that are left have to."""
+        if self.deadline_secs is not None and time.monotonic() > self.deadline_secs:
+            return True
+        return self.alive <= {each.host for each in self.failures}
+
+    def begin(self, emit: events.Emit) -> None:
+        """Has the hosts begin, which wait for this once they have joined."""
+        self.emit = emit
+        now_secs = time.monotonic()
+        self._hangs.start_again(now_secs=now_secs)
+        self.slow = watch.SlowHosts(now_secs=now_secs)
+        self._tell(BEGIN)
+
+    def signal(self, hosts: Iterable[int], number: int) -> None:
+        """Sends hosts a signal."""
+        for host in hosts:
+            self._order(host, signal=[self._key, host], number=int(number))
+
+    def kill(self) -> None:
+        """Ends the hosts at once."""
+        self.signal(self.alive, signal.SIGKILL)
+
+    def leave(self, *, loses_memory: bool) -> bool:
+        """Asks the hosts to save and leave after a step that they agree on.
+
+        Args:
+          loses_memory: whether the memory of some of them is lost then.
+
+        Returns:
+          Whether they are asked now; False if they have been, or cannot be yet.
+        """
+        if not self.is_running or self.deadline_secs is not None or self._is_left:
+            return False
+        self._is_left = True
+        self._tell(LOSE_MEMORY if loses_memory else LEAVE)
+        # JAX's preemption service handles the signal.
+        self.signal(self.alive, signal.SIGTERM)
+        return True
+
+    def abandon(self) -> bool:
+        """Ends the hosts for another world at once, if they have done no step.
+
+        They have nothing to save, and may be about to compile for long.
+        """
+        if self.has_stepped or self.deadline_secs is not None:
+            return False
+        self._is_left = self._is_abandoned = True
+        self.deadline_secs = time.monotonic()
+        return True
+
+    def end(self) -> None:
+        """Ends the hosts now, whatever they have not saved."""
+        self.deadline_secs = time.monotonic()
+
+    def stop(self) -> None:
+        """Asks the hosts to save and end within the grace period: the run ends."""
+        if self._is_stopping:
+            return
+        self._is_stopping = True
+        self.end()
+        if self.is_running:
+            secs = self._limits.grace_secs
+            self.emit("stop_requested", within_secs=secs)
+            self.deadline_secs = time.monotonic() + secs
+            if not self._is_left:
+                self._tell(STOP)
+                self.signal(self.alive, signal.SIGTERM)
+        self._is_left = False
+
+    def take(self, host: int, message: Mapping[str, Any]) -> None:
+        """Takes in a message of a host, or its end."""
+        now_secs = time.monotonic()
+        if "exit" in message:
+            self._end(host, int(message["exit"]))
+            return
+        self._heard.add(host)
+        if "heartbeat" in message:
+            begun, load = message["begun"], message["heartbeat"]
+            self._hangs.heartbeat(host, now_secs=now_secs, begun=begun)
+            self.slow.note(host, load, phase=self._hangs.phase(host))
+        elif "phase" in message:
+            phase, begun = message["phase"], message["begun"]
+            self._hangs.begin(host, phase, now_secs=now_secs, begun=begun)
+        elif "stepped" in message:
+            self.has_stepped = True
+        elif "ready" in message:
+            self._ready.add(host)
+        elif "sigterm" in message:
+            if self.deadline_secs is None and not self._is_left:
+                self.preempted.add(self.slices[host])
+        elif "failure" in message:
+            fields = message["failure"] | {"phase": self._hangs.phase(host)}
+            if self._machine(host) != self._machines.number:
+                fields["at_secs"] = now_secs  # Each machine has a clock of its own.
+            self._fail(HostFailure(host=host, **fields))
+        elif "event" in message:
+            name, fields = message["event"], message["fields"]
+            self.is_running |= name != "world_joined"
+            if name in ("world_left", "run_stopped"):
+                self._ends[name] = fields
+            else:
+                self.emit(name, **fields)
+
+    def look(self) -> None:
+        """Finds hosts that hang, or are gone with their machines; called often."""
+        now_secs = time.monotonic()
+        for host in sorted(self.alive):
+            if self._machine(host) not in self._machines.connected:
+                self._end(host, -signal.SIGKILL)
+        self._hangs.look(now_secs=now_secs)
+        hang = None
+        if self.deadline_secs is None:
+            hang = self._hangs.hang(now_secs=now_secs)
+        if hang is not None:
+            self.signal(self.alive, signal.SIGUSR1)
+            self.signal(self.alive, signal.SIGCONT)
+            time.sleep(_STACKS_SECS)
+            for host in hang.hosts or [0]:
+                phase = self._hangs.phase(host)
+                self._fail(host_failure.of_hang(host, hang, phase, now_secs=now_secs))
+            # Hosts that hang report nothing more.
+            self.deadline_secs = now_secs
+
+    def result(self, step: int) -> bool:
+        """Returns whether the run is over; False if the hosts left for another world.
+
+        Args:
+          step: that the run has reached.
+
+        Raises:
+          WorldLostError: if hosts or devices were lost.
+          RunError: if the program has failed.
+          StoppedError: if hosts did not end in time, or died, after SIGTERM.
+        """
+        if self.failures:
+            raise self._error()
+        if self._is_abandoned:
+            self.emit("world_left", step=step)
+            return False
+        if self.alive:
+            raise errors.StoppedError(self._describe_stop())
+        # The training may have ended before the hosts could leave.
+        has_left = self._is_left and "world_left" in self._ends
+        name = "world_left" if has_left else "run_stopped"
+        if name in self._ends:
+            self.emit(name, **self._ends[name])
+        return not has_left
+
+    def _machine(self, host: int) -> int:
+        return self._machines.of_slice(self.slices[host])
+
+    def _order(self, host: int, **order: Any) -> None:
+        self._machines.order(self._machine(host), **order)
+
+    def _tell(self, message: bytes) -> None:
+        for host in self.alive:
+            self._order(host, tell=[self._key, host], text=message.decode())
+
+    def _end(self, host: int, exit_code: int) -> None:
+        self.alive.discard(host)
+        phase = self._hangs.phase(host)
+        self._hangs.end(host)
+        if exit_code and all(each.host != host for each in self.failures):
+            # The count is that of this machine.
+            is_here = self._machine(host) == self._machines.number
+            killed = is_here * (host_failure.oom_kills() - self._oom_kills)
+            death = host_failure.silent_death(host, exit_code, oom_kills=killed)
+            log = "\n".join(self._log_end(host))
+            self._fail(dataclasses.replace(death, phase=phase, log=log))
+
+    def _fail(self, failure: HostFailure) -> None:
+        is_first = not self.failures
+        self.failures.append(failure)
+        is_killed = failure.message.startswith("killed by SIGKILL")
+        if is_killed or failure.is_hang:
+            # Nothing else has caused it; the other hosts hang, or will.
+            secs = _TOGETHER_SECS
+        elif failure.is_of_devices or failure.is_consequence:
+            secs = _DEVICES_GRACE_SECS
+        else:
+            # What a host cannot import, others cannot, soon.
+            is_heard = failure.host in self._heard
+            secs = _GRACE_SECS if is_heard else _DEVICES_GRACE_SECS
+        if is_first or (failure.is_signal and not failure.is_consequence):
+            self.deadline_secs = time.monotonic() + secs
+
+    def _error(self) -> errors.RunError:
+        failure = host_failure.first_failure(self.failures)
+        described = self._describe(failure)
+        error = error_of(self.failures, len(self.slices), described=described)
+        is_lost = isinstance(error, WorldLostError)
+        reported = {failure.host} | (error.hosts if is_lost else set())
+        for each in self.failures:
+            if each.is_silent and each.host in reported:
+                self.emit("host_lost", host=each.host, why=each.message)
+        if is_lost and self._has_not_begun():
+            return host_failure.ProgramFailedError(
+                described,
+                why=failure.message,
+                failures=self.failures,
+                num_hosts=len(self.slices),
+            )
+        if is_lost and self._is_stopping:
+            return errors.StoppedError(
+                f"{error}\nafter {termination.cause()} to the run, so its last step may"
+                " not have been saved"
+            )
+        return error
+
+    def _has_not_begun(self) -> bool:
+        # Whether no host could begin, which is no loss: another world would not either.
+        ended = {each.host for each in self.failures if not each.is_signal}
+        return len(ended) == len(self.slices) and not self._heard
+
+    def _describe(self, failure: HostFailure) -> str:
+        if failure.is_ours:
+            return failure.message
+        if self._has_not_begun():
+            return (
+                f"no host process could begin: host {failure.host} {failure.message}."
+                " Each imports the program that starts the run, and what it printed is"
+                " on standard error"
+            )
+        log = f"{self._logs}/host-{failure.host}.log"
+        why = f"host {failure.host} failed: {failure.message}"
+        if failure.traceback and not failure.is_of_devices:
+            return f"{failure.traceback}\n\n{why}\nits log is {log}"
+        lines = [f"  | {line}" for line in self._log_end(failure.host)]
+        return "\n".join([why, f"the end of its log, {log}:", *lines])
+
+    def _describe_stop(self) -> str:
+        if not self.is_running:
+            return f"ended by {termination.cause()} before the first step"
+        hosts = ", ".join(map(str, sorted(self.alive)))
+        return (
+            f"hosts {hosts} did not save and end within {self._limits.grace_secs:g} s"
+            f" of {termination.cause()} and were killed; raise Limits.grace_secs (in a"
+            " configuration termination_grace_period_seconds) if saving takes longer"
+            " and the launcher waits for it"
+        )
+
+    def _log_end(self, host: int) -> list[str]:
+        # A host that failed to start has no log, and that of another machine is there.
+        try:
+            text = pathlib.Path(self._logs, f"host-{host}.log").read_text(
+                errors="replace"
+            )
+        except OSError:
+            return []
+        return text.splitlines()[-_SHOWN_LOG_LINES:]
+
+
+def error_of(
+    failures: Sequence[HostFailure], num_hosts: int, *, described: str
+) -> errors.RunError:
+    """The error of a world whose hosts failed.
+
+    Args:
+      failures: of its hosts.
+      num_hosts: of the world.
+      described: its message.
+    """
+    failure = host_failure.first_failure(failures)
+    # The program is not to blame for a device that computes wrong values.
+    wrong = frozenset(
+        each.host
+        for each in failures
+        if device_check.DeviceWrongError.__name__ in each.error
+    )
+    lost = wrong or host_failure.lost_hosts(failures)
+    if lost is None and failure.is_replaced:
+        return errors.ReplacedError(described)
+    if lost is None:
+        why = f"host {failure.host} failed: {failure.message}"
+        return host_failure.ProgramFailedError(
+            described,
+            why=failure.message if failure.is_ours else why,
+            failures=failures,
+            num_hosts=num_hosts,
+        )
+    return WorldLostError(
+        described,
+        hosts=lost or verdict.hosts_of_bad_devices(failures, num_hosts),
+        hung=frozenset(each.host for each in failures if each.is_hang),
+        at_secs=min(each.at_secs for each in failures),
+        failures=failures,
+        num_hosts=num_hosts,
+    )
+
+
+class ProcessCluster:
+    """Slices of host processes; a `Cluster`.
+
+    Args:
+      machines: this machine and those that follow it; closed by the caller.
+      limits: how long hosts may take.
+      injected: faults, by their steps.
+      gives_way_secs: how long this machine waits for slices before it leads no more.
+      emit: called for what happens to slices before the first world; that of the run
+        is called afterwards.
+    """
+
+    def __init__(
+        self,
+        machines: Machines,
+        *,
+        limits: watch.Limits,
+        injected: Sequence[faults.Fault] = (),
+        gives_way_secs: float = math.inf,
+        emit: events.Emit = events.nobody,
+    ) -> None:
+        self._machines, self._limits = machines, limits
+        self._faults = list(injected)
+        self._emit = emit
+        # Of several machines any may continue the run.
+        owner = None if machines.are_several else process.this()
+        self._claimant = claims.Claimant(owner=owner)
+        self._keys = itertools.count(1)
+        # The worlds of which hosts may be alive, by key; the one that trains, and the
+        # one that is prepared.
+        self._worlds: dict[int, HostsOfWorld] = {}
+        self._training: HostsOfWorld | None = None
+        self._next: HostsOfWorld | None = None
+        # By slice that is there, since when.
+        self._since = dict.fromkeys(machines.slices(), time.monotonic())
+        # Slices that faults keep away; that are about to go, with their memory; that
+        # were lost since they were last in a world; that are new, or have crashed, and
+        # are to be checked; that have slow hosts.
+        self._absent: set[int] = set()
+        self._leaving: set[int] = set()
+        self._lost: set[int] = set()
+        self._unchecked: set[int] = set()
+        self._slow: set[int] = set()
+        # By slice that is refused: until when, and how often it was in a row.
+        self._refused: dict[int, tuple[float, int]] = {}
+        self._failures: list[Failure] = []
+        self._num_abandoned = 0
+        self._gives_way_secs = gives_way_secs
+        self._waits_since_secs = math.inf
+        # The steps that are done; and until when this machine, which was asked to end,
+        # waits for its last world.
+        self._step = 0
+        self._hands_over_until_secs: float | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def devices_per_slice(self) -> int:
+        """See `Cluster`."""
+        own = self._machines.own
+        return own.hosts_per_slice * own.hardware.devices_per_host
+
+    def slices(self, current: frozenset[int]) -> Slices:
+        """See `Cluster`."""
+        now_secs = time.monotonic()
+        there = self._machines.slices() - self._absent - self._leaving
+        training = () if self._training is None else self._training.slices
+        for number in sorted(self._since.keys() - there):
+            del self._since[number]
+            if number not in {*training, *self._absent, *self._leaving}:
+                # Otherwise its world is lost, too, and that is reported.
+                self._emit("slice_lost", slice=number, why="its machine is lost")
+        for number in sorted(there - self._since.keys()):
+            self._since[number] = now_secs
+            self._unchecked.add(number)
+            self._slow.discard(number)
+            self._emit("slice_returned", slice=number)
+        return Slices(
+            current=current - self._lost,
+            present_secs={
+                number: now_secs - since_secs
+                for number, since_secs in self._since.items()
+                if now_secs >= self._refused.get(number, (0.0, 0))[0]
+            },
+            failures=tuple(self._failures),
+            slow=frozenset(self._slow),
+        )
+
+    def run_world(
+        self,
+        train: TrainFunction,
+        assignment: Assignment,
+        *,
+        emit: events.Emit,
+        has_changed: Callable[[], Decision | None],
+    ) -> bool:
+        """See `Cluster`; in the main thread it reacts to SIGTERM."""
+        host_process.check_sent(train)
+        self._waits_since_secs = math.inf
+        self._machines.own.train = train
+        self._emit = emit
+        self._lost -= {*assignment.work.slices}
+        world = self._training = self._taken(assignment) or self._world(assignment)
+
+        def receive(name: str, **fields: storage.Json) -> None:
+            emit(name, **fields)
+            self._note_event(assignment, name, fields)
+
+        # They hold their slices' memory until they have ended. Meanwhile hosts join.
+        dying = [each for each in self._worlds.values() if each is not world]
+        while any(each.alive for each in dying):
+            self._take_messages(_LOOK_SECS)
+        world.begin(receive)
+        try:
+            with _notice() as notices:
+                while not world.is_over:
+                    self._take_messages(_LOOK_SECS, *(n.fileno() for n in notices))
+                    for notice in notices:
+                        if notice.is_coming() and notice.received():
+                            self._terminate(world)
+                    # What ends this process may have been sent to the hosts, too: then
+                    # they are not about to leave without it.
+                    is_ending = any(notice.is_coming() for notice in notices)
+                    self._look(world, has_changed, is_ending=is_ending)
+            if world.has_stepped:
+                # Their devices have passed the check.
+                self._unchecked -= {*world.slices}
+                for number in world.slices:
+                    self._refused.pop(number, None)
+            is_over = world.result(self._step)
+        except WorldLostError as error:
+            self._note_lost(error, world)
+            if self._hands_over_until_secs is not None:
+                raise HandedOverError(str(error)) from error
+            raise
+        except errors.StoppedError as error:
+            if self._hands_over_until_secs is not None:
+                raise HandedOverError(str(error)) from error
+            raise
+        finally:
+            world.kill()
+            self._training = None
+            self._lose_memory()
+            if self._machines.own.hardware.hardware != "cpu":
+                # Its devices are free when its processes have ended.
+                while world.alive:
+                    self._take_messages(_LOOK_SECS)
+        if self._hands_over_until_secs is not None and not is_over:
+            raise HandedOverError("this machine was asked to end")
+        return is_over
+
+    def wait(self, secs: float) -> None:
+        """See `Cluster`."""
+        self._waits_since_secs = min(self._waits_since_secs, time.monotonic())
+        if time.monotonic() - self._waits_since_secs > self._gives_way_secs:
+            raise LeadershipLostError("there are too few slices for this machine")
+        self._take_messages(min(secs, _LOOK_SECS))
+
+    def close(self) -> None:
+        """Ends the hosts that are left."""
+        for world in self._worlds.values():
+            world.kill()
+        self._machines.own.end_hosts()
+
+    def _world(self, assignment: Assignment) -> HostsOfWorld:
+        key = next(self._keys)
+        slices = frozenset(assignment.work.slices)
+        assignment = dataclasses.replace(
+            assignment,
+            claimant=self._claimant,
+            unchecked=slices & self._unchecked,
+        )
+        self._worlds[key] = HostsOfWorld(key, assignment, self._machines, self._limits)
+        return self._worlds[key]
+
+    def _taken(self, assignment: Assignment) -> HostsOfWorld | None:
+        # The world that was prepared, if it is for this assignment.
+        world = self._next
+        if world is not None and not world.failures and _is_for(world, assignment):
+            self._next = None
+            return world
+        self._discard()
+        return None
+
+    def _discard(self) -> None:
+        if self._next is not None:
+            self._next.kill()
+            self._next = None
+
+    def _take_messages(self, secs: float, *extra: int) -> None:
+        if not self._machines.has_lead():
+            raise LeadershipLostError("the machine does not lead the run any more")
+        for machine, message in self._machines.wait(secs, *extra):
+            if "leaving" in message:
+                self._preempt(self._machines.slices([machine]))
+            elif "host" in message:
+                key, host = message["host"]
+                if key in self._worlds:
+                    self._worlds[key].take(host, message)
+        for key, world in list(self._worlds.items()):
+            world.look()
+            if not world.alive and world not in (self._training, self._next):
+                del self._worlds[key]
+
+    def _note_event(
+        self, assignment: Assignment, name: str, fields: Mapping[str, Any]
+    ) -> None:
+        if name in ("step", "step_done", "restored_from"):
+            self._step = int(fields["step"])
+        if name in ("step", "step_done"):
+            self._num_abandoned = 0
+        elif name == "world_claimed":
+            self._claimant = dataclasses.replace(self._claimant, has_claimed=True)
+        elif name == "run_started" and assignment.number == 1:
+            # An earlier start of the run has lived through the others.
+            start = int(fields["start_step"])
+            self._faults = [each for each in self._faults if each.at_step >= start]
+
+    def _look(
+        self,
+        world: HostsOfWorld,
+        has_changed: Callable[[], Decision | None],
+        *,
+        is_ending: bool,
+    ) -> None:
+        self._inject(world)
+        if world.has_stepped:
+            self._machines.own.stand_by()
+        for slow in world.slow.newly_slow(now_secs=time.monotonic()):
+            number = world.slices[slow.host]
+            self._slow.add(number)
+            self._emit("slow_host", slice=number, **dataclasses.asdict(slow))
+        if world.deadline_secs is None and not is_ending:
+            self._preempt(world.preempted)
+            decided = has_changed()
+            if self._hands_over_until_secs is not None:
+                self._hand_over(world, decided, self._hands_over_until_secs)
+            elif self._is_ready_for(world, decided):
+                self._change(world, decided)
+
+    def _is_ready_for(self, world: HostsOfWorld, decided: Decision | None) -> bool:
+        # Prepares the world that is decided on; returns whether the present one may end
+        # for it. What is about to go does not wait.
+        if not isinstance(decided, Train):
+            self._discard()
+            return bool(decided)
+        following = Assignment(number=world.assignment.number + 1, work=decided)
+        if self._next is None or not _is_for(self._next, following):
+            self._discard()
+            self._next = self._world(following)
+        if unfit := self._next.unfit - {*world.slices}:
+            why = next(
+                (each.message for each in self._next.failures),
+                "its hosts do not join the others in time",
+            )
+            self._refuse(unfit, why)
+            self._discard()
+            return False
+        return self._next.is_prepared or self._is_losing_memory(world)
+
+    def _change(self, world: HostsOfWorld, decided: Decision | None) -> None:
+        loses_memory = self._is_losing_memory(world)
+        may_abandon = isinstance(decided, Train) and not loses_memory
+        if may_abandon and self._num_abandoned < _MOST_ABANDONED and world.abandon():
+            self._num_abandoned += 1
+        elif not world.leave(loses_memory=loses_memory):
+            return
+        self._emit("world_leaving", slices=leaving_for(decided))
+
+    def _is_losing_memory(self, world: HostsOfWorld) -> bool:
+        return not self._leaving.isdisjoint(world.slices)
+
+    def _terminate(self, world: HostsOfWorld) -> None:
+        # SIGTERM to this machine, or once more.
+        if self._machines.are_several and self._hands_over_until_secs is None:
+            self._leaving |= {*self._machines.own.slices}
+            secs = self._limits.grace_secs
+            self._hands_over_until_secs = time.monotonic() + secs
+        else:
+            world.stop()
+
+    def _hand_over(
+        self, world: HostsOfWorld, decided: Decision | None, until_secs: float
+    ) -> None:
+        # All hosts leave, and the next leader starts others without this machine.
+        own = {*self._machines.own.slices}
+        is_apart = decided is None and own.isdisjoint(world.slices)
+        if not (isinstance(decided, Train) or is_apart):
+            # The other machines are too few, or have got SIGTERM, too.
+            self._hands_over_until_secs = None
+            world.stop()
+        elif world.leave(loses_memory=True):
+            for number in sorted(own):
+                self._emit("slice_preempted", slice=number)
+            self._emit("world_leaving", slices=leaving_for(decided))
+        elif not world.is_running or time.monotonic() > until_secs:
+            world.end()
+
+    def _preempt(self, slices: Collection[int]) -> None:
+        for number in sorted({*slices} - self._leaving):
+            self._leaving.add(number)
+            self._since.pop(number, None)
+            self._emit("slice_preempted", slice=number)
+
+    def _lose_memory(self) -> None:
+        # Their machines go, and their memory with them.
+        for number in self._leaving & {*self._absent, *self._machines.own.slices}:
+            self._order_fault(faults.Kind.KILL_SLICE, number)
+        self._leaving.clear()
+
+    def _order_fault(self, kind: faults.Kind, number: int) -> None:
+        machine = self._machines.of_slice(number)
+        self._machines.order(machine, fault=kind.value, slice=number)
+
+    def _refuse(self, slices: Iterable[int], why: str) -> None:
+        for number in sorted(slices):
+            _, times = self._refused.get(number, (0.0, 0))
+            secs = min(_RETRY_SECS * 2**times, _MOST_RETRY_SECS)
+            self._refused[number] = time.monotonic() + secs, times + 1
+            self._settle_again(number)
+            self._fail(number)
+            self._emit("slice_refused", slice=number, why=why)
+
+    def _fail(self, number: int) -> None:
+        self._failures.append(Failure(slice=number, at_secs=time.monotonic()))
+
+    def _settle_again(self, number: int) -> None:
+        self._unchecked.add(number)
+        if number in self._since:
+            self._since[number] = time.monotonic()
+
+    def _note_lost(self, error: WorldLostError, world: HostsOfWorld) -> None:
+        there = self._machines.slices() - self._absent
+        gone = {*world.slices} - there - self._leaving
+        lost = {world.slices[host] for host in error.hosts}
+        hung = {world.slices[host] for host in error.hung}
+        error.gone = frozenset({*world.slices} - there)
+        if self._machines.are_several:
+            error.machines = frozenset(map(self._machines.of_slice, error.gone))
+        wrong = {
+            world.slices[each.host]: each.message
+            for each in error.failures
+            if device_check.DeviceWrongError.__name__ in each.error
+        }
+        why = str(error).partition("\n")[0]
+        for number in sorted(lost | gone):
+            is_known = number in lost
+            self._emit(
+                "slice_lost",
+                slice=number,
+                why=why if is_known else "it is gone at the same time",
+            )
+            self._unchecked.add(number)
+            if number in wrong:
+                self._refuse([number], wrong[number])
+            elif number not in self._leaving:
+                self._fail(number)
+            # Of the others nothing but processes was lost, which are started again.
+            if number in gone | hung:
+                self._lost.add(number)
+                self._settle_again(number)
+            if number in gone:
+                self._since.pop(number, None)
+
+    def _inject(self, world: HostsOfWorld) -> None:
+        for fault in faults.due(self._faults, self._step):
+            kind, target = faults.Kind(fault.kind), fault.target
+            if kind is faults.Kind.RETURN_SLICE and target in world.slices:
+                continue  # Its world has not ended yet.
+            self._faults.remove(fault)
+            self._emit(
+                "fault_injected", kind=kind.value, target=target, step=self._step
+            )
+            hosts = [h for h, number in enumerate(world.slices) if number == target]
+            match kind:
+                case faults.Kind.KILL_HOST:
+                    world.signal([target], signal.SIGKILL)
+                case faults.Kind.HANG_HOST:
+                    world.signal([target], signal.SIGSTOP)
+                case faults.Kind.PREEMPT_SLICE:
+                    self._absent.add(target)
+                    self._preempt([target])
+                case faults.Kind.KILL_SLICE:
+                    self._absent.add(target)
+                    world.signal(hosts, signal.SIGKILL)
+                case faults.Kind.RETURN_SLICE:
+                    self._absent.discard(target)
+            if kind not in (*faults.OF_HOSTS, faults.Kind.PREEMPT_SLICE):
+                self._order_fault(kind, target)
+
+
+def _is_for(world: HostsOfWorld, assignment: Assignment) -> bool:
+    # Whether its hosts are those of an assignment, whatever is spare.
+    works = (world.assignment.work, assignment.work)
+    mine, wanted = (dataclasses.replace(each, spares=()) for each in works)
+    return world.assignment.number == assignment.number and mine == wanted
+
+
+@contextlib.contextmanager
+def _notice() -> Iterator[list[termination.Notice]]:
+    # Only the main thread receives signals.
+    if threading.current_thread() is not threading.main_thread():
+        yield []
+        return
+    with termination.Notice() as notice:
+        yield [notice]

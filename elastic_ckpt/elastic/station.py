@@ -1,0 +1,312 @@
+"""The station of a machine: it starts hosts for whoever leads the run.
+
+The leader gives its own machine the same orders as the others: in a call here, over a
+link there. A station owns what outlives worlds: the warm fork server, processes that
+stand by for the next world, the agents that serve the RAM of its slices, and the
+executables that its hosts have compiled. Hosts never outlive their station.
+
+    orders    {start: [world, host], assignment, member, log}
+              {tell: [world, host], text}   {signal: [world, host], number}
+              {fault: kind, slice}          {forget: [agents]}
+    messages  {host: [world, host], ...}    as the host sent it
+              {host: [world, host], exit}   its exit code
+              {port}                        reserved for host 0 of the next world
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from multiprocessing import connection, forkserver, process
+from typing import Any, TypeAlias
+
+from elastic_ckpt.core import codec, storage
+from elastic_ckpt.elastic import (
+    executables,
+    faults,
+    termination,
+)
+from elastic_ckpt.elastic import host as host_process
+from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
+from elastic_ckpt.elastic.host import Hardware, Member
+from elastic_ckpt.tiers.peers import agent
+from elastic_ckpt.tiers.persistent import run_files
+from elastic_ckpt.tiers.ram import machine
+
+# The numbers of a world, and of a host in it.
+Key: TypeAlias = tuple[int, int]
+LOOPBACK = "127.0.0.1"
+# A port stays reserved until the service of its world has bound it.
+_MOST_PORTS = 4
+
+
+def warm_up(modules: Sequence[str]) -> None:
+    """Starts the fork server, which imports `modules` while the caller continues.
+
+    Args:
+      modules: that hosts import; importing them must start neither a thread nor a
+        backend of JAX.
+    """
+    forkserver.set_forkserver_preload(list(modules))
+    with termination.held():
+        forkserver.ensure_running()
+
+
+class HostProcess:
+    """A child of the warm fork server, which waits for its task.
+
+    Args:
+      example: a task that imports what the one to come imports; None if that comes at
+        once.
+
+    Attributes:
+      channel: with its messages; it ends when the process has ended.
+    """
+
+    def __init__(self, example: host_process.Task | None = None) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self.channel, sender = context.Pipe()
+        self._process: process.BaseProcess = context.Process(
+            target=host_process.stand_by, args=(sender, example)
+        )
+        with termination.held():
+            self._process.start()
+        sender.close()
+
+    def begin(self, task: host_process.Task) -> None:
+        """Has the process do a task, unless it has ended."""
+        with contextlib.suppress(OSError):
+            self.channel.send(task)
+
+    def tell(self, message: bytes) -> None:
+        """Sends the process a message, unless it has ended."""
+        with contextlib.suppress(OSError):
+            self.channel.send_bytes(message)
+
+    def signal(self, number: int) -> None:
+        """Sends the process a signal, unless it has ended."""
+        # The fork server may have reaped one whose end it has not reported yet.
+        with contextlib.suppress(ProcessLookupError):
+            if self._process.is_alive():
+                assert self._process.pid is not None
+                os.kill(self._process.pid, number)
+
+    def wait(self) -> int:
+        """Waits for the end of the process, and returns its exit code."""
+        self._process.join()
+        self.channel.close()
+        return self._process.exitcode or 0
+
+
+class Station:
+    """The hosts of this machine, and what outlives them.
+
+    Args:
+      hardware: the slices and hosts of the run, and the devices of each host. A host
+        that simulates several slices is one slice here.
+      slices: the numbers of those of this machine; None if it has all.
+      memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
+      log_directory: for the output of hosts.
+      grace_secs: how long hosts may take to save and end after SIGTERM.
+      interface: the address by which other machines reach this one.
+
+    Attributes:
+      train: what each host of a world runs; whoever leads or follows sets it.
+    """
+
+    train: TrainFunction
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        *,
+        slices: Sequence[int] | None = None,
+        memory: host_process.SliceMemory | None = None,
+        log_directory: str,
+        grace_secs: float,
+        interface: str = LOOPBACK,
+    ) -> None:
+        num_slices = min(hardware.hosts, hardware.slices)
+        self.slices = tuple(range(num_slices) if slices is None else slices)
+        self.hosts_per_slice = hardware.hosts // num_slices
+        self.hardware = hardware
+        self.log_directory = log_directory
+        self.grace_secs = grace_secs
+        self.interface = interface
+        self._memory = memory
+        self._most_hosts = len(self.slices) * self.hosts_per_slice
+        self._agents: dict[int, agent.AgentProcess] = {}
+        self._hosts: dict[Key, HostProcess] = {}
+        self._standing_by: collections.deque[HostProcess] = collections.deque()
+        # Of the host that was started last, and of one that has trained a step.
+        self._last: host_process.Program | None = None
+        self._example: host_process.Program | None = None
+        # Slices whose devices are to compute wrong values: a fault.
+        self._broken: frozenset[int] = frozenset()
+        self._ports: list[socket.socket] = []
+        with contextlib.ExitStack() as resources:
+            resources.callback(self._end_all)
+            self._owned = host_process.Owned(
+                memory=memory,
+                kept=resources.enter_context(executables.kept()),
+                most_hosts=self._most_hosts,
+                first_slice=self.slices[0],
+            )
+            self._reserve()
+            for number in self.slices:
+                self._serve(number)
+            self._resources = resources.pop_all()
+
+    @property
+    def hello(self) -> dict[str, Any]:
+        """What a leader has to know of this machine."""
+        return {
+            "agents": [each.address.url for each in self._agents.values()],
+            "interface": self.interface,
+            "port": self._ports[-1].getsockname()[1],
+        }
+
+    @property
+    def channels(self) -> dict[connection.Connection, Key]:
+        """The channels of the hosts, for `connection.wait`."""
+        return {each.channel: key for key, each in self._hosts.items()}
+
+    def do(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Carries out an order; returns the messages that it leads to."""
+        match order:
+            case {"start": [int(world), int(host)]}:
+                self._start((world, host), order)
+                if host == 0:
+                    self._reserve()
+                    return [{"port": self.hello["port"]}]
+            case {"tell": key, "text": str(text)} if tuple(key) in self._hosts:
+                self._hosts[tuple(key)].tell(text.encode())
+            case {"signal": key, "number": int(number)} if tuple(key) in self._hosts:
+                self._hosts[tuple(key)].signal(number)
+            case {"fault": str(kind), "slice": int(number)}:
+                self._inject(faults.Kind(kind), number)
+            case {"forget": list(agents)}:
+                self._forget(agents)
+        return []
+
+    def read(self, channel: connection.Connection, key: Key) -> dict[str, Any]:
+        """The next message of a host, or its end."""
+        try:
+            message = json.loads(channel.recv_bytes())
+        except (EOFError, OSError):
+            return {"host": [*key], "exit": self._hosts.pop(key).wait()}
+        if "stepped" in message:
+            self._example = self._last
+        return {"host": [*key], **message}
+
+    def stand_by(self) -> None:
+        """Starts a process for the next world, if there are too few; called often."""
+        if self._example is not None and len(self._standing_by) < self._most_hosts:
+            example = functools.partial(host_process.run, self._example)
+            self._standing_by.append(HostProcess(example))
+
+    def end_hosts(self) -> None:
+        """Ends all hosts at once."""
+        for host in self._hosts.values():
+            host.signal(signal.SIGKILL)
+        while self._hosts:
+            self._hosts.popitem()[1].wait()
+
+    def close(self) -> None:
+        """Ends the hosts and agents, and removes the executables."""
+        self._resources.close()
+
+    def program(self, assignment: Assignment) -> host_process.Program:
+        """What each host of this machine does in a world."""
+        owned = dataclasses.replace(self._owned, broken=self._broken)
+        return functools.partial(
+            host_process.run_host, self.train, self.hardware, assignment, owned
+        )
+
+    def _start(self, key: Key, order: Mapping[str, Any]) -> None:
+        # Logs are in the directory that this machine has configured.
+        directory = f"{self.log_directory}/{os.path.basename(order['log'])}"
+        storage.make_directory(directory)
+        assignment = codec.decode(Assignment, order["assignment"])
+        member = codec.decode(Member, order["member"])
+        self._last = self.program(assignment)
+        host = self._waiting()
+        log = f"{directory}/host-{member.host}.log"
+        host.begin(functools.partial(host_process.run, self._last, member, log))
+        self._hosts[key] = host
+
+    def _waiting(self) -> HostProcess:
+        # A process without a task: one that stood by, unless it has died, or a new one.
+        while self._standing_by:
+            first = self._standing_by.popleft()
+            if not first.channel.poll():
+                return first
+            first.wait()
+        return HostProcess()
+
+    def _reserve(self) -> None:
+        # The OS chooses the port and reserves it while the socket is open. gRPC servers
+        # also bind with SO_REUSEPORT, and only a listening socket accepts connections.
+        reserved = socket.socket()
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind((self.interface, 0))
+        self._ports.append(reserved)
+        if len(self._ports) > _MOST_PORTS:
+            self._ports.pop(0).close()
+
+    def _serve(self, number: int) -> None:
+        # The agent outlives worlds, so that the next one reads from it at once.
+        if self._memory is None or number in self._agents:
+            return
+        root = self._memory.root(number)
+        machine.machine_id(root)  # Makes the directory.
+        self._agents[number] = agent.AgentProcess(
+            agent.Service(
+                root=root,
+                interface=self.interface,
+                tls_certificate=self._memory.tls_certificate,
+                tls_key=self._memory.tls_key,
+            )
+        )
+
+    def _inject(self, kind: faults.Kind, number: int) -> None:
+        match kind:
+            case faults.Kind.KILL_SLICE:
+                self._drop_memory(number)
+            case faults.Kind.RETURN_SLICE:
+                self._serve(number)
+            case faults.Kind.BREAK_SLICE:
+                self._broken |= {number}
+
+    def _drop_memory(self, number: int) -> None:
+        if self._memory is not None and number in self._agents:
+            gone = self._agents.pop(number)
+            gone.close()
+            self._forget([gone.address.url])
+            storage.remove(self._memory.of_slice(number))
+
+    def _forget(self, agents: Sequence[str]) -> None:
+        # The next world does not wait for them.
+        for number, url in itertools.product(self._agents, agents):
+            assert self._memory is not None
+            run_files.forget_agent(self._memory.root(number), url)
+
+    def _end_all(self) -> None:
+        for each in self._standing_by:
+            each.signal(signal.SIGKILL)
+        self.end_hosts()
+        while self._standing_by:
+            self._standing_by.popleft().wait()
+        while self._agents:
+            self._agents.popitem()[1].close()
+        while self._ports:
+            self._ports.pop().close()
