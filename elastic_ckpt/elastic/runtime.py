@@ -297,22 +297,28 @@ def _await_slices(
 
 
 class _Retries:
-    """Counts the worlds that were lost since the last new step; an `Emit`."""
+    """Counts the worlds that were lost without progress; an `Emit`.
+
+    A run makes progress if a world passes the newest step, or if it begins at a later
+    one than the world that was lost before it: steps may be lost, and trained again.
+    """
 
     def __init__(self, most: int, emit: events.Emit) -> None:
         self._most = most
         self._emit = emit
-        self._newest_step = -1
+        self._newest_step = self._first_step = -1
+        self._is_first = True  # the next step of this world
         self._lost: list[WorldLostError] = []
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
         """Passes an event on."""
-        if (
-            name in ("step", "step_done")
-            and int(str(fields["step"])) > self._newest_step
-        ):
-            self._newest_step = int(str(fields["step"]))
-            self._lost.clear()
+        if name in ("step", "step_done"):
+            step = int(str(fields["step"]))
+            if step > (self._first_step if self._is_first else self._newest_step):
+                self._lost.clear()
+            if self._is_first:
+                self._is_first, self._first_step = False, step
+            self._newest_step = max(self._newest_step, step)
         self._emit(name, **fields)
 
     def end_after(self, error: WorldLostError) -> errors.RunError | None:
@@ -322,6 +328,7 @@ class _Retries:
           error: of the world that was lost last.
         """
         self._lost.append(error)
+        self._is_first = True
         first = self._lost[0]
         if not self._most:
             return first

@@ -272,7 +272,8 @@ class Progress:
     def _on_run_stopped(self, *, step: int, saved: bool) -> None:
         self._is_anything_saved |= saved
         kept = "which is saved" if saved else "which was NOT saved"
-        self._line(f"stopped after step {step}, {kept}; {self._next()}")
+        when = f"after step {step}, {kept}" if self._has_begun else "before it began"
+        self._line(f"stopped {when}; {self._next()}")
 
     def _next(self) -> str:
         if self._is_anything_saved:

@@ -178,7 +178,7 @@ def run_here(config: schema.Config, emit: journal.Journal) -> None:
             slices,
             injected=faults.parse(config.elastic.faults),
             grace_secs=configured.grace_secs(config),
-            ended=emit.stopped_without_a_save,
+            ended=emit.stopped_early,
             emit=emit,
         )
     ) as cluster:

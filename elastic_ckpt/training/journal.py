@@ -68,6 +68,8 @@ class Journal:
         self._lock = threading.Lock()
         self._has_begun = False
         self._step = 0
+        # Whether the newest step is in no save that this start knows of.
+        self._is_unsaved = True
         self._is_changed = False
         self.is_stopped = False
 
@@ -80,6 +82,11 @@ class Journal:
                 self._step = int(str(fields["start_step"]))
             elif name in ("step", "step_done"):
                 self._step = int(str(fields["step"]))
+                self._is_unsaved = True
+            elif name in ("restored_from", "world_left"):
+                # All hosts save before they leave.
+                self._step = int(str(fields["step"]))
+                self._is_unsaved = False
             elif name == "run_stopped":
                 self.is_stopped = True
             elif name == "world_claimed":
@@ -127,10 +134,10 @@ class Journal:
             return False
         return claims.is_replaced(self._claims_at, claim)
 
-    def stopped_without_a_save(self) -> None:
-        """Keeps that the run ended before the state of its last step was saved."""
+    def stopped_early(self) -> None:
+        """Keeps that the run ended where it was, perhaps before a save."""
         if self._has_begun:
-            self("run_stopped", step=self._step, saved=False)
+            self("run_stopped", step=self._step, saved=not self._is_unsaved)
 
     def failed(self, error: Exception) -> None:
         """Keeps why a run failed; one that was refused had no event yet."""
@@ -202,7 +209,7 @@ def kept_in(
                     yield journal
                 journal.check()
             except (errors.StoppedError, KeyboardInterrupt, SystemExit):
-                journal.stopped_without_a_save()
+                journal.stopped_early()
                 raise
             except Exception as error:
                 journal.failed(error)

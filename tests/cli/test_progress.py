@@ -55,6 +55,11 @@ FAILED = ("run_failed", {"step": 0, "why": "x"})
             "the run failed after step 0; once its cause is removed, the same command"
             " continues it from the newest complete step",
         ),
+        # A machine that has just taken the lead.
+        (
+            [("run_stopped", {"step": 0, "saved": False})],
+            "stopped before it began; the same command starts it",
+        ),
         (
             [("restored_from", RAM | {"step": 2, "bad_copies": 2, "repaired": 1})],
             "restored step 2: data; 1 of 2 bad copies put right",

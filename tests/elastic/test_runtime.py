@@ -224,6 +224,31 @@ def test_worlds_that_are_lost_without_a_new_step_end_the_run_with_the_first_caus
     assert len(cluster.ran) == 3
 
 
+def trains(first, until):
+    """A world that trains some steps, and loses hosts, but no slice."""
+
+    def world(cluster):
+        for step in range(first, until):
+            cluster.emit("step_done", step=step)
+        raise WorldLostError("killed", hosts=frozenset([0]), at_secs=time.monotonic())
+
+    return world
+
+
+def test_a_run_goes_on_while_each_world_begins_later_than_the_lost_one_did():
+    # The slice with the newest steps is lost, and its memory.
+    again = [trains(first, first + 200) for first in range(4001, 5001, 200)]
+    cluster = ScriptedCluster(range(1), [trains(4900, 5001), *again, ends])
+    run(cluster, max_retries=2)
+    assert len(cluster.ran) == 7
+
+
+def test_a_world_that_fails_again_before_a_save_is_not_progress():
+    cluster = ScriptedCluster(range(1), [trains(11, 14)] * 4)
+    with pytest.raises(errors.RunError, match="3 worlds in a row"):
+        run(cluster, max_retries=2)
+
+
 def test_without_retries_the_loss_itself_is_raised():
     cluster = ScriptedCluster(range(4), [loses(3)])
     with pytest.raises(WorldLostError, match="the loss of"):
