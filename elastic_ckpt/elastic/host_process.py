@@ -20,7 +20,7 @@ from multiprocessing import connection
 from typing import Any
 
 from elastic_ckpt.core import events, storage
-from elastic_ckpt.elastic import host_failure, host_load, termination, watch
+from elastic_ckpt.elastic import failures, host_load, termination, watch
 from elastic_ckpt.elastic.member import Member
 
 # At least between two reports of the same phase.
@@ -160,7 +160,7 @@ def run(
     except BaseException as error:
         # The root of the process: the error is reported here or never.
         traceback.print_exc()
-        failure = host_failure.of_exception(member.host, error)
+        failure = failures.of_exception(member.host, error)
         if failure.is_of_devices:
             # If it is this host that has lost all others, JAX aborts it meanwhile.
             time.sleep(_ABORT_SECS)

@@ -20,7 +20,6 @@ from elastic_ckpt.elastic import (
     main_script,
     processes,
     termination,
-    verdict,
 )
 from elastic_ckpt.elastic.cluster import TrainFunction
 from elastic_ckpt.elastic.decision import Policy
@@ -238,7 +237,7 @@ class MachineSupervisor:
 
         emit("leader_found", machine=self._number, leader=self._number)
         if before is not None:
-            report_lost(before, emit)
+            emit("leader_lost", machine=before.machine, why=before.lost)
         others.await_machines(self._expected)
         cluster = processes.ProcessCluster(
             self._slices, others, injected=self._run.machine.injected, emit=emit
@@ -252,22 +251,6 @@ class MachineSupervisor:
             others.tell(rest=True)
             self._rests_until_secs = time.monotonic() + 2 * self._lost_secs
             self._may_rest = False
-
-
-def report_lost(leader: leader_claim.Leader, emit: events.Emit) -> None:
-    """Reports a leader that was lost, and the verdict of it, as its successor does."""
-    fields: dict[str, storage.Json] = {"machine": leader.machine, "why": leader.lost}
-    emit("leader_lost", **fields)
-    judged = verdict.judge(
-        verdict.Evidence(
-            event="leader_lost",
-            fields=fields,
-            at_secs=leader.since_secs,
-            epoch_secs=time.time() - time.monotonic(),
-        )
-    )
-    assert judged is not None
-    emit("verdict", world=0, **judged.fields())
 
 
 def run(

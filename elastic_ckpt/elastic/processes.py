@@ -27,8 +27,8 @@ from etils import epath
 
 from elastic_ckpt.core import errors, events, process, storage
 from elastic_ckpt.elastic import (
+    failures,
     faults,
-    host_failure,
     host_start,
     injector,
     local_slices,
@@ -246,7 +246,7 @@ class ProcessCluster:
                 emit("world_left", step=start_step)
             self._handover.check(is_over=is_over)
             return is_over
-        except host_failure.WorldLostError as error:
+        except failures.WorldLostError as error:
             self._note_lost(error, slices)
             raise
         finally:
@@ -321,9 +321,7 @@ class ProcessCluster:
             self._emit("world_leaving", slices=leaving_for(decided))
         return True
 
-    def _note_lost(
-        self, error: host_failure.WorldLostError, slices: Sequence[int]
-    ) -> None:
+    def _note_lost(self, error: failures.WorldLostError, slices: Sequence[int]) -> None:
         self._note_machines()
         lost = {self._slice_of(host, slices) for host in error.hosts}
         is_there = self._since.keys() | self._leaving

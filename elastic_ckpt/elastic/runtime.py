@@ -16,15 +16,14 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import (
-    host_failure,
+    failures,
     machine_supervisor,
     processes,
-    verdict,
 )
 from elastic_ckpt.elastic.cluster import (
     Assignment,
@@ -43,7 +42,7 @@ from elastic_ckpt.elastic.decision import (
     decide,
     quarantined,
 )
-from elastic_ckpt.elastic.host_failure import ProgramFailedError, WorldLostError
+from elastic_ckpt.elastic.failures import ProgramFailedError, WorldLostError
 from elastic_ckpt.elastic.machines import slice_machines
 from elastic_ckpt.elastic.timeline import Timeline
 from elastic_ckpt.monitoring import progress
@@ -130,7 +129,7 @@ def run(
         try:
             lead(cluster, emit)
         except ProgramFailedError as error:
-            # The traceback that counts is the user's, with which its message begins.
+            # The traceback that counts is the user's, which is a note of the error.
             raise error.with_traceback(None) from error.__cause__
 
 
@@ -174,9 +173,7 @@ def _run_worlds(
         except WorldLostError as error:
             timeline.begin(since_secs=error.at_secs)
             end = retries.end_after(error)
-            judged = judge.lost(error, is_last=end is not None)
-            if judged is not None and judged.action is verdict.Action.STOP:
-                end = end or _of_program(judged, error)
+            end = judge.lost(error, is_last=end is not None) or end
             if end is error:
                 raise
             if end is not None:
@@ -346,54 +343,42 @@ class _Judge:
 
     def __init__(self, emit: events.Emit) -> None:
         self._emit = emit
-        self._world = 0
+        self._world = self._step = 0
         self._slices: list[int] = []
-        self._step = 0
-        self._degraded: set[str] = set()
-        # What goes on in this world, and has its verdict.
-        self._known: set[tuple[str, str]] = set()
-        self._before: verdict.Failed | None = None
-        # The loss of a world that was judged last.
+        # How the world before was lost, and its error.
+        self._before = ""
         self._lost: WorldLostError | None = None
 
-    def __call__(self, name: str, **fields: storage.Json) -> None:
+    def __call__(self, name: str, **fields: Any) -> None:
         """Passes an event on."""
         self._emit(name, **fields)
         if name == "world_started":
-            self._world = int(str(fields["world"]))
-            self._slices = [int(str(each)) for each in _items(fields["slices"])]
-            self._step = 0
-            self._known.clear()
+            self._world, self._slices, self._step = fields["world"], fields["slices"], 0
         elif name in ("step", "step_done"):
-            self._step = int(str(fields["step"]))
-        elif name == "degraded":
-            self._degraded.add(f"{fields['tier']} {fields['cause']}")
-        elif name == "storage_recovered":
-            self._degraded.clear()
-            self._known.clear()
-        if name in verdict.EVENTS:
-            self._judge(
-                self._evidence(event=name, fields=fields, at_secs=time.monotonic())
-            )
+            self._step = fields["step"]
 
-    def lost(self, error: WorldLostError, *, is_last: bool) -> verdict.Verdict | None:
-        """The verdict on a world that was lost.
+    def lost(self, error: WorldLostError, *, is_last: bool) -> errors.RunError | None:
+        """The error that ends a run after a world was lost; None to go on.
 
         Args:
           error: of the world.
-          is_last: whether the run ends with it.
+          is_last: whether the run ends with it in any case.
         """
-        evidence = self._evidence(
+        self._lost = error
+        if not error.failures:
+            return None
+        judged = self._judge(
+            error, gone=error.gone, machines=error.machines, is_lost=not is_last
+        )
+        self._before = judged.how
+        if judged.action != failures.STOP or is_last:
+            return None
+        words = judged.words
+        return ProgramFailedError(
+            words if judged.lead.traceback else f"{words}\n{error}",
             failures=error.failures,
             num_hosts=error.num_hosts,
-            gone=error.gone,
-            machines=error.machines,
-            is_lost=not is_last,
         )
-        judged = self._judge(evidence)
-        self._before = verdict.failed(evidence)
-        self._lost = error
-        return judged
 
     @contextlib.contextmanager
     def of_the_end(self) -> Iterator[None]:
@@ -405,45 +390,22 @@ class _Judge:
             raise
         except errors.ElasticCkptError as error:
             if self._lost is None or self._lost not in (error, error.__cause__):
-                failures, num_hosts = (host_failure.of_exception(0, error),), 1
-                if isinstance(error, ProgramFailedError):
-                    failures, num_hosts = error.failures, error.num_hosts
-                self._judge(self._evidence(failures=failures, num_hosts=num_hosts))
+                told = [failures.of_exception(0, error)]
+                is_program = isinstance(error, ProgramFailedError)
+                failed = error if is_program else ProgramFailedError("", failures=told)
+                self._judge(failed, is_lost=False)
             raise
 
-    def _evidence(self, **of_this: Any) -> verdict.Evidence:
-        return verdict.Evidence(
-            **of_this,
+    def _judge(
+        self, error: WorldLostError | ProgramFailedError, **of_this: Any
+    ) -> failures.Verdict:
+        judged = failures.judge(
+            error.failures,
+            num_hosts=error.num_hosts,
             slices=self._slices,
             step=self._step,
-            epoch_secs=time.time() - time.monotonic(),
-            degraded=frozenset(self._degraded),
             before=self._before,
+            **of_this,
         )
-
-    def _judge(self, evidence: verdict.Evidence) -> verdict.Verdict | None:
-        judged = verdict.judge(evidence)
-        if judged is None:
-            return None
-        if evidence.event:
-            if (judged.kind, judged.which) in self._known:
-                return judged
-            self._known.add((judged.kind, judged.which))
         self._emit("verdict", world=self._world, **judged.fields())
         return judged
-
-
-def _items(value: storage.Json) -> Iterable[storage.Json]:
-    assert isinstance(value, list | tuple)
-    return value
-
-
-def _of_program(judged: verdict.Verdict, error: WorldLostError) -> ProgramFailedError:
-    # For what another world would fail at, too.
-    told = f"{judged.traceback}\n\n" if judged.traceback else ""
-    return ProgramFailedError(
-        f"{told}{judged.line}\n{error}",
-        why=judged.line,
-        failures=error.failures,
-        num_hosts=error.num_hosts,
-    )

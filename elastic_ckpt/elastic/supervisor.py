@@ -25,15 +25,14 @@ from multiprocessing import connection, forkserver
 
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import (
-    host_failure,
+    failures,
     host_process,
     host_start,
     slow_hosts,
     termination,
-    verdict,
 )
 from elastic_ckpt.elastic import watch as hang_watch
-from elastic_ckpt.elastic.host_failure import HostFailure
+from elastic_ckpt.elastic.failures import HostFailure
 from elastic_ckpt.elastic.member import Member
 
 # An exception may be the consequence of a death: how long to wait for further reports,
@@ -103,7 +102,7 @@ class HostProcesses:
         self._failures: list[HostFailure] = []
         # Whether the last of them was killed, which another failure does not cause.
         self._is_killed = False
-        self._oom_kills = host_failure.oom_kills()
+        self._oom_kills = failures.oom_kills()
         # The hosts that have sent a message.
         self._heard: set[int] = set()
         self._reserved: host_start.Reserved | None = None
@@ -184,24 +183,25 @@ class HostProcesses:
             self.close()
         if self._failures:
             self._failures = [
-                dataclasses.replace(each, log="\n".join(self._log_end(each.host)))
-                if each.is_silent
-                else each
+                dataclasses.replace(
+                    each,
+                    log="\n".join(self._log_end(each.host)) if each.is_silent else "",
+                    log_file=str(self._logs[each.host]),
+                )
                 for each in self._failures
             ]
-            failure = host_failure.first_failure(self._failures)
+            failure = failures.first_failure(self._failures)
             error = error_of(
                 self._failures, self._num_hosts, described=self._describe(failure)
             )
-            is_lost = isinstance(error, host_failure.WorldLostError)
+            is_lost = isinstance(error, failures.WorldLostError)
             reported = {failure.host} | (error.hosts if is_lost else set())
             for each in self._failures:
                 if each.is_silent and each.host in reported:
                     self._emit("host_lost", host=each.host, why=each.message)
             if is_lost and self._has_not_begun():
-                error = host_failure.ProgramFailedError(
+                error = failures.ProgramFailedError(
                     str(error),
-                    why=failure.message,
                     failures=self._failures,
                     num_hosts=self._num_hosts,
                 )
@@ -334,8 +334,8 @@ class HostProcesses:
             if exit_code and all(f.host != host for f in self._failures):
                 # The count is that of this machine.
                 is_local = isinstance(self._hosts[host], host_start.LocalProcess)
-                killed = is_local * (host_failure.oom_kills() - self._oom_kills)
-                death = host_failure.silent_death(host, exit_code, oom_kills=killed)
+                killed = is_local * (failures.oom_kills() - self._oom_kills)
+                death = failures.silent_death(host, exit_code, oom_kills=killed)
                 self._fail(dataclasses.replace(death, phase=phase))
             return
         now_secs = time.monotonic()
@@ -403,7 +403,7 @@ class HostProcesses:
         time.sleep(_STACKS_SECS)
         for host in hang.hosts or [0]:
             phase = self._hangs.phase(host)
-            self._fail(host_failure.of_hang(host, hang, phase, now_secs=now_secs))
+            self._fail(failures.of_hang(host, hang, phase, now_secs=now_secs))
         # Hosts that hang report nothing more.
         self.end()
 
@@ -441,10 +441,11 @@ class HostProcesses:
                 " Each imports the program that starts the run, and what it printed is"
                 " on standard error"
             )
+        if failure.traceback and not failure.is_of_devices:
+            num_hosts = self._num_hosts
+            return failures.judge([failure], num_hosts=num_hosts, is_lost=False).words
         log = self._logs[failure.host]
         why = f"host {failure.host} failed: {failure.message}"
-        if failure.traceback and not failure.is_of_devices:
-            return f"{failure.traceback}\n\n{why}\nits log is {log}"
         lines = [f"  | {line}" for line in self._log_end(failure.host)]
         return "\n".join([why, f"the end of its log, {log}:", *lines])
 
@@ -456,33 +457,29 @@ class HostProcesses:
 
 
 def error_of(
-    failures: Sequence[HostFailure], num_hosts: int, *, described: str
+    failed: Sequence[HostFailure], num_hosts: int, *, described: str
 ) -> errors.RunError:
     """The error of a world whose hosts failed.
 
     Args:
-      failures: of its hosts.
+      failed: of its hosts.
       num_hosts: of the world.
       described: its message.
     """
-    failure = host_failure.first_failure(failures)
-    lost = host_failure.lost_hosts(failures)
-    if lost is None and failure.is_replaced:
+    failure = failures.first_failure(failed)
+    lost = failures.lost_hosts(failed)
+    if lost is None and "ReplacedError" in failure.error:
         return errors.ReplacedError(described)
     if lost is None:
-        why = f"host {failure.host} failed: {failure.message}"
-        return host_failure.ProgramFailedError(
-            described,
-            why=failure.message if failure.is_ours else why,
-            failures=failures,
-            num_hosts=num_hosts,
+        return failures.ProgramFailedError(
+            described, failures=failed, num_hosts=num_hosts
         )
-    return host_failure.WorldLostError(
+    return failures.WorldLostError(
         described,
-        hosts=lost or verdict.hosts_of_bad_devices(failures, num_hosts),
-        hung=frozenset(each.host for each in failures if each.is_hang),
-        at_secs=min(each.at_secs for each in failures),
-        failures=failures,
+        hosts=lost or failures.hosts_of_bad_devices(failed, num_hosts),
+        hung=frozenset(each.host for each in failed if each.is_hang),
+        at_secs=min(each.at_secs for each in failed),
+        failures=failed,
         num_hosts=num_hosts,
     )
 

@@ -24,7 +24,6 @@ from elastic_ckpt.core import (
     storage,
     storage_cause,
 )
-from elastic_ckpt.elastic import host_failure
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.training import run_directory, schema
 
@@ -142,9 +141,7 @@ class Journal:
     def failed(self, error: Exception) -> None:
         """Keeps why a run failed; one that was refused had no event yet."""
         if self._has_begun:
-            is_program = isinstance(error, host_failure.ProgramFailedError)
-            why = error.why if is_program else str(error)
-            why = why.partition("\n")[0] or type(error).__name__
+            why = str(error).partition("\n")[0] or type(error).__name__
             self("run_failed", step=self._step, why=why[:_MAX_REASON])
 
 

@@ -9,7 +9,7 @@ import pytest
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import decision, pathways, simulated_slices
 from elastic_ckpt.elastic.cluster import Assignment
-from elastic_ckpt.elastic.host_failure import WorldLostError
+from elastic_ckpt.elastic.failures import WorldLostError
 
 
 class Cluster(pathways.Pathways):

@@ -6,7 +6,7 @@ import pytest
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import decision, runtime
-from elastic_ckpt.elastic.host_failure import WorldLostError
+from elastic_ckpt.elastic.failures import WorldLostError
 
 SETTLED = 1e6
 RATES = {"tokens": 9, "learning_rate": 0.1}
@@ -211,7 +211,7 @@ def test_a_run_with_too_few_slices_has_a_verdict_before_its_first_world():
     with pytest.raises(errors.RunError, match="min_slices=2"):
         run(ScriptedCluster(range(1), []), events, min_slices=2, wait_secs=0)
     (judged,) = named(events, "verdict")
-    assert judged["kind"] == "too_few_slices"
+    assert judged["kind"] == "cannot_go_on"
     assert (judged["world"], judged["step"]) == (0, 0)
 
 

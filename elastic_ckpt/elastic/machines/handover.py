@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.elastic import host_failure, local_slices, supervisor
+from elastic_ckpt.elastic import failures, local_slices, supervisor
 from elastic_ckpt.elastic.decision import Decision, Train
 from elastic_ckpt.elastic.machines import slice_machines
 from elastic_ckpt.elastic.machines.slice_machines import LeadershipLostError
@@ -87,7 +87,7 @@ class Handover:
         """Raises a HandedOverError if the block loses its world, or its hosts' time."""
         try:
             yield
-        except (host_failure.WorldLostError, errors.StoppedError) as error:
+        except (failures.WorldLostError, errors.StoppedError) as error:
             if self.began:
                 raise HandedOverError(str(error)) from error
             raise
