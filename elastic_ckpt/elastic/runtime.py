@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import (
     failures,
     machine_supervisor,
@@ -44,8 +44,7 @@ from elastic_ckpt.elastic.decision import (
 )
 from elastic_ckpt.elastic.failures import ProgramFailedError, WorldLostError
 from elastic_ckpt.elastic.machines import slice_machines
-from elastic_ckpt.elastic.timeline import Timeline
-from elastic_ckpt.monitoring import progress
+from elastic_ckpt.monitoring import goodput, progress
 
 # Steps between two lines about them, where standard output is no terminal.
 _LOG_PERIOD = 10
@@ -112,76 +111,66 @@ def run(
     present_policy = policy if callable(policy) else lambda: fixed_policy
     work = work or Work.of_any_rows(cluster.devices_per_slice)
 
-    def lead(cluster: Cluster, emit: events.Emit) -> None:
-        _run(train, cluster, present_policy, work, compile_ahead, emit)
+    def lead_here(cluster: Cluster, emit: events.Emit) -> None:
+        lead(train, cluster, present_policy, work, compile_ahead, emit)
 
     of_machine = processes.of_machine(cluster)
     if of_machine is not None:
         machine_supervisor.run(
             of_machine,
             train,
-            lead,
+            lead_here,
             policy=present_policy(),
             compile_ahead=compile_ahead,
             emit=emit,
         )
     else:
         try:
-            lead(cluster, emit)
+            lead_here(cluster, emit)
         except ProgramFailedError as error:
             # The traceback that counts is the user's, which is a note of the error.
             raise error.with_traceback(None) from error.__cause__
 
 
-def _run(
+def lead(
     train: TrainFunction,
     cluster: Cluster,
     present_policy: Callable[[], Policy],
     work: Work,
     compile_ahead: TrainFunction | None,
     emit: events.Emit,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    judge = _Judge(emit)
-    with judge.of_the_end():
-        _run_worlds(train, cluster, present_policy, work, compile_ahead, judge)
+    """Runs world after world until the run is over; see `run`.
 
-
-def _run_worlds(
-    train: TrainFunction,
-    cluster: Cluster,
-    present_policy: Callable[[], Policy],
-    work: Work,
-    compile_ahead: TrainFunction | None,
-    judge: _Judge,
-) -> None:
-    timeline = Timeline(judge)
-    decisions = _Decisions(cluster, present_policy, work, timeline)
-    retries = _Retries(decisions.policy.max_retries, timeline)
+    The time is that of the clock, also of the cluster's errors.
+    """
+    story = _Story(emit, present_policy().max_retries, clock)
+    decisions = _Decisions(cluster, present_policy, work, story)
     current: frozenset[int] = frozenset()
-    for number in itertools.count(1):
-        chosen = _await_slices(cluster, current, decisions, timeline)
-        current = frozenset(chosen.slices)
-        slices, spares = list(chosen.slices), list(chosen.spares)
-        timeline("world_started", world=number, slices=slices, spares=spares)
-        try:
-            is_over = cluster.run_world(
-                train,
-                _assignment(number, chosen, compile_ahead, decisions),
-                emit=retries,
-                has_changed=functools.partial(decisions.change, chosen),
-            )
-        except WorldLostError as error:
-            timeline.begin(since_secs=error.at_secs)
-            end = retries.end_after(error)
-            end = judge.lost(error, is_last=end is not None) or end
-            if end is error:
-                raise
-            if end is not None:
-                raise end from error
-        else:
-            if is_over:
-                return
-            timeline.begin()
+    with story.judged():
+        for number in itertools.count(1):
+            chosen = _await_slices(cluster, current, decisions, story)
+            current = frozenset(chosen.slices)
+            slices, spares = list(chosen.slices), list(chosen.spares)
+            story("world_started", world=number, slices=slices, spares=spares)
+            try:
+                is_over = cluster.run_world(
+                    train,
+                    _assignment(number, chosen, compile_ahead, decisions),
+                    emit=story,
+                    has_changed=functools.partial(decisions.change, chosen),
+                )
+            except WorldLostError as error:
+                end = story.lost(error)
+                if end is error:
+                    raise
+                if end is not None:
+                    raise end from error
+            else:
+                if is_over:
+                    return
+                story.left()
 
 
 def _assignment(
@@ -273,12 +262,12 @@ def _await_slices(
     cluster: Cluster,
     current: frozenset[int],
     decisions: _Decisions,
-    emit: events.Emit,
+    story: _Story,
 ) -> Train:
-    began_secs = time.monotonic()
+    began_secs = story.clock()
     waiting_for = ""
     while True:
-        waited_secs = time.monotonic() - began_secs
+        waited_secs = story.clock() - began_secs
         _, now = decisions.decide(current, waited_secs=waited_secs)
         if isinstance(now, Train):
             return now
@@ -288,108 +277,115 @@ def _await_slices(
                 " min_slices (elastic_min_slice_count in a configuration)"
             )
         if now.why != waiting_for and not isinstance(now, WaitForCheck):
-            emit("waiting_for_slices", why=now.why, within_secs=now.within_secs)
+            story("waiting_for_slices", why=now.why, within_secs=now.within_secs)
             waiting_for = now.why
         cluster.wait(now.within_secs)
 
 
-class _Retries:
-    """Counts the worlds that were lost without progress; an `Emit`.
+class _Story:
+    """What is known of a run from its events, which it passes on; an `Emit`.
 
-    A run makes progress if a world passes the newest step, or if it begins at a later
-    one than the world that was lost before it: steps may be lost, and trained again.
+    It adds the verdict on each lost world, and what it took to recover from it.
+
+    Args:
+      emit: called for each event.
+      most_lost: how many worlds in succession may be lost without progress. A run makes
+        progress if a world passes the newest step, or begins at a later one than the
+        world before: steps may be lost, and trained again.
+      clock: the time in seconds.
     """
 
-    def __init__(self, most: int, emit: events.Emit) -> None:
-        self._most = most
+    def __init__(
+        self, emit: events.Emit, most_lost: int, clock: Callable[[], float]
+    ) -> None:
         self._emit = emit
-        self._newest_step = self._first_step = -1
-        self._is_first = True  # the next step of this world
-        self._lost: list[WorldLostError] = []
-
-    def __call__(self, name: str, **fields: storage.Json) -> None:
-        """Passes an event on."""
-        if name in ("step", "step_done"):
-            step = int(str(fields["step"]))
-            if step > (self._first_step if self._is_first else self._newest_step):
-                self._lost.clear()
-            if self._is_first:
-                self._is_first, self._first_step = False, step
-            self._newest_step = max(self._newest_step, step)
-        self._emit(name, **fields)
-
-    def end_after(self, error: WorldLostError) -> errors.RunError | None:
-        """The error with which a run ends; None if another world may go on.
-
-        Args:
-          error: of the world that was lost last.
-        """
-        self._lost.append(error)
-        self._is_first = True
-        first = self._lost[0]
-        if not self._most:
-            return first
-        if len(self._lost) > self._most:
-            return errors.RunError(
-                f"{len(self._lost)} worlds in a row were lost without a new step, more"
-                " than max_retries (elastic_max_retries in a configuration) allows;"
-                f" remove the cause of the first loss and start the run again: {first}"
-            )
-        return None
-
-
-class _Judge:
-    """Passes events on, and adds the verdict on each interruption; an `Emit`."""
-
-    def __init__(self, emit: events.Emit) -> None:
-        self._emit = emit
-        self._world = self._step = 0
+        self._most_lost = most_lost
+        self.clock = clock
+        self._began_secs = self._asked_secs = clock()
+        self._account = goodput.Account(time=clock())
+        self._world = 0
         self._slices: list[int] = []
-        # How the world before was lost, and its error.
-        self._before = ""
-        self._lost: WorldLostError | None = None
+        # The steps done in this world, and by the run; those that the world began with,
+        # and its first one.
+        self._step = self._done = self._start = 0
+        self._newest = self._first = -1
+        # The worlds that were lost without progress, and how the last one was.
+        self._lost: list[WorldLostError] = []
+        self._how = ""
+        self._judged: errors.RunError | None = None
 
     def __call__(self, name: str, **fields: Any) -> None:
-        """Passes an event on."""
+        """Passes an event on; that of the end with the seconds of all worlds."""
+        now = self.clock()
+        if name == "run_finished":
+            fields["secs"] = now - self._began_secs
         self._emit(name, **fields)
+        told = "step" if name == "step_done" else name
+        self._account = goodput.after(self._account, told, fields, time=now)
         if name == "world_started":
             self._world, self._slices, self._step = fields["world"], fields["slices"], 0
-        elif name in ("step", "step_done"):
-            self._step = fields["step"]
+        elif name == "world_leaving":
+            self._asked_secs = now
+        elif name in ("run_started", "restored_from"):
+            self._start = fields.get("start_step", fields.get("step"))
+        elif told == "step":
+            self._note_step(fields["step"])
 
-    def lost(self, error: WorldLostError, *, is_last: bool) -> errors.RunError | None:
-        """The error that ends a run after a world was lost; None to go on.
+    def _note_step(self, step: int) -> None:
+        if step > (self._newest if self._step else self._first):
+            self._lost.clear()
+        if not self._step:
+            self._first = step
+        self._newest = max(self._newest, step)
+        recovered = self._account.recovered()
+        if recovered is not None:
+            self._account = dataclasses.replace(self._account, before=None)
+            lost = max(0, self._done - self._start)
+            self._emit("recovered", world=self._world, steps_lost=lost, **recovered)
+        self._step = self._done = step
 
-        Args:
-          error: of the world.
-          is_last: whether the run ends with it in any case.
-        """
-        self._lost = error
-        if not error.failures:
-            return None
-        judged = self._judge(
-            error, gone=error.gone, machines=error.machines, is_lost=not is_last
-        )
-        self._before = judged.how
-        if judged.action != failures.STOP or is_last:
-            return None
-        words = judged.words
-        return ProgramFailedError(
-            words if judged.lead.traceback else f"{words}\n{error}",
-            failures=error.failures,
-            num_hosts=error.num_hosts,
-        )
+    def left(self) -> None:
+        """Notes that the hosts have left for another world."""
+        self._begin_recovery(self._asked_secs)
+
+    def lost(self, error: WorldLostError) -> errors.RunError | None:
+        """Notes that a world was lost; returns the error that ends the run, if any."""
+        self._begin_recovery(error.at_secs)
+        self._lost.append(error)
+        end: errors.RunError | None = None
+        if not self._most_lost:
+            end = error
+        elif len(self._lost) > self._most_lost:
+            end = errors.RunError(
+                f"{len(self._lost)} worlds in a row were lost without a new step, more"
+                " than max_retries (elastic_max_retries in a configuration) allows;"
+                " remove the cause of the first loss and start the run again:"
+                f" {self._lost[0]}"
+            )
+        if error.failures:
+            gone = {"gone": error.gone, "machines": error.machines}
+            judged = self._judge(error, is_lost=end is None, **gone)
+            self._how = judged.how
+            if judged.action == failures.STOP and end is None:
+                is_told = judged.lead.traceback
+                end = ProgramFailedError(
+                    judged.words if is_told else f"{judged.words}\n{error}",
+                    failures=error.failures,
+                    num_hosts=error.num_hosts,
+                )
+            self._judged = end
+        return end
 
     @contextlib.contextmanager
-    def of_the_end(self) -> Iterator[None]:
-        """Gives the verdict on the error with which the block ends."""
+    def judged(self) -> Iterator[None]:
+        """Adds the verdict on the error with which the block ends."""
         try:
             yield
         except slice_machines.LeadershipLostError:
             # The next leader goes on.
             raise
         except errors.ElasticCkptError as error:
-            if self._lost is None or self._lost not in (error, error.__cause__):
+            if error is not self._judged:
                 told = [failures.of_exception(0, error)]
                 is_program = isinstance(error, ProgramFailedError)
                 failed = error if is_program else ProgramFailedError("", failures=told)
@@ -404,8 +400,11 @@ class _Judge:
             num_hosts=error.num_hosts,
             slices=self._slices,
             step=self._step,
-            before=self._before,
+            before=self._how,
             **of_this,
         )
         self._emit("verdict", world=self._world, **judged.fields())
         return judged
+
+    def _begin_recovery(self, since: float) -> None:
+        self._account = goodput.lost(self._account, since=since, time=self.clock())

@@ -3,6 +3,6 @@
 `prometheus.Prometheus` serves them over HTTP. `summaries.Summaries` aggregates them to
 a bounded number of points and passes these to a sink: `jsonl.JsonLines` or
 `tensorboard.TensorBoard`. An exporter is active from its construction until `close`.
-`run_metrics` derives the metrics of a run from its events, and `goodput` what its time
+`goodput` derives the metrics of a run from its events, among them what its time
 was spent on. METRICS.md lists all metrics and events.
 """

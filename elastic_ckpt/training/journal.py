@@ -189,7 +189,7 @@ def kept_in(
       ConfigError: if this account may not write there.
       CheckpointError: if it is not locked, and its claims cannot be read.
     """
-    from elastic_ckpt.monitoring import run_metrics
+    from elastic_ckpt.monitoring import goodput
 
     if not storage.is_local(directory):
         _check_writable(directory)
@@ -197,7 +197,7 @@ def kept_in(
     with storage.exclusive_lock(lock) if is_locked else contextlib.nullcontext():
         log = jsonlog.writer(os.path.join(directory, run_files.EVENTS))
         with listening or contextlib.nullcontext(), contextlib.ExitStack() as closing:
-            measured = run_metrics.RunMetrics(emit, newest_step=_newest_step(directory))
+            measured = goodput.RunMetrics(emit, newest_step=_newest_step(directory))
             claim = 0 if is_locked else _newest_claim(steps)
             journal = Journal(measured, log, directory, claims_at=steps, claim=claim)
             closing.callback(journal.close)

@@ -10,6 +10,13 @@ from elastic_ckpt.elastic.failures import WorldLostError
 
 SETTLED = 1e6
 RATES = {"tokens": 9, "learning_rate": 0.1}
+RESTORED = dict.fromkeys(
+    (
+        *("local_bytes", "close_bytes", "distant_bytes", "persistent_bytes"),
+        *("bad_copies", "repaired"),
+    ),
+    0,
+)
 
 
 class ScriptedCluster:
@@ -247,6 +254,29 @@ def test_a_world_that_fails_again_before_a_save_is_not_progress():
     cluster = ScriptedCluster(range(1), [trains(11, 14)] * 4)
     with pytest.raises(errors.RunError, match="3 worlds in a row"):
         run(cluster, max_retries=2)
+
+
+def test_what_a_change_of_slices_took_is_told_after_the_first_step():
+    def shrinks(cluster):
+        for step in (11, 12):
+            cluster.emit("step_done", step=step)
+        cluster.emit("world_leaving", slices=[0])
+        return False
+
+    def grows_back(cluster):
+        cluster.emit("restored_from", **RESTORED, step=10)
+        cluster.emit("step_done", step=11)
+        cluster.emit("run_finished", step=11, secs=0.0)
+        return True
+
+    events = []
+    run(ScriptedCluster(range(2), [shrinks, grows_back]), events)
+    (recovered,) = named(events, "recovered")
+    assert (recovered["world"], recovered["steps_lost"]) == (2, 2)
+    (finished,) = named(events, "run_finished")
+    assert finished["secs"] >= recovered["secs"] > 0
+    names = [name for name, _ in events]
+    assert names[names.index("recovered") - 1] == "step_done"
 
 
 def test_without_retries_the_loss_itself_is_raised():
