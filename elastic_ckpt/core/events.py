@@ -19,8 +19,8 @@ class Event(NamedTuple):
 
     Attributes:
       fields: their names.
-      text: the line that people see, formatted with the fields; empty for none, or if
-        it takes more than that (`monitoring.progress`).
+      text: the line that people see, which `monitoring.progress` formats with the
+        fields; empty for none, or if it takes more than that.
       begins: the phase of the run that begins with it; empty if none does. What is told
         about a run (progress, status, the seconds of a recovery, goodput) follows it.
     """
@@ -37,23 +37,37 @@ def _event(fields: str, text: str = "", *, begins: str = "") -> Event:
 # Every event of a run. Users see these names and fields in `events.jsonl`, so a golden
 # file in the tests freezes them.
 NAMES: dict[str, Event] = {
-    "world_started": _event("world slices spares", begins="starting a world"),
+    "world_started": _event(
+        "world slices spares",
+        "world {world} starts on slices {slices}{spares:after , spare: }",
+        begins="starting a world",
+    ),
     "world_joined": _event("world", begins="searching for the newest step"),
     "world_claimed": _event("world step"),
-    "world_leaving": _event("slices", begins="leaving for other slices"),
+    "world_leaving": _event(
+        "slices",
+        "leaving after the step under way{slices:after , to continue on slices }",
+        begins="leaving for other slices",
+    ),
     "world_left": _event(
         "step", "left after step {step}, for other slices", begins="choosing slices"
     ),
     "recovered": _event(
         "world steps_lost secs end_secs decide_secs start_secs prepare_secs"
         " restore_secs compile_secs step_secs",
+        "went on after {secs:.1f} s ({end_secs:phase end}{decide_secs:phase decide}"
+        "{start_secs:phase start}{prepare_secs:phase prepare}"
+        "{restore_secs:phase restore}{compile_secs:phase compile}"
+        "{step_secs:phase step}); {steps_lost:count step} to train again",
         begins="training",
     ),
     "state_kept": _event(
         "step device_bytes secs",
         "kept step {step} in device memory: {device_bytes:bytes}",
     ),
-    "leader_found": _event("machine leader"),
+    "leader_found": _event(
+        "machine leader", "machine {machine}: machine {leader} leads the run"
+    ),
     "leader_lost": _event(
         "machine why", "machine {machine}, which led the run, is lost: {why}"
     ),
@@ -83,7 +97,10 @@ NAMES: dict[str, Event] = {
         begins="waiting for slices",
     ),
     "run_started": _event(
-        "run hosts slices devices start_step steps", begins="restoring"
+        "run hosts slices devices start_step steps",
+        "{run}:{start_step:after  from step }{steps:after  to step } on"
+        " {hosts:count host}, {slices:count slice}, {devices:count device}",
+        begins="restoring",
     ),
     "batch_changed": _event(
         "step rows rows_before per_device_before",
@@ -137,9 +154,17 @@ NAMES: dict[str, Event] = {
     "restored_from": _event(
         "step local_bytes close_bytes distant_bytes persistent_bytes bad_copies"
         " repaired",
+        "restored step {step}: {local_bytes:bytes from this host's RAM}"
+        "{close_bytes:bytes from close peers}{distant_bytes:bytes from distant peers}"
+        "{persistent_bytes:bytes from persistent storage}"
+        "{bad_copies:after ; bad copies: }{repaired:after , put right: }",
         begins="reading the first batch",
     ),
-    "restore_distrusted": _event("step restored_step to_step why"),
+    "restore_distrusted": _event(
+        "step restored_step to_step why",
+        "step {step}: {why}, soon after step {restored_step} was restored from RAM"
+        "{to_step:after ; it is abandoned, and the run goes back to step }",
+    ),
     "evaluated": _event(
         "step loss batches secs",
         "step {step}: evaluated {batches:count batch}, loss {loss:.4f}",

@@ -1,9 +1,8 @@
 """Shows a run's events: one line that moves on a terminal, a few lines elsewhere.
 
-`core.events` has the line of each event and the phase that begins with it; `_LINES` has
-those that take more than their fields. After some seconds without an event the current
-phase is repeated, which distinguishes a run that starts, compiles or saves from one
-that hangs.
+`core.events` has the line of each event and the phase that begins with it. After some
+seconds without an event the current phase is repeated, which distinguishes a run that
+starts, compiles or saves from one that hangs.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from elastic_ckpt.core import events, storage, storage_cause
+from elastic_ckpt.core import events, storage_cause
 
 _SILENCE_SECS = 4.5
 # In a log, only a step that takes much longer than the others breaks the silence.
 _SLOW_STEP_RATIO = 10
+_WORLD = "{hosts:count host}, {slices:count slice}, {devices:count device}"
 # What the line of a step says of saves from then on.
 _SAVES = {
     "save_started": "saving step {step}",
@@ -29,31 +29,37 @@ _SAVES = {
     "backed_up": "backed up step {step}",
     "restored_from": "saved step {step}",
 }
-_NEARNESS = {
-    "local": "from this host's RAM",
-    "close": "from close peers",
-    "distant": "from distant peers",
-    "persistent": "from persistent storage",
-}
 
 
 class _Words(string.Formatter):
-    # `{n:count host}` is "1 host" or "2 hosts", `{n:bytes}` is "3 MiB", and lists are
-    # separated by commas.
+    """Formats the texts of events.
+
+    `{n:count host}` is "1 host" or "2 hosts", `{n:bytes}` is "3 MiB", and lists are
+    separated by commas. What is nothing is left out: `{n:after , spare: }` puts a text
+    before a value, `{n:bytes of RAM}` and `{secs:phase end}` are parts of a list.
+    """
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        if format_spec == "bytes":
-            return _bytes(value)
-        kind, _, noun = format_spec.partition(" ")
+        kind, _, text = format_spec.partition(" ")
         if kind == "count":
-            plural = "es" if noun.endswith("ch") else "s"
-            return f"{value} {noun}" + plural * (value != 1)
+            plural = "es" if text.endswith("ch") else "s"
+            return f"{value} {text}" + plural * (value != 1)
+        if kind == "after":
+            return f"{text}{self.format_field(value, '')}" if value else ""
+        if kind == "phase":
+            return f", {text} {value:.1f}" if value >= 0.05 else ""
+        if kind == "bytes":
+            part = f", {_bytes(value)} {text}" if value else ""
+            return part if text else _bytes(value)
         if isinstance(value, list | tuple):
             return ", ".join(map(str, value))
         return super().format_field(value, format_spec)
 
 
-_formatted = _Words().format
+def _formatted(text: str, fields: Mapping[str, Any]) -> str:
+    # Without the comma before the first part of a list.
+    line = _Words().vformat(text, (), fields)
+    return line.replace(": , ", ": ").replace("(, ", "(").replace(": ;", ";")
 
 
 class Progress:
@@ -106,28 +112,41 @@ class Progress:
             if self._moving:
                 self._write("\n", moving=False)
 
-    def __call__(self, name: str, **fields: storage.Json) -> None:
+    def __call__(self, name: str, **fields: Any) -> None:
         """Shows one event."""
         events.check(name, fields)
+        event = events.NAMES[name]
         with self._lock:
             if name in _SAVES:
-                self._saved = _formatted(_SAVES[name], **fields)
-                self._is_anything_saved |= name != "save_started"
+                self._saved = _formatted(_SAVES[name], fields)
+            self._is_anything_saved |= name in _SAVES and name != "save_started"
+            self._is_anything_saved |= bool(fields.get("start_step"))
+            self._is_anything_saved |= bool(fields.get("saved"))
             self._is_stopping |= name == "stop_requested"
-            if name in ("step", "step_done"):
-                self._step(fields)
-                return
-            event = events.NAMES[name]
-            line_of = _LINES.get(name)
-            line = line_of(self, fields) if line_of else event.text
-            if line:
-                self._line(_formatted(line, **fields))
-            if name == "leader_found":
-                # The leader shows the phases of the run.
-                is_leader = fields["machine"] == fields["leader"]
-                self._phase = "waiting for machines" if is_leader else ""
-            elif event.begins and name != "recovered":
-                self._phase = "" if event.begins in events.ENDS else event.begins
+            text, begins = event.text, event.begins
+            match name:
+                case "step" | "step_done":
+                    self._step(fields)
+                    return
+                case "run_started":
+                    self._has_begun = True
+                    self._world = _formatted(_WORLD, fields)
+                case "run_failed" | "run_stopped":
+                    text = self._ended(fields)
+                case "degraded":
+                    text = self._degraded(fields)
+                case "storage_recovered":
+                    self._causes.clear()
+                case "leader_found":
+                    # The leader shows the phases of the run.
+                    is_leader = fields["machine"] == fields["leader"]
+                    begins = "waiting for machines" if is_leader else events.ENDS[0]
+                case "recovered":
+                    begins = ""
+            if text:
+                self._line(_formatted(text, fields))
+            if begins:
+                self._phase = "" if begins in events.ENDS else begins
                 self._phase_secs = self._clock()
                 self._recent_secs.clear()
                 self._done_secs = None
@@ -194,18 +213,7 @@ class Progress:
         self._stream.flush()
         self._shown_secs = self._clock()
 
-    def _run_started(self, event: Mapping[str, Any]) -> str:
-        self._world = _formatted(
-            "{hosts:count host}, {slices:count slice}, {devices:count device}", **event
-        )
-        self._has_begun = True
-        self._is_anything_saved |= event["start_step"] > 0
-        since = "from step {start_step} " if event["start_step"] else ""
-        until = "" if event["steps"] is None else "to step {steps} "
-        return f"{{run}}: {since}{until}on {self._world}"
-
     def _ended(self, event: Mapping[str, Any]) -> str:
-        self._is_anything_saved |= event.get("saved", False)
         again = "starts it at step 0, for nothing was saved"
         if self._is_anything_saved:
             again = "continues it from the newest complete step"
@@ -230,74 +238,6 @@ class Progress:
         advice = storage_cause.advice(event["why"])
         text = "{tier} tier, step {step}: {why}" + (f"; {advice}" if advice else "")
         return "" if is_known and tier == "persistent" else text
-
-    def _storage_recovered(self, event: Mapping[str, Any]) -> str:
-        del event
-        self._causes.clear()
-        return events.NAMES["storage_recovered"].text
-
-
-def _world_started(_: Progress, event: Mapping[str, Any]) -> str:
-    spares = ", spare: {spares}" if event["spares"] else ""
-    return f"world {{world}} starts on slices {{slices}}{spares}"
-
-
-def _world_leaving(_: Progress, event: Mapping[str, Any]) -> str:
-    on = ", to continue on slices {slices}" if event["slices"] else ""
-    return f"leaving after the step under way{on}"
-
-
-def _leader_found(_: Progress, event: Mapping[str, Any]) -> str:
-    leads = event["machine"] == event["leader"]
-    what = "leads the run" if leads else "follows machine {leader}"
-    return f"machine {{machine}} {what}"
-
-
-def _recovered(_: Progress, event: Mapping[str, Any]) -> str:
-    phases = ", ".join(
-        f"{name.removesuffix('_secs')} {secs:.1f}"
-        for name, secs in event.items()
-        if name.endswith("_secs") and secs >= 0.05
-    )
-    again = "{steps_lost:count step} to train again"
-    return f"went on after {{secs:.1f}} s ({phases}); {again}"
-
-
-def _restored(_: Progress, event: Mapping[str, Any]) -> str:
-    parts = [
-        f"{{{near}_bytes:bytes}} {source}"
-        for near, source in _NEARNESS.items()
-        if event[f"{near}_bytes"]
-    ]
-    bad = "; {repaired} of {bad_copies} bad copies put right"
-    of_them = bad if event["bad_copies"] else ""
-    return f"restored step {{step}}: {', '.join(parts) or 'data'}{of_them}"
-
-
-def _distrusted(_: Progress, event: Mapping[str, Any]) -> str:
-    outcome = "storage has no step before it to go back to"
-    if event["to_step"] is not None:
-        outcome = "it is abandoned; the run goes back to step {to_step} in storage"
-    return (
-        "step {step}: {why}, soon after step {restored_step} was restored from RAM;"
-        f" {outcome}"
-    )
-
-
-# The lines of events that take more than their fields.
-_LINES: dict[str, Callable[[Progress, Mapping[str, Any]], str]] = {
-    "world_started": _world_started,
-    "world_leaving": _world_leaving,
-    "leader_found": _leader_found,
-    "recovered": _recovered,
-    "run_started": Progress._run_started,
-    "run_failed": Progress._ended,
-    "run_stopped": Progress._ended,
-    "restored_from": _restored,
-    "restore_distrusted": _distrusted,
-    "degraded": Progress._degraded,
-    "storage_recovered": Progress._storage_recovered,
-}
 
 
 def _bytes(number: float) -> str:

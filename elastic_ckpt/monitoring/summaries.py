@@ -58,16 +58,19 @@ def subscribe(callback: Callable[[metrics.Metric, float], None]) -> Callable[[],
         if metric is not None and not is_over.is_set():
             callback(metric, value)
 
+    # JAX has two types for the same kind of function.
+    listener: Any = take
+
     def end() -> None:
         is_over.set()
         # Other code may have cleared all listeners of the process before.
         with contextlib.suppress(AssertionError, ValueError):
-            monitoring.unregister_event_duration_listener(take)
+            monitoring.unregister_event_duration_listener(listener)
         with contextlib.suppress(AssertionError, ValueError):
-            monitoring.unregister_scalar_listener(take)
+            monitoring.unregister_scalar_listener(listener)
 
-    monitoring.register_event_duration_secs_listener(take)
-    monitoring.register_scalar_listener(take)
+    monitoring.register_event_duration_secs_listener(listener)
+    monitoring.register_scalar_listener(listener)
     return end
 
 
@@ -193,7 +196,7 @@ class Summaries:
 
     def _receive(self, metric: metrics.Metric, value: float) -> None:
         now, value = time.time(), float(value)
-        one = dict.fromkeys(("sum", "min", "max", "last"), value)
+        one: dict[str, Any] = dict.fromkeys(("sum", "min", "max", "last"), value)
         with self._lock:
             if metric is metrics.TRAIN_STEPS:
                 if value == self._at.get("step"):

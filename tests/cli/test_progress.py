@@ -62,7 +62,7 @@ FAILED = ("run_failed", {"step": 0, "why": "x"})
         ),
         (
             [("restored_from", RAM | {"step": 2, "bad_copies": 2, "repaired": 1})],
-            "restored step 2: data; 1 of 2 bad copies put right",
+            "restored step 2; bad copies: 2, put right: 1",
         ),
         (
             [("world_started", {"world": 2, "slices": [0, 2], "spares": [1]})],
