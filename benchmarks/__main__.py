@@ -20,7 +20,7 @@ SUITES = {
     "recovery": "lost slices: until the first step, steps lost; loop; beside Orbax",
     "soak": "runs that a hundred faults hit, on disk and in buckets",
     "simulation": "real runs that fail beside simulations of the same failures",
-    "verdicts": "faults of 80 kinds, and what the run says of each",
+    "verdicts": "faults of 40 kinds, and what the run says of each",
     "storage": "bytes of the step log; data and steps in buckets, beside Orbax",
     "universal": "loads of other layouts over plain ones, conversions, plans",
     "data_state": "the bytes of a state; a thousand datasets in one process",

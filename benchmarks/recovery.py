@@ -6,7 +6,7 @@ killed from outside, by their ids; all else is read from the run's events and me
 
 * `recover_secs`: from `kill -9` of a host to the first step of the next world, on the
   same slices, as the host's machine proves to be sound; `recover_..._secs`: its phases
-  (`elastic.timeline`), where `detect_secs` comes before them, until the death of a
+  (`monitoring.goodput`), where `detect_secs` comes before them, until the death of a
   process is noticed.
 * `recover_over_bare_ratio`: what of it comes before the first step, over the time of a
   bare world of as many processes (`recovery_bare`).
@@ -47,9 +47,10 @@ from typing import Any
 
 from benchmarks import recovery_bare, recovery_orbax, report, sized, turns
 from elastic_ckpt.core import events
-from elastic_ckpt.elastic import scale_request, timeline
+from elastic_ckpt.elastic import scale_request
 from elastic_ckpt.elastic.world import World
 from elastic_ckpt.inspect import run_files
+from elastic_ckpt.monitoring import goodput
 from elastic_ckpt.training import elastic_run, journal, load, schema, training_files
 
 Event = dict[str, Any]
@@ -293,7 +294,7 @@ def _warm(config: pathlib.Path) -> dict[str, report.Figure]:
         "shrink_pause_secs": report.figure("s", against, run.pauses_secs(shrunk)),
         "grow_pause_secs": report.figure("s", against, run.pauses_secs(grown)),
     }
-    for phase in timeline.PHASES:
+    for phase in goodput.PHASES:
         name = f"{phase}_secs"
         figures[f"recover_{name}"] = report.figure(
             "s", "in recover_secs", [each[name] for each in lost]

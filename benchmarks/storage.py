@@ -45,7 +45,7 @@ from benchmarks import report, sized, turns
 from elastic_ckpt import data, frontend
 from elastic_ckpt.core import metrics, storage
 from elastic_ckpt.data.sources import remote_file
-from elastic_ckpt.monitoring import jsonl, summaries
+from elastic_ckpt.monitoring import summaries
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.training import step_log
 from tests import tfrecord_files
@@ -156,7 +156,7 @@ def _moved_by_metrics(directory: str) -> float:
         moved += len(content) + (0 if data is None else len(bytes(data)))
         return status, headers, info, content
 
-    sink = jsonl.JsonLines(f"{directory}/host-00000.jsonl")
+    sink = summaries.JsonLines(f"{directory}/host-00000.jsonl")
     with (
         mock.patch.object(gcsfs.GCSFileSystem, "_request", counted),
         contextlib.closing(sink),
@@ -165,7 +165,7 @@ def _moved_by_metrics(directory: str) -> float:
             sink.write(
                 [
                     summaries.Summary(
-                        metric=metrics.TRAIN_STEP,
+                        metric=metrics.TRAIN_STEP.name,
                         time=float(number),
                         number=number,
                         count=10,

@@ -1,43 +1,26 @@
 """Faults as a run records them, for the suite `verdicts`.
 
 What needs a fault of hardware is told here by what records it: the functions that turn
-an exception of JAX, an exit code, a heartbeat that is missing, an error of storage, the
-numbers of a check or of a loss into failures and events. The texts are those of the
-drivers and services. The world is a scripted cluster under the real loop of a run.
+an exception of JAX, an exit code, or a heartbeat that is missing into failures. The
+texts are those of the drivers and services. The world is a scripted cluster under the
+real loop of a run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import errno
-import functools
-import itertools
-import os
-import pathlib
 import random
 import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Concatenate, ParamSpec
+from collections.abc import Callable, Sequence
+from typing import Concatenate, ParamSpec
 
 import jax
 
-import elastic_ckpt as ec
-from elastic_ckpt.core import errors, events, storage_cause
-from elastic_ckpt.elastic import (
-    decision,
-    device_check,
-    executables,
-    host_failure,
-    leader_claim,
-    machine,
-    process_cluster,
-    watch,
-)
+from elastic_ckpt.core import errors, events
+from elastic_ckpt.elastic import decision, failures, process_cluster, watch
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
-from elastic_ckpt.elastic.host_failure import HostFailure
-from elastic_ckpt.training import callbacks
+from elastic_ckpt.elastic.failures import HostFailure
 
 _SETTLED_SECS = 1e6
 
@@ -109,11 +92,9 @@ class ScriptedCluster:
         world = World(
             draw=self._draw, emit=emit, hosts=self.hosts, host=self.host, step=self.step
         )
-        failures = self._records.pop(0)(world)
-        if not failures:
-            return True
-        error = process_cluster.error_of(failures, self.hosts, described="lost")
-        if isinstance(error, host_failure.WorldLostError) and self._gone:
+        failed = self._records.pop(0)(world)
+        error = process_cluster.error_of(failed, self.hosts, described="lost")
+        if isinstance(error, failures.WorldLostError) and self._gone:
             self._absent.add(self.host)
             error.gone = frozenset([self.host])
             if self._is_machine:
@@ -132,7 +113,7 @@ def _raised(host: int, error: BaseException, phase: str = "step") -> HostFailure
     try:
         raise error
     except BaseException as raised:
-        failure = host_failure.of_exception(host, raised)
+        failure = failures.of_exception(host, raised)
     return dataclasses.replace(failure, phase=phase)
 
 
@@ -161,7 +142,7 @@ def _followers(world: World) -> list[HostFailure]:
             text = text.format(world.host, world.draw.randint(1024, 65535))
             seen.append(_raised(host, ValueError(text)))
         elif kind == "aborted":
-            death = host_failure.silent_death(host, -signal.SIGABRT)
+            death = failures.silent_death(host, -signal.SIGABRT)
             seen.append(dataclasses.replace(death, log=_ABORTED_LOG, phase="step"))
     return seen
 
@@ -198,7 +179,7 @@ def _dies(
     has_followers: bool = True,
 ) -> Sequence[HostFailure]:
     code = world.draw.choice(codes)
-    death = host_failure.silent_death(world.host, code, oom_kills=oom_kills)
+    death = failures.silent_death(world.host, code, oom_kills=oom_kills)
     # Connections end a moment after the process.
     after = _followers(world) if has_followers else []
     return [dataclasses.replace(death, log=log, phase="step"), *after]
@@ -224,155 +205,27 @@ def _hangs(
     hang = watched.hang(now_secs=now_secs)
     assert hang is not None
     return [
-        host_failure.of_hang(host, hang, watched.phase(host), now_secs=now_secs)
+        failures.of_hang(host, hang, watched.phase(host), now_secs=now_secs)
         for host in hang.hosts or [0]
     ]
 
 
-def _degrades(
-    world: World, tier: str, *errors_: BaseException
-) -> Sequence[HostFailure]:
-    error = world.draw.choice(errors_)
-    # Of each save, until it has passed.
-    for step in range(world.step, world.step + world.draw.randint(1, 4)):
-        storage_cause.report(world.emit, tier, step, f"{error}")
-    return []
-
-
-def _fills_mapped_memory(world: World) -> Sequence[HostFailure]:
-    return [*_degrades(world, "local", _FULL), *_dies(world, -signal.SIGBUS)]
-
-
-def _emits(world: World, name: str, **fields: Any) -> Sequence[HostFailure]:
-    # An event of the slice with the fault.
-    world.emit(name, slice=world.host, **fields)
-    return []
-
-
-def _computes_wrongly(world: World) -> Sequence[HostFailure]:
-    wrong = device_check.EXPECTED + world.draw.randrange(1, 9)
-    why = device_check.problem_of(f"CpuDevice(id={world.host})", wrong)
-    return _emits(world, "slice_refused", why=why)
-
-
-def _is_slow(world: World, kind: str) -> Sequence[HostFailure]:
-    slow = watch.SlowHosts(now_secs=0.0)
-    found: list[watch.SlowHost] = []
-    for second in range(1, 60):
-        for host in range(world.hosts):
-            part = 0.7 if host == world.host else 0.02
-            slow.note(host, {"secs": 1.0, kind: part}, phase="step")
-        found += slow.newly_slow(now_secs=float(second))
-    for each in found:
-        world.emit("slow_host", slice=each.host, **dataclasses.asdict(each))
-    return []
-
-
-def _diverges(world: World, loss: float) -> Sequence[HostFailure]:
-    above = functools.partial(callbacks.loss_above_best, smoothing=0.5, factor=1.5)
-    warn = callbacks.Action.WARN
-    detectors = {
-        "non_finite": callbacks.Detector(callbacks.non_finite, action=warn),
-        "loss_above_best": callbacks.Detector(above, action=warn, patience=2),
-    }
-    for step, (name, detector) in itertools.product(range(1, 9), detectors.items()):
-        report = callbacks.Report(
-            loss=loss if step > 5 else 2.0 + world.draw.random() / 10,
-            gradient_norm=1.0,
-            tokens=64,
-            learning_rate=0.1,
-        )
-        found = detector.after_step(step, report)
-        if found is not None:
-            fields = {"callback": name, "action": found.action.value, "why": found.why}
-            world.emit("divergence_found", step=step, **fields)
-            break
-    return []
-
-
-def _leads_no_more(world: World) -> Sequence[HostFailure]:
-    lost = ["its claim was not renewed for 30 s", "process 412 of host-a has ended"]
-    leader = leader_claim.Leader(
-        machine=world.host,
-        address="10.0.0.8:40311",
-        key="",
-        term=1,
-        claim="",
-        since_secs=time.monotonic(),
-        lost=world.draw.choice(lost),
-    )
-    machine.report_lost(leader, world.emit)
-    return []
-
-
-def _flip_a_bit(world: World, files: Iterable[pathlib.Path]) -> None:
-    # The largest file has the values; small ones describe a directory.
-    file = max(files, key=lambda each: each.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[world.draw.randrange(len(content))] ^= 1
-    file.write_bytes(content)
-
-
-def _restores(world: World, *, is_distrusted: bool) -> Sequence[HostFailure]:
-    # A step whose copy in RAM is bad, or all of which was corrupt when it was captured.
-    with tempfile.TemporaryDirectory() as directory:
-        ram, storage = (
-            pathlib.Path(directory, "ram"),
-            pathlib.Path(directory, "storage"),
-        )
-        tiers = [ec.Local(ram, every=1), ec.Persistent(storage, every=2)]
-        with ec.Checkpointer(tiers) as checkpointer:
-            for step in (2, 3) if is_distrusted else (2,):
-                checkpointer.save(step, {"w": jax.numpy.full(1000, 1.0)})
-        if not is_distrusted:
-            _flip_a_bit(world, filter(pathlib.Path.is_file, ram.rglob("*")))
-        with ec.Checkpointer(tiers, emit=world.emit) as checkpointer:
-            checkpointer.load()
-            if is_distrusted:
-                checkpointer.load(2, go_back=True)
-                fields = {"restored_step": 3, "to_step": 2, "why": "the loss is nan"}
-                world.emit("restore_distrusted", step=4, **fields)
-    return []
-
-
-def _loads_a_damaged_program(world: World) -> Sequence[HostFailure]:
-    with executables.kept() as kept:
-        keeper = executables.Executables(kept)
-        # A program that JAX has in its own cache is not kept.
-        number = time.time_ns() % 2**20
-        step = jax.jit(lambda x: x + number)
-        mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
-        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        values = jax.device_put(jax.numpy.zeros(8), whole)
-        keeper.compiled(step, values, emit=world.emit)
-        _flip_a_bit(world, pathlib.Path(kept.directory).iterdir())
-        keeper.compiled(step, values, emit=world.emit)
-    return []
-
-
-def _os_error(number: int, path: str) -> OSError:
-    return OSError(number, os.strerror(number), path)
-
-
-_BUCKET = "gs://models/run/checkpoints/40"
-_PEER = "http://10.0.0.8:8470"
-_FULL = _os_error(errno.ENOSPC, "/dev/shm/run/hosts/0/40")
 _CHECK_LOG = (
     "F1126 11:35:33.808 hlo_verifier.cc:91] Check failed: instruction->shape() == shape"
 )
-# By kind: what JAX says on the host that has the fault.
+# By kind, and a variant: what JAX says on the host that has the fault.
 _ON_ONE = {
-    "device_memory_bad": (
+    "device_bad: memory": (
         "INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered",
         "INTERNAL: stream did not block host until done; NVRM: Xid (PCI:0000:44:00):"
         " 94, pid=871, Contained ECC error",
     ),
-    "device_lost": (
+    "device_bad: gone": (
         "INTERNAL: CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected",
         "INTERNAL: NVRM: Xid (PCI:0000:b3:00): 79, GPU has fallen off the bus",
         "INTERNAL: TPU chip 3 is unhealthy",
     ),
-    "device_link_down": (
+    "device_bad: links": (
         "INTERNAL: CUDA_ERROR_NVLINK_UNCORRECTABLE: uncorrectable NVLink error",
         "INTERNAL: NVRM: Xid (PCI:0000:44:00): 74, NVLink: fatal error detected",
         "INTERNAL: an ICI link of the slice has failed",
@@ -387,62 +240,65 @@ _ON_ONE = {
 }
 # What it says on all hosts.
 _ON_ALL = {
-    "program_fails_on_devices": (
+    "fails_on_devices": (
         "INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access at 0x{}{}",
         "INTERNAL: Core halted unexpectedly: semaphore {} has a nonzero value",
     ),
     "device_memory_exhausted": (
         "RESOURCE_EXHAUSTED: Out of memory allocating {}{}000 bytes",
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used {}.{}G",
     ),
     "program_refused_by_xla": (
         "INVALID_ARGUMENT: Argument 0 of {} is sharded otherwise",
         "UNIMPLEMENTED: no kernel for f8e4m3 on device {}",
     ),
-    "fabric_failed": (
+    "network_failed: fabric": (
         "INTERNAL: NCCL operation ncclGroupEnd() failed: unhandled system error (run"
         " with NCCL_DEBUG=INFO for details)",
         "INTERNAL: NET/IB : Got completion from peer 10.0.35.{}<49189> with error 12,"
         " opcode 0, len 0, vendor err 129 (Recv)",
     ),
-    "name_not_resolved": (
+    "network_failed: names": (
         "INTERNAL: DNS resolution failed for host-{}.run.default: NXDOMAIN",
     ),
-    "coordination_timed_out": (
+    "network_failed: coordination": (
         "DEADLINE_EXCEEDED: Barrier timed out. Id: restore/{}. Tasks: {}",
-    ),
-    "coordination_lost": (
         "UNAVAILABLE: failed to connect to all addresses; last error: UNKNOWN:"
         " ipv4:10.0.0.{}:8476: Failed to connect to remote host",
     ),
 }
 # What else is raised on all hosts.
 _RAISED: dict[str, tuple[type[Exception], *tuple[str, ...]]] = {
-    "connections_lost": (ValueError, *_GLOO),
+    "network_failed: connections": (ValueError, *_GLOO),
     "cannot_go_on": (
         errors.RunError,
         "hosts of this world have two versions of jax: 0.10.2 and 0.11.{}",
         "the mesh has an axis of {}, which does not divide the {} rows of a batch",
     ),
-    "program_failed": (ValueError, "shapes ({}, {}) do not fit", "layer {}"),
+    "program_failed": (ValueError, "no batch is left", "layer {}"),
     "program_failed: it speaks of devices": (
         AssertionError,
         "CUDA_ERROR_ECC_UNCORRECTABLE is no dataset",
     ),
+    "shapes_differ": (
+        TypeError,
+        "add got incompatible shapes for broadcasting: ({},), ({},).",
+        "dot_general requires contracting dimensions to have the same shape, got ({},)"
+        " and ({},).",
+    ),
+    "not_finite": (FloatingPointError, "invalid value (nan) encountered in div"),
     "diverged": (errors.DivergedError, "loss_above_best: the loss is {}"),
     "replaced": (errors.ReplacedError, "another start continues the run"),
     "other_model": (
         errors.OtherModelError,
         "the saved step has no leaf params/layer_{}/w",
     ),
-    "data_changed": (
-        errors.DataError,
-        "the data state was saved by another pipeline (shards: saved {}, now {})",
-    ),
     "data_unusable": (
         errors.DataError,
+        "the data state was saved by another pipeline (shards: saved {}, now {})",
         "an example to pack has features of several lengths, [{}, {}]",
     ),
-    "step_of_another_run": (
+    "step_unreadable": (
         errors.CheckpointError,
         "/mnt/run contains the steps of another run, 'a', and this run is 'b'",
     ),
@@ -453,40 +309,6 @@ _RAISED: dict[str, tuple[type[Exception], *tuple[str, ...]]] = {
     "grace_exceeded": (
         errors.StoppedError,
         "hosts {} did not save and end within {} s",
-    ),
-}
-# The errors of saves to storage.
-_STORAGE: dict[str, tuple[OSError, ...]] = {
-    "tier_failed": (OSError("INTERNAL: cannot be encoded"),),
-    "storage_full": (_os_error(errno.ENOSPC, "/mnt/run"),),
-    "storage_read_only": (_os_error(errno.EROFS, "/mnt/r"),),
-    "storage_throttled": (
-        OSError("HTTP status 429: rateLimitExceeded: the object exceeded its rate"),
-        OSError("An error occurred (SlowDown): Please reduce your request rate"),
-    ),
-    "storage_refused": (
-        OSError(f"PERMISSION_DENIED: {_BUCKET}: HTTP status 403"),
-        OSError("An error occurred (AccessDenied) when calling PutObject"),
-        PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/mnt/run"),
-    ),
-    "storage_stale": (_os_error(errno.ESTALE, "/mnt/run"),),
-    "storage_io_error": (_os_error(errno.EIO, "/mnt/run"),),
-    "storage_slow": (
-        TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)),
-        OSError(f"DEADLINE_EXCEEDED: {_BUCKET}: no answer within 60 s"),
-    ),
-    "storage_unreachable": (
-        OSError(f"UNAVAILABLE: {_BUCKET}: HTTP status 503"),
-        ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
-    ),
-    "storage_missing": (
-        OSError("NOT_FOUND: the bucket does not exist"),
-        _os_error(errno.ENOENT, "/mnt/run/checkpoints"),
-    ),
-    "component_failed": (OSError("components were not written: ['metrics']"),),
-    "wrong_clock": (
-        OSError("An error occurred (RequestTimeTooSkewed) when calling PutObject"),
-        OSError("certificate verify failed: certificate is not yet valid"),
     ),
 }
 
@@ -504,61 +326,32 @@ def _once(
 RECORDS: dict[str, tuple[Records, ...]] = {
     "host_out_of_memory": _once(_dies, -signal.SIGKILL, oom_kills=1),
     "host_killed": _once(_dies, -signal.SIGKILL),
-    "host_ended": _once(_dies, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGXCPU),
+    "host_killed: others": _once(
+        _dies, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGXCPU
+    ),
     "host_crashed": _once(_dies, -signal.SIGSEGV, -signal.SIGABRT, log=_CHECK_LOG),
-    "host_memory_bad": _once(_dies, -signal.SIGBUS),
-    "ram_disk_full": _once(_degrades, "local", _FULL),
-    "ram_disk_full: it is mapped": (_fills_mapped_memory,),
+    "host_crashed: memory": _once(_dies, -signal.SIGBUS),
     "host_exited": _once(_dies, 3, 1, 134),
     "host_cut_off": _once(
         _dies, -signal.SIGABRT, log=_ABORTED_LOG, has_followers=False
     ),
     "slice_lost": _once(_dies, -signal.SIGKILL),
-    "too_few_slices": _once(_dies, -signal.SIGKILL),
     "machine_lost": _once(_dies, -signal.SIGKILL),
-    "leader_lost": (_leads_no_more,),
     "slice_restarted": _once(
         _on_all,
         "DATA_LOSS: Data loss: the slice was restarted",
         "DATA_LOSS: 0x7f",
         is_single=True,
     ),
-    "slice_preempted": _once(_emits, "slice_preempted"),
     "host_unreachable": _once(_hangs, "reach"),
     "host_stopped": _once(_hangs, "step", is_silent=True),
     "restore_hangs": _once(_hangs, "restore"),
-    "compile_hangs": _once(_hangs, "compile", everywhere=True),
+    "world_hangs: compile": _once(_hangs, "compile", everywhere=True),
+    "world_hangs": _once(_hangs, "step", everywhere=True),
     "host_hangs": _once(_hangs, "step"),
-    "collective_hangs": _once(_hangs, "step", everywhere=True),
-    "device_too_slow": _once(
-        _emits, "slice_refused", why="its hosts [0, 1] did not finish the check in 20 s"
-    ),
-    "device_check_failed": _once(
-        _emits, "slice_refused", why="its host 1 failed in the check; see /runs/a/check"
-    ),
-    "state_corrupt": _once(_restores, is_distrusted=True),
-    "executable_damaged": (_loads_a_damaged_program,),
-    "program_fails_again": (
+    "fails_again": (
         *_once(_on_one, "INTERNAL: device-side assert at index 512 of 512"),
         *_once(_on_one, "INTERNAL: device-side assert at index 519 of 512"),
-    ),
-    "device_wrong": (_computes_wrongly,),
-    "host_slow": _once(_is_slow, watch.LATE),
-    "data_slow": _once(_is_slow, "data"),
-    "loss_not_finite": _once(_diverges, float("nan")),
-    "loss_diverges": _once(_diverges, 9.0),
-    "copies_damaged": _once(_restores, is_distrusted=False),
-    "peer_unreachable": _once(
-        _degrades,
-        "peer",
-        OSError(f"the items of host 3 cannot be read: {_PEER}: Connection refused"),
-        OSError(f"{_PEER}: timed out"),
-    ),
-    "peer_refused": _once(
-        _degrades, "peer", OSError(f"{_PEER} does not take the run's secret")
-    ),
-    "copies_differ": _once(
-        _degrades, "local", OSError("the digest differs of params/w at hosts 1 and 3")
     ),
     **{kind: _once(_on_one, *texts) for kind, texts in _ON_ONE.items()},
     **{kind: _once(_on_all, *texts) for kind, texts in _ON_ALL.items()},
@@ -566,6 +359,5 @@ RECORDS: dict[str, tuple[Records, ...]] = {
         kind: _once(_on_all, *texts, kind=error)
         for kind, (error, *texts) in _RAISED.items()
     },
-    **{kind: _once(_degrades, "persistent", *e) for kind, e in _STORAGE.items()},
 }
-GONE = ("slice_lost", "machine_lost", "too_few_slices")
+GONE = ("slice_lost", "machine_lost")

@@ -70,7 +70,7 @@ def _bus_error() -> None:
 
 
 def _raise(world: World) -> None:
-    raise ValueError(f"the shapes of layer {world.number} do not fit")
+    raise ValueError(f"layer {world.number} has no weights")
 
 
 def _need_device_memory() -> None:

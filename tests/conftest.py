@@ -20,7 +20,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from elastic_ckpt.core import metrics
 from elastic_ckpt.data import positional_data
 from elastic_ckpt.data.lm import pipeline
-from elastic_ckpt.monitoring import subscription
+from elastic_ckpt.monitoring import summaries
 from elastic_ckpt.training import elastic_run
 from tests import corpora, shared_memory
 
@@ -266,11 +266,11 @@ def bucket(request, object_stores, monkeypatch, tmp_path):
 def recorded():
     """Records the values of each metric, in order, while the test runs."""
     values: dict[metrics.Metric, list[float]] = {}
-    subscribed = subscription.Subscription(
+    unsubscribe = summaries.subscribe(
         lambda metric, value: values.setdefault(metric, []).append(value)
     )
     yield values
-    subscribed.close()
+    unsubscribe()
 
 
 @pytest.fixture(autouse=True, scope="module")

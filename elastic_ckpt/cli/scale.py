@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 
 from elastic_ckpt.core import errors, option_numbers
+from elastic_ckpt.core.events import ENDS
 from elastic_ckpt.elastic import scale_request
 from elastic_ckpt.inspect import run_files, status
 from elastic_ckpt.training import configured, run_directory
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     configured.check_slices(config, slices)
     events, is_alive = run_files.read_events(directory), run_files.is_alive(directory)
     phase = status.phase(events, is_alive=is_alive, program=record.program)
-    if is_alive is False or phase in status.ENDS:
+    if is_alive is False or phase in ENDS:
         raise errors.RunError(
             f"{directory} is not running; start it with slices={slices} instead"
         )

@@ -6,14 +6,17 @@ It parses and prints; `training` has what it starts.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
 
+from absl import logging
 from etils import epy
 
 from elastic_ckpt.cli import overrides
-from elastic_ckpt.core import errors, events
-from elastic_ckpt.elastic import termination
+from elastic_ckpt.core import bucket_clients, errors, events
+from elastic_ckpt.elastic import failures, termination
 from elastic_ckpt.monitoring import progress
 from elastic_ckpt.training import (
     journal,
@@ -109,10 +112,28 @@ def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
     config = _with_files(config)
     if not topology.is_primary():
         shown.close()
-        with trainer.alone(config, events.nobody) as world:
+        with trainer.alone(config, events.nobody) as world, _in_words():
             return trainer.train(config, world)
-    with journal.kept(config, shown) as emit, trainer.alone(config, emit) as world:
+    with (
+        journal.kept(config, shown) as emit,
+        trainer.alone(config, emit) as world,
+        _in_words(),
+    ):
         return trainer.train(config, world)
+
+
+@contextlib.contextmanager
+def _in_words() -> Iterator[None]:
+    # Names what the program of this process raises; its traceback goes to the log.
+    try:
+        yield
+    except (errors.ElasticCkptError, *bucket_clients.failures()):
+        raise
+    except Exception as error:
+        told = failures.of_exception(topology.this_host(), error)
+        logging.error("%s", told.traceback)
+        words = failures.judge([told], num_hosts=1, is_lost=False).words
+        raise failures.ProgramFailedError(words, failures=[told]) from error
 
 
 def _run_slices(config: schema.Config, shown: progress.Progress) -> bool:

@@ -9,98 +9,192 @@ from __future__ import annotations
 import contextlib
 import queue
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from elastic_ckpt.core import storage
 
-# Every event of a run with the fields that it carries. Users see these names in
-# `events.jsonl`, so a golden file in the tests freezes them.
-NAMES: dict[str, tuple[str, ...]] = {
-    "world_started": ("world", "slices", "spares"),
-    "world_joined": ("world",),
-    "world_claimed": ("world", "step"),
-    "world_leaving": ("slices",),
-    "world_left": ("step",),
-    "recovered": (
-        "world",
-        "steps_lost",
-        "secs",
-        "end_secs",
-        "decide_secs",
-        "start_secs",
-        "prepare_secs",
-        "restore_secs",
-        "compile_secs",
-        "step_secs",
+
+class Event(NamedTuple):
+    """What an event of some name is.
+
+    Attributes:
+      fields: their names.
+      text: the line that people see, which `monitoring.progress` formats with the
+        fields; empty for none, or if it takes more than that.
+      begins: the phase of the run that begins with it; empty if none does. What is told
+        about a run (progress, status, the seconds of a recovery, goodput) follows it.
+    """
+
+    fields: tuple[str, ...]
+    text: str = ""
+    begins: str = ""
+
+
+def _event(fields: str, text: str = "", *, begins: str = "") -> Event:
+    return Event(tuple(fields.split()), text, begins)
+
+
+# Every event of a run. Users see these names and fields in `events.jsonl`, so a golden
+# file in the tests freezes them.
+NAMES: dict[str, Event] = {
+    "world_started": _event(
+        "world slices spares",
+        "world {world} starts on slices {slices}{spares:after , spare: }",
+        begins="starting a world",
     ),
-    "state_kept": ("step", "device_bytes", "secs"),
-    "leader_found": ("machine", "leader"),
-    "leader_lost": ("machine", "why"),
-    "verdict": (
-        "world",
-        "kind",
-        "what",
-        "which",
-        "phase",
+    "world_joined": _event("world", begins="searching for the newest step"),
+    "world_claimed": _event("world step"),
+    "world_leaving": _event(
+        "slices",
+        "leaving after the step under way{slices:after , to continue on slices }",
+        begins="leaving for other slices",
+    ),
+    "world_left": _event(
+        "step", "left after step {step}, for other slices", begins="choosing slices"
+    ),
+    "recovered": _event(
+        "world steps_lost secs end_secs decide_secs start_secs prepare_secs"
+        " restore_secs compile_secs step_secs",
+        "went on after {secs:.1f} s ({end_secs:phase end}{decide_secs:phase decide}"
+        "{start_secs:phase start}{prepare_secs:phase prepare}"
+        "{restore_secs:phase restore}{compile_secs:phase compile}"
+        "{step_secs:phase step}); {steps_lost:count step} to train again",
+        begins="training",
+    ),
+    "state_kept": _event(
+        "step device_bytes secs",
+        "kept step {step} in device memory: {device_bytes:bytes}",
+    ),
+    "leader_found": _event(
+        "machine leader", "machine {machine}: machine {leader} leads the run"
+    ),
+    "leader_lost": _event(
+        "machine why", "machine {machine}, which led the run, is lost: {why}"
+    ),
+    "verdict": _event(
+        "world kind what which phase step since evidence action why",
+        "verdict: {why} ({kind})",
+    ),
+    "slice_lost": _event(
+        "slice why", "slice {slice} is lost: {why}", begins="choosing slices"
+    ),
+    "slice_preempted": _event("slice", "slice {slice} is asked to end (SIGTERM)"),
+    "slice_returned": _event("slice", "slice {slice} is back"),
+    "slice_refused": _event("slice why", "slice {slice} is not taken in: {why}"),
+    "slice_quarantined": _event("slice why", "slice {slice} is not used again: {why}"),
+    "fault_injected": _event("kind target step", "injected {kind} {target}"),
+    "slow_host": _event(
+        "host slice phase why",
+        "host {host} of slice {slice} is slow in phase {phase!r}: {why}",
+    ),
+    "scale_requested": _event(
+        "slices chosen",
+        "{slices:count slice} requested: the run is to be on slices {chosen}",
+    ),
+    "waiting_for_slices": _event(
+        "why within_secs",
+        "waiting for slices, for up to {within_secs:.0f} s: {why}",
+        begins="waiting for slices",
+    ),
+    "run_started": _event(
+        "run hosts slices devices start_step steps",
+        "{run}:{start_step:after  from step }{steps:after  to step } on"
+        " {hosts:count host}, {slices:count slice}, {devices:count device}",
+        begins="restoring",
+    ),
+    "batch_changed": _event(
+        "step rows rows_before per_device_before",
+        "global batch {rows_before} -> {rows} rows since step {step};"
+        " per_device_batch_size={per_device_before:g} keeps it",
+    ),
+    "step_interrupted": _event(
+        "step path resume_step",
+        "step {step} was interrupted while it was saved and is passed over ({path});"
+        " the newest complete step is {resume_step}",
+    ),
+    "compile_started": _event("step", "compiling for step {step}", begins="compiling"),
+    "compiled": _event("step secs", begins="training"),
+    "executable_loaded": _event(
+        "step secs", "loaded the program for step {step}", begins="training"
+    ),
+    "executable_refused": _event(
+        "path why", "{path} is refused: {why}; compiling instead"
+    ),
+    "step": _event("step steps loss secs tokens learning_rate", begins="training"),
+    "step_done": _event("step", begins="training"),
+    "replicas_differ": _event(
+        "step leaf hosts devices is_certain why", "step {step}: copies differ: {why}"
+    ),
+    "validated": _event("step level findings secs"),
+    "step_preserved": _event("step why", "step {step} is preserved: {why}"),
+    "save_started": _event("step"),
+    "save_blocked": _event("step secs"),
+    "saved": _event("step secs"),
+    "replicated": _event("step copies bytes secs"),
+    "backed_up": _event("step bytes secs world"),
+    "degraded": _event("tier step cause why"),
+    "storage_recovered": _event(
+        "step cause steps secs", "storage takes steps again, since step {step}"
+    ),
+    "step_passed_over": _event("step why", "passed over: {why}"),
+    "went_back": _event("step to_step"),
+    "component_not_loaded": _event("step component why", "{why}"),
+    "weights_loaded": _event(
+        "path bytes secs",
+        "weights of {path}: {bytes:bytes}",
+        begins="reading the first batch",
+    ),
+    "weights_skipped": _event(
+        "path step", "init_from is not read: the run has saved step {step}"
+    ),
+    "restored_from": _event(
+        "step local_bytes close_bytes distant_bytes persistent_bytes bad_copies"
+        " repaired",
+        "restored step {step}: {local_bytes:bytes from this host's RAM}"
+        "{close_bytes:bytes from close peers}{distant_bytes:bytes from distant peers}"
+        "{persistent_bytes:bytes from persistent storage}"
+        "{bad_copies:after ; bad copies: }{repaired:after , put right: }",
+        begins="reading the first batch",
+    ),
+    "restore_distrusted": _event(
+        "step restored_step to_step why",
+        "step {step}: {why}, soon after step {restored_step} was restored from RAM"
+        "{to_step:after ; it is abandoned, and the run goes back to step }",
+    ),
+    "evaluated": _event(
+        "step loss batches secs",
+        "step {step}: evaluated {batches:count batch}, loss {loss:.4f}",
+    ),
+    "divergence_found": _event(
+        "step callback action why", "step {step}: {callback}: {why} ({action})"
+    ),
+    "rolled_back": _event(
+        "step to_step rows rollbacks secs",
+        "went back from step {step} to {to_step}, and left out {rows:count row};"
+        " {rollbacks:count rollback} so far",
+    ),
+    "data_ended": _event(
         "step",
-        "since",
-        "evidence",
-        "action",
-        "why",
+        "the data ended after step {step}, the last of the run",
+        begins="saving the last step",
     ),
-    "slice_lost": ("slice", "why"),
-    "slice_preempted": ("slice",),
-    "slice_returned": ("slice",),
-    "slice_refused": ("slice", "why"),
-    "slice_quarantined": ("slice", "why"),
-    "fault_injected": ("kind", "target", "step"),
-    "slow_host": ("host", "slice", "phase", "why"),
-    "scale_requested": ("slices", "chosen"),
-    "waiting_for_slices": ("why", "within_secs"),
-    "run_started": ("run", "hosts", "slices", "devices", "start_step", "steps"),
-    "batch_changed": ("step", "rows", "rows_before", "per_device_before"),
-    "step_interrupted": ("step", "path", "resume_step"),
-    "compile_started": ("step",),
-    "compiled": ("step", "secs"),
-    "executable_loaded": ("step", "secs"),
-    "executable_refused": ("path", "why"),
-    "step": ("step", "steps", "loss", "secs", "tokens", "learning_rate"),
-    "step_done": ("step",),
-    "replicas_differ": ("step", "leaf", "hosts", "devices", "is_certain", "why"),
-    "validated": ("step", "level", "findings", "secs"),
-    "step_preserved": ("step", "why"),
-    "save_started": ("step",),
-    "save_blocked": ("step", "secs"),
-    "saved": ("step", "secs"),
-    "replicated": ("step", "copies", "bytes", "secs"),
-    "backed_up": ("step", "bytes", "secs", "world"),
-    "degraded": ("tier", "step", "cause", "why"),
-    "storage_recovered": ("step", "cause", "steps", "secs"),
-    "step_passed_over": ("step", "why"),
-    "went_back": ("step", "to_step"),
-    "component_not_loaded": ("step", "component", "why"),
-    "weights_loaded": ("path", "bytes", "secs"),
-    "weights_skipped": ("path", "step"),
-    "restored_from": (
-        "step",
-        "local_bytes",
-        "close_bytes",
-        "distant_bytes",
-        "persistent_bytes",
-        "bad_copies",
-        "repaired",
+    "run_finished": _event(
+        "step secs", "step {step} is done, after {secs:.1f} s", begins="finished"
     ),
-    "restore_distrusted": ("step", "restored_step", "to_step", "why"),
-    "evaluated": ("step", "loss", "batches", "secs"),
-    "divergence_found": ("step", "callback", "action", "why"),
-    "rolled_back": ("step", "to_step", "rows", "rollbacks", "secs"),
-    "data_ended": ("step",),
-    "run_finished": ("step", "secs"),
-    "stop_requested": ("within_secs",),
-    "run_stopped": ("step", "saved"),
-    "host_lost": ("host", "why"),
-    "run_failed": ("step", "why"),
+    "stop_requested": _event(
+        "within_secs",
+        "asked to end: saving after the step under way, within {within_secs:g} s",
+        begins="saving before the end",
+    ),
+    "run_stopped": _event("step saved", begins="stopped"),
+    "host_lost": _event(
+        "host why", "host {host} is lost: {why}", begins="ending the world"
+    ),
+    "run_failed": _event("step why", begins="failed"),
 }
+
+# The phases in which a run has ended.
+ENDS = ("finished", "stopped", "failed")
 
 
 class Emit(Protocol):
@@ -113,8 +207,9 @@ class Emit(Protocol):
 def check(name: str, fields: dict[str, storage.Json]) -> None:
     """Asserts that `NAMES` has the event, with these fields."""
     assert name in NAMES, f"there is no event {name}; add it to events.NAMES"
-    assert set(fields) == set(NAMES[name]), (
-        f"the event {name} needs the fields {NAMES[name]}; it was given {[*fields]}"
+    needed = NAMES[name].fields
+    assert set(fields) == set(needed), (
+        f"the event {name} needs the fields {needed}; it was given {[*fields]}"
     )
 
 

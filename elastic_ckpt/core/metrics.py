@@ -211,7 +211,7 @@ GOODPUT_SECS = {
         "start": "the processes of a world started and joined",
         "prepare": "the job was assembled, and the newest step found",
         "restore": "state and data were restored",
-        "compile": "the step was compiled, or loaded",
+        "compile": "the first batch was read, and the step compiled or loaded",
         "first_step": "the first step of a world, logged",
     }.items()
 }

@@ -33,7 +33,7 @@ from elastic_ckpt.core import allgather, errors, events, storage
 from elastic_ckpt.elastic import (
     device_check,
     executables,
-    host_failure,
+    failures,
     termination,
     watch,
 )
@@ -326,7 +326,7 @@ def run(
     except BaseException as error:
         # The root of the process: the error is reported here or never.
         traceback.print_exc()
-        failure = host_failure.of_exception(member.host, error)
+        failure = failures.of_exception(member.host, error)
         if failure.is_of_devices:
             # If it is this host that has lost all others, JAX aborts it meanwhile.
             time.sleep(_ABORT_SECS)

@@ -26,7 +26,6 @@ from elastic_ckpt.elastic import (
     host,
     leader_claim,
     termination,
-    verdict,
     watch,
 )
 from elastic_ckpt.elastic import link as links
@@ -222,7 +221,7 @@ class MachineSupervisor:
             number = self._machine.number
             emit("leader_found", machine=number, leader=number)
             if before is not None:
-                report_lost(before, emit)
+                emit("leader_lost", machine=before.machine, why=before.lost)
             elif not self._followed and not self._rests_until_secs:
                 self._begin()
             # Of those that it has heard of last.
@@ -320,22 +319,6 @@ class _Following:
                 for answer in self._own.do(message):
                     self._link.send(**answer)
                 yield message
-
-
-def report_lost(leader: leader_claim.Leader, emit: events.Emit) -> None:
-    """Reports a leader that was lost, and the verdict of it, as its successor does."""
-    fields: dict[str, storage.Json] = {"machine": leader.machine, "why": leader.lost}
-    emit("leader_lost", **fields)
-    judged = verdict.judge(
-        verdict.Evidence(
-            event="leader_lost",
-            fields=fields,
-            at_secs=leader.since_secs,
-            epoch_secs=time.time() - time.monotonic(),
-        )
-    )
-    assert judged is not None
-    emit("verdict", world=0, **judged.fields())
 
 
 def run(

@@ -22,10 +22,10 @@ import jax
 from absl import logging
 
 from elastic_ckpt.core import errors, events, extras, process, storage, topology
-from elastic_ckpt.elastic import faults, host_failure, termination, watch
+from elastic_ckpt.elastic import failures, faults, termination, watch
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction, leaving_for
 from elastic_ckpt.elastic.decision import Decision, Failure, Slices
-from elastic_ckpt.elastic.host_failure import WorldLostError
+from elastic_ckpt.elastic.failures import WorldLostError
 from elastic_ckpt.elastic.world import BetweenWorlds, Leaving, Steps, World
 from elastic_ckpt.tiers.persistent import claims
 
@@ -232,7 +232,7 @@ class Pathways:
         self._manager.available_inactive_slices = alive - frozenset(active)
 
     def _failure(self, error: Exception, slices: Sequence[int]) -> errors.RunError:
-        told = host_failure.of_exception(0, error)
+        told = failures.of_exception(0, error)
         told = dataclasses.replace(told, phase=self._phase)
         if self._simulated is not None:
             alive = self._simulated.alive()
@@ -256,11 +256,10 @@ class Pathways:
             )
         if isinstance(error, errors.RunError):
             return error
-        why, message = told.message, told.message
         if not told.is_ours:
-            why = f"the training function failed: {message}"
-            message = f"{told.traceback}\n\n{why}"
-        failure = host_failure.ProgramFailedError(message, why=why, failures=[told])
+            logging.error("%s", told.traceback)
+        words = failures.judge([told], num_hosts=1, is_lost=False).words
+        failure = failures.ProgramFailedError(words, failures=[told])
         failure.__cause__ = error
         return failure
 

@@ -30,18 +30,17 @@ from typing import Any, Self
 from elastic_ckpt.core import codec, errors, events, process, storage
 from elastic_ckpt.elastic import (
     device_check,
+    failures,
     faults,
-    host_failure,
     link,
     termination,
-    verdict,
     watch,
 )
 from elastic_ckpt.elastic import host as host_process
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction, leaving_for
 from elastic_ckpt.elastic.decision import Decision, Failure, Slices, Train
+from elastic_ckpt.elastic.failures import HostFailure, WorldLostError
 from elastic_ckpt.elastic.host import BEGIN, LEAVE, LOSE_MEMORY, STOP, Member
-from elastic_ckpt.elastic.host_failure import HostFailure, WorldLostError
 from elastic_ckpt.elastic.station import Station
 from elastic_ckpt.tiers.persistent import claims
 
@@ -275,7 +274,7 @@ class HostsOfWorld:
         self._began_secs = time.monotonic()
         self._hangs = watch.Watch(limits, len(self.slices), now_secs=self._began_secs)
         self.slow = watch.SlowHosts(now_secs=self._began_secs)
-        self._oom_kills = host_failure.oom_kills()
+        self._oom_kills = failures.oom_kills()
         # A new directory: this may be a second start of a run that is alive.
         self._logs = storage.make_unique_directory(machines.own.log_directory)
         address = machines.address(machines.of_slice(self.slices[0]))
@@ -427,7 +426,7 @@ class HostsOfWorld:
             time.sleep(_STACKS_SECS)
             for host in hang.hosts or [0]:
                 phase = self._hangs.phase(host)
-                self._fail(host_failure.of_hang(host, hang, phase, now_secs=now_secs))
+                self._fail(failures.of_hang(host, hang, phase, now_secs=now_secs))
             # Hosts that hang report nothing more.
             self.deadline_secs = now_secs
 
@@ -473,14 +472,15 @@ class HostsOfWorld:
         if exit_code and all(each.host != host for each in self.failures):
             # The count is that of this machine.
             is_here = self._machine(host) == self._machines.number
-            killed = is_here * (host_failure.oom_kills() - self._oom_kills)
-            death = host_failure.silent_death(host, exit_code, oom_kills=killed)
+            killed = is_here * (failures.oom_kills() - self._oom_kills)
+            death = failures.silent_death(host, exit_code, oom_kills=killed)
             log = "\n".join(self._log_end(host))
             self._fail(dataclasses.replace(death, phase=phase, log=log))
 
     def _fail(self, failure: HostFailure) -> None:
         is_first = not self.failures
-        self.failures.append(failure)
+        log_file = f"{self._logs}/host-{failure.host}.log"
+        self.failures.append(dataclasses.replace(failure, log_file=log_file))
         is_killed = failure.message.startswith("killed by SIGKILL")
         if is_killed or failure.is_hang:
             # Nothing else has caused it; the other hosts hang, or will.
@@ -495,7 +495,7 @@ class HostsOfWorld:
             self.deadline_secs = time.monotonic() + secs
 
     def _error(self) -> errors.RunError:
-        failure = host_failure.first_failure(self.failures)
+        failure = failures.first_failure(self.failures)
         described = self._describe(failure)
         error = error_of(self.failures, len(self.slices), described=described)
         is_lost = isinstance(error, WorldLostError)
@@ -504,11 +504,8 @@ class HostsOfWorld:
             if each.is_silent and each.host in reported:
                 self.emit("host_lost", host=each.host, why=each.message)
         if is_lost and self._has_not_begun():
-            return host_failure.ProgramFailedError(
-                described,
-                why=failure.message,
-                failures=self.failures,
-                num_hosts=len(self.slices),
+            return failures.ProgramFailedError(
+                described, failures=self.failures, num_hosts=len(self.slices)
             )
         if is_lost and self._is_stopping:
             return errors.StoppedError(
@@ -531,12 +528,12 @@ class HostsOfWorld:
                 " Each imports the program that starts the run, and what it printed is"
                 " on standard error"
             )
-        log = f"{self._logs}/host-{failure.host}.log"
-        why = f"host {failure.host} failed: {failure.message}"
         if failure.traceback and not failure.is_of_devices:
-            return f"{failure.traceback}\n\n{why}\nits log is {log}"
+            num_hosts = len(self.slices)
+            return failures.judge([failure], num_hosts=num_hosts, is_lost=False).words
+        why = f"host {failure.host} failed: {failure.message}"
         lines = [f"  | {line}" for line in self._log_end(failure.host)]
-        return "\n".join([why, f"the end of its log, {log}:", *lines])
+        return "\n".join([why, f"the end of its log, {failure.log_file}:", *lines])
 
     def _describe_stop(self) -> str:
         if not self.is_running:
@@ -561,39 +558,35 @@ class HostsOfWorld:
 
 
 def error_of(
-    failures: Sequence[HostFailure], num_hosts: int, *, described: str
+    failed: Sequence[HostFailure], num_hosts: int, *, described: str
 ) -> errors.RunError:
     """The error of a world whose hosts failed.
 
     Args:
-      failures: of its hosts.
+      failed: of its hosts.
       num_hosts: of the world.
       described: its message.
     """
-    failure = host_failure.first_failure(failures)
+    failure = failures.first_failure(failed)
     # The program is not to blame for a device that computes wrong values.
     wrong = frozenset(
         each.host
-        for each in failures
+        for each in failed
         if device_check.DeviceWrongError.__name__ in each.error
     )
-    lost = wrong or host_failure.lost_hosts(failures)
-    if lost is None and failure.is_replaced:
+    lost = wrong or failures.lost_hosts(failed)
+    if lost is None and "ReplacedError" in failure.error:
         return errors.ReplacedError(described)
     if lost is None:
-        why = f"host {failure.host} failed: {failure.message}"
-        return host_failure.ProgramFailedError(
-            described,
-            why=failure.message if failure.is_ours else why,
-            failures=failures,
-            num_hosts=num_hosts,
+        return failures.ProgramFailedError(
+            described, failures=failed, num_hosts=num_hosts
         )
     return WorldLostError(
         described,
-        hosts=lost or verdict.hosts_of_bad_devices(failures, num_hosts),
-        hung=frozenset(each.host for each in failures if each.is_hang),
-        at_secs=min(each.at_secs for each in failures),
-        failures=failures,
+        hosts=lost or failures.hosts_of_bad_devices(failed, num_hosts),
+        hung=frozenset(each.host for each in failed if each.is_hang),
+        at_secs=min(each.at_secs for each in failed),
+        failures=failed,
         num_hosts=num_hosts,
     )
 

@@ -15,15 +15,15 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import (
-    host_failure,
+    failures,
     machine,
+    process_cluster,
     processes,
-    verdict,
 )
 from elastic_ckpt.elastic.cluster import (
     Assignment,
@@ -40,10 +40,8 @@ from elastic_ckpt.elastic.decision import (
     decide,
     quarantined,
 )
-from elastic_ckpt.elastic.host_failure import ProgramFailedError, WorldLostError
-from elastic_ckpt.elastic.process_cluster import LeadershipLostError
-from elastic_ckpt.elastic.timeline import Timeline
-from elastic_ckpt.monitoring import progress
+from elastic_ckpt.elastic.failures import ProgramFailedError, WorldLostError
+from elastic_ckpt.monitoring import goodput, progress
 
 # Steps between two lines about them, where standard output is no terminal.
 _LOG_PERIOD = 10
@@ -120,7 +118,7 @@ def run(
         try:
             lead_here(cluster, emit)
         except ProgramFailedError as error:
-            # The traceback that counts is the user's, with which its message begins.
+            # The traceback that counts is the user's, which is a note of the error.
             raise error.with_traceback(None) from error.__cause__
 
 
@@ -136,49 +134,32 @@ def lead(
 
     The time is that of the clock, also of the cluster's errors.
     """
-    judge = _Judge(emit)
-    with judge.of_the_end():
-        _run_worlds(train, cluster, present_policy, work, judge, clock)
-
-
-def _run_worlds(
-    train: TrainFunction,
-    cluster: Cluster,
-    present_policy: Callable[[], Policy],
-    work: Work,
-    judge: _Judge,
-    clock: Callable[[], float],
-) -> None:
-    timeline = Timeline(judge, clock=clock)
-    decisions = _Decisions(cluster, present_policy, work, timeline)
-    retries = _Retries(decisions.policy.max_retries, timeline)
+    story = _Story(emit, present_policy().max_retries, clock)
+    decisions = _Decisions(cluster, present_policy, work, story)
     current: frozenset[int] = frozenset()
-    for number in itertools.count(1):
-        chosen = _await_slices(cluster, current, decisions, timeline, clock)
-        current = frozenset(chosen.slices)
-        slices, spares = list(chosen.slices), list(chosen.spares)
-        timeline("world_started", world=number, slices=slices, spares=spares)
-        try:
-            is_over = cluster.run_world(
-                train,
-                Assignment(number=number, work=chosen),
-                emit=retries,
-                has_changed=functools.partial(decisions.change, chosen),
-            )
-        except WorldLostError as error:
-            timeline.begin(since_secs=error.at_secs)
-            end = retries.end_after(error)
-            judged = judge.lost(error, is_last=end is not None)
-            if judged is not None and judged.action is verdict.Action.STOP:
-                end = end or _of_program(judged, error)
-            if end is error:
-                raise
-            if end is not None:
-                raise end from error
-        else:
-            if is_over:
-                return
-            timeline.begin()
+    with story.judged():
+        for number in itertools.count(1):
+            chosen = _await_slices(cluster, current, decisions, story)
+            current = frozenset(chosen.slices)
+            slices, spares = list(chosen.slices), list(chosen.spares)
+            story("world_started", world=number, slices=slices, spares=spares)
+            try:
+                is_over = cluster.run_world(
+                    train,
+                    Assignment(number=number, work=chosen),
+                    emit=story,
+                    has_changed=functools.partial(decisions.change, chosen),
+                )
+            except WorldLostError as error:
+                end = story.lost(error)
+                if end is error:
+                    raise
+                if end is not None:
+                    raise end from error
+            else:
+                if is_over:
+                    return
+                story.left()
 
 
 class _Decisions:
@@ -246,13 +227,12 @@ def _await_slices(
     cluster: Cluster,
     current: frozenset[int],
     decisions: _Decisions,
-    emit: events.Emit,
-    clock: Callable[[], float],
+    story: _Story,
 ) -> Train:
-    began_secs = clock()
+    began_secs = story.clock()
     waiting_for = ""
     while True:
-        waited_secs = clock() - began_secs
+        waited_secs = story.clock() - began_secs
         _, now = decisions.decide(current, waited_secs=waited_secs)
         if isinstance(now, Train):
             return now
@@ -262,152 +242,134 @@ def _await_slices(
                 " min_slices (elastic_min_slice_count in a configuration)"
             )
         if now.why != waiting_for:
-            emit("waiting_for_slices", why=now.why, within_secs=now.within_secs)
+            story("waiting_for_slices", why=now.why, within_secs=now.within_secs)
             waiting_for = now.why
         cluster.wait(now.within_secs)
 
 
-class _Retries:
-    """Counts the worlds that were lost since the last new step; an `Emit`."""
+class _Story:
+    """What is known of a run from its events, which it passes on; an `Emit`.
 
-    def __init__(self, most: int, emit: events.Emit) -> None:
-        self._most = most
+    It adds the verdict on each lost world, and what it took to recover from it.
+
+    Args:
+      emit: called for each event.
+      most_lost: how many worlds in succession may be lost without progress. A run makes
+        progress if a world passes the newest step, or begins at a later one than the
+        world before: steps may be lost, and trained again.
+      clock: the time in seconds.
+    """
+
+    def __init__(
+        self, emit: events.Emit, most_lost: int, clock: Callable[[], float]
+    ) -> None:
         self._emit = emit
-        self._newest_step = -1
-        self._lost: list[WorldLostError] = []
-
-    def __call__(self, name: str, **fields: storage.Json) -> None:
-        """Passes an event on."""
-        if (
-            name in ("step", "step_done")
-            and int(str(fields["step"])) > self._newest_step
-        ):
-            self._newest_step = int(str(fields["step"]))
-            self._lost.clear()
-        self._emit(name, **fields)
-
-    def end_after(self, error: WorldLostError) -> errors.RunError | None:
-        """The error with which a run ends; None if another world may go on.
-
-        Args:
-          error: of the world that was lost last.
-        """
-        self._lost.append(error)
-        first = self._lost[0]
-        if not self._most:
-            return first
-        if len(self._lost) > self._most:
-            return errors.RunError(
-                f"{len(self._lost)} worlds in a row were lost without a new step, more"
-                " than max_retries (elastic_max_retries in a configuration) allows;"
-                f" remove the cause of the first loss and start the run again: {first}"
-            )
-        return None
-
-
-class _Judge:
-    """Passes events on, and adds the verdict on each interruption; an `Emit`."""
-
-    def __init__(self, emit: events.Emit) -> None:
-        self._emit = emit
+        self._most_lost = most_lost
+        self.clock = clock
+        self._began_secs = self._asked_secs = clock()
+        self._account = goodput.Account(time=clock())
         self._world = 0
         self._slices: list[int] = []
-        self._step = 0
-        self._degraded: set[str] = set()
-        # What goes on in this world, and has its verdict.
-        self._known: set[tuple[str, str]] = set()
-        self._before: verdict.Failed | None = None
-        # The loss of a world that was judged last.
-        self._lost: WorldLostError | None = None
+        # The steps done in this world, and by the run; those that the world began with,
+        # and its first one.
+        self._step = self._done = self._start = 0
+        self._newest = self._first = -1
+        # The worlds that were lost without progress, and how the last one was.
+        self._lost: list[WorldLostError] = []
+        self._how = ""
+        self._judged: errors.RunError | None = None
 
-    def __call__(self, name: str, **fields: storage.Json) -> None:
-        """Passes an event on."""
+    def __call__(self, name: str, **fields: Any) -> None:
+        """Passes an event on; that of the end with the seconds of all worlds."""
+        now = self.clock()
+        if name == "run_finished":
+            fields["secs"] = now - self._began_secs
         self._emit(name, **fields)
+        told = "step" if name == "step_done" else name
+        self._account = goodput.after(self._account, told, fields, time=now)
         if name == "world_started":
-            self._world = int(str(fields["world"]))
-            self._slices = [int(str(each)) for each in _items(fields["slices"])]
-            self._step = 0
-            self._known.clear()
-        elif name in ("step", "step_done"):
-            self._step = int(str(fields["step"]))
-        elif name == "degraded":
-            self._degraded.add(f"{fields['tier']} {fields['cause']}")
-        elif name == "storage_recovered":
-            self._degraded.clear()
-            self._known.clear()
-        if name in verdict.EVENTS:
-            self._judge(
-                self._evidence(event=name, fields=fields, at_secs=time.monotonic())
+            self._world, self._slices, self._step = fields["world"], fields["slices"], 0
+        elif name == "world_leaving":
+            self._asked_secs = now
+        elif name in ("run_started", "restored_from"):
+            self._start = fields.get("start_step", fields.get("step"))
+        elif told == "step":
+            self._note_step(fields["step"])
+
+    def _note_step(self, step: int) -> None:
+        if step > (self._newest if self._step else self._first):
+            self._lost.clear()
+        if not self._step:
+            self._first = step
+        self._newest = max(self._newest, step)
+        recovered = self._account.recovered()
+        if recovered is not None:
+            self._account = dataclasses.replace(self._account, before=None)
+            lost = max(0, self._done - self._start)
+            self._emit("recovered", world=self._world, steps_lost=lost, **recovered)
+        self._step = self._done = step
+
+    def left(self) -> None:
+        """Notes that the hosts have left for another world."""
+        self._begin_recovery(self._asked_secs)
+
+    def lost(self, error: WorldLostError) -> errors.RunError | None:
+        """Notes that a world was lost; returns the error that ends the run, if any."""
+        self._begin_recovery(error.at_secs)
+        self._lost.append(error)
+        end: errors.RunError | None = None
+        if not self._most_lost:
+            end = error
+        elif len(self._lost) > self._most_lost:
+            end = errors.RunError(
+                f"{len(self._lost)} worlds in a row were lost without a new step, more"
+                " than max_retries (elastic_max_retries in a configuration) allows;"
+                " remove the cause of the first loss and start the run again:"
+                f" {self._lost[0]}"
             )
-
-    def lost(self, error: WorldLostError, *, is_last: bool) -> verdict.Verdict | None:
-        """The verdict on a world that was lost.
-
-        Args:
-          error: of the world.
-          is_last: whether the run ends with it.
-        """
-        evidence = self._evidence(
-            failures=error.failures,
-            num_hosts=error.num_hosts,
-            gone=error.gone,
-            machines=error.machines,
-            is_lost=not is_last,
-        )
-        judged = self._judge(evidence)
-        self._before = verdict.failed(evidence)
-        self._lost = error
-        return judged
+        if error.failures:
+            gone = {"gone": error.gone, "machines": error.machines}
+            judged = self._judge(error, is_lost=end is None, **gone)
+            self._how = judged.how
+            if judged.action == failures.STOP and end is None:
+                is_told = judged.lead.traceback
+                end = ProgramFailedError(
+                    judged.words if is_told else f"{judged.words}\n{error}",
+                    failures=error.failures,
+                    num_hosts=error.num_hosts,
+                )
+            self._judged = end
+        return end
 
     @contextlib.contextmanager
-    def of_the_end(self) -> Iterator[None]:
-        """Gives the verdict on the error with which the block ends."""
+    def judged(self) -> Iterator[None]:
+        """Adds the verdict on the error with which the block ends."""
         try:
             yield
-        except LeadershipLostError:
+        except process_cluster.LeadershipLostError:
             # The next leader goes on.
             raise
         except errors.ElasticCkptError as error:
-            if self._lost is None or self._lost not in (error, error.__cause__):
-                failures, num_hosts = (host_failure.of_exception(0, error),), 1
-                if isinstance(error, ProgramFailedError):
-                    failures, num_hosts = error.failures, error.num_hosts
-                self._judge(self._evidence(failures=failures, num_hosts=num_hosts))
+            if error is not self._judged:
+                told = [failures.of_exception(0, error)]
+                is_program = isinstance(error, ProgramFailedError)
+                failed = error if is_program else ProgramFailedError("", failures=told)
+                self._judge(failed, is_lost=False)
             raise
 
-    def _evidence(self, **of_this: Any) -> verdict.Evidence:
-        return verdict.Evidence(
-            **of_this,
+    def _judge(
+        self, error: WorldLostError | ProgramFailedError, **of_this: Any
+    ) -> failures.Verdict:
+        judged = failures.judge(
+            error.failures,
+            num_hosts=error.num_hosts,
             slices=self._slices,
             step=self._step,
-            epoch_secs=time.time() - time.monotonic(),
-            degraded=frozenset(self._degraded),
-            before=self._before,
+            before=self._how,
+            **of_this,
         )
-
-    def _judge(self, evidence: verdict.Evidence) -> verdict.Verdict | None:
-        judged = verdict.judge(evidence)
-        if judged is None:
-            return None
-        if evidence.event:
-            if (judged.kind, judged.which) in self._known:
-                return judged
-            self._known.add((judged.kind, judged.which))
         self._emit("verdict", world=self._world, **judged.fields())
         return judged
 
-
-def _items(value: storage.Json) -> Iterable[storage.Json]:
-    assert isinstance(value, list | tuple)
-    return value
-
-
-def _of_program(judged: verdict.Verdict, error: WorldLostError) -> ProgramFailedError:
-    # For what another world would fail at, too.
-    told = f"{judged.traceback}\n\n" if judged.traceback else ""
-    return ProgramFailedError(
-        f"{told}{judged.line}\n{error}",
-        why=judged.line,
-        failures=error.failures,
-        num_hosts=error.num_hosts,
-    )
+    def _begin_recovery(self, since: float) -> None:
+        self._account = goodput.lost(self._account, since=since, time=self.clock())

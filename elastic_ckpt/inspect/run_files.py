@@ -156,7 +156,7 @@ def read_metrics(
     Without those of starts after another one has replaced them.
 
     Args:
-      directory: of files that `monitoring.jsonl` wrote.
+      directory: of files that `monitoring.summaries` wrote.
       last_bytes: see `jsonlog.read`.
 
     Raises:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.core import errors, metrics
+from elastic_ckpt.core import events as core_events
 from elastic_ckpt.inspect import run_files, tier_locations
 from elastic_ckpt.inspect.tier_locations import Locations
 from elastic_ckpt.steps.manifest import Holder, Host
@@ -28,27 +29,6 @@ Event = Mapping[str, Any]
 # The lines of metrics by the name of their file, as `run_files.read_metrics` has them.
 Files = Mapping[str, Sequence[Mapping[str, Any]]]
 
-# The phase that begins with an event.
-_PHASES = {
-    "world_started": "starting a world",
-    "world_joined": "starting a world",
-    "waiting_for_slices": "waiting for slices",
-    "run_started": "restoring",
-    "compile_started": "compiling",
-    "compiled": "training",
-    "executable_loaded": "training",
-    "recovered": "training",
-    "host_lost": "a host was lost",
-    "slice_lost": "a slice was lost",
-    "world_leaving": "leaving for other slices",
-    "world_left": "changing slices",
-    "data_ended": "saving the last step",
-    "stop_requested": "saving before the end",
-    "run_finished": "finished",
-    "run_stopped": "stopped",
-    "run_failed": "failed",
-}
-ENDS = ("finished", "stopped", "failed")
 # Events that tell how many steps are done.
 _DONE = ("save_started", "run_stopped", "run_finished")
 
@@ -218,7 +198,7 @@ def status(
     newest = {line["metric"]: line for line in lines}
     now = phase(events, is_alive=is_alive, program=program)
     world: dict[str, int] = {}
-    if started and now not in ENDS and is_alive is not False:
+    if started and now not in core_events.ENDS and is_alive is not False:
         # A host or slice that is lost since then ends the world.
         is_lost = _last(since, "host_lost", "slice_lost", "world_left") is not None
         world = {
@@ -280,13 +260,12 @@ def status(
 
 def phase(events: Sequence[Event], *, is_alive: bool | None, program: str) -> str:
     """What a run does now, or how it ended; see `status` for the arguments."""
-    # Loops of others report their start with their first step.
-    phases = _PHASES if program == "train" else {**_PHASES, "run_started": "training"}
-    now = next(
-        (phases[e["event"]] for e in reversed(events) if e["event"] in phases),
-        "not started",
-    )
-    if is_alive is False and now not in ENDS and events:
+    begun = (core_events.NAMES[e["event"]].begins for e in reversed(events))
+    now = next(filter(None, begun), "not started")
+    if now == "restoring" and program != "train":
+        # Loops of others report their start with their first step.
+        now = "training"
+    if is_alive is False and now not in core_events.ENDS and events:
         return "not running: its process ended without a last event"
     return now
 

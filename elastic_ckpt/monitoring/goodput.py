@@ -4,7 +4,8 @@
 
 Everything is computed from the events of a run and their times. The time between two
 events has one cause, so that the parts add up to the whole. It begins when the process
-that keeps the journal starts, and does not include times without such a process.
+that keeps the journal starts, and does not include times without such a process. Until
+the first step of a world the cause is the phase that began last (`core.events`).
 
 productive  from one logged step to the next, if no earlier world had trained it
 again       the same, for a step that an earlier world had trained: lost steps
@@ -15,35 +16,42 @@ end         from the last logged step of a world until its end: a failure is det
             what was trained of the next step is lost, the last uploads are awaited;
             likewise until the run goes back to storage (`restore_distrusted`)
 wait        `waiting_for_slices`
-decide      until `world_started`
-start       until `world_joined`
-prepare     until `run_started`, and what comes between the phases below
-restore     until `restored_from`, or a run went back to an older step (`rolled_back`)
-compile     until `compiled` or `executable_loaded`, from `compile_started`
-first_step  until the first `step` of a world
+decide      until the slices of a world are known
+start       until its processes have joined
+prepare     until the job is assembled, and the newest step found
+restore     until state and data are restored, or a run went back (`rolled_back`)
+compile     until the first batch is read, and the step compiled or loaded
+first_step  until the first step of a world
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from elastic_ckpt.core import metrics, storage
+from elastic_ckpt.core import events, metrics, storage
 
 CAUSES = tuple(metrics.GOODPUT_SECS)
-
-# Events that end a part of the way to a world's first step, with its cause.
-_ENDS = {
-    "waiting_for_slices": "decide",
-    "world_started": "decide",
-    "world_joined": "start",
-    "run_started": "prepare",
-    "restored_from": "restore",
-    "compile_started": "prepare",
-    "compiled": "compile",
-    "executable_loaded": "compile",
-    "step": "first_step",
+# The causes of a recovery, as the event `recovered` names them.
+PHASES = ("end", "decide", "start", "prepare", "restore", "compile", "step")
+# The causes of phases before the first step of a world; of all others it is `end`.
+_CAUSES = {
+    "choosing slices": "decide",
+    "waiting for slices": "wait",
+    "starting a world": "start",
+    "searching for the newest step": "prepare",
+    "restoring": "restore",
+    "reading the first batch": "compile",
+    "compiling": "compile",
+    "training": "first_step",
 }
+# Phases that a world may begin between two steps.
+_OF_STEPS = (
+    *("", "training", "compiling", "reading the first batch"),
+    *("leaving for other slices", "saving before the end"),
+)
 # Events whose seconds are within those of a step.
 _WITHIN = {
     "save_blocked": "save",
@@ -53,11 +61,6 @@ _WITHIN = {
     "compiled": "compile",
     "executable_loaded": "compile",
 }
-# Events after which a world trains no more.
-_WORLD_ENDS = (
-    *("host_lost", "slice_lost", "world_left"),
-    *("data_ended", "run_finished", "run_stopped", "run_failed"),
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,9 +71,9 @@ class Account:
       time: of the last event that ended a part, in seconds on any clock.
       secs: by cause.
       newest_step: the most steps that were ever done.
-      is_stepping: whether the first step of the world is done.
-      is_waiting: whether the run waits for slices.
+      phase: that began last, before the first step of a world; empty after it.
       within: by cause, the seconds since `time` that are not those of a step.
+      before: `secs` when the recovery under way began; None if there is none.
     """
 
     time: float
@@ -78,14 +81,24 @@ class Account:
         default_factory=lambda: dict.fromkeys(CAUSES, 0.0)
     )
     newest_step: int = 0
-    is_stepping: bool = False
-    is_waiting: bool = False
+    phase: str = "choosing slices"
     within: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    before: Mapping[str, float] | None = None
 
     @property
     def percent(self) -> float:
         """The goodput."""
         return 100 * self.secs["productive"] / max(sum(self.secs.values()), 1e-9)
+
+    def recovered(self) -> dict[str, Any] | None:
+        """The seconds of `recovered` after a first step; None if nothing was lost."""
+        if self.before is None or self.phase:
+            return None
+        spent = {cause: self.secs[cause] - self.before[cause] for cause in CAUSES}
+        spent |= {"decide": spent["decide"] + spent["wait"]}
+        spent |= {"step": spent["first_step"]}
+        phases = {f"{phase}_secs": spent[phase] for phase in PHASES}
+        return {"secs": sum(phases.values()), **phases}
 
 
 def after(
@@ -99,42 +112,36 @@ def after(
       fields: of the event.
       time: of the event, on the clock of the account.
     """
-    goes_back = name == "restore_distrusted" and fields.get("to_step") is not None
-    if name in _WORLD_ENDS or goes_back:
-        ended = _ended(account, "end", time)
-        return dataclasses.replace(ended, is_stepping=False)
-    if account.is_stepping:
-        return _after_in_steps(account, name, fields, time)
-    if name not in _ENDS:
-        return account
-    cause = "wait" if account.is_waiting else _ENDS[name]
-    ended = _ended(account, cause, time)
+    begins = events.NAMES[name].begins
+    if name == "restore_distrusted" and fields.get("to_step") is not None:
+        begins = "restoring"
     if name == "step":
-        return _with_step(ended, fields)
-    return dataclasses.replace(ended, is_waiting=name == "waiting_for_slices")
-
-
-def _after_in_steps(
-    account: Account, name: str, fields: Mapping[str, storage.Json], time: float
-) -> Account:
-    if name == "step":
-        is_new = int(str(fields["step"])) > account.newest_step
-        cause = "productive" if is_new else "again"
-        return _with_step(_ended(account, cause, time), fields)
-    if name in _WITHIN:
+        step = int(str(fields["step"]))
+        cause = "productive" if step > account.newest_step else "again"
+        ended = _ended(account, "first_step" if account.phase else cause, time)
+        newest_step = max(account.newest_step, step)
+        return dataclasses.replace(ended, newest_step=newest_step, phase="")
+    if not account.phase and name in _WITHIN:
         cause = _WITHIN[name]
         secs = account.within.get(cause, 0.0) + float(str(fields["secs"]))
         return dataclasses.replace(account, within={**account.within, cause: secs})
-    if name in ("world_started", "run_started"):
-        # The world before it ended without an event.
-        ended = _ended(account, "end", time)
-        return dataclasses.replace(ended, is_stepping=False)
-    return account
+    if begins in _OF_STEPS if not account.phase else not begins:
+        return account
+    ended = _ended(account, _CAUSES.get(account.phase, "end"), time)
+    return dataclasses.replace(ended, phase=begins)
 
 
-def _with_step(account: Account, fields: Mapping[str, storage.Json]) -> Account:
-    newest_step = max(account.newest_step, int(str(fields["step"])))
-    return dataclasses.replace(account, newest_step=newest_step, is_stepping=True)
+def lost(account: Account, *, since: float, time: float) -> Account:
+    """The account when a world has ended, and a recovery begins.
+
+    Args:
+      account: up to its last event.
+      since: the time when the first host was missing, or all were asked to leave.
+      time: now.
+    """
+    ended = _ended(account, "end", time)
+    before = {**ended.secs, "end": ended.secs["end"] - (time - since)}
+    return dataclasses.replace(ended, phase="choosing slices", before=before)
 
 
 def _ended(account: Account, cause: str, time: float) -> Account:
@@ -149,3 +156,89 @@ def _ended(account: Account, cause: str, time: float) -> Account:
     return dataclasses.replace(
         account, time=max(time, account.time), secs=secs, within={}
     )
+
+
+class RunMetrics:
+    """An `Emit` that passes events on and records the metrics of the run.
+
+    The process that keeps the journal records them. It outlives worlds, so each series
+    goes on when slices are lost or return.
+
+    Args:
+      emit: called for each event, before its metrics are recorded.
+      newest_step: the steps that earlier starts of the run have done.
+      clock: the time in seconds.
+    """
+
+    def __init__(
+        self,
+        emit: events.Emit,
+        *,
+        newest_step: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._emit = emit
+        self._clock = clock
+        self._account = Account(time=clock(), newest_step=newest_step)
+        self._missing: frozenset[int] = frozenset()
+
+    def __call__(self, name: str, **fields: Any) -> None:
+        """Passes an event on."""
+        self._emit(name, **fields)
+        before = self._account.secs
+        self._account = after(self._account, name, fields, time=self._clock())
+        for cause, secs in self._account.secs.items():
+            if secs > before[cause]:
+                metrics.GOODPUT_SECS[cause].record(secs - before[cause])
+        if self._account.secs is not before:
+            metrics.GOODPUT.record(self._account.percent)
+        values = {**fields, "": 1}
+        if name == "step" and fields["secs"] > 0:
+            values["steps_per_sec"] = 1 / fields["secs"]
+            if fields.get("tokens") is not None:
+                values["tokens_per_sec"] = fields["tokens"] / fields["secs"]
+        elif name == "world_started":
+            values["slices"] = len(fields["slices"])
+            self._missing -= {*fields["slices"], *fields["spares"]}
+        elif name == "slice_returned":
+            self._missing -= {fields["slice"]}
+        elif name in _MISSING:
+            self._missing |= {fields["slice"]}
+        values["missing"] = len(self._missing)
+        for field, metric in _OF_EVENTS.get(name, {}).items():
+            # A loop of the user's own may not report them all.
+            if values.get(field) is not None:
+                metric.record(float(values[field]))
+
+
+# Events after which a slice is not used until it returns.
+_MISSING = ("slice_lost", "slice_preempted", "slice_refused", "slice_quarantined")
+# What events record: a field, or that they happened.
+_OF_EVENTS: dict[str, dict[str, metrics.Metric]] = {
+    "step": {
+        "step": metrics.TRAIN_STEPS,
+        "loss": metrics.TRAIN_LOSS,
+        "secs": metrics.TRAIN_STEP,
+        "tokens": metrics.TRAIN_TOKENS,
+        "learning_rate": metrics.TRAIN_LEARNING_RATE,
+        "steps_per_sec": metrics.TRAIN_STEP_RATE,
+        "tokens_per_sec": metrics.TRAIN_TOKEN_RATE,
+    },
+    "run_started": {
+        "slices": metrics.SLICES,
+        "missing": metrics.MISSING_SLICES,
+        "steps": metrics.TRAIN_PLANNED,
+    },
+    "world_started": {"slices": metrics.SLICES, "missing": metrics.MISSING_SLICES},
+    "slice_returned": {"missing": metrics.MISSING_SLICES},
+    **{name: {"missing": metrics.MISSING_SLICES} for name in _MISSING},
+    "slice_lost": {"": metrics.LOST_SLICES, "missing": metrics.MISSING_SLICES},
+    "world_claimed": {"world": metrics.TRAIN_CLAIM},
+    "saved": {"step": metrics.SAVED_STEPS},
+    "backed_up": {"step": metrics.STORED_STEPS},
+    "recovered": {"steps_lost": metrics.LOST_STEPS},
+    "host_lost": {"": metrics.LOST_HOSTS},
+    "divergence_found": {"": metrics.FINDINGS},
+    "rolled_back": {"": metrics.ROLLBACKS},
+    "run_failed": {"": metrics.FAILURES},
+}

@@ -1,6 +1,6 @@
 """Shows a run's events: one line that moves on a terminal, a few lines elsewhere.
 
-`_TEXTS` has the line of each event, and the phase that begins with it. After some
+`core.events` has the line of each event and the phase that begins with it. After some
 seconds without an event the current phase is repeated, which distinguishes a run that
 starts, compiles or saves from one that hangs.
 """
@@ -8,91 +8,20 @@ starts, compiles or saves from one that hangs.
 from __future__ import annotations
 
 import collections
-import re
 import shutil
 import string
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from elastic_ckpt.core import events, storage
+from elastic_ckpt.core import events, storage_cause
 
 _SILENCE_SECS = 4.5
 # In a log, only a step that takes much longer than the others breaks the silence.
 _SLOW_STEP_RATIO = 10
-
-# The line of an event, and the phase that begins with it; each may be empty. `Progress`
-# has a method for what is more than that.
-_TEXTS: dict[str, tuple[str, str]] = {
-    "world_joined": ("", "assembling the job and searching for the newest step"),
-    "world_claimed": ("", ""),
-    "world_left": ("left after step {step}, for other slices", "ending the world"),
-    "slice_preempted": ("slice {slice} is asked to end (SIGTERM)", ""),
-    "slice_refused": ("slice {slice} is not taken in: {why}", ""),
-    "slice_quarantined": ("slice {slice} is not used again: {why}", ""),
-    "fault_injected": ("injected {kind} {target}", ""),
-    "slow_host": ("host {host} of slice {slice} is slow in phase {phase!r}: {why}", ""),
-    "scale_requested": (
-        "{slices:count slice} requested: the run is to be on slices {chosen}",
-        "",
-    ),
-    "state_kept": ("kept step {step} in device memory: {device_bytes:bytes}", ""),
-    "leader_lost": ("machine {machine}, which led the run, is lost: {why}", ""),
-    "verdict": ("verdict: {why} ({kind})", ""),
-    "slice_lost": ("slice {slice} is lost: {why}", "choosing slices"),
-    "slice_returned": ("slice {slice} is back", ""),
-    "waiting_for_slices": (
-        "waiting for slices, for up to {within_secs:.0f} s: {why}",
-        "waiting for slices",
-    ),
-    "batch_changed": (
-        "global batch {rows_before} -> {rows} rows since step {step};"
-        " per_device_batch_size={per_device_before:g} keeps it",
-        "",
-    ),
-    "compile_started": ("compiling for step {step}", "compiling"),
-    "compiled": ("", "step {step}"),
-    "executable_loaded": ("loaded the program for step {step}", "step {step}"),
-    "executable_refused": ("{path} is refused: {why}; compiling instead", ""),
-    "step_interrupted": (
-        "step {step} was interrupted while it was saved and is passed over ({path});"
-        " the newest complete step is {resume_step}",
-        "",
-    ),
-    "host_lost": ("host {host} is lost: {why}", "ending the world"),
-    "weights_loaded": ("weights of {path}: {bytes:bytes}", ""),
-    "weights_skipped": ("init_from is not read: the run has saved step {step}", ""),
-    "step_passed_over": ("passed over: {why}", ""),
-    "replicated": ("", ""),
-    "save_started": ("", ""),
-    "saved": ("", ""),
-    "backed_up": ("", ""),
-    "storage_recovered": ("storage takes steps again, since step {step}", ""),
-    "stop_requested": (
-        "asked to end: saving after the step under way, within {within_secs:g} s",
-        "saving before the end",
-    ),
-    "replicas_differ": ("step {step}: copies differ: {why}", ""),
-    "step_preserved": ("step {step} is preserved: {why}", ""),
-    "validated": ("", ""),
-    "save_blocked": ("", ""),
-    "evaluated": (
-        "step {step}: evaluated {batches:count batch}, loss {loss:.4f}",
-        "",
-    ),
-    "divergence_found": ("step {step}: {callback}: {why} ({action})", ""),
-    # `rolled_back` tells more.
-    "went_back": ("", ""),
-    "component_not_loaded": ("{why}", ""),
-    "rolled_back": (
-        "went back from step {step} to {to_step}, and left out {rows:count row};"
-        " {rollbacks:count rollback} so far",
-        "",
-    ),
-    "run_finished": ("step {step} is done, after {secs:.1f} s", ""),
-}
+_WORLD = "{hosts:count host}, {slices:count slice}, {devices:count device}"
 # What the line of a step says of saves from then on.
 _SAVES = {
     "save_started": "saving step {step}",
@@ -100,31 +29,37 @@ _SAVES = {
     "backed_up": "backed up step {step}",
     "restored_from": "saved step {step}",
 }
-_NEARNESS = {
-    "local": "from this host's RAM",
-    "close": "from close peers",
-    "distant": "from distant peers",
-    "persistent": "from persistent storage",
-}
 
 
 class _Words(string.Formatter):
-    # `{n:count host}` is "1 host" or "2 hosts", `{n:bytes}` is "3 MiB", and lists are
-    # separated by commas.
+    """Formats the texts of events.
+
+    `{n:count host}` is "1 host" or "2 hosts", `{n:bytes}` is "3 MiB", and lists are
+    separated by commas. What is nothing is left out: `{n:after , spare: }` puts a text
+    before a value, `{n:bytes of RAM}` and `{secs:phase end}` are parts of a list.
+    """
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        if format_spec == "bytes":
-            return _bytes(value)
-        kind, _, noun = format_spec.partition(" ")
+        kind, _, text = format_spec.partition(" ")
         if kind == "count":
-            plural = "es" if noun.endswith("ch") else "s"
-            return f"{value} {noun}" + plural * (value != 1)
+            plural = "es" if text.endswith("ch") else "s"
+            return f"{value} {text}" + plural * (value != 1)
+        if kind == "after":
+            return f"{text}{self.format_field(value, '')}" if value else ""
+        if kind == "phase":
+            return f", {text} {value:.1f}" if value >= 0.05 else ""
+        if kind == "bytes":
+            part = f", {_bytes(value)} {text}" if value else ""
+            return part if text else _bytes(value)
         if isinstance(value, list | tuple):
             return ", ".join(map(str, value))
         return super().format_field(value, format_spec)
 
 
-_formatted = _Words().format
+def _formatted(text: str, fields: Mapping[str, Any]) -> str:
+    # Without the comma before the first part of a list.
+    line = _Words().vformat(text, (), fields)
+    return line.replace(": , ", ": ").replace("(, ", "(").replace(": ;", ";")
 
 
 class Progress:
@@ -148,11 +83,10 @@ class Progress:
         self._clock = clock
         self._is_terminal = self._stream.isatty()
         self._moving = False  # whether the last thing written is the moving line
-        self._is_stopping = self._is_storage_full = False
-        self._world = ""
-        self._steps = 0
-        self._saved = ""
-        self._is_anything_saved = self._has_begun = False
+        self._world = self._saved = ""
+        self._has_begun = self._is_anything_saved = self._is_stopping = False
+        # Why storage takes no steps, as far as it was shown.
+        self._causes: set[str] = set()
         self._recent_secs: collections.deque[float] = collections.deque(maxlen=10)
         # When the last step of a loop was done that reports no more than that.
         self._done_secs: float | None = None
@@ -176,28 +110,46 @@ class Progress:
         with self._lock:
             self._closed.set()
             if self._moving:
-                self._stream.write("\n")
-                self._stream.flush()
-                self._moving = False
+                self._write("\n", moving=False)
 
-    def __call__(self, name: str, **fields: storage.Json) -> None:
+    def __call__(self, name: str, **fields: Any) -> None:
         """Shows one event."""
         events.check(name, fields)
-        special = getattr(self, f"_on_{name}", None)
+        event = events.NAMES[name]
         with self._lock:
             if name in _SAVES:
-                self._saved = _formatted(_SAVES[name], **fields)
-                self._is_anything_saved |= name != "save_started"
+                self._saved = _formatted(_SAVES[name], fields)
+            self._is_anything_saved |= name in _SAVES and name != "save_started"
+            self._is_anything_saved |= bool(fields.get("start_step"))
+            self._is_anything_saved |= bool(fields.get("saved"))
             self._is_stopping |= name == "stop_requested"
-            self._is_storage_full &= name != "storage_recovered"
-            if special is not None:
-                special(**fields)
-                return
-            line, phase = (_formatted(text, **fields) for text in _TEXTS[name])
-            if line:
-                self._line(line)
-            if phase:
-                self._begin(phase)
+            text, begins = event.text, event.begins
+            match name:
+                case "step" | "step_done":
+                    self._step(fields)
+                    return
+                case "run_started":
+                    self._has_begun = True
+                    self._world = _formatted(_WORLD, fields)
+                case "run_failed" | "run_stopped":
+                    text = self._ended(fields)
+                case "degraded":
+                    text = self._degraded(fields)
+                case "storage_recovered":
+                    self._causes.clear()
+                case "leader_found":
+                    # The leader shows the phases of the run.
+                    is_leader = fields["machine"] == fields["leader"]
+                    begins = "waiting for machines" if is_leader else events.ENDS[0]
+                case "recovered":
+                    begins = ""
+            if text:
+                self._line(_formatted(text, fields))
+            if begins:
+                self._phase = "" if begins in events.ENDS else begins
+                self._phase_secs = self._clock()
+                self._recent_secs.clear()
+                self._done_secs = None
 
     def remind(self) -> None:
         """Shows the current phase if nothing has been shown for a while."""
@@ -216,151 +168,32 @@ class Progress:
         while not self._closed.wait(0.25):
             self.remind()
 
-    def _begin(self, phase: str) -> None:
-        # Begins a phase that is not a step.
-        self._phase, self._phase_secs = phase, self._clock()
-        self._recent_secs.clear()
-        self._done_secs = None
-
-    def _on_world_started(
-        self, *, world: int, slices: list[int], spares: list[int]
-    ) -> None:
-        if world > 1:
-            more = _formatted(", spare: {spares}", spares=spares) if spares else ""
-            text = "world {world} starts on slices {slices}{more}"
-            self._line(_formatted(text, world=world, slices=slices, more=more))
-            self._begin(f"starting world {world}")
-
-    def _on_world_leaving(self, *, slices: list[int]) -> None:
-        on = _formatted(", to continue on slices {slices}", slices=slices)
-        self._line(f"leaving after the step under way{on if slices else ''}")
-
-    def _on_recovered(self, **event: Any) -> None:
-        phases = ", ".join(
-            f"{name.removesuffix('_secs')} {secs:.1f}"
-            for name, secs in event.items()
-            if name.endswith("_secs") and secs >= 0.05
-        )
-        text = "went on after {secs:.1f} s ({phases}); {steps_lost:count step} to train"
-        self._line(_formatted(f"{text} again", phases=phases, **event))
-
-    def _on_leader_found(self, *, machine: int, leader: int) -> None:
-        leads = machine == leader
-        what = "leads the run" if leads else f"follows machine {leader}"
-        self._line(f"machine {machine} {what}")
-        # The leader shows the phases of the run.
-        self._begin("waiting for machines" if leads else "")
-
-    def _on_run_started(self, **event: Any) -> None:
-        world = "{hosts:count host}, {slices:count slice}, {devices:count device}"
-        self._world = _formatted(world, **event)
-        self._steps, start = event["steps"], event["start_step"]
-        self._has_begun = True
-        self._is_anything_saved |= start > 0
-        since = f"from step {start} " if start else ""
-        until = "" if self._steps is None else f"to step {self._steps} "
-        self._line(f"{event['run']}: {since}{until}on {self._world}")
-        self._begin(f"restoring step {start}" if start else "initializing the state")
-
-    def _on_run_failed(self, *, step: int, why: str) -> None:
-        del why  # it ends the output of the command
-        when = f"after step {step}" if self._has_begun else "before it began"
-        self._line(f"the run failed {when}; once its cause is removed, {self._next()}")
-
-    def _on_run_stopped(self, *, step: int, saved: bool) -> None:
-        self._is_anything_saved |= saved
-        kept = "which is saved" if saved else "which was NOT saved"
-        self._line(f"stopped after step {step}, {kept}; {self._next()}")
-
-    def _next(self) -> str:
-        if self._is_anything_saved:
-            return "the same command continues it from the newest complete step"
-        if not self._has_begun:
-            return "the same command starts it"
-        return "the same command starts it at step 0, for nothing was saved"
-
-    def _on_restored_from(self, *, step: int, **event: int) -> None:
-        parts = [
-            f"{_bytes(event[f'{near}_bytes'])} {source}"
-            for near, source in _NEARNESS.items()
-            if event[f"{near}_bytes"]
-        ]
-        bad = ""
-        if event["bad_copies"]:
-            bad = f"; {event['repaired']} of {event['bad_copies']} bad copies put right"
-        self._line(f"restored step {step}: {', '.join(parts) or 'data'}{bad}")
-        self._begin("reading the first batch")
-
-    def _on_degraded(self, *, tier: str, step: int, cause: str, why: str) -> None:
-        if self._saved == f"saving step {step}" and tier == "local":
-            self._saved = f"step {step} is not in RAM"
-        if (tier, cause) != ("persistent", "full"):
-            self._line(f"{tier} tier, step {step}: {why}")
-        elif not self._is_storage_full:
-            self._is_storage_full = True
-            path = re.search(r"(\w+:/)?/\S*?(?=/\d+[./]|\s|$)", why)
-            self._line(
-                f"storage full since step {step}{f': {path[0]}' if path else ''};"
-                " retried automatically; make room, or keep fewer steps"
-                " (max_num_checkpoints_to_keep)"
-            )
-
-    def _on_step(
-        self,
-        *,
-        step: int,
-        steps: int | None,
-        loss: float | None,
-        secs: float,
-        **_: Any,
-    ) -> None:
-        self._recent_secs.append(secs)
-        # A loop of the user's own may not know them.
+    def _step(self, event: Mapping[str, Any]) -> None:
+        # A loop of the user's own may report no more than that a step is done.
+        step, steps, now_secs = event["step"], event.get("steps"), self._clock()
+        if "secs" in event:
+            self._recent_secs.append(event["secs"])
+        else:
+            if self._done_secs is not None:
+                self._recent_secs.append(now_secs - self._done_secs)
+            self._done_secs = now_secs
         of_all = "" if steps is None else f"/{steps}"
-        loss_shown = "" if loss is None else f" | loss {loss:.4f}"
-        done = f"step {step}{of_all}{loss_shown} | {{rate}} | {self._world}"
-        self._step(done, step, is_last=step == steps, of_all=of_all)
-        if step == steps:
-            self._begin(f"step {step} is done and is being saved")
-
-    def _on_step_done(self, *, step: int) -> None:
-        # Of a loop that reports no more than that.
-        now_secs = self._clock()
-        if self._done_secs is not None:
-            self._recent_secs.append(now_secs - self._done_secs)
-        self._done_secs = now_secs
-        self._step(f"step {step} | {{rate}}", step)
-
-    def _step(
-        self, text: str, step: int, *, is_last: bool = False, of_all: str = ""
-    ) -> None:
-        total_secs = max(sum(self._recent_secs), 1e-9)
-        text = text.format(rate=f"{len(self._recent_secs) / total_secs:.1f} steps/s")
-        saved = f" | {self._saved}" if self._saved else ""
-        self._phase_secs = self._shown_secs = self._clock()
-        is_logged = step % self._log_period == 0 or is_last
-        self._show(f"{text}{saved}", is_logged=is_logged)
-        if not self._is_stopping:
-            self._phase = f"step {step + 1}{of_all}"
-
-    def _on_restore_distrusted(
-        self, *, step: int, restored_step: int, to_step: int | None, why: str
-    ) -> None:
-        outcome = "storage has no step before it to go back to"
-        if to_step is not None:
-            outcome = (
-                f"it is abandoned, and the run goes back to step {to_step} in storage,"
-                " to the same rows"
-            )
-        self._line(
-            f"step {step}: {why}, soon after step {restored_step} was restored from"
-            f" RAM; {outcome}"
+        loss = event.get("loss")
+        rate = len(self._recent_secs) / max(sum(self._recent_secs), 1e-9)
+        parts = (
+            f"step {step}{of_all}",
+            "" if loss is None else f"loss {loss:.4f}",
+            f"{rate:.1f} steps/s",
+            self._world,
+            self._saved,
         )
-
-    def _on_data_ended(self, *, step: int) -> None:
-        of_all = f" of {self._steps}" if self._steps else ""
-        self._line(f"the data ended after step {step}{of_all}, the last of the run")
-        self._begin(f"step {step} is the last and is being saved")
+        self._phase_secs = self._shown_secs = now_secs
+        is_logged = step % self._log_period == 0 or step == steps
+        self._show(" | ".join(filter(None, parts)), is_logged=is_logged)
+        if step == steps:
+            self._phase = f"step {step} is done and is being saved"
+        elif not self._is_stopping:
+            self._phase = f"step {step + 1}{of_all}"
 
     def _line(self, text: str) -> None:
         self._write(f"\n{text}\n" if self._moving else f"{text}\n", moving=False)
@@ -379,6 +212,32 @@ class Progress:
         self._moving = moving
         self._stream.flush()
         self._shown_secs = self._clock()
+
+    def _ended(self, event: Mapping[str, Any]) -> str:
+        again = "starts it at step 0, for nothing was saved"
+        if self._is_anything_saved:
+            again = "continues it from the newest complete step"
+        elif not self._has_begun:
+            again = "starts it"
+        when = "after step {step}" if self._has_begun else "before it began"
+        if "saved" not in event:
+            # Why it failed ends the output of the command.
+            cause = "once its cause is removed"
+            return f"the run failed {when}; {cause}, the same command {again}"
+        kept = "which is saved" if event["saved"] else "which was NOT saved"
+        when += f", {kept}" if self._has_begun else ""
+        return f"stopped {when}; the same command {again}"
+
+    def _degraded(self, event: Mapping[str, Any]) -> str:
+        tier, cause = event["tier"], event["cause"]
+        if self._saved == f"saving step {event['step']}" and tier == "local":
+            self._saved = f"step {event['step']} is not in RAM"
+        is_known = cause in self._causes
+        if tier == "persistent":
+            self._causes.add(cause)
+        advice = storage_cause.advice(event["why"])
+        text = "{tier} tier, step {step}: {why}" + (f"; {advice}" if advice else "")
+        return "" if is_known and tier == "persistent" else text
 
 
 def _bytes(number: float) -> str:

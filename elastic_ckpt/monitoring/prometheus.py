@@ -12,24 +12,18 @@ them.
 from __future__ import annotations
 
 import functools
-import socket
-import socketserver
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from elastic_ckpt.core import errors, extras, metrics
-from elastic_ckpt.monitoring import subscription
+from elastic_ckpt.monitoring import summaries
 
 # From the wait for a batch that is ready to the restore of a huge model.
 BUCKETS_SECS = (
     *(0.0001, 0.001, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
     *(2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
-
-# How often the server checks whether to end; the library's default is half a second.
-_POLL_SECS = 0.05
 
 
 class Prometheus:
@@ -49,35 +43,28 @@ class Prometheus:
     def __init__(self, *, port: int, interface: str = "127.0.0.1") -> None:
         client = library()
         registry = client.CollectorRegistry()
-        self._recorder = functools.partial(_recorder, client, registry=registry)
-        self._lock = threading.Lock()
-        self._record = {
-            name: self._recorder(metric)
-            for name, metric in metrics.METRICS.items()
-            if metric.kind != "gauge"
-        }
         try:
-            self._server = _server(
-                (interface, port), client.MetricsHandler.factory(registry)
+            self._server, self._thread = client.start_http_server(
+                port, interface, registry
             )
         except (OSError, OverflowError) as error:
             raise errors.ConfigError(
                 f"cannot serve metrics at {interface}, port {port} ({error}); set"
                 " prometheus_port to a free port, or to 0 to disable it"
             ) from None
-        self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(
-            target=self._server.serve_forever,
-            kwargs={"poll_interval": _POLL_SECS},
-            name=f"metrics at port {self.port}",
-            daemon=True,
+        self.port: int = self._server.server_port
+        self._recorder = functools.cache(
+            functools.partial(_recorder, client, registry=registry)
         )
-        self._thread.start()
-        self._subscription = subscription.Subscription(self._receive)
+        for metric in metrics.METRICS.values():
+            if metric.kind != "gauge":
+                self._recorder(metric)
+        self._lock = threading.Lock()
+        self._unsubscribe = summaries.subscribe(self._receive)
 
     def close(self) -> None:
         """Stops listening and frees the port; a second call does nothing."""
-        self._subscription.close()
+        self._unsubscribe()
         if self._thread.is_alive():
             self._server.shutdown()
             self._server.server_close()
@@ -85,9 +72,8 @@ class Prometheus:
 
     def _receive(self, metric: metrics.Metric, value: float) -> None:
         with self._lock:
-            if metric.name not in self._record:
-                self._record[metric.name] = self._recorder(metric)
-        self._record[metric.name](value)
+            record = self._recorder(metric)
+        record(value)
 
 
 def library() -> Any:
@@ -105,20 +91,6 @@ def spelling(metric: metrics.Metric) -> str:
     """The name of `metric` in Prometheus, without the `_total` of a counter."""
     name = metric.name.removeprefix("/").replace("/", "_")
     return f"{name.removesuffix('secs')}seconds" if metric.unit == "secs" else name
-
-
-def _server(address: tuple[str, int], handler: Any) -> socketserver.TCPServer:
-    class Server(socketserver.ThreadingTCPServer):
-        address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        allow_reuse_address = True
-        daemon_threads = True
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            # A client that gives up waiting is no error of the run.
-            if not isinstance(sys.exception(), ConnectionError):
-                super().handle_error(request, client_address)
-
-    return Server(address, handler)
 
 
 def _recorder(

@@ -54,7 +54,7 @@ class TensorBoard:
             self._writer.write_event(self._event(step=first, session_log=mark))
         for summary in batch:
             value = self._summary.Value(
-                tag=summary.metric.name.removeprefix("/"),
+                tag=summary.metric.removeprefix("/"),
                 simple_value=summary.sum / summary.count,
             )
             self._writer.write_event(

@@ -19,7 +19,7 @@ import numpy as np
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.core import events as run_events
 from elastic_ckpt.elastic import cluster, decision, runtime
-from elastic_ckpt.elastic.host_failure import HostFailure, WorldLostError
+from elastic_ckpt.elastic.failures import HostFailure, WorldLostError
 from elastic_ckpt.monitoring import goodput
 from elastic_ckpt.simulation.failures import Event
 from elastic_ckpt.simulation.plan import RunPlan

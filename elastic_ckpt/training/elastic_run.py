@@ -31,9 +31,7 @@ _HOST_IMPORTS = (
     __name__,
     "elastic_ckpt.training.trainer",
     "elastic_ckpt.elastic.host",
-    "elastic_ckpt.monitoring.jsonl",
     "elastic_ckpt.monitoring.prometheus",
-    "elastic_ckpt.monitoring.subscription",
     "elastic_ckpt.monitoring.summaries",
     "elastic_ckpt.monitoring.tensorboard",
     "grain._src.python.dataset.transformations.slice",
@@ -163,7 +161,7 @@ def run_here(config: schema.Config, emit: journal.Journal) -> None:
             slices,
             injected=faults.parse(config.elastic.faults),
             grace_secs=configured.grace_secs(config),
-            ended=emit.stopped_without_a_save,
+            ended=emit.stopped_early,
             emit=emit,
         )
     ) as cluster:

@@ -24,7 +24,6 @@ from elastic_ckpt.core import (
     storage,
     storage_cause,
 )
-from elastic_ckpt.elastic import host_failure
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.training import run_directory, schema
 
@@ -68,6 +67,8 @@ class Journal:
         self._lock = threading.Lock()
         self._has_begun = False
         self._step = 0
+        # Whether the newest step is in no save that this start knows of.
+        self._is_unsaved = True
         self._is_changed = False
         self.is_stopped = False
 
@@ -80,6 +81,11 @@ class Journal:
                 self._step = int(str(fields["start_step"]))
             elif name in ("step", "step_done"):
                 self._step = int(str(fields["step"]))
+                self._is_unsaved = True
+            elif name in ("restored_from", "world_left"):
+                # All hosts save before they leave.
+                self._step = int(str(fields["step"]))
+                self._is_unsaved = False
             elif name == "run_stopped":
                 self.is_stopped = True
             elif name == "world_claimed":
@@ -127,17 +133,15 @@ class Journal:
             return False
         return claims.is_replaced(self._claims_at, claim)
 
-    def stopped_without_a_save(self) -> None:
-        """Keeps that the run ended before the state of its last step was saved."""
+    def stopped_early(self) -> None:
+        """Keeps that the run ended where it was, perhaps before a save."""
         if self._has_begun:
-            self("run_stopped", step=self._step, saved=False)
+            self("run_stopped", step=self._step, saved=not self._is_unsaved)
 
     def failed(self, error: Exception) -> None:
         """Keeps why a run failed; one that was refused had no event yet."""
         if self._has_begun:
-            is_program = isinstance(error, host_failure.ProgramFailedError)
-            why = error.why if is_program else str(error)
-            why = why.partition("\n")[0] or type(error).__name__
+            why = str(error).partition("\n")[0] or type(error).__name__
             self("run_failed", step=self._step, why=why[:_MAX_REASON])
 
 
@@ -185,7 +189,7 @@ def kept_in(
       ConfigError: if this account may not write there.
       CheckpointError: if it is not locked, and its claims cannot be read.
     """
-    from elastic_ckpt.monitoring import run_metrics
+    from elastic_ckpt.monitoring import goodput
 
     if not storage.is_local(directory):
         _check_writable(directory)
@@ -193,7 +197,7 @@ def kept_in(
     with storage.exclusive_lock(lock) if is_locked else contextlib.nullcontext():
         log = jsonlog.writer(os.path.join(directory, run_files.EVENTS))
         with listening or contextlib.nullcontext(), contextlib.ExitStack() as closing:
-            measured = run_metrics.RunMetrics(emit, newest_step=_newest_step(directory))
+            measured = goodput.RunMetrics(emit, newest_step=_newest_step(directory))
             claim = 0 if is_locked else _newest_claim(steps)
             journal = Journal(measured, log, directory, claims_at=steps, claim=claim)
             closing.callback(journal.close)
@@ -202,7 +206,7 @@ def kept_in(
                     yield journal
                 journal.check()
             except (errors.StoppedError, KeyboardInterrupt, SystemExit):
-                journal.stopped_without_a_save()
+                journal.stopped_early()
                 raise
             except Exception as error:
                 journal.failed(error)

@@ -74,13 +74,13 @@ def running(
       ConfigError: if Prometheus is to be served and cannot be.
     """
     from elastic_ckpt.core import topology
-    from elastic_ckpt.monitoring import jsonl, prometheus, summaries, tensorboard
+    from elastic_ckpt.monitoring import prometheus, summaries, tensorboard
 
     section = section or schema.MetricsSection()
     name = name or f"host-{topology.this_host():05d}"
     sinks: dict[str, summaries.Sink] = {}
     lines = os.path.join(directory, run_files.METRICS, f"{name}.jsonl")
-    sinks[lines] = jsonl.JsonLines(lines)
+    sinks[lines] = summaries.JsonLines(lines)
     if section.enable_tensorboard:
         board = os.path.join(directory, run_files.TENSORBOARD, name)
         sinks[board] = tensorboard.TensorBoard(board)

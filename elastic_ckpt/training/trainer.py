@@ -433,7 +433,7 @@ def alone(config: schema.Config, emit: events.Emit) -> Iterator[World]:
 
     def ended() -> None:
         assert isinstance(emit, journal.Journal)
-        emit.stopped_without_a_save()
+        emit.stopped_early()
 
     with termination.in_this_process(
         grace_secs=configured.grace_secs(config), ended=ended, emit=emit

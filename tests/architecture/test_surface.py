@@ -117,7 +117,7 @@ def test_config_keys_with_meanings_and_defaults_are_those_of_base_yml(golden):
 
 
 def test_event_names(golden):
-    lines = [f"{name}: {', '.join(fields)}" for name, fields in events.NAMES.items()]
+    lines = [f"{name}: {', '.join(e.fields)}" for name, e in events.NAMES.items()]
     golden("events.txt", "\n".join(lines) + "\n")
 
 

@@ -3,10 +3,12 @@
 import errno
 import os
 
+import jax
 import pytest
 
-from elastic_ckpt.cli import main
+from elastic_ckpt.cli import main, train
 from elastic_ckpt.core import errors, storage
+from elastic_ckpt.elastic import failures
 from tests import runs, shared_memory
 
 LIMIT_SECS = 1200
@@ -93,3 +95,15 @@ def test_step_that_full_storage_lacks_at_the_end_is_one_error(config, tmp_path):
     causes = {each["cause"] for each in runs.events(tmp_path / "tiny", "degraded")}
     # A step that is due while the one before is tried waits for it.
     assert causes - {"slow"} == {"full"}
+
+
+def test_what_the_program_lacks_is_named_in_one_line():
+    said = (
+        r"^host 0 failed: the program needs more memory than its devices have at .*"
+        r"test_train.py:\d+: .* allocating 4,194,304.00 GiB; lower"
+    )
+    with pytest.raises(failures.ProgramFailedError, match=said), train._in_words():
+        jax.numpy.zeros((1 << 50,), "float32").block_until_ready()
+    shapes = "combines arrays that do not fit at .* incompatible shapes"
+    with pytest.raises(failures.ProgramFailedError, match=shapes), train._in_words():
+        jax.numpy.add(jax.numpy.zeros(3), jax.numpy.zeros(4))

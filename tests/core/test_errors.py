@@ -5,7 +5,7 @@ import pkgutil
 
 import elastic_ckpt
 from elastic_ckpt.core import errors
-from elastic_ckpt.elastic import host_failure
+from elastic_ckpt.elastic import failures
 
 
 def test_a_message_names_the_first_five():
@@ -34,11 +34,11 @@ def test_each_error_arrives_in_another_process_as_it_is():
     import_all(elastic_ckpt)
     made = {
         errors.HostsFailedError: errors.HostsFailedError({3: "its disk is full"}),
-        host_failure.WorldLostError: host_failure.WorldLostError(
+        failures.WorldLostError: failures.WorldLostError(
             "host 2 is lost", hosts=frozenset([2]), at_secs=1.5
         ),
-        host_failure.ProgramFailedError: host_failure.ProgramFailedError(
-            "Traceback ...", why="host 2 failed: ValueError", failures=()
+        failures.ProgramFailedError: failures.ProgramFailedError(
+            "host 2 failed: ValueError", failures=()
         ),
     }
     kinds = set(subclasses(errors.ElasticCkptError))

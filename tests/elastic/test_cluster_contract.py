@@ -14,7 +14,7 @@ import pytest
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import decision, faults, pathways, processes
 from elastic_ckpt.elastic.cluster import Assignment
-from elastic_ckpt.elastic.host_failure import WorldLostError
+from elastic_ckpt.elastic.failures import WorldLostError
 from tests.elastic import tiny_hosts
 
 BOTH = frozenset((0, 1))

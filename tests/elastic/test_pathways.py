@@ -13,7 +13,7 @@ from pathwaysutils.test import mock_fault_injection
 from elastic_ckpt.core import errors, events, topology
 from elastic_ckpt.elastic import decision, pathways
 from elastic_ckpt.elastic.cluster import Assignment
-from elastic_ckpt.elastic.host_failure import WorldLostError
+from elastic_ckpt.elastic.failures import WorldLostError
 from tests import runs
 
 

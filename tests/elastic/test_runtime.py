@@ -6,10 +6,17 @@ import pytest
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import decision, runtime
-from elastic_ckpt.elastic.host_failure import WorldLostError
+from elastic_ckpt.elastic.failures import WorldLostError
 
 SETTLED = 1e6
 RATES = {"tokens": 9, "learning_rate": 0.1}
+RESTORED = dict.fromkeys(
+    (
+        *("local_bytes", "close_bytes", "distant_bytes", "persistent_bytes"),
+        *("bad_copies", "repaired"),
+    ),
+    0,
+)
 
 
 class ScriptedCluster:
@@ -173,7 +180,7 @@ def test_a_run_with_too_few_slices_has_a_verdict_before_its_first_world():
     with pytest.raises(errors.RunError, match="min_slices=2"):
         run(ScriptedCluster(range(1), []), events, min_slices=2, wait_secs=0)
     (judged,) = named(events, "verdict")
-    assert judged["kind"] == "too_few_slices"
+    assert judged["kind"] == "cannot_go_on"
     assert (judged["world"], judged["step"]) == (0, 0)
 
 
@@ -184,6 +191,54 @@ def test_worlds_that_are_lost_without_a_new_step_end_the_run_with_the_first_caus
         run(cluster, max_retries=2)
     assert "(0,)" in str(error.value)
     assert len(cluster.ran) == 3
+
+
+def trains(first, until):
+    """A world that trains some steps, and loses hosts, but no slice."""
+
+    def world(cluster):
+        for step in range(first, until):
+            cluster.emit("step_done", step=step)
+        raise WorldLostError("killed", hosts=frozenset([0]), at_secs=time.monotonic())
+
+    return world
+
+
+def test_a_run_goes_on_while_each_world_begins_later_than_the_lost_one_did():
+    # The slice with the newest steps is lost, and its memory.
+    again = [trains(first, first + 200) for first in range(4001, 5001, 200)]
+    cluster = ScriptedCluster(range(1), [trains(4900, 5001), *again, ends])
+    run(cluster, max_retries=2)
+    assert len(cluster.ran) == 7
+
+
+def test_a_world_that_fails_again_before_a_save_is_not_progress():
+    cluster = ScriptedCluster(range(1), [trains(11, 14)] * 4)
+    with pytest.raises(errors.RunError, match="3 worlds in a row"):
+        run(cluster, max_retries=2)
+
+
+def test_what_a_change_of_slices_took_is_told_after_the_first_step():
+    def shrinks(cluster):
+        for step in (11, 12):
+            cluster.emit("step_done", step=step)
+        cluster.emit("world_leaving", slices=[0])
+        return False
+
+    def grows_back(cluster):
+        cluster.emit("restored_from", **RESTORED, step=10)
+        cluster.emit("step_done", step=11)
+        cluster.emit("run_finished", step=11, secs=0.0)
+        return True
+
+    events = []
+    run(ScriptedCluster(range(2), [shrinks, grows_back]), events)
+    (recovered,) = named(events, "recovered")
+    assert (recovered["world"], recovered["steps_lost"]) == (2, 2)
+    (finished,) = named(events, "run_finished")
+    assert finished["secs"] >= recovered["secs"] > 0
+    names = [name for name, _ in events]
+    assert names[names.index("recovered") - 1] == "step_done"
 
 
 def test_without_retries_the_loss_itself_is_raised():

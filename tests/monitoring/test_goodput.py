@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import events, metrics
-from elastic_ckpt.monitoring import goodput, run_metrics
+from elastic_ckpt.monitoring import goodput
 
 RATES = {"steps": 40, "loss": 2.0, "tokens": 90, "learning_rate": 0.5}
 
@@ -42,9 +42,9 @@ def test_way_to_the_first_step_of_a_world_is_lost_phase_by_phase():
     assert secs(accounted(WAY_TO_A_STEP)) == {
         "decide": 1.0,
         "start": 2.0,
-        "prepare": 0.75,
+        "prepare": 0.5,
         "restore": 0.25,
-        "compile": 4.0,
+        "compile": 4.25,
         "first_step": 2.0,
     }
 
@@ -97,6 +97,34 @@ def test_lost_slice_costs_until_the_first_step_of_the_next_world():
     assert (after["end"], after["restore"]) == (1.5, before["restore"] + 1.5)
 
 
+def test_a_recovery_has_its_seconds_phase_by_phase():
+    account = accounted([*WAY_TO_A_STEP, step(12.0, 12)])
+    # Noticed late in the step, and answered half a second later.
+    account = goodput.lost(account, since=13.5, time=14.0)
+    assert account.recovered() is None
+    for time, name, fields in (
+        (14.125, "waiting_for_slices", {}),
+        (14.25, "world_started", {}),
+        (15.25, "world_joined", {}),
+        (15.75, "run_started", {}),
+        (16.0, "restored_from", {}),
+        (18.0, "executable_loaded", {"secs": 0.25}),
+        step(18.0625, 11),
+    ):
+        account = goodput.after(account, name, fields, time=time)
+    assert account.recovered() == {
+        "secs": 4.5625,
+        "end_secs": 0.5,
+        "decide_secs": 0.25,
+        "start_secs": 1.0,
+        "prepare_secs": 0.5,
+        "restore_secs": 0.25,
+        "compile_secs": 2.0,
+        "step_secs": 0.0625,
+    }
+    assert sum(account.secs.values()) == account.time
+
+
 @given(
     st.lists(
         st.tuples(
@@ -120,7 +148,7 @@ def test_parts_add_up_to_the_whole(gaps):
 def test_events_of_a_run_are_recorded_as_metrics(recorded):
     clock = iter([0.0, 1.0, 2.0, 4.0, *map(float, range(5, 30))])
     emitted = []
-    emit = run_metrics.RunMetrics(
+    emit = goodput.RunMetrics(
         lambda name, **_: emitted.append(name), clock=functools.partial(next, clock)
     )
     for name, fields in (

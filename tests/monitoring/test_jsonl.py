@@ -4,12 +4,12 @@ import shutil
 
 from elastic_ckpt.core import jsonlog, metrics, storage
 from elastic_ckpt.inspect import run_files
-from elastic_ckpt.monitoring import jsonl, summaries
+from elastic_ckpt.monitoring import summaries
 
 
 def summary(value, count=1):
     return summaries.Summary(
-        metric=metrics.DATA_ROWS,
+        metric=metrics.DATA_ROWS.name,
         time=1795168800.25,
         number=count,
         count=count,
@@ -21,7 +21,7 @@ def summary(value, count=1):
 
 
 def write(path, *batches):
-    with contextlib.closing(jsonl.JsonLines(path)) as sink:
+    with contextlib.closing(summaries.JsonLines(path)) as sink:
         for each in batches:
             sink.write([each])
 
@@ -44,7 +44,7 @@ def test_line_is_spelt_as_it_was(tmp_path):
 
 def test_a_file_that_was_removed_is_written_again(tmp_path):
     path = tmp_path / "metrics" / "host-00000.jsonl"
-    with contextlib.closing(jsonl.JsonLines(path)) as sink:
+    with contextlib.closing(summaries.JsonLines(path)) as sink:
         sink.write([summary(8.0)])
         shutil.rmtree(path.parent)
         sink.write([summary(2.0)])
@@ -82,7 +82,7 @@ def test_full_disk_and_a_place_that_cannot_be_are_warnings(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     for path in ("/dev/full", tmp_path / "file" / "metrics.jsonl"):
         caplog.clear()
-        listener = summaries.Summaries(jsonl.JsonLines(path), name=str(path))
+        listener = summaries.Summaries(summaries.JsonLines(path), name=str(path))
         metrics.DATA_ROWS.record(8)
         listener.close()
         assert f"metrics cannot be written to {path}" in caplog.text

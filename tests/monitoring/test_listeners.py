@@ -7,7 +7,7 @@ import pytest
 from jax import monitoring
 
 from elastic_ckpt.core import jsonlog, metrics
-from elastic_ckpt.monitoring import jsonl, prometheus, summaries, tensorboard
+from elastic_ckpt.monitoring import prometheus, summaries, tensorboard
 from tests.monitoring import event_file
 
 
@@ -16,7 +16,9 @@ class JsonLines:
 
     def __init__(self, directory):
         self._path = directory / "metrics" / "host-00000.jsonl"
-        self.listener = summaries.Summaries(jsonl.JsonLines(self._path), name="lines")
+        self.listener = summaries.Summaries(
+            summaries.JsonLines(self._path), name="lines"
+        )
 
     def read(self):
         self.listener.close()

@@ -48,7 +48,7 @@ def test_later_values_are_summed_up_and_none_is_lost(start, monkeypatch):
         metrics.DATA_ROWS.record(value)
     metrics.DATA_WAIT.record(0.5)
     listener.close()
-    rows = [s for s in sink.all() if s.metric is metrics.DATA_ROWS]
+    rows = [s for s in sink.all() if s.metric == metrics.DATA_ROWS.name]
     assert [(s.number, s.count, s.sum, s.min, s.max, s.last) for s in rows] == [
         (1, 1, 1.0, 1.0, 1.0, 1.0),
         (2, 1, 2.0, 2.0, 2.0, 2.0),

@@ -289,10 +289,10 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a run that diverged is started again",
-        "elastic_ckpt/elastic/verdict.py",
-        '        "diverged",\n        What.PROGRAM,\n        Action.STOP,',
-        '        "diverged",\n        What.PROGRAM,\n        Action.RESTART,',
-        ("tests/elastic/test_verdict.py",),
+        "elastic_ckpt/elastic/failures.py",
+        '    Kind("diverged", "program", STOP,',
+        '    Kind("diverged", "program", RESTART,',
+        ("tests/elastic/test_failures.py",),
     ),
     Fault(
         "a first compilation is taken for a hang",

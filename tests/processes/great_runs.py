@@ -50,7 +50,7 @@ class Scenario:
       settings: all others.
       tells: the events of `TELLING` that the run has, each with what it names; those of
         several faults may come in any order.
-      verdicts: the kinds of those after which the run does not simply go on.
+      verdicts: their kinds.
       from_memory: whether nothing is restored from storage.
       redoes: whether steps may be trained again.
       memory: whether it has checkpoints in RAM.

@@ -92,7 +92,7 @@ def train(point, occurrence, victim, settings):
         when it is.
       settings: the path of the configuration, and overrides.
     """
-    station.warm_up(["elastic_ckpt.training.job", "tests.processes.killed_world"])
+    station.warm_up(["elastic_ckpt.training.trainer", "tests.processes.killed_world"])
     config = training_files.prepare(load.load(settings[0], settings[1:]))
     armed = functools.partial(_armed, point, occurrence, victim)
     with (

@@ -11,7 +11,7 @@ import pytest
 from elastic_ckpt.checkpoint.stages import SaveStages
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import jsonlog, metrics, storage
-from elastic_ckpt.monitoring import subscription
+from elastic_ckpt.monitoring import summaries
 from elastic_ckpt.training import trainer
 from tests import faulty_buckets, runs
 from tests.processes import claims, great_runs
@@ -38,7 +38,7 @@ class Outage:
         self._thread = None
         for name in ("_not_taken", "_upload"):
             self._note_calls(name)
-        subscription.Subscription(self._receive)
+        summaries.subscribe(self._receive)
 
     def leaving(self, step):
         if step in self._waits:

@@ -64,7 +64,7 @@ class TestMachines(claims.Claims):
     scenario = great_runs.Scenario(
         drive=lead_in_turn,
         tells=[],
-        verdicts=["leader_lost", "leader_lost", "slice_preempted"],
+        verdicts=[],
     )
 
     def test_events_tell_each_fault_and_nothing_else(self, run):
@@ -113,7 +113,7 @@ class TestDivided(claims.Claims):
     scenario = great_runs.Scenario(
         drive=divide,
         settings={"elastic_machine_timeout_seconds": 10},
-        verdicts=["machine_lost", "slice_preempted"],
+        verdicts=["machine_lost"],
     )
 
     def test_events_tell_each_fault_and_nothing_else(self, run):

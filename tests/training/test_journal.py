@@ -60,6 +60,28 @@ def test_run_that_was_ended_is_kept_as_stopped_without_a_save(config, error):
     assert recorded(config)[1:] == [{"event": "run_stopped", "step": 4, "saved": False}]
 
 
+@pytest.mark.parametrize(
+    ("events_", "stopped"),
+    [
+        # SIGTERM between two worlds, as after a handover: all hosts have saved.
+        ([("world_left", {"step": 5})], {"step": 5, "saved": True}),
+        ([("restored_from", {"step": 3})], {"step": 3, "saved": True}),
+        ([("restored_from", {"step": 3}), ("step_done", {"step": 4})],
+         {"step": 4, "saved": False}),
+    ],
+)  # fmt: skip
+def test_a_run_that_is_ended_where_all_is_saved_says_so(config, events_, stopped):
+    def run():
+        with journal.kept(config, lambda *_, **__: None) as emit:
+            for name, fields in events_:
+                emit(name, **fields)
+            raise SystemExit(143)
+
+    with pytest.raises(SystemExit):
+        run()
+    assert recorded(config)[-1] == {"event": "run_stopped", **stopped}
+
+
 @pytest.mark.parametrize("error", [errors.DataError("refused"), SystemExit(143)])
 def test_start_that_was_refused_leaves_no_event(config, error):
     fail(config, error, start=False)
