@@ -188,11 +188,6 @@ REFUSALS = {
         lambda _: mock.patch.dict(sys.modules, vl_convert=None)(page.library)(),
         r"vl-convert .*'\.\[report\]'",
     ),
-    "costs of no run": simulated(
-        "nowhere is not the directory of a run",
-        *("--costs", "nowhere"),
-        error=errors.ElasticCkptError,
-    ),
     "unknown failure": trace(
         "'burn'; it is one of", '{"time": 1, "what": "burn", "which": 0}'
     ),
