@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import box_cover, box_join, boxes
@@ -133,3 +133,20 @@ def test_a_scalar_has_one_box_and_an_empty_array_needs_none():
         assert box_cover.tiled(shapes, np.array([of]), whole).tolist() == tiled
     with pytest.raises(ValueError, match="has steps"):
         boxes.of_index((slice(0, 8, 2),), (8,))
+
+
+@pytest.mark.parametrize("neighbours", [0, 2**14])
+@given(seed=st.integers(0, 10**6), rank=st.integers(1, 3))
+@settings(max_examples=8)
+def test_overlaps_of_many_boxes_are_those_of_each_with_each(neighbours, seed, rank):
+    generator = np.random.default_rng(seed)
+    a, b = (
+        boxes.Boxes(start=start, stop=start + generator.integers(1, 12, start.shape))
+        for start in (generator.integers(0, 60, (n, rank)) for n in (300, 200))
+    )
+    apart = (a.start[:, None] >= b.stop) | (b.start >= a.stop[:, None])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(box_join, "_FEW_PAIRS", 256)
+        patch.setattr(box_join, "_NEIGHBOURS", neighbours)
+        actual = box_join.overlaps(a, b)
+    assert np.array_equal(actual, np.nonzero(~apart.any(axis=-1)))

@@ -77,8 +77,8 @@ CLUSTER = [
 ]
 
 
-def simulated(says: str, *options: str, error=errors.ConfigError) -> Refusal:
-    return verb(says, *CLUSTER, *options, error=error)
+def simulated(says: str, *options: str) -> Refusal:
+    return verb(says, *CLUSTER, *options)
 
 
 def trace(says: str, line: str) -> Refusal:
