@@ -27,10 +27,14 @@ def arrays(draw, most=8):
     return shape, draw(st.lists(box_in(shape), max_size=most))
 
 
+def columns(shape, listed):
+    return boxes.Boxes.from_boxes(listed, rank=len(shape))
+
+
 def painted(shape, listed):
     """How many of the boxes each element is in."""
     counts = np.zeros(shape, int)
-    for box in listed:
+    for box in map(listed.__getitem__, range(len(listed))):
         counts[tuple(map(slice, box.start, box.stop))] += 1
     return counts
 
@@ -42,9 +46,8 @@ def test_what_two_boxes_share_and_one_contains_and_one_lacks(array):
     shared = boxes.intersect(a, b)
     assert (painted(shape, [shared] if shared else []) == in_a * in_b).all()
     assert boxes.contains(a, b) == bool((in_a >= in_b).all())
-    bare = box_cover.gaps(a, boxes.Boxes.from_boxes([b], rank=len(shape)))
-    lacking = [bare[number] for number in range(len(bare))]
-    assert (painted(shape, lacking) == in_a * (1 - in_b)).all()
+    bare = box_cover.gaps(a, columns(shape, [b]))
+    assert (painted(shape, bare) == in_a * (1 - in_b)).all()
     assert a.volume == in_a.sum()
     if shared:
         values = np.arange(in_a.size).reshape(shape)
@@ -57,13 +60,11 @@ def test_what_two_boxes_share_and_one_contains_and_one_lacks(array):
 @given(array=arrays())
 def test_gaps_are_what_no_box_covers_and_overlap_nowhere(most_cells, array):
     shape, listed = array
-    columns = boxes.Boxes.from_boxes(listed, rank=len(shape))
     with pytest.MonkeyPatch.context() as patch:
         # The array is halved where it has more cells.
         patch.setattr(box_cover, "_MAX_CELLS", most_cells)
-        actual = box_cover.gaps(boxes.whole(shape), columns)
-    bare = painted(shape, [actual[n] for n in range(len(actual))])
-    assert (bare == (painted(shape, listed) == 0)).all()
+        actual = box_cover.gaps(boxes.whole(shape), columns(shape, listed))
+    assert (painted(shape, actual) == (painted(shape, listed) == 0)).all()
     assert (actual.volumes > 0).all()
 
 
@@ -78,10 +79,7 @@ def test_overlaps_are_the_pairs_that_share_an_element(
         patch.setattr(box_join, "_FEW_PAIRS", few_pairs)
         patch.setattr(box_join, "_MANY_PAIRS", few_pairs)
         patch.setattr(box_join, "_NEIGHBOURS", neighbours)
-        pairs = box_join.overlaps(
-            boxes.Boxes.from_boxes(first, rank=len(shape)),
-            boxes.Boxes.from_boxes(second, rank=len(shape)),
-        )
+        pairs = box_join.overlaps(columns(shape, first), columns(shape, second))
     assert list(zip(*(each.tolist() for each in pairs), strict=True)) == [
         (n, m)
         for n, a in enumerate(first)
@@ -114,9 +112,10 @@ def nearly_tiled(draw):
 def test_an_array_that_is_tiled_is_covered_once(arrays):
     shapes = np.array([shape for shape, _, _ in arrays])
     listed = [(n, box) for n, (_, held, _) in enumerate(arrays) for box in held]
-    columns = boxes.Boxes.from_boxes([box for _, box in listed], rank=2)
     numbers = np.array([n for n, _ in listed])
-    tiled = box_cover.tiled(shapes, numbers, columns)
+    tiled = box_cover.tiled(
+        shapes, numbers, columns(shapes[0], [box for _, box in listed])
+    )
     for (shape, held, is_grid), said in zip(arrays, tiled.tolist(), strict=True):
         covered_once = bool((painted(shape, held) == 1).all())
         assert covered_once or not said
@@ -126,15 +125,10 @@ def test_an_array_that_is_tiled_is_covered_once(arrays):
 def test_a_scalar_has_one_box_and_an_empty_array_needs_none():
     scalar = boxes.of_index((), ())
     assert (scalar.volume, str(scalar)) == (1, "[]")
-    assert len(box_cover.gaps(boxes.whole(()), boxes.Boxes.from_boxes([], rank=0))) == 1
-    assert not len(
-        box_cover.gaps(boxes.whole(()), boxes.Boxes.from_boxes([scalar], rank=0))
-    )
-    assert not len(
-        box_cover.gaps(boxes.whole((3, 0)), boxes.Boxes.from_boxes([], rank=2))
-    )
+    for shape, held, lacking in (((), [], 1), ((), [scalar], 0), ((3, 0), [], 0)):
+        assert len(box_cover.gaps(boxes.whole(shape), columns(shape, held))) == lacking
     shapes = np.array([[1, 1], [3, 0], [0, 2]])
-    whole = boxes.Boxes.from_boxes([boxes.whole((1, 1))], rank=2)
+    whole = columns((1, 1), [boxes.whole((1, 1))])
     for of, tiled in ((0, [True] * 3), (1, [False, False, True])):
         assert box_cover.tiled(shapes, np.array([of]), whole).tolist() == tiled
     with pytest.raises(ValueError, match="has steps"):
@@ -146,13 +140,10 @@ def test_a_scalar_has_one_box_and_an_empty_array_needs_none():
 @settings(max_examples=8)
 def test_overlaps_of_many_boxes_are_those_of_each_with_each(neighbours, seed, rank):
     generator = np.random.default_rng(seed)
-
-    def some(number):
-        start = generator.integers(0, 60, (number, rank))
-        sizes = generator.integers(1, 12, (number, rank))
-        return boxes.Boxes(start=start, stop=start + sizes)
-
-    a, b = some(300), some(200)
+    a, b = (
+        boxes.Boxes(start=start, stop=start + generator.integers(1, 12, start.shape))
+        for start in (generator.integers(0, 60, (n, rank)) for n in (300, 200))
+    )
     apart = (a.start[:, None] >= b.stop) | (b.start >= a.stop[:, None])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(box_join, "_FEW_PAIRS", 256)

@@ -22,18 +22,13 @@ raise ValueError
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     return tmp_path
 
 
-def started(temporary):
-    process = subprocess.Popen(
-        [sys.executable, "-c", USE],
-        env={**os.environ, "TMPDIR": str(temporary)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def started():
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", USE], text=True, **pipes)
     assert process.stdout.readline() == "\n"
     return process
 
@@ -45,7 +40,7 @@ def directories(temporary):
 def test_a_killed_process_leaves_its_directory_to_the_next_and_one_that_fails_none(
     temporary,
 ):
-    with started(temporary) as living, started(temporary) as killed:
+    with started() as living, started() as killed:
         both = directories(temporary)
         assert len(both) == 2
         killed.kill()

@@ -60,13 +60,13 @@ def options(script):
     return dict(re.findall(r"^#SBATCH --([^=\n]+)=?(.*)$", script, re.MULTILINE))
 
 
-def start(script, directory, *, job_id=JOB_ID, starts=0):
+def start(script, directory, *, starts=0):
     """Starts a job; its output is that of the process."""
     path = directory / "job.sh"
     path.write_text(script)
     chosen = options(script)
     environment = install(directory) | {
-        "SLURM_JOB_ID": str(job_id),
+        "SLURM_JOB_ID": str(JOB_ID),
         "SLURM_JOB_NAME": chosen["job-name"],
         "SLURM_JOB_NUM_NODES": chosen["nodes"],
         "SLURM_JOB_NODELIST": f"127.0.0.[1-{chosen['nodes']}]",
@@ -91,10 +91,10 @@ def requeued(directory):
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def signal_steps(job, number=signal.SIGTERM):
-    """Sends a signal to the steps of a job, as Slurm does before the time limit."""
+def stop_steps(job):
+    """Sends SIGTERM to the steps of a job, as Slurm does before the time limit."""
     for pid in _children(job.pid):
-        os.kill(pid, number)
+        os.kill(pid, signal.SIGTERM)
 
 
 def lose_node(directory, node):
@@ -104,7 +104,8 @@ def lose_node(directory, node):
 
 
 def _children(pid):
-    return [int(child) for child in _read(pid).split()]
+    text = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in text.split()]
 
 
 def signal_all(pids):
@@ -114,10 +115,6 @@ def signal_all(pids):
             below = _children(pid)
             os.kill(pid, signal.SIGTERM)
             signal_all(below)
-
-
-def _read(pid):
-    return pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
 
 
 def _srun(arguments):

@@ -31,8 +31,8 @@ def copied(root):
     return directory if directory.exists() else shutil.copytree(DEPLOY, directory)
 
 
-def overlay(root, base, components=(), *, patches=(), run=RUN):
-    """A run of `base` with `components`, and patches of its JobSet."""
+def overlay(root, base, components=(), *, run=RUN):
+    """A run of `base` with `components`."""
     directory = copied(root) / "mine"
     directory.mkdir(exist_ok=True)
     (directory / "run.yml").write_text(run)
@@ -42,9 +42,6 @@ def overlay(root, base, components=(), *, patches=(), run=RUN):
         "components": [f"../components/{each}" for each in components],
         "patches": [],
     }
-    if patches:
-        target = {"kind": "JobSet", "name": "run"}
-        changed["patches"] = [{"target": target, "patch": json.dumps(patches)}]
     # JSON is YAML.
     (directory / "kustomization.yaml").write_text(json.dumps(example | changed))
     return built(directory)

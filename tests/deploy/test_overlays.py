@@ -55,12 +55,10 @@ def names(documents):
             yield from re.findall(r"(?<=: )[\w-]+$", text, re.MULTILINE)
 
 
-def test_the_example_and_the_agents_are_valid():
+def test_the_example_the_agents_and_the_monitor_are_valid(tmp_path):
     for name in ("example", "agents/node-agent", "agents/gke-multitier"):
         assert faults(overlays.built(overlays.DEPLOY / name)) == [], name
-
-
-def test_the_prometheus_operator_finds_the_pods(tmp_path):
+    # The Prometheus operator finds the pods.
     metrics = overlays.copied(tmp_path) / "components/metrics/kustomization.yaml"
     chosen = metrics.read_text().replace("[pod_monitoring.yaml]", "[pod_monitor.yaml]")
     metrics.write_text(chosen)
@@ -153,15 +151,6 @@ def test_the_run_finds_the_backup_hosts_by_the_names_of_their_pods(tmp_path):
     ]
 
 
-# From kubernetes/pkg/controller/job/pod_failure_policy.go.
-EXIT_MESSAGE = (
-    "Container {container} for pod default/demo-0 failed with exit code {code} matching"
-    " FailJob rule at index {index}"
-)
-CONDITION_MESSAGE = (
-    "Pod default/demo-0 has condition {condition} matching FailJob rule at index"
-    " {index}"
-)
 PREEMPTED, WRONG = {"condition": "DisruptionTarget"}, {"code": errors.CONFIG_EXIT_CODE}
 FAILED = {"code": 137}
 
@@ -175,12 +164,14 @@ def failed_job(job, code=None, condition=None):
             continue
         if rule["action"] == "Ignore":
             return None
-        template = EXIT_MESSAGE if code else CONDITION_MESSAGE
-        name = on_exit.get("containerName")
-        message = template.format(
-            container=name, code=code, condition=condition, index=index
-        )
-        return "PodFailurePolicy", message
+        # From kubernetes/pkg/controller/job/pod_failure_policy.go.
+        what = f"Pod default/demo-0 has condition {condition}"
+        if code:
+            name = on_exit.get("containerName")
+            what = (
+                f"Container {name} for pod default/demo-0 failed with exit code {code}"
+            )
+        return "PodFailurePolicy", f"{what} matching FailJob rule at index {index}"
     if job.get("backoffLimit") == 0:
         return "BackoffLimitExceeded", "Job has reached the specified backoff limit"
     return None

@@ -165,7 +165,7 @@ def test_a_job_at_its_time_limit_saves_and_continues_when_it_is_requeued(
     job = start()
     run = tmp_path / "tiny"
     _await(job, lambda: "run_started" in _events(run))
-    fake_slurm.signal_steps(job)
+    fake_slurm.stop_steps(job)
     code, output = ended(job)
     assert code == 128 + signal.SIGTERM, output
     assert fake_slurm.requeued(tmp_path) == 1
@@ -197,7 +197,7 @@ def test_an_elastic_job_goes_on_without_a_node_that_is_lost(start, tmp_path, cor
     fake_slurm.lose_node(tmp_path, 1)
     _await(job, lambda: len(_worlds(run)) > 1 and _steps(run))
     assert _worlds(run)[:2] == [[0, 1], [0]]
-    fake_slurm.signal_steps(job)
+    fake_slurm.stop_steps(job)
     code, output = ended(job)
     # The highest of the statuses of all tasks counts; that of the lost one is lower.
     assert code == 128 + signal.SIGTERM, output

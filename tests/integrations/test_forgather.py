@@ -6,6 +6,7 @@ tests/golden/forgather/make.py wrote the files, with torch.
 import pathlib
 import shutil
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -23,11 +24,6 @@ VALUES = np.load(GOLDEN / "values.npz")
 HYBRID = "pipeline-2x2"
 
 
-@pytest.fixture
-def copied(tmp_path):
-    return pathlib.Path(shutil.copytree(GOLDEN / HYBRID, tmp_path / HYBRID))
-
-
 def check_optimizer(prefix, state):
     for number, moments in state["state"].items():
         assert sorted(moments) == ["exp_avg", "exp_avg_sq", "step"]
@@ -36,11 +32,6 @@ def check_optimizer(prefix, state):
             assert array.tobytes() == expected.tobytes(), (number, name)
     (group,) = state["param_groups"]
     assert (group["lr"], group["betas"]) == (0.01, (0.9, 0.999))
-
-
-def check_rng(name, state):
-    assert state["torch_rng_state"].tobytes() == VALUES[name].tobytes()
-    assert state["initial_seed"] == 2**63 + 11
 
 
 def test_patterns_and_states_of_a_hybrid_trainer():
@@ -58,17 +49,13 @@ def test_patterns_and_states_of_a_hybrid_trainer():
     for leader, state in by_leader.items():
         check_optimizer(f"optimizer{leader}", state)
     for rank, state in checkpoint.states("rng").items():
-        check_rng(f"rng{rank}", state)
+        assert state["torch_rng_state"].tobytes() == VALUES[f"rng{rank}"].tobytes()
+        assert state["initial_seed"] == 2**63 + 11
     assert [int(each["hits"]) for each in checkpoint.states("cache").values()] == [5, 6]
     assert checkpoint.state("trainer") == {"global_step": 7, "epoch": 0.5}
     assert checkpoint.state("scheduler")["_last_lr"] == [0.0075]
     assert checkpoint.state("dataset")["_dataset"] == {"shards": [1, 2], "name": "web"}
     assert "torch" not in sys.modules
-
-
-def test_a_single_trainer_has_one_optimizer():
-    checkpoint = forgather.Checkpoint.open(GOLDEN / "single")
-    check_optimizer("single", checkpoint.state("optimizer"))
 
 
 @pytest.mark.parametrize(("trainer", "prefix"), [(HYBRID, ""), ("single", "single/")])
@@ -93,24 +80,21 @@ def dealt(old_states, new_count):
     return [old_states[number % len(old_states)] for number in range(new_count)]
 
 
-def components(**changed):
-    """Components under the patterns of the hybrid trainer; two hosts on a node."""
-    made = {
-        "trainer": ec.components.Component({}, "global"),
-        "dataset": ec.components.Component({}, "global"),
-        "scheduler": ec.components.Component(Scheduler(), "replicated"),
-        "rng": ec.components.Component({}, "per_host"),
-        "cache": ec.components.Component({}, "per_node", processes_per_node=2),
-    }
-    return made | changed
-
-
 def loaded(turns, num_hosts, **changed):
-    """The states of each host's components."""
+    """The states of each host's components, two hosts on a node.
+
+    They have the patterns of the hybrid trainer, but for those that are `changed`.
+    """
     checkpoint = forgather.Checkpoint.open(GOLDEN / HYBRID)
 
     def load(_):
-        made = components(**changed)
+        made = {
+            "trainer": ec.components.Component({}, "global"),
+            "dataset": ec.components.Component({}, "global"),
+            "scheduler": ec.components.Component(Scheduler(), "replicated"),
+            "rng": ec.components.Component({}, "per_host"),
+            "cache": ec.components.Component({}, "per_node", processes_per_node=2),
+        } | changed
         assert checkpoint.load_into(made) == list(made)
         return {key: component.get() for key, component in made.items()}
 
@@ -154,21 +138,14 @@ def test_on_other_hosts_the_rules_of_components_decide(turns, tmp_path):
 
 
 def test_states_of_groups_lie_in_the_order_of_a_mesh(turns):
-    class Device:
-        def __init__(self, host):
-            self.process_index = host
-
-    class Mesh:
-        axis_names = ("stage", "dp")
-        devices = np.array([[Device(0), Device(1)], [Device(2), Device(3)]])
-
-    def optimizer(axis):
-        return ec.components.Component({}, "per_group", axis=axis, mesh=Mesh)
-
+    devices = [types.SimpleNamespace(process_index=host) for host in range(4)]
+    mesh = types.SimpleNamespace(
+        axis_names=("stage", "dp"), devices=np.array(devices).reshape(2, 2)
+    )
     checkpoint = forgather.Checkpoint.open(GOLDEN / HYBRID)
 
     def load(_):
-        component = optimizer("stage")
+        component = ec.components.Component({}, "per_group", axis="stage", mesh=mesh)
         checkpoint.load_into({"optimizer": component})
         return component.get()
 
@@ -178,6 +155,7 @@ def test_states_of_groups_lie_in_the_order_of_a_mesh(turns):
 
 def test_components_are_all_set_or_none():
     checkpoint = forgather.Checkpoint.open(GOLDEN / "single")
+    check_optimizer("single", checkpoint.state("optimizer"))
     made = {
         "trainer": ec.components.Component(1, "global"),
         "scheduler": ec.components.Component(2, "global"),
@@ -191,25 +169,23 @@ def test_components_are_all_set_or_none():
     assert made["trainer"].state["global_step"]
 
 
-def test_missing_files_are_named(copied):
-    (copied / "rng_state_rank_2.pt").unlink()
-    with pytest.raises(FormatError, match=r"rng \(per_rank\).*ranks 2 are missing"):
-        forgather.Checkpoint.open(copied)
-    (copied / forgather.MANIFEST).unlink()
-    with pytest.raises(FormatError, match=forgather.MANIFEST):
-        forgather.Checkpoint.open(copied)
-
-
 @pytest.mark.parametrize(
     "manifest",
     [
+        None,
         "{",
         "[]",
         "{}",
         '{"world_size": 4, "components": {"rng": {"sharing_pattern": "x"}}}',
     ],
 )
-def test_a_manifest_that_is_none_is_refused(copied, manifest):
-    (copied / forgather.MANIFEST).write_text(manifest)
+def test_files_that_are_missing_or_spoilt_are_named(tmp_path, manifest):
+    copied = shutil.copytree(GOLDEN / HYBRID, tmp_path / HYBRID)
+    (copied / "rng_state_rank_2.pt").unlink()
+    with pytest.raises(FormatError, match=r"rng \(per_rank\).*ranks 2 are missing"):
+        forgather.Checkpoint.open(copied)
+    (copied / forgather.MANIFEST).unlink()
+    if manifest:
+        (copied / forgather.MANIFEST).write_text(manifest)
     with pytest.raises(FormatError, match=forgather.MANIFEST):
         forgather.Checkpoint.open(copied)

@@ -47,21 +47,21 @@ def test_what_maxtext_refuses_and_we_support_is_switched_off_for_maxtext():
     assert all(own[key] for key in (*switched, "enable_rampup_batch_size"))
 
 
-def test_maxtext_s_defaults_mean_the_same_here():
+def test_every_setting_that_both_have_is_taken_over_and_defaults_mean_the_same():
+    common = {
+        "grain_train_files": "/data/a*",
+        "grain_record_format": "tf_example",
+        "num_logical_shards": 48,
+        "packing": True,
+    }
     assert maxtext_keys.data_keys(config(), ours()) == data_keys.DataKeys(
-        grain_train_files="/data/a*",
-        grain_record_format="tf_example",
-        num_logical_shards=48,
         num_epoch=1,
         tokenizer_type="sentencepiece",
         tokenizer_path="/models/llama2",
         max_target_length=2048,
-        packing=True,
         grain_worker_count=1,
+        **common,
     )
-
-
-def test_every_setting_that_both_have_is_taken_over():
     own = {"corrupt_records": "skip", "tokenizer_type": "bytes"}
     settings = {
         "add_bos": False,
@@ -87,12 +87,9 @@ def test_every_setting_that_both_have_is_taken_over():
         ours(colocated_python_data_input=True, **own),
     )
     assert made == data_keys.DataKeys(
-        grain_train_files="/data/a*",
-        grain_record_format="tf_example",
-        num_logical_shards=48,
         train_data_columns="body",
         colocated_python_data_input=True,
-        packing=True,
+        **common,
         **settings,
         **own,
     )
@@ -127,18 +124,14 @@ def test_keys_of_tiers_are_maxtext_s_and_ours():
         "local_checkpoint_period": 5,
         "multi_tier_checkpointing_backup_interval_steps": 50,
     }
-    own = ours(
-        enable_multi_tier_checkpointing=True,
-        peer_copies=1,
-        local_checkpoint_size_limit="2Gi",
-    )
-    made = maxtext_keys.tiers(config(max_num_checkpoints_to_keep=7, **of_maxtext), own)
-    assert made.tiers == schema.TiersSection(
-        enable_multi_tier_checkpointing=True,
-        peer_copies=1,
-        local_checkpoint_size_limit="2Gi",
-        **of_maxtext,
-    )
+    own = {
+        "enable_multi_tier_checkpointing": True,
+        "peer_copies": 1,
+        "local_checkpoint_size_limit": "2Gi",
+    }
+    theirs = config(max_num_checkpoints_to_keep=7, **of_maxtext)
+    made = maxtext_keys.tiers(theirs, ours(**own))
+    assert made.tiers == schema.TiersSection(**own, **of_maxtext)
     assert made.checkpoint.max_num_checkpoints_to_keep == 7
     assert made.run.run_name == "first"
 

@@ -4,6 +4,8 @@ Imported by the tests, in MaxText's environment, and by `hf_logits`.
 """
 
 import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +24,7 @@ WINDOW = 5
 POSITIONS = np.arange(16, dtype=np.int32)[None] * 257
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, POSITIONS.shape).astype(np.int32)
 
-_HF = {
+_SIZES = {
     "hidden_size": EMBED,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
@@ -33,6 +35,29 @@ _HF = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
     "max_position_embeddings": 131072,
+}
+# What MaxText calls the sizes in a configuration of Hugging Face.
+_MAXTEXT = {
+    "hidden_size": "base_emb_dim",
+    "num_hidden_layers": "base_num_decoder_layers",
+    "num_attention_heads": "base_num_query_heads",
+    "num_key_value_heads": "base_num_kv_heads",
+    "intermediate_size": "base_mlp_dim",
+    "sliding_window": "sliding_window_size",
+    "attention_chunk_size": "chunk_attn_window_size",
+    **dict.fromkeys(("num_local_experts", "n_routed_experts"), "num_experts"),
+    "moe_intermediate_size": "base_moe_mlp_dim",
+    "first_k_dense_replace": "first_num_dense_layers",
+    "n_group": "n_routing_groups",
+    "topk_group": "topk_routing_group",
+    "linear_num_key_heads": "gdn_num_key_heads",
+    "linear_num_value_heads": "gdn_num_value_heads",
+    "linear_key_head_dim": "gdn_key_head_dim",
+    "linear_value_head_dim": "gdn_value_head_dim",
+    "linear_conv_kernel_dim": "gdn_conv_kernel_dim",
+    **{name: name for name in ("head_dim", "vocab_size", "num_experts")},
+    **{name: name for name in ("num_experts_per_tok", "q_lora_rank", "kv_lora_rank")},
+    **{name: name for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
 }
 _LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5}
 _ROPE_31 = {
@@ -48,8 +73,10 @@ _YARN = {
     "rope_type": "yarn",
     "beta_fast": 32.0,
     "beta_slow": 1.0,
+    "original_max_position_embeddings": 4096,
 }
 _EXPERTS = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
+_LOCAL = {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
 _GEMMA = {
     "hidden_size": GEMMA_EMBED,
     "num_attention_heads": GEMMA_HEADS,
@@ -57,11 +84,6 @@ _GEMMA = {
     "rms_norm_eps": 1e-6,
     "sliding_window": WINDOW,
     "tie_word_embeddings": True,
-}
-_GEMMA_MAXTEXT = {
-    "base_emb_dim": GEMMA_EMBED,
-    "base_num_query_heads": GEMMA_HEADS,
-    "sliding_window_size": WINDOW,
 }
 _DEEPSEEK = {
     "head_dim": ROPE,
@@ -76,16 +98,6 @@ _DEEPSEEK = {
     "num_experts_per_tok": CHOSEN,
     "moe_intermediate_size": MOE_MLP,
 }
-_DEEPSEEK_MAXTEXT = {
-    "base_num_kv_heads": HEADS,
-    "kv_lora_rank": KV_RANK,
-    "qk_nope_head_dim": NOPE,
-    "qk_rope_head_dim": ROPE,
-    "v_head_dim": VALUE,
-    "num_experts": 2 * 4,
-    "num_experts_per_tok": CHOSEN,
-    "base_moe_mlp_dim": MOE_MLP,
-}
 _LLAMA4 = {
     "model_type": "llama4_text",
     "num_hidden_layers": 8,
@@ -97,102 +109,101 @@ _LLAMA4 = {
     "intermediate_size_mlp": MLP,
     "attention_chunk_size": WINDOW,
 }
-_LLAMA4_MAXTEXT = {
-    "base_num_decoder_layers": 8,
-    "base_moe_mlp_dim": MOE_MLP,
-    "num_experts": EXPERTS,
-    "chunk_attn_window_size": WINDOW,
-}
-_MAXTEXT = {
-    "base_emb_dim": EMBED,
-    "base_num_decoder_layers": LAYERS,
-    "base_num_query_heads": HEADS,
-    "base_num_kv_heads": KV,
-    "head_dim": HEAD_DIM,
-    "base_mlp_dim": MLP,
-    "vocab_size": VOCAB,
-}
-# By name: Hugging Face's configuration, MaxText's settings, the layout and its sizes.
+_LLAMA4_MAXTEXT = {"base_mlp_dim": MLP, "base_moe_mlp_dim": MOE_MLP}
+
+
+class Model(NamedTuple):
+    """A small model.
+
+    Attributes:
+      name: That of MaxText for a model of this kind.
+      layout: From Hugging Face's tree to MaxText's.
+      config: Hugging Face's configuration, but for the sizes that all have.
+      sizes: Of the layout.
+      maxtext: Settings of MaxText that do not follow from `config`; None for no such.
+    """
+
+    name: str
+    layout: str
+    config: Mapping[str, Any]
+    sizes: Mapping[str, int] = {}
+    maxtext: Mapping[str, Any] = {}
+
+
 MODELS = {
-    "llama2": (
+    "llama2": Model(
+        "llama2-7b",
+        "hf_llama_to_maxtext",
         {**_LLAMA, "rope_theta": 10000.0},
-        {"model_name": "llama2-7b"},
-        ("hf_llama_to_maxtext", {"interleave": 1}),
+        sizes={"interleave": 1},
     ),
-    "llama3": (
+    "llama3": Model(
+        "llama3-8b",
+        "hf_llama_to_maxtext",
         {**_LLAMA, "rope_theta": 500000.0},
-        {"model_name": "llama3-8b"},
-        ("hf_llama_to_maxtext", {"interleave": 1}),
+        sizes={"interleave": 1},
     ),
-    "llama3.1": (
+    "llama3.1": Model(
+        "llama3.1-8b",
+        "hf_llama_to_maxtext",
         {**_LLAMA, **_ROPE_31, "rope_theta": 500000.0},
-        {"model_name": "llama3.1-8b"},
-        ("hf_llama_to_maxtext", {"interleave": 2}),
+        sizes={"interleave": 2},
     ),
-    "llama3.3": (
+    "llama3.3": Model(
+        "llama3.3-70b",
+        "hf_llama_to_maxtext",
         {**_LLAMA, **_ROPE_31, "rope_theta": 500000.0},
-        {"model_name": "llama3.3-70b", "rope_type": "llama3.1"},
-        ("hf_llama_to_maxtext", {"interleave": 2}),
+        sizes={"interleave": 2},
+        maxtext={"rope_type": "llama3.1"},
     ),
-    "mixtral": (
+    "mixtral": Model(
+        "mixtral-8x7b",
+        "hf_mixtral_to_maxtext",
         {
+            **_LOCAL,
             "model_type": "mixtral",
             "rms_norm_eps": 1e-5,
             "rope_theta": 1000000.0,
-            "num_local_experts": EXPERTS,
-            "num_experts_per_tok": CHOSEN,
         },
-        {
-            "model_name": "mixtral-8x7b",
-            "base_moe_mlp_dim": MLP,
-            "num_experts": EXPERTS,
-        },
-        ("hf_mixtral_to_maxtext", {}),
+        maxtext={"base_moe_mlp_dim": MLP},
     ),
-    "qwen2.5": (
+    "qwen2.5": Model(
+        "qwen2.5-7b",
+        "hf_qwen3_to_maxtext",
         {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0},
-        {"model_name": "qwen2.5-7b"},
-        ("hf_qwen3_to_maxtext", {}),
     ),
-    "qwen3": (
+    "qwen3": Model(
+        "qwen3-8b",
+        "hf_qwen3_to_maxtext",
         {"model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0},
-        {"model_name": "qwen3-8b"},
-        ("hf_qwen3_to_maxtext", {}),
     ),
-    "qwen3_moe": (
+    "qwen3_moe": Model(
+        "qwen3-30b-a3b",
+        "hf_qwen3_to_maxtext",
         {
+            **_EXPERTS,
             "model_type": "qwen3_moe",
             "rms_norm_eps": 1e-6,
             "rope_theta": 10000000.0,
-            "num_experts": EXPERTS,
-            "num_experts_per_tok": CHOSEN,
             "moe_intermediate_size": MLP,
             "norm_topk_prob": True,
         },
-        {
-            "model_name": "qwen3-30b-a3b",
-            "base_moe_mlp_dim": MLP,
-            "num_experts": EXPERTS,
-            "num_experts_per_tok": CHOSEN,
-        },
-        ("hf_qwen3_to_maxtext", {}),
     ),
-    "gemma2": (
+    "gemma2": Model(
+        "gemma2-2b",
+        "hf_gemma2_to_maxtext",
         {
             **_GEMMA,
             "model_type": "gemma2",
             "num_hidden_layers": 4,
             "query_pre_attn_scalar": HEAD_DIM + 2,
         },
-        {
-            **_GEMMA_MAXTEXT,
-            "model_name": "gemma2-2b",
-            "base_num_decoder_layers": 2,
-            "vocab_size": PADDED,
-        },
-        ("hf_gemma2_to_maxtext", {"pad": PADDED - VOCAB}),
+        sizes={"pad": PADDED - VOCAB},
+        maxtext={"base_num_decoder_layers": 2, "vocab_size": PADDED},
     ),
-    "gemma3": (
+    "gemma3": Model(
+        "gemma3-4b",
+        "hf_gemma3_to_maxtext",
         {
             **_GEMMA,
             "model_type": "gemma3_text",
@@ -203,14 +214,12 @@ MODELS = {
             "rope_local_base_freq": 10000.0,
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
         },
-        {
-            **_GEMMA_MAXTEXT,
-            "model_name": "gemma3-4b",
-            "base_num_decoder_layers": 14,
-        },
-        ("hf_gemma3_to_maxtext", {"vocab": VOCAB}),
+        sizes={"vocab": VOCAB},
+        maxtext={"vocab_size": VOCAB},
     ),
-    "olmo3": (
+    "olmo3": Model(
+        "olmo3-7b-pt",
+        "hf_olmo3_to_maxtext",
         {
             "model_type": "olmo3",
             "num_hidden_layers": 8,
@@ -218,43 +227,27 @@ MODELS = {
             "rope_theta": 500000.0,
             "sliding_window": WINDOW,
         },
-        {
-            "model_name": "olmo3-7b-pt",
-            "base_num_decoder_layers": 8,
-            "sliding_window_size": WINDOW,
-        },
-        ("hf_olmo3_to_maxtext", {}),
     ),
-    "gpt_oss": (
+    "gpt_oss": Model(
+        "gpt-oss-20b",
+        "hf_gpt_oss_to_maxtext",
         {
+            **_LOCAL,
             "model_type": "gpt_oss",
             "num_hidden_layers": 4,
             "rms_norm_eps": 1e-5,
             "rope_theta": 150000.0,
-            "rope_scaling": {
-                **_YARN,
-                "factor": 32.0,
-                "original_max_position_embeddings": 4096,
-                "truncate": False,
-            },
+            "rope_scaling": {**_YARN, "factor": 32.0, "truncate": False},
             "sliding_window": WINDOW,
-            "num_local_experts": EXPERTS,
-            "num_experts_per_tok": CHOSEN,
         },
-        {
-            **_EXPERTS,
-            "model_name": "gpt-oss-20b",
-            "base_num_decoder_layers": 4,
-            "base_moe_mlp_dim": MLP,
-            "sliding_window_size": WINDOW,
-        },
-        ("hf_gpt_oss_to_maxtext", {}),
+        maxtext={"base_moe_mlp_dim": MLP},
     ),
-    "deepseek2": (
+    "deepseek2": Model(
+        "deepseek2-16b",
+        "hf_deepseek3_to_maxtext",
         {
             **_DEEPSEEK,
             "model_type": "deepseek_v2",
-            "num_hidden_layers": 3,
             "first_k_dense_replace": 1,
             "q_lora_rank": None,
             "n_shared_experts": 2,
@@ -266,19 +259,19 @@ MODELS = {
             "rope_scaling": {
                 **_YARN,
                 "factor": 40.0,
-                "original_max_position_embeddings": 4096,
                 "mscale": 0.707,
                 "mscale_all_dim": 0.707,
             },
         },
-        {
-            **_DEEPSEEK_MAXTEXT,
-            "model_name": "deepseek2-16b",
-            "first_num_dense_layers": 1,
+        maxtext={
+            "head_dim": HEAD_DIM,
+            "n_routing_groups": None,
+            "topk_routing_group": None,
         },
-        ("hf_deepseek3_to_maxtext", {}),
     ),
-    "deepseek3": (
+    "deepseek3": Model(
+        "deepseek3-671b",
+        "hf_deepseek3_to_maxtext",
         {
             **_DEEPSEEK,
             "model_type": "deepseek_v3",
@@ -293,38 +286,27 @@ MODELS = {
             "rope_scaling": {
                 **_YARN,
                 "factor": 40.0,
-                "original_max_position_embeddings": 4096,
                 "mscale": 1.0,
                 "mscale_all_dim": 1.0,
             },
         },
-        {
-            **_DEEPSEEK_MAXTEXT,
-            "model_name": "deepseek3-671b",
-            "base_num_decoder_layers": 5,
-            "first_num_dense_layers": 2,
-            "q_lora_rank": Q_RANK,
-            "n_routing_groups": 4,
-            "topk_routing_group": 2,
-        },
-        ("hf_deepseek3_to_maxtext", {}),
+        maxtext={"head_dim": HEAD_DIM},
     ),
-    "llama4_scout": (
-        {
-            **_LLAMA4,
-            **_ROPE_31,
-            "interleave_moe_layer_step": 1,
-            "use_qk_norm": True,
-        },
-        {**_LLAMA4_MAXTEXT, "model_name": "llama4-17b-16e"},
-        ("hf_llama4_to_maxtext", {}),
+    "llama4_scout": Model(
+        "llama4-17b-16e",
+        "hf_llama4_to_maxtext",
+        {**_LLAMA4, **_ROPE_31, "interleave_moe_layer_step": 1, "use_qk_norm": True},
+        maxtext=_LLAMA4_MAXTEXT,
     ),
-    "llama4_maverick": (
+    "llama4_maverick": Model(
+        "llama4-17b-128e",
+        "hf_llama4_to_maxtext",
         {**_LLAMA4, "interleave_moe_layer_step": 2, "use_qk_norm": False},
-        {**_LLAMA4_MAXTEXT, "model_name": "llama4-17b-128e"},
-        ("hf_llama4_to_maxtext", {}),
+        maxtext=_LLAMA4_MAXTEXT,
     ),
-    "qwen3_next": (
+    "qwen3_next": Model(
+        "qwen3-next-80b-a3b",
+        "hf_qwen3_next_to_maxtext",
         {
             **_EXPERTS,
             "model_type": "qwen3_next",
@@ -342,33 +324,22 @@ MODELS = {
             "linear_value_head_dim": LINEAR_DIMS[1],
             "linear_conv_kernel_dim": WIDTH,
         },
-        {
-            **_EXPERTS,
-            "model_name": "qwen3-next-80b-a3b",
-            "base_num_decoder_layers": 9,
-            "head_dim": 16,
-            "base_mlp_dim": MOE_MLP,
-            "base_moe_mlp_dim": MOE_MLP,
-            "gdn_num_key_heads": LINEAR_HEADS[0],
-            "gdn_num_value_heads": LINEAR_HEADS[1],
-            "gdn_key_head_dim": LINEAR_DIMS[0],
-            "gdn_value_head_dim": LINEAR_DIMS[1],
-            "gdn_conv_kernel_dim": WIDTH,
-            "gdn_chunk_size": 8,
-        },
-        ("hf_qwen3_next_to_maxtext", {}),
+        maxtext={"base_mlp_dim": MOE_MLP, "gdn_chunk_size": 8},
     ),
 }
 
 
 def hf_config(name):
     """The `config.json` of a model."""
-    return {**_HF, **MODELS[name][0]}
+    return {**_SIZES, **MODELS[name].config}
 
 
 def maxtext_settings(name):
     """The keys of MaxText that make the same model."""
-    return {**_MAXTEXT, **MODELS[name][1]}
+    config = hf_config(name)
+    made = {_MAXTEXT[key]: config[key] for key in config.keys() & _MAXTEXT.keys()}
+    made |= {"model_name": MODELS[name].name, **MODELS[name].maxtext}
+    return {key: value for key, value in made.items() if value is not None}
 
 
 def tensors(name):
@@ -401,21 +372,20 @@ def _shapes(name):
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", (config["vocab_size"], embed)
     for layer in range(config["num_hidden_layers"]):
-        for parts in (_norms, _attention, _block):
-            for leaf, shape in parts(config, layer).items():
-                yield f"model.layers.{layer}.{leaf}", shape
+        made = _attention(config, layer) | _block(config, layer)
+        made |= {f"{each}.weight": (embed,) for each in _norms(config["model_type"])}
+        for leaf, shape in made.items():
+            yield f"model.layers.{layer}.{leaf}", shape
 
 
-def _norms(config, _):
-    kind, shape = config["model_type"], (config["hidden_size"],)
-    names = ["post_attention_layernorm"]
+def _norms(kind):
+    yield "post_attention_layernorm"
     if kind != "olmo3":
-        names.append("input_layernorm")
+        yield "input_layernorm"
     if kind.startswith(("gemma", "olmo3")):
-        names.append("post_feedforward_layernorm")
+        yield "post_feedforward_layernorm"
     if kind.startswith("gemma"):
-        names.append("pre_feedforward_layernorm")
-    return {f"{name}.weight": shape for name in names}
+        yield "pre_feedforward_layernorm"
 
 
 def _attention(config, layer):
@@ -423,7 +393,7 @@ def _attention(config, layer):
     if kind.startswith("deepseek"):
         return _latent(config)
     if kind == "qwen3_next" and (layer + 1) % 4:
-        return _linear(config)
+        return _linear()
     embed, dim = config["hidden_size"], config["head_dim"]
     queries = config["num_attention_heads"]
     made = {"self_attn.o_proj.weight": (embed, queries * dim)}
@@ -461,10 +431,8 @@ def _latent(config):
     return {f"self_attn.{leaf}": shape for leaf, shape in made.items()}
 
 
-def _linear(_):
-    keys, values = (
-        heads * dim for heads, dim in zip(LINEAR_HEADS, LINEAR_DIMS, strict=True)
-    )
+def _linear():
+    keys, values = map(int.__mul__, LINEAR_HEADS, LINEAR_DIMS)
     made = {
         "in_proj_qkvz.weight": (2 * keys + 2 * values, EMBED),
         "in_proj_ba.weight": (2 * LINEAR_HEADS[1], EMBED),
@@ -477,23 +445,16 @@ def _linear(_):
     return {f"linear_attn.{leaf}": shape for leaf, shape in made.items()}
 
 
-def _dense(at, embed, mlp):
-    return {
-        f"{at}.gate_proj.weight": (mlp, embed),
-        f"{at}.up_proj.weight": (mlp, embed),
-        f"{at}.down_proj.weight": (embed, mlp),
-    }
+def _dense(at, embed, mlp, names=("gate_proj", "up_proj", "down_proj")):
+    shapes = ((mlp, embed), (mlp, embed), (embed, mlp))
+    return {f"{at}.{n}.weight": shape for n, shape in zip(names, shapes, strict=True)}
 
 
-def _experts(config, at, number, *, names=None, router="gate"):
+def _experts(config, at, number, **names):
     mlp = config.get("moe_intermediate_size", config["intermediate_size"])
-    made = {f"{at}.{router}.weight": (number, EMBED)}
+    made = {f"{at}.gate.weight": (number, EMBED)}
     for expert in range(number):
-        of_one = _dense(f"{at}.experts.{expert}", EMBED, mlp)
-        for leaf, shape in of_one.items():
-            before, _, projection = leaf.removesuffix(".weight").rpartition(".")
-            projection = (names or {}).get(projection, projection)
-            made[f"{before}.{projection}.weight"] = shape
+        made |= _dense(f"{at}.experts.{expert}", EMBED, mlp, **names)
     return made
 
 
@@ -501,7 +462,7 @@ def _block(config, layer):
     kind = config["model_type"]
     match kind:
         case "mixtral":
-            names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+            names = ("w1", "w3", "w2")
             return _experts(config, "block_sparse_moe", EXPERTS, names=names)
         case "qwen3_moe":
             return _experts(config, "mlp", EXPERTS)

@@ -18,15 +18,15 @@ HF_LOGITS = environment.ROOT / "tests/golden/hf_logits.npz"
 @pytest.mark.parametrize("form", ["", "_unscanned"])
 def test_maxtext_computes_the_logits_of_hugging_face(tmp_path, form):
     environment.set_up()
-    for name, (_, _, (layout, sizes)) in small_models.MODELS.items():
+    for name, model in small_models.MODELS.items():
         source = tmp_path / "hf" / name
         source.mkdir(parents=True)
         config = json.dumps(small_models.hf_config(name))
         (source / "config.json").write_text(config)
         tensors = small_models.tensors(name)
         safetensors_files.write(source / "model.safetensors", tensors)
-        given = [source, tmp_path / name / "0", "--rules", layout + form]
-        for size, number in sizes.items():
+        given = [source, tmp_path / name / "0", "--rules", model.layout + form]
+        for size, number in model.sizes.items():
             given += ["--size", f"{size}={number}"]
         assert main.main(["convert", *map(str, given)]) == 0
     environment.run("tests.maxtext.logits", tmp_path, form, *small_models.MODELS)

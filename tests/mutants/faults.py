@@ -369,7 +369,7 @@ FAULTS: tuple[Fault, ...] = (
         "sidecar/elastic_ckpt_sidecar/worker.py",
         "            if each == number:",
         "            if each == self._states[-1][0]:",
-        ("tests/sidecar/test_read_ahead.py",),
+        ("tests/sidecar/test_remote_iterator.py",),
     ),
     Fault(
         "the sidecar goes on from batches that were dropped",

@@ -4,25 +4,15 @@ import ast
 import collections
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
+_PAIRS = (
+    *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.In, ast.NotIn)),
+    *((ast.Is, ast.IsNot), (ast.Add, ast.Sub), (ast.And, ast.Or)),
+)
 _SWAPPED = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Add,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
+    **{one: other for pair in _PAIRS for one, other in (pair, pair[::-1])},
+    **{ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv},
 }
 _SWAPPED_CALLS = {
     "min": "max",
@@ -40,7 +30,7 @@ class Mutant:
     Attributes:
       path: The module's, from the project's root.
       function: Its qualified name.
-      kind: What is changed, one of those of `_kinds`.
+      kind: What is changed, one of those of `_mistakes`.
       text: The code that is changed.
       number: Of the places in the function with this kind and text, which one.
     """
@@ -60,22 +50,22 @@ def mutants(path: str, source: str) -> list[tuple[Mutant, range]]:
 def mutated(source: str, mutant: Mutant) -> ast.Module | None:
     """The module with the mistake, or None if the code is no longer there."""
     tree = ast.parse(source)
-    for found, _, node in _places(mutant.path, tree):
+    for found, _, change in _places(mutant.path, tree):
         if found == mutant:
-            _change(node, mutant.kind)
+            setattr(*change)
             return ast.fix_missing_locations(tree)
     return None
 
 
-def _places(path: str, tree: ast.Module) -> Iterator[tuple[Mutant, range, ast.AST]]:
+def _places(path: str, tree: ast.Module) -> Iterator[tuple[Mutant, range, tuple]]:
     numbers: collections.Counter = collections.Counter()
     for function, node in _nodes(tree, ""):
-        for kind in _kinds(node):
+        for kind, field, mistake in _mistakes(node):
             end = node.test if kind == "if" else node
             text = ast.unparse(end)[:200]
             key = function, kind, text
             lines = range(node.lineno, end.end_lineno + 1)
-            yield Mutant(path, *key, numbers[key]), lines, node
+            yield Mutant(path, *key, numbers[key]), lines, (node, field, mistake)
             numbers[key] += 1
 
 
@@ -98,45 +88,26 @@ def _nodes(node: ast.AST, function: str) -> Iterator[tuple[str, ast.AST]]:
         yield from _nodes(child, function)
 
 
-def _kinds(node: ast.AST) -> Iterator[str]:
+def _mistakes(node: ast.AST) -> Iterator[tuple[str, str, Any]]:
+    """The kinds of mistakes in a node, and what each has in the place of a field."""
     match node:
-        case ast.Compare(ops=[_]):
-            yield "comparison"
+        case ast.Compare(ops=[op]):
+            yield "comparison", "ops", [_SWAPPED[type(op)]()]
         case ast.BinOp(
-            op=ast.Add() | ast.Sub() | ast.Mult() | ast.FloorDiv() | ast.Mod()
+            op=ast.Add() | ast.Sub() | ast.Mult() | ast.FloorDiv() | ast.Mod() as op
         ):
-            yield "arithmetic"
-        case ast.Constant(value=bool()):
-            yield "truth"
-        case ast.Constant(value=int()):
-            yield "number"
-        case ast.If() | ast.IfExp():
-            yield "if"
-        case ast.BoolOp():
-            yield "and_or"
+            yield "arithmetic", "op", _SWAPPED[type(op)]()
+        case ast.Constant(value=bool() as value):
+            yield "truth", "value", not value
+        case ast.Constant(value=int() as value):
+            yield "number", "value", value + 1
+        case ast.If(test=test) | ast.IfExp(test=test):
+            yield "if", "test", ast.UnaryOp(op=ast.Not(), operand=test)
+        case ast.BoolOp(op=op):
+            yield "and_or", "op", _SWAPPED[type(op)]()
         case ast.Expr(value=ast.Call() | ast.Await()):
-            yield "call_left_out"
+            yield "call_left_out", "value", ast.Constant(value=None)
         case ast.Call(func=ast.Name(id=name)) if name in _SWAPPED_CALLS:
-            yield "function"
-        case ast.AugAssign():
-            yield "added"
-
-
-def _change(node: ast.AST, kind: str) -> None:
-    match kind:
-        case "comparison":
-            node.ops[0] = _SWAPPED[type(node.ops[0])]()
-        case "arithmetic" | "and_or":
-            node.op = _SWAPPED[type(node.op)]()
-        case "truth":
-            node.value = not node.value
-        case "number":
-            node.value += 1
-        case "if":
-            node.test = ast.UnaryOp(op=ast.Not(), operand=node.test)
-        case "call_left_out":
-            node.value = ast.Constant(value=None)
-        case "function":
-            node.func.id = _SWAPPED_CALLS[node.func.id]
-        case "added":
-            node.op = _SWAPPED.get(type(node.op), ast.Sub)()
+            yield "function", "func", ast.Name(id=_SWAPPED_CALLS[name], ctx=ast.Load())
+        case ast.AugAssign(op=op):
+            yield "added", "op", _SWAPPED.get(type(op), ast.Sub)()

@@ -70,11 +70,6 @@ class OwnFormat(NamedTuple):
         content = (directory / self.golden).read_bytes()
         return content if self.is_json else base64.decodebytes(content)
 
-    def fields(self, content: bytes) -> dict:
-        """The JSON object in the file."""
-        assert self.is_json
-        return json.loads(content)
-
 
 def manifest():
     """What a host holds of a step: boxes of arrays, and a file."""

@@ -3,6 +3,7 @@
 A module for each room has its table `REFUSALS`; `test_refusals.py` runs every row.
 """
 
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import NamedTuple
@@ -26,3 +27,23 @@ class Refusal(NamedTuple):
     says: str
     error: type[Exception] = errors.ConfigError
     writes: bool = False
+
+
+def row(
+    make: Callable[..., object],
+    *,
+    error: type[Exception] = errors.ConfigError,
+    writes: bool = False,
+) -> Callable[..., Refusal]:
+    """Of mistakes in the arguments of `make`: takes `says`, and then those.
+
+    If it `writes`, the first argument of `make` is the directory.
+    """
+
+    def refused(says: str, *arguments: object, **settings: object) -> Refusal:
+        call = functools.partial(make, **settings)
+        if writes:
+            return Refusal(lambda path: call(path, *arguments), says, error, writes)
+        return Refusal(lambda _: call(*arguments), says, error)
+
+    return refused

@@ -78,8 +78,8 @@ CLUSTER = [
 ]
 
 
-def simulated(says: str, *options: str, error=errors.ConfigError) -> Refusal:
-    return verb(says, *CLUSTER, *options, error=error)
+def simulated(says: str, *options: str) -> Refusal:
+    return verb(says, *CLUSTER, *options)
 
 
 def trace(says: str, *lines: dict[str, object]) -> Refusal:
@@ -186,11 +186,6 @@ REFUSALS = {
     "plots without their extra": Refusal(
         lambda _: mock.patch.dict(sys.modules, vl_convert=None)(page.library)(),
         r"vl-convert .*'\.\[report\]'",
-    ),
-    "costs of no run": simulated(
-        "nowhere is not the directory of a run",
-        *("--costs", "nowhere"),
-        error=errors.ElasticCkptError,
     ),
     "slice that is not there": trace(
         "slice_lost of slice 4, and the configured slices are 0 to 3",

@@ -1,12 +1,13 @@
 """Mistakes in the tiers of a checkpointer, and at agents and steps in storage."""
 
 import functools
+import re
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.tiers.peers import agent, agent_server, peer_client, secret
 from elastic_ckpt.tiers.persistent import leases
-from tests.refusals import Refusal
+from tests.refusals import Refusal, row
 from tests.tiers import served
 
 LOCAL = choices.Local("/ram/run")
@@ -44,22 +45,15 @@ URLS = [
 ]
 
 
-def _chosen(*tiers):
-    return lambda _: choices.Chosen.from_choices(list(tiers))
-
-
 def _link(path):
     (path / "link").symlink_to(path / "ram", target_is_directory=True)
     stored = choices.Persistent(path / "link" / "steps", every=1)
     choices.Chosen.from_choices([choices.Local(path / "ram"), stored])
 
 
-def _served(**options):
-    def call(path):
-        with served.serving(agent.Service(root=str(path), **options)):
-            pass
-
-    return call
+def _serve(path, **options):
+    with served.serving(agent.Service(root=str(path), **options)):
+        pass
 
 
 def _secret(path, content):
@@ -77,84 +71,63 @@ def _open_secret(path):
 def _setting(kind, given):
     ((name, value),) = given.items()
     tier = getattr(kind, "func", kind).__name__
-    escaped = repr(value)
-    for special in "[]()*.+\\":
-        escaped = escaped.replace(special, ".")
-    return Refusal(lambda _: kind(**given), rf"^{tier}\({name}={escaped}\).*give ")
+    return row(kind)(rf"^{tier}\({name}={re.escape(repr(value))}\).*give ", **given)
 
+
+def _secrets(text):
+    refused = row(_secret, error=errors.RunError, writes=True)
+    return refused("holds no secret", text)
+
+
+chosen = row(lambda *tiers: choices.Chosen.from_choices(list(tiers)))
+local_tier, peers = row(choices.Local), row(choices.Peers)
+serving = row(_serve, error=errors.RunError, writes=True)
+NO_URL = "is not the URL of an agent; give it"
 
 REFUSALS = {
     **{f"{kind}-{given}": _setting(kind, given) for kind, given in SETTINGS},
-    **{
-        f"URL {url}": Refusal(
-            lambda _, url=url: choices.Peers(known=("http://a:1/v1/r", url)),
-            "is not the URL of an agent; give it",
-        )
-        for url in URLS
-    },
-    "one string for URLs": Refusal(
-        lambda _: choices.Peers(known="http://10.0.0.7:8470"),
-        r"known=.URL, ....*is not the URL of an agent",
+    **{f"URL {url}": peers(NO_URL, known=("http://a:1/v1/r", url)) for url in URLS},
+    "one string for URLs": peers(
+        r"known=.URL, ....*is not the URL of an agent", known="http://10.0.0.7:8470"
     ),
-    "a URL that does not encrypt, with TLS": Refusal(
-        lambda _: choices.Peers(known=("http://a:1/v1/r",), tls=TLS),
+    "a URL that does not encrypt, with TLS": peers(
         "not the URL of an agent that encrypts, as this run does",
+        **{"known": ("http://a:1/v1/r",), "tls": TLS},
     ),
-    "a RAM disk in a bucket": Refusal(
-        lambda _: choices.Local("gs://bucket/ram"),
-        r"gs://bucket/ram'\) is not a direct",
+    "a RAM disk in a bucket": local_tier(
+        r"gs://bucket/ram'\) is not a direct", "gs://bucket/ram"
     ),
-    "two intervals": Refusal(
-        _chosen(persistent(every=1, every_minutes=2)),
-        "has every and every_minutes; give one of",
+    "two intervals": chosen(
+        "has every and every_minutes; give one of", persistent(every=1, every_minutes=2)
     ),
-    "no interval": Refusal(
-        _chosen(persistent()), "has no interval; give one of every="
+    "no interval": chosen("has no interval; give one of every=", persistent()),
+    "a path for a tier": chosen(
+        "a list of Local, str: give ec.Local", LOCAL, "gs://bucket"
     ),
-    "a path for a tier": Refusal(
-        _chosen(LOCAL, "gs://bucket"), "a list of Local, str: give ec.Local"
-    ),
-    "a tier twice": Refusal(
-        _chosen(LOCAL, LOCAL), "a list of Local, Local: give .*, each once"
-    ),
-    "no tier": Refusal(_chosen(), "a list of nothing: give ec.Local"),
-    "peers without RAM": Refusal(
-        _chosen(choices.Peers(), persistent(every=1)),
-        r"ec.Peers\(\.\.\.\) only with ec.Local",
-    ),
-    "storage inside of RAM": Refusal(
-        _chosen(LOCAL, choices.Persistent("/ram/x/../run/steps", every=1)),
+    "a tier twice": chosen("a list of Local, Local: give .*, each once", LOCAL, LOCAL),
+    "no tier": chosen("a list of nothing: give ec.Local"),
+    "storage inside of RAM": chosen(
         r"is inside Local\('/ram/run'\)",
+        *(LOCAL, choices.Persistent("/ram/x/../run/steps", every=1)),
     ),
     "storage inside of RAM, behind a link": Refusal(
         _link, "is inside Local", writes=True
     ),
-    "an agent for every network": Refusal(
-        _served(interface="0.0.0.0"),
-        "address at which the other machines reach",
-        errors.RunError,
-        writes=True,
+    "an agent for every network": serving(
+        "address at which the other machines reach", interface="0.0.0.0"
     ),
-    "no certificate for an agent": Refusal(
-        _served(tls_certificate="/none.pem"),
-        r"none\.pem.* certificate with its key",
-        errors.RunError,
-        writes=True,
+    "no certificate for an agent": serving(
+        r"none\.pem.* certificate with its key", tls_certificate="/none.pem"
     ),
-    "no certificate for a client": Refusal(
-        lambda _: peer_client.PeerClient("x" * 32, tls_ca="/none.pem"), r"none\.pem"
+    "no certificate for a client": row(peer_client.PeerClient)(
+        r"none\.pem", "x" * 32, tls_ca="/none.pem"
     ),
     "a secret that others can read": Refusal(
         _open_secret, "not a file of mode 0600", errors.RunError, writes=True
     ),
     **{
-        f"the secret {text!r}": Refusal(
-            lambda path, text=text: _secret(path, text),
-            "holds no secret",
-            errors.RunError,
-            writes=True,
-        )
-        for text in ("", "short", "with a space in it", "é")
+        f"the secret {text!r}": _secrets(text)
+        for text in ("", "with a space in it", "é")
     },
     "outside of a pod": Refusal(
         lambda path: agent_server.read_labels("node-7", account_directory=str(path)),

@@ -1,10 +1,13 @@
-"""The data that the tests of the sidecar iterate over."""
+"""What the tests of the sidecar iterate over, and the hosts that they have."""
+
+import threading
 
 import pytest
 from elastic_ckpt_sidecar import RemoteIterator
 
 from elastic_ckpt.core import topology
 from tests import formats, iterator_contract
+from tests.sidecar import held_pipeline, simulated_hosts
 
 
 @pytest.fixture(scope="session")
@@ -17,8 +20,33 @@ def parts(tmp_path_factory):
 
 
 @pytest.fixture
-def remote():
-    """Makes a `RemoteIterator`, closed at the end."""
+def machines():
+    with simulated_hosts.Machines() as simulated:
+        yield simulated
+
+
+@pytest.fixture
+def threads():
+    """Returns the threads of ours, and of executors of ours."""
+    names = ("elastic_ckpt-background", "ThreadPoolExecutor")
+    return lambda: {t for t in threading.enumerate() if t.name.startswith(names)}
+
+
+@pytest.fixture
+def valve(threads):
+    """That of the pipeline which tests hold up, open."""
+    before = threads()
+    held_pipeline.VALVE.reset()
+    yield held_pipeline.VALVE
+    held_pipeline.VALVE.open()
+    # No thread is left, to read in the next test.
+    held_pipeline.wait_until(lambda: threads() <= before)
+
+
+@pytest.fixture
+def remote(valve):
+    """Makes a `RemoteIterator`, closed at the end, before the threads are counted."""
+    del valve
     made = []
 
     def make(data, *, size=iterator_contract.GLOBAL_BATCH_SIZE, **more):

@@ -8,12 +8,6 @@ from tests.processes.test_layout_tiers import NUM_BYTES, STEP, load, restored
 from tests.sidecar import simulated_hosts
 
 
-@pytest.fixture
-def machines():
-    with simulated_hosts.Machines() as simulated:
-        yield simulated
-
-
 @pytest.mark.slow
 def test_a_step_in_storage_is_read_through_a_layout(machines, tmp_path):
     options = {"persistent": str(tmp_path / "steps")}

@@ -1,3 +1,5 @@
+import contextlib
+
 import pytest
 from elastic_ckpt_sidecar import worker
 
@@ -11,18 +13,8 @@ def host(data):
     """The data of a host, as the head calls it."""
     sharding = topology.batch_sharding(topology.mesh_of(topology.present(2)))
     rows = iterator.HostIterator(data, sharding=sharding, global_batch_size=16)
-    made = worker.HostData(rows)
-    yield made
-    made.close()
-
-
-def test_states_of_the_last_batches_can_be_kept_and_of_no_older_one(host):
-    for _ in range(5):
-        host.next()
-    for batches in range(5 - worker.HEAD_AHEAD, 6):
-        host.take(batches, batches, None, ())
-    with pytest.raises(errors.DataError, match="no longer at the same batch"):
-        host.take(9, 5 - worker.HEAD_AHEAD - 2, None, ())
+    with contextlib.closing(worker.HostData(rows)) as made:
+        yield made
 
 
 def test_a_host_goes_back_unless_it_has_gone_elsewhere(host):
@@ -36,9 +28,15 @@ def test_a_host_goes_back_unless_it_has_gone_elsewhere(host):
         host.go_back(3)
 
 
-def test_the_state_of_a_save_that_was_given_up_is_not_kept_for_ever(host, tmp_path):
+def test_states_are_kept_of_the_last_batches_and_saves_and_of_no_older_one(
+    host, tmp_path
+):
+    for _ in range(5):
+        host.next()
     for ticket in range(20):
-        host.take(ticket, 0, None, ())
+        host.take(ticket, 5 - worker.HEAD_AHEAD + ticket % 2, None, ())
+    with pytest.raises(errors.DataError, match="no longer at the same batch"):
+        host.take(20, 5 - worker.HEAD_AHEAD - 2, None, ())
     host.write(19, str(tmp_path))
     assert (tmp_path / "data_state.json").exists()
     with pytest.raises(KeyError):

@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
 def family(name):
     """The layout of a model, but for the tree to which it leads."""
-    return small_models.MODELS[name][2][0].removesuffix("_to_maxtext")
+    return small_models.MODELS[name].layout.removesuffix("_to_maxtext")
 
 
 def plain_layout(name):
@@ -79,14 +79,14 @@ def hf(name):
 
 
 def to_maxtext(name):
-    _, _, (layout, sizes) = small_models.MODELS[name]
+    model = small_models.MODELS[name]
     back = dict(hf(name))
     if name == "gemma3":
         # MaxText lacks the rows of the padding.
         embedding = back["model.embed_tokens.weight"].copy()
         embedding[small_models.VOCAB :] = 0
         back["model.embed_tokens.weight"] = embedding
-    layout = of_model(layout, name, **sizes)
+    layout = of_model(model.layout, name, **model.sizes)
     return Case(layout, hf(name), back=back, rounded=SCALED.get(family(name)))
 
 
