@@ -71,7 +71,6 @@ IN_PROCESSES: dict[str, InProcesses] = {
     "world_hangs": _hangs(fault="hang", everywhere=True),
     "world_hangs: compile": _hangs(fault="hang_in_compile", everywhere=True),
     "restore_hangs": _hangs(fault="hang_in_restore"),
-    "host_cut_off": InProcesses(injected="cut_off"),
     "slice_lost": InProcesses(injected="kill_slice"),
     "program_failed": _everywhere(fault="raise"),
     "program_failed: on one host": InProcesses(fault="raise"),

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import verdict_records, verdicts
 from elastic_ckpt.core import errors
-from elastic_ckpt.elastic import decision, failures, runtime, supervisor
+from elastic_ckpt.elastic import decision, failures, process_cluster, runtime
 from tests.recorded_events import RecordedEvents
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -71,7 +71,7 @@ def raised(host, error):
 )
 def test_an_exception_of_the_program_is_never_the_machines(num_hosts, error):
     failed = [raised(host, error) for host in range(num_hosts)]
-    ended = supervisor.error_of(failed, num_hosts, described="")
+    ended = process_cluster.error_of(failed, num_hosts, described="")
     assert not isinstance(ended, failures.WorldLostError)
     judged = failures.judge(failed, num_hosts=num_hosts)
     assert (judged.kind.what, judged.action) == ("program", failures.STOP)

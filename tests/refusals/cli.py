@@ -78,8 +78,8 @@ CLUSTER = [
 ]
 
 
-def simulated(says: str, *options: str) -> Refusal:
-    return verb(says, *CLUSTER, *options)
+def simulated(says: str, *options: str, error=errors.ConfigError) -> Refusal:
+    return verb(says, *CLUSTER, *options, error=error)
 
 
 def trace(says: str, *lines: dict[str, object]) -> Refusal:
