@@ -18,7 +18,13 @@ from typing import Concatenate, ParamSpec
 import jax
 
 from elastic_ckpt.core import errors, events
-from elastic_ckpt.elastic import decision, failures, process_cluster, watch
+from elastic_ckpt.elastic import (
+    decision,
+    device_check,
+    failures,
+    process_cluster,
+    watch,
+)
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.failures import HostFailure
 
@@ -147,8 +153,12 @@ def _followers(world: World) -> list[HostFailure]:
     return seen
 
 
-def _on_one(world: World, *texts: str) -> Sequence[HostFailure]:
-    error = jax.errors.JaxRuntimeError(world.draw.choice(texts))
+def _on_one(
+    world: World,
+    *texts: str,
+    kind: type[Exception] = jax.errors.JaxRuntimeError,
+) -> Sequence[HostFailure]:
+    error = kind(world.draw.choice(texts))
     # The others lose their connections when its process has ended, or before.
     after = [e for e in _followers(world) if not e.is_silent or world.host == 0]
     seen = [_raised(world.host, error), *after]
@@ -342,6 +352,11 @@ RECORDS: dict[str, tuple[Records, ...]] = {
         "DATA_LOSS: Data loss: the slice was restarted",
         "DATA_LOSS: 0x7f",
         is_single=True,
+    ),
+    "device_wrong": _once(
+        _on_one,
+        device_check.problem_of("TPU_3", device_check.EXPECTED + 1),
+        kind=device_check.DeviceWrongError,
     ),
     "host_unreachable": _once(_hangs, "reach"),
     "host_stopped": _once(_hangs, "step", is_silent=True),

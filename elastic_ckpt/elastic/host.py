@@ -29,14 +29,8 @@ from typing import Any
 
 from etils import epy
 
-from elastic_ckpt.core import allgather, errors, events, storage
-from elastic_ckpt.elastic import (
-    device_check,
-    executables,
-    failures,
-    termination,
-    watch,
-)
+from elastic_ckpt.core import allgather, background, errors, events, storage
+from elastic_ckpt.elastic import device_check, executables, failures, termination, watch
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.world import BetweenWorlds, Leaving, Steps, World
 from elastic_ckpt.steps import layout
@@ -47,6 +41,16 @@ with epy.lazy_imports():
     from elastic_ckpt.core import addresses
     from elastic_ckpt.data.lm import documents
 
+# What the fork server imports for any host, which would else do so in the pause of a
+# change.
+IMPORTS = (
+    __name__,
+    "elastic_ckpt.data.lm.documents",
+    "elastic_ckpt.frontend",
+    "jax.experimental.serialize_executable",
+    "jaxlib.mlir.dialects.builtin",
+    "jaxlib.mlir.dialects.mhlo",
+)
 # The supervisor's orders: the world begins; its hosts leave for another one, without or
 # with the loss of some host's memory; or the run ends.
 BEGIN = b"begin"
@@ -150,15 +154,15 @@ class Owned:
 
     Attributes:
       memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
-      kept: the place of executables; None compiles in each world.
-      most_hosts: that this machine can have in a world; None for all hosts of it.
+      kept: the place of executables.
+      most_hosts: that this machine can have in a world.
       first_slice: the lowest number of the slices of this machine.
       broken: the slices whose devices are to compute wrong values: a fault.
     """
 
     memory: SliceMemory | None
-    kept: executables.KeptExecutables | None
-    most_hosts: int | None = None
+    kept: executables.KeptExecutables
+    most_hosts: int = 1
     first_slice: int = 0
     broken: frozenset[int] = frozenset()
 
@@ -366,7 +370,7 @@ def run_host(
     """
     slices, memory = assignment.work.slices, owned.memory
     # The hosts of a machine share its cores, but no devices.
-    local_hosts = min(member.num_hosts, owned.most_hosts or member.num_hosts)
+    local_hosts = min(member.num_hosts, owned.most_hosts)
     os.environ[documents.LOCAL_HOSTS_VARIABLE] = str(local_hosts)
     configure(hardware, slot=owned.slot(member, slices))
     # Slices of the mesh: a host may simulate several.
@@ -375,8 +379,8 @@ def run_host(
     number = slices[member.host * len(slices) // member.num_hosts]
     with joined(member, channel), termination.agreed() as is_reached:
         check_devices(hardware.hardware)
-        kept = None if owned.kept is None else executables.Executables(owned.kept)
-        await_check = _begin_check(assignment, owned, member, kept)
+        compiled = executables.Executables(owned.kept).compiled
+        await_check = _begin_check(assignment, owned, member, compiled)
         if not channel.has_begun:
             # A prepared world is for sound slices only.
             await_check()
@@ -397,7 +401,7 @@ def run_host(
                 leaving=leaving,
                 begin=channel.begin,
                 _between=BetweenWorlds(
-                    executables=kept,
+                    compiled=compiled,
                     claimant=assignment.claimant,
                     resumes=lambda: leaving.answer == "resume",
                     loses_memory=lambda: leaving.loses_memory,
@@ -428,7 +432,7 @@ class _Leaving:
         is_reached: Callable[[int], bool],
         channel: HostChannel,
         steps: Steps,
-        await_check: Callable[[], None],
+        await_check: Callable[[], object],
     ) -> None:
         self._is_reached = is_reached
         self._channel = channel
@@ -455,24 +459,20 @@ class _Leaving:
 
 
 def _begin_check(
-    assignment: Assignment,
-    owned: Owned,
-    member: Member,
-    kept: executables.Executables | None,
-) -> Callable[[], None]:
+    assignment: Assignment, owned: Owned, member: Member, compiled: Callable[..., Any]
+) -> Callable[[], object]:
     # Beside the restore; what it returns waits for its end, if it is needed.
     slices = assignment.work.slices
     own = slices[member.host * len(slices) // member.num_hosts]
     if own not in assignment.unchecked:
         return lambda: None
-    return device_check.begin(
-        functools.partial(
-            device_check.check_devices,
-            jax.local_devices(),
-            executables.compile_now if kept is None else kept.compiled,
-            error=int(own in owned.broken),
-        )
+    check = functools.partial(
+        device_check.check_devices,
+        jax.local_devices(),
+        compiled,
+        error=int(own in owned.broken),
     )
+    return background.in_thread(check, name="device-check").result
 
 
 def configure(world: Hardware, *, slot: int | None = None) -> None:

@@ -19,12 +19,6 @@ from elastic_ckpt.elastic.host import Hardware
 from elastic_ckpt.elastic.machine import Machine
 from elastic_ckpt.elastic.process_cluster import Machines, ProcessCluster
 
-# What hosts import, in the fork server.
-_HOST_IMPORTS = (
-    "elastic_ckpt.elastic.multicontroller",
-    "elastic_ckpt.elastic.world_host",
-    "elastic_ckpt.frontend",
-)
 _NUMBER_VARIABLES = ("NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
 
 
@@ -216,7 +210,7 @@ class Processes(ProcessCluster):
         if ram is not None and run is not None:
             memory = host.SliceMemory(directory=os.path.abspath(ram), run=run)
         limits = limits or watch.Limits()
-        station.warm_up(_HOST_IMPORTS)
+        station.warm_up(host.IMPORTS)
         self._station = station.Station(
             Hardware(
                 hosts=slices * hosts_per_slice,

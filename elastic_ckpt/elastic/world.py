@@ -7,19 +7,21 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from etils import epy
+
 from elastic_ckpt.core import errors, events, storage
-from elastic_ckpt.elastic import watch
+from elastic_ckpt.elastic import executables, watch
+
+with epy.lazy_imports():
+    import jax
+
+    from elastic_ckpt import frontend
+    from elastic_ckpt.checkpoint import run_world
+    from elastic_ckpt.core import topology
+    from elastic_ckpt.tiers import choices
 
 if TYPE_CHECKING:
-    import jax
-    from jax.sharding import Mesh
-
-    from elastic_ckpt.checkpoint.run_world import RunWorld
-    from elastic_ckpt.core.topology import Topology
-    from elastic_ckpt.elastic.executables import Executables
     from elastic_ckpt.elastic.pathways import DeviceState
-    from elastic_ckpt.frontend import Checkpointer
-    from elastic_ckpt.tiers.choices import Tier
     from elastic_ckpt.tiers.persistent.claims import Claimant
 
 
@@ -33,7 +35,7 @@ class BetweenWorlds:
     """What a world shares with those before and after it.
 
     Attributes:
-      executables: those of earlier worlds; None compiles in each.
+      compiled: compiles a jitted function, or takes what an earlier world has compiled.
       claimant: claims the world for this start of the run; None claims no worlds.
       device_state: the state that stays on the devices between worlds; None if each
         world has other processes.
@@ -43,7 +45,7 @@ class BetweenWorlds:
         to be made before.
     """
 
-    executables: Executables | None = None
+    compiled: Callable[..., Callable[..., Any]] = executables.compile_now
     claimant: Claimant | None = None
     device_state: DeviceState | None = None
     resumes: Callable[[], bool] = lambda: False
@@ -89,10 +91,7 @@ class World:
     _between: BetweenWorlds = BetweenWorlds()
 
     def compiled(
-        self,
-        jitted: Any,
-        *arguments: Any,
-        step: int = 0,
+        self, jitted: Any, *arguments: Any, step: int = 0
     ) -> Callable[..., Any]:
         """Compiles a jitted function, or takes what an earlier world has compiled.
 
@@ -104,29 +103,19 @@ class World:
         Returns:
           The compiled function.
         """
-        from elastic_ckpt.elastic import executables
-
-        kept, reported = self._between.executables, {"step": step, "emit": self.emit}
         self.begin(watch.COMPILE)
-        if kept is not None:
-            compiled = kept.compiled(jitted, *arguments, **reported)
-        else:
-            compiled = executables.compile_now(jitted, *arguments, **reported)
+        compiled = self._between.compiled(jitted, *arguments, step=step, emit=self.emit)
         self.begin(watch.TRAIN)
         return compiled
 
     @property
-    def topology(self) -> Topology:
+    def topology(self) -> topology.Topology:
         """The hosts, slices and devices of this world."""
-        from elastic_ckpt.core import topology
-
         return topology.present(len(self.slices), self.devices)
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> jax.sharding.Mesh:
         """A mesh with the axes `slice` and `fsdp` over all devices of the world."""
-        from elastic_ckpt.core import topology
-
         return topology.mesh_of(self.topology, self.devices)
 
     def put_state(self, step: int, state: Any) -> None:
@@ -158,11 +147,11 @@ class World:
 
     def checkpointer(
         self,
-        tiers: Sequence[Tier],
+        tiers: Sequence[choices.Tier],
         *,
         run: str | None = None,
         emit: events.Emit | None = None,
-    ) -> Checkpointer:
+    ) -> frontend.Checkpointer:
         """Makes the checkpointer of this world; every host calls it alike.
 
         Args:
@@ -174,30 +163,33 @@ class World:
           ConfigError: if `ec.Local` has another directory.
           Exception: as `ec.Checkpointer`.
         """
-        from elastic_ckpt import frontend
-        from elastic_ckpt.tiers.choices import Local
-
+        served = self.ram_directory
         for tier in tiers:
-            if isinstance(tier, Local) and self.ram_directory is not None:
-                self._check_served(os.fspath(tier.directory))
+            if not isinstance(tier, choices.Local) or served is None:
+                continue
+            directory = os.fspath(tier.directory)
+            if os.path.abspath(directory) != os.path.abspath(served):
+                raise errors.ConfigError(
+                    f"Local({directory!r}) is not where the agent of slice"
+                    f" {self.slice_name} serves ({served}), so that other hosts would"
+                    " not find its steps; use ec.Local(world.ram_directory, ...)"
+                )
+        shared = self._between
+        # A process that goes on makes its backups itself, before it leaves.
+        is_left = shared.resumes if self.devices is None else lambda: False
         return frontend.Checkpointer(
             tiers,
             mesh=self.mesh,
             run=run,
             slice_name=self.slice_name,
-            world=of_run(self),
+            world=run_world.RunWorld(
+                number=self.number,
+                claimant=shared.claimant,
+                is_left=is_left,
+                loses_memory=shared.loses_memory,
+            ),
             emit=emit or self.emit,
         )
-
-    def _check_served(self, directory: str) -> None:
-        served = self.ram_directory
-        assert served is not None
-        if os.path.abspath(directory) != os.path.abspath(served):
-            raise errors.ConfigError(
-                f"Local({directory!r}) is not where the agent of slice"
-                f" {self.slice_name} serves ({served}), so that other hosts would not"
-                " find its steps; use ec.Local(world.ram_directory, ...)"
-            )
 
 
 def between(world: World) -> BetweenWorlds:
@@ -209,21 +201,6 @@ def is_claiming(world: World) -> bool:
     """Whether its run may go on on another machine, by the claims of its worlds."""
     claimant = between(world).claimant
     return claimant is not None and claimant.owner is None
-
-
-def of_run(world: World) -> RunWorld:
-    """The world, as a checkpointer has to know it."""
-    from elastic_ckpt.checkpoint import run_world
-
-    shared = between(world)
-    # A process that goes on makes its backups itself, before it leaves.
-    is_left = shared.resumes if world.devices is None else lambda: False
-    return run_world.RunWorld(
-        number=world.number,
-        claimant=shared.claimant,
-        is_left=is_left,
-        loses_memory=shared.loses_memory,
-    )
 
 
 class Steps:

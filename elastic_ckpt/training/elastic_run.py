@@ -15,6 +15,7 @@ from collections.abc import Callable
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import (
     faults,
+    host,
     process_cluster,
     runtime,
     scale_request,
@@ -25,18 +26,15 @@ from elastic_ckpt.elastic.world import World
 from elastic_ckpt.training import configured, journal, listeners, run_directory, schema
 from elastic_ckpt.training.configured import Groups
 
-# What the fork server imports: nearly all that a host needs comes with these two, and
-# the rest would be imported in the pause of a change.
+# What the fork server imports, and would else be imported in the pause of a change.
 _HOST_IMPORTS = (
+    *host.IMPORTS,
     __name__,
     "elastic_ckpt.training.trainer",
-    "elastic_ckpt.elastic.host",
     "elastic_ckpt.monitoring.prometheus",
     "elastic_ckpt.monitoring.summaries",
     "elastic_ckpt.monitoring.tensorboard",
     "grain._src.python.dataset.transformations.slice",
-    "jaxlib.mlir.dialects.builtin",
-    "jaxlib.mlir.dialects.mhlo",
 )
 
 

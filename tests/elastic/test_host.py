@@ -38,7 +38,9 @@ def test_all_hosts_leave_in_one_way(pipes, own, others, answer, loses_memory):
     ours, theirs = pipes
     told = []
     steps = types.SimpleNamespace(done=told.append)
-    leaving = host._Leaving(lambda step: step == 3, host.HostChannel(theirs), steps)
+    leaving = host._Leaving(
+        lambda step: step == 3, host.HostChannel(theirs), steps, lambda: None
+    )
     leaving._hosts = types.SimpleNamespace(
         gather=lambda _, mine, **__: [mine, *(each.decode() for each in others)]
     )

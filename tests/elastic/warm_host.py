@@ -16,20 +16,21 @@ UNWANTED = "aiohttp"
 
 def train(config, member, channel):
     """Trains; tells of modules that are not as they should be, and of threads."""
-    from elastic_ckpt.elastic import cluster, decision, host
+    from elastic_ckpt.elastic import cluster, decision, executables, host
     from elastic_ckpt.training import elastic_run
 
     at_fork = set(sys.modules)
     threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
     work = decision.Train(slices=(0,), spares=(), rows=8, accumulated=1)
-    host.run_host(
-        functools.partial(elastic_run.train, config),
-        config.world,
-        cluster.Assignment(number=1, work=work),
-        host.Owned(memory=None, kept=None),
-        member,
-        channel,
-    )
+    with executables.kept() as kept:
+        host.run_host(
+            functools.partial(elastic_run.train, config),
+            config.world,
+            cluster.Assignment(number=1, work=work),
+            host.Owned(memory=None, kept=kept),
+            member,
+            channel,
+        )
     wrong = [UNWANTED] * (UNWANTED in at_fork)
     wrong += [
         name
