@@ -10,26 +10,16 @@ trains, and returns when it is done, or when `world.leaving(step)` says so.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from elastic_ckpt.core import errors, events
-from elastic_ckpt.elastic import (
-    failures,
-    machine,
-    process_cluster,
-    processes,
-)
-from elastic_ckpt.elastic.cluster import (
-    Assignment,
-    Cluster,
-    TrainFunction,
-)
+from elastic_ckpt.elastic import failures, machine, process_cluster, processes
+from elastic_ckpt.elastic.cluster import Assignment, Cluster, TrainFunction
 from elastic_ckpt.elastic.decision import (
     Decision,
     Policy,
@@ -90,13 +80,7 @@ def run(
     """
     if emit is None:
         with progress.Progress(_LOG_PERIOD) as shown:
-            run(
-                train,
-                cluster=cluster,
-                policy=policy,
-                work=work,
-                emit=shown,
-            )
+            run(train, cluster=cluster, policy=policy, work=work, emit=shown)
         return
     fixed_policy = Policy() if policy is None or callable(policy) else policy
     present_policy = policy if callable(policy) else lambda: fixed_policy
@@ -107,19 +91,13 @@ def run(
 
     of_machine = processes.of_machine(cluster)
     if of_machine is not None:
-        machine.run(
-            of_machine,
-            train,
-            lead_here,
-            policy=present_policy(),
-            emit=emit,
-        )
-    else:
-        try:
-            lead_here(cluster, emit)
-        except ProgramFailedError as error:
-            # The traceback that counts is the user's, which is a note of the error.
-            raise error.with_traceback(None) from error.__cause__
+        machine.run(of_machine, train, lead_here, policy=present_policy(), emit=emit)
+        return
+    try:
+        lead_here(cluster, emit)
+    except ProgramFailedError as error:
+        # The traceback that counts is the user's, which is a note of the error.
+        raise error.with_traceback(None) from error.__cause__
 
 
 def lead(
@@ -134,38 +112,38 @@ def lead(
 
     The time is that of the clock, also of the cluster's errors.
     """
-    story = _Story(emit, present_policy().max_retries, clock)
-    decisions = _Decisions(cluster, present_policy, work, story)
-    current: frozenset[int] = frozenset()
-    with story.judged():
+    led = _Run(cluster, present_policy, work, emit, clock)
+    try:
         for number in itertools.count(1):
-            chosen = _await_slices(cluster, current, decisions, story)
-            current = frozenset(chosen.slices)
+            chosen = led.choose()
             slices, spares = list(chosen.slices), list(chosen.spares)
-            story("world_started", world=number, slices=slices, spares=spares)
+            led.emit("world_started", world=number, slices=slices, spares=spares)
             try:
                 is_over = cluster.run_world(
                     train,
                     Assignment(number=number, work=chosen),
-                    emit=story,
-                    has_changed=functools.partial(decisions.change, chosen),
+                    emit=led.emit,
+                    has_changed=functools.partial(led.change, chosen),
                 )
             except WorldLostError as error:
-                end = story.lost(error)
-                if end is error:
-                    raise
-                if end is not None:
-                    raise end from error
+                led.lose(error)
             else:
                 if is_over:
                     return
-                story.left()
+                led.leave()
+    except process_cluster.LeadershipLostError:
+        # The next leader goes on.
+        raise
+    except errors.ElasticCkptError as error:
+        led.end(error)
+        raise
 
 
-class _Decisions:
-    """Decides for the slices that are there now, under the present policy.
+class _Run:
+    """What a run knows of itself: the slices, its events, and how worlds were lost.
 
-    It emits an event when a slice is quarantined and when the policy is another one.
+    A run makes progress if a world passes the newest step, or begins at a later one
+    than the world before: steps may be lost, and trained again.
     """
 
     def __init__(
@@ -174,100 +152,17 @@ class _Decisions:
         present_policy: Callable[[], Policy],
         work: Work,
         emit: events.Emit,
+        clock: Callable[[], float],
     ) -> None:
         self._cluster = cluster
         self._present_policy = present_policy
+        self._policy = present_policy()
         self._work = work
         self._emit = emit
-        self._quarantined: frozenset[int] = frozenset()
-        self.policy = present_policy()
-
-    def decide(
-        self, current: frozenset[int], *, waited_secs: float = 0.0
-    ) -> tuple[Slices, Decision]:
-        """The slices that are there, and what to do on them."""
-        policy = self._present_policy()
-        slices = self._cluster.slices(current)
-        slices = dataclasses.replace(
-            slices,
-            quarantined=slices.quarantined | quarantined(slices.failures, policy),
-        )
-        self._report_quarantined(slices)
-        decided = decide(
-            slices,
-            policy,
-            self._work,
-            waited_secs=waited_secs,
-        )
-        if policy is not self.policy:
-            self.policy = policy
-            chosen = decided.slices if isinstance(decided, Train) else ()
-            most = policy.max_slices or len(slices.present_secs)
-            self._emit("scale_requested", slices=most, chosen=list(chosen))
-        return slices, decided
-
-    def change(self, chosen: Train) -> Decision | None:
-        """The decision for which a world has to end; None while it should go on."""
-        slices, now = self.decide(frozenset(chosen.slices))
-        if isinstance(now, Train):
-            return None if now.slices == chosen.slices else now
-        # A slice is about to be lost, and the others are too few without it.
-        is_leaving = not slices.present_secs.keys() >= set(chosen.slices)
-        return now if is_leaving and self.policy.max_retries else None
-
-    def _report_quarantined(self, slices: Slices) -> None:
-        for number in sorted(slices.quarantined - self._quarantined):
-            count = sum(failure.slice == number for failure in slices.failures)
-            why = f"it has failed {count} times in this run"
-            self._emit("slice_quarantined", slice=number, why=why)
-        self._quarantined |= slices.quarantined
-
-
-def _await_slices(
-    cluster: Cluster,
-    current: frozenset[int],
-    decisions: _Decisions,
-    story: _Story,
-) -> Train:
-    began_secs = story.clock()
-    waiting_for = ""
-    while True:
-        waited_secs = story.clock() - began_secs
-        _, now = decisions.decide(current, waited_secs=waited_secs)
-        if isinstance(now, Train):
-            return now
-        if isinstance(now, Stop):
-            raise errors.RunError(
-                f"{now.why}; bring slices back and start the run again, or lower"
-                " min_slices (elastic_min_slice_count in a configuration)"
-            )
-        if now.why != waiting_for:
-            story("waiting_for_slices", why=now.why, within_secs=now.within_secs)
-            waiting_for = now.why
-        cluster.wait(now.within_secs)
-
-
-class _Story:
-    """What is known of a run from its events, which it passes on; an `Emit`.
-
-    It adds the verdict on each lost world, and what it took to recover from it.
-
-    Args:
-      emit: called for each event.
-      most_lost: how many worlds in succession may be lost without progress. A run makes
-        progress if a world passes the newest step, or begins at a later one than the
-        world before: steps may be lost, and trained again.
-      clock: the time in seconds.
-    """
-
-    def __init__(
-        self, emit: events.Emit, most_lost: int, clock: Callable[[], float]
-    ) -> None:
-        self._emit = emit
-        self._most_lost = most_lost
-        self.clock = clock
+        self._clock = clock
         self._began_secs = self._asked_secs = clock()
         self._account = goodput.Account(time=clock())
+        self._quarantined: frozenset[int] = frozenset()
         self._world = 0
         self._slices: list[int] = []
         # The steps done in this world, and by the run; those that the world began with,
@@ -277,11 +172,61 @@ class _Story:
         # The worlds that were lost without progress, and how the last one was.
         self._lost: list[WorldLostError] = []
         self._how = ""
+        # The error that has a verdict.
         self._judged: errors.RunError | None = None
 
-    def __call__(self, name: str, **fields: Any) -> None:
+    def choose(self) -> Train:
+        """Waits for the slices of the next world."""
+        began_secs = self._clock()
+        waiting_for = ""
+        while True:
+            waited_secs = self._clock() - began_secs
+            _, now = self._decide(frozenset(self._slices), waited_secs=waited_secs)
+            if isinstance(now, Train):
+                return now
+            if isinstance(now, Stop):
+                raise errors.RunError(
+                    f"{now.why}; bring slices back and start the run again, or lower"
+                    " min_slices (elastic_min_slice_count in a configuration)"
+                )
+            if now.why != waiting_for:
+                waiting_for = now.why
+                within_secs = now.within_secs
+                self.emit("waiting_for_slices", why=now.why, within_secs=within_secs)
+            self._cluster.wait(now.within_secs)
+
+    def change(self, chosen: Train) -> Decision | None:
+        """The decision for which a world has to end; None while it should go on."""
+        slices, now = self._decide(frozenset(chosen.slices))
+        if isinstance(now, Train):
+            return None if now.slices == chosen.slices else now
+        # A slice is about to be lost, and the others are too few without it.
+        is_leaving = not slices.present_secs.keys() >= set(chosen.slices)
+        return now if is_leaving and self._policy.max_retries else None
+
+    def _decide(
+        self, current: frozenset[int], *, waited_secs: float = 0.0
+    ) -> tuple[Slices, Decision]:
+        policy = self._present_policy()
+        slices = self._cluster.slices(current)
+        excluded = slices.quarantined | quarantined(slices.failures, policy)
+        for number in sorted(excluded - self._quarantined):
+            count = sum(failure.slice == number for failure in slices.failures)
+            why = f"it has failed {count} times in this run"
+            self.emit("slice_quarantined", slice=number, why=why)
+        self._quarantined |= excluded
+        slices = dataclasses.replace(slices, quarantined=excluded)
+        decided = decide(slices, policy, self._work, waited_secs=waited_secs)
+        if policy is not self._policy:
+            self._policy = policy
+            chosen = list(decided.slices) if isinstance(decided, Train) else []
+            most = policy.max_slices or len(slices.present_secs)
+            self.emit("scale_requested", slices=most, chosen=chosen)
+        return slices, decided
+
+    def emit(self, name: str, **fields: Any) -> None:
         """Passes an event on; that of the end with the seconds of all worlds."""
-        now = self.clock()
+        now = self._clock()
         if name == "run_finished":
             fields["secs"] = now - self._began_secs
         self._emit(name, **fields)
@@ -309,18 +254,23 @@ class _Story:
             self._emit("recovered", world=self._world, steps_lost=lost, **recovered)
         self._step = self._done = step
 
-    def left(self) -> None:
+    def leave(self) -> None:
         """Notes that the hosts have left for another world."""
         self._begin_recovery(self._asked_secs)
 
-    def lost(self, error: WorldLostError) -> errors.RunError | None:
-        """Notes that a world was lost; returns the error that ends the run, if any."""
+    def lose(self, error: WorldLostError) -> None:
+        """Notes that a world was lost.
+
+        Raises:
+          RunError: if the run ends with it.
+        """
         self._begin_recovery(error.at_secs)
         self._lost.append(error)
+        most = self._policy.max_retries
         end: errors.RunError | None = None
-        if not self._most_lost:
+        if not most:
             end = error
-        elif len(self._lost) > self._most_lost:
+        elif len(self._lost) > most:
             end = errors.RunError(
                 f"{len(self._lost)} worlds in a row were lost without a new step, more"
                 " than max_retries (elastic_max_retries in a configuration) allows;"
@@ -328,8 +278,9 @@ class _Story:
                 f" {self._lost[0]}"
             )
         if error.failures:
-            gone = {"gone": error.gone, "machines": error.machines}
-            judged = self._judge(error, is_lost=end is None, **gone)
+            judged = self._judge(
+                error, is_lost=end is None, gone=error.gone, machines=error.machines
+            )
             self._how = judged.how
             if judged.action == failures.STOP and end is None:
                 is_told = judged.lead.traceback
@@ -339,23 +290,17 @@ class _Story:
                     num_hosts=error.num_hosts,
                 )
             self._judged = end
-        return end
+        if end is not None:
+            raise end from (error.__cause__ if end is error else error)
 
-    @contextlib.contextmanager
-    def judged(self) -> Iterator[None]:
-        """Adds the verdict on the error with which the block ends."""
-        try:
-            yield
-        except process_cluster.LeadershipLostError:
-            # The next leader goes on.
-            raise
-        except errors.ElasticCkptError as error:
-            if error is not self._judged:
-                told = [failures.of_exception(0, error)]
-                is_program = isinstance(error, ProgramFailedError)
-                failed = error if is_program else ProgramFailedError("", failures=told)
-                self._judge(failed, is_lost=False)
-            raise
+    def end(self, error: errors.ElasticCkptError) -> None:
+        """Adds the verdict on the error with which the run ends."""
+        if error is self._judged:
+            return
+        if not isinstance(error, ProgramFailedError):
+            told = [failures.of_exception(0, error)]
+            error = ProgramFailedError("", failures=told)
+        self._judge(error, is_lost=False)
 
     def _judge(
         self, error: WorldLostError | ProgramFailedError, **of_this: Any
@@ -372,4 +317,4 @@ class _Story:
         return judged
 
     def _begin_recovery(self, since: float) -> None:
-        self._account = goodput.lost(self._account, since=since, time=self.clock())
+        self._account = goodput.lost(self._account, since=since, time=self._clock())

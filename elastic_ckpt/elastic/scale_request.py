@@ -44,7 +44,6 @@ class ScaledPolicy:
     def __init__(self, run_directory: epath.PathLike, policy: Policy) -> None:
         self._path = storage.absolute(run_directory) / FILE
         self._configured = self._policy = policy
-        self._content = b""
         self._next_secs = 0.0
 
     def __call__(self) -> Policy:
@@ -52,19 +51,17 @@ class ScaledPolicy:
         if time.monotonic() < self._next_secs:
             return self._policy
         self._next_secs = time.monotonic() + _LOOK_SECS
+        least = self._configured.min_slices
         try:
-            content = self._path.read_bytes()
-            if content != self._content:
-                self._content = content
-                fields = checked_json.parse(content, what="request", version=_VERSION)
-                self._policy = _scaled(self._configured, fields["slices"])
+            fields = checked_json.parse(
+                self._path.read_bytes(), what="request", version=_VERSION
+            )
+            slices = fields["slices"]
+            most = max(least, min(slices, self._configured.max_slices or slices))
+            if most != self._policy.max_slices:
+                self._policy = dataclasses.replace(self._configured, max_slices=most)
         except FileNotFoundError:
             pass
         except (checked_json.UnreadableError, *bucket_clients.failures()) as error:
             logging.warning("%s is not read: %s", self._path, error)
         return self._policy
-
-
-def _scaled(policy: Policy, slices: int) -> Policy:
-    most = min(slices, policy.max_slices or slices)
-    return dataclasses.replace(policy, max_slices=max(most, policy.min_slices))
