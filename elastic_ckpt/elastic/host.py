@@ -32,7 +32,7 @@ from etils import epy
 from elastic_ckpt.core import allgather, background, errors, events, storage
 from elastic_ckpt.elastic import device_check, executables, failures, termination, watch
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
-from elastic_ckpt.elastic.world import BetweenWorlds, Leaving, Steps, World
+from elastic_ckpt.elastic.world import Answers, BetweenWorlds, Leaving, World
 from elastic_ckpt.steps import layout
 
 with epy.lazy_imports():
@@ -299,14 +299,6 @@ def detach() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def redirect_output(log: str) -> None:
-    """Appends the output of this process to a file."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, sys.stdout.fileno())
-    os.dup2(descriptor, sys.stderr.fileno())
-    os.close(descriptor)
-
-
 def run(
     program: Program, member: Member, log: str, pipe: connection.Connection
 ) -> None:
@@ -318,7 +310,9 @@ def run(
       log: the file for its output.
       pipe: to the supervisor.
     """
-    redirect_output(log)
+    with open(log, "ab") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
     channel = HostChannel(pipe)
     # The supervisor asks for the stacks of hosts that hang.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -385,10 +379,9 @@ def run_host(
             # A prepared world is for sound slices only.
             await_check()
         channel.wait()
-        emit = steps = Steps(channel if member.host == 0 else events.nobody)
-        emit("world_joined", world=assignment.number)
+        leaving = _HostAnswers(channel, member, is_reached, await_check)
+        leaving.emit("world_joined", world=assignment.number)
         channel.begin(watch.TRAIN)
-        leaving = _Leaving(is_reached, channel, steps, await_check)
         train(
             World(
                 number=assignment.number,
@@ -397,65 +390,63 @@ def run_host(
                 ram_directory=None if memory is None else memory.root(number),
                 rows=assignment.work.rows,
                 microbatches=assignment.work.accumulated,
-                emit=emit,
+                emit=leaving.emit,
                 leaving=leaving,
                 begin=channel.begin,
                 _between=BetweenWorlds(
                     compiled=compiled,
                     claimant=assignment.claimant,
-                    resumes=lambda: leaving.answer == "resume",
+                    resumes=lambda: leaving.resumes,
                     loses_memory=lambda: leaving.loses_memory,
                 ),
             )
         )
-        if leaving.answer is not None:
-            emit("world_left", step=leaving.step)
+        if leaving.given is not None:
+            leaving.emit("world_left", step=leaving.step)
 
 
-class _Leaving:
-    """Answers `World.leaving`, the same on all hosts.
+class _HostAnswers(Answers):
+    """Answers the same on all hosts.
 
     Args:
-      is_reached: whether the hosts have agreed to leave after a number of steps.
       channel: to the supervisor, which says whether the run continues.
-      steps: reports the steps.
+      member: this host; the first one alone emits events.
+      is_reached: whether the hosts have agreed to leave after a number of steps.
       await_check: returns when the devices have shown that they are sound.
 
     Attributes:
-      answer: None until the hosts have agreed to leave.
-      step: the steps that are done then.
       loses_memory: whether a host loses its memory when it leaves.
     """
 
     def __init__(
         self,
-        is_reached: Callable[[int], bool],
         channel: HostChannel,
-        steps: Steps,
+        member: Member,
+        is_reached: Callable[[int], bool],
         await_check: Callable[[], object],
     ) -> None:
-        self._is_reached = is_reached
+        super().__init__(events.nobody if member.host else channel, self._agreed)
         self._channel = channel
-        self._steps = steps
+        self._is_reached = is_reached
         self._await_check = await_check
         self._hosts = allgather.new()
-        self.answer: Leaving | None = None
-        self.step = 0
         self.loses_memory = False
 
     def __call__(self, step: int) -> Leaving | None:
+        """See `World.leaving`."""
         self._await_check()
         self._channel.step()
-        self._steps.done(step)
-        if self.answer is None and self._is_reached(step):
-            # SIGTERM may reach a host before the supervisor's order reaches any.
-            own = self._channel.order(_ORDER_SECS).decode()
-            told = self._hosts.gather("leaving", own, timeout_secs=_AGREE_SECS)
-            orders = {each.encode() for each in told}
-            is_over = STOP in orders or orders == {b""}
-            self.answer, self.step = "stop" if is_over else "resume", step
-            self.loses_memory = LOSE_MEMORY in orders
-        return self.answer
+        return super().__call__(step)
+
+    def _agreed(self, step: int) -> Leaving | None:
+        if not self._is_reached(step):
+            return None
+        # SIGTERM may reach a host before the supervisor's order reaches any.
+        own = self._channel.order(_ORDER_SECS).decode()
+        told = self._hosts.gather("leaving", own, timeout_secs=_AGREE_SECS)
+        orders = {each.encode() for each in told}
+        self.loses_memory = LOSE_MEMORY in orders
+        return "stop" if STOP in orders or orders == {b""} else "resume"
 
 
 def _begin_check(

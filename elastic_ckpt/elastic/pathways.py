@@ -26,7 +26,7 @@ from elastic_ckpt.elastic import failures, faults, termination, watch
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction, leaving_for
 from elastic_ckpt.elastic.decision import Decision, Failure, Slices
 from elastic_ckpt.elastic.failures import WorldLostError
-from elastic_ckpt.elastic.world import BetweenWorlds, Leaving, Steps, World
+from elastic_ckpt.elastic.world import Answers, BetweenWorlds, Leaving, World
 from elastic_ckpt.tiers.persistent import claims
 
 try:
@@ -148,29 +148,24 @@ class Pathways:
         slices = assignment.work.slices
         self._lost -= set(slices)
         self._set_active(slices, alive=frozenset(self._since))
-        answer: Leaving | None = None
-        left_step = 0
 
         def report(name: str, **fields: storage.Json) -> None:
             # A run that continues in another world has not been stopped.
-            if name != "run_stopped" or answer != "resume":
+            if name != "run_stopped" or not leaving.resumes:
                 emit(name, **fields)
             if name == "world_claimed":
                 self._claimant = dataclasses.replace(self._claimant, has_claimed=True)
 
-        steps = Steps(report)
-
-        def leaving(step: int) -> Leaving | None:
-            nonlocal answer, left_step
-            steps.done(step)
+        def ask(step: int) -> Leaving | None:
             self._inject(step)
             if is_ending(step):
-                answer = "stop"
-            elif answer is None and (decided := has_changed()):
-                answer, left_step = "resume", step
+                return "stop"
+            if decided := has_changed():
                 emit("world_leaving", slices=leaving_for(decided))
-            return answer
+                return "resume"
+            return None
 
+        leaving = Answers(report, ask)
         of_slices = self._manager.slice_to_devices
         devices = tuple(device for number in slices for device in of_slices[number])
         world = World(
@@ -180,13 +175,13 @@ class Pathways:
             rows=assignment.work.rows,
             devices=devices,
             microbatches=assignment.work.accumulated,
-            emit=steps,
+            emit=leaving.emit,
             leaving=leaving,
             begin=self._begin,
             _between=BetweenWorlds(
                 device_state=self._device_state,
                 claimant=self._claimant,
-                resumes=lambda: answer == "resume",
+                resumes=lambda: leaving.resumes,
             ),
         )
         failure = None
@@ -209,9 +204,9 @@ class Pathways:
             # Outside of the handler: otherwise the arrays of the world would live as
             # long as this error.
             raise failure
-        if answer == "resume":
-            emit("world_left", step=left_step)
-        return answer != "resume"
+        if leaving.resumes:
+            emit("world_left", step=leaving.step)
+        return not leaving.resumes
 
     def wait(self, secs: float) -> None:
         """See `Cluster`."""
@@ -370,14 +365,12 @@ class DeviceState:
 
     def put(self, step: int, state: Any) -> None:
         """Keeps the state after `step` steps, a pytree of arrays."""
-        self._step = step
-        self._leaves, self._structure = jax.tree.flatten(state)
+        leaves, structure = jax.tree.flatten(state)
+        self._kept = (step, structure, [*map(_form, leaves)]), leaves
 
     def clear(self) -> None:
         """Releases the arrays."""
-        self._step = -1
-        self._leaves: list[jax.Array] = []
-        self._structure: Any = None
+        self._kept: tuple[object, list[jax.Array]] = None, []
 
     def take(self, step: int, abstract_state: Any) -> Any:
         """The state under other shardings, if it can be read; it is kept no longer.
@@ -391,10 +384,9 @@ class DeviceState:
         """
         began_secs = time.monotonic()
         wanted, structure = jax.tree.flatten(abstract_state)
-        is_same = (self._step, self._structure) == (step, structure)
-        leaves = self._leaves
+        form, leaves = self._kept
         self.clear()
-        if not is_same or [*map(_form, leaves)] != [*map(_form, wanted)]:
+        if form != (step, structure, [*map(_form, wanted)]):
             return None
         # The last first: each leaf is released when it was moved.
         leaves.reverse()

@@ -203,23 +203,39 @@ def is_claiming(world: World) -> bool:
     return claimant is not None and claimant.owner is None
 
 
-class Steps:
-    """Reports the steps of a training function that emits no `step` itself; an `Emit`.
+class Answers:
+    """Answers `World.leaving`, and reports the steps of programs that do not.
 
     Args:
-      emit: called for each event of the function.
+      emit: called for each event of the world.
+      ask: returns the answer after a number of steps; not called after the first one.
+
+    Attributes:
+      given: None until the world is to be left.
+      step: the steps that are done then.
     """
 
-    def __init__(self, emit: events.Emit) -> None:
+    def __init__(self, emit: events.Emit, ask: Callable[[int], Leaving | None]) -> None:
         self._emit = emit
+        self._ask = ask
         self._emits_steps = False
+        self.given: Leaving | None = None
+        self.step = 0
 
-    def __call__(self, name: str, **fields: storage.Json) -> None:
+    def emit(self, name: str, **fields: storage.Json) -> None:
         """Passes an event on."""
         self._emits_steps |= name in ("run_started", "step")
         self._emit(name, **fields)
 
-    def done(self, step: int) -> None:
-        """Notes the steps that are done; called after each."""
+    def __call__(self, step: int) -> Leaving | None:
+        """See `World.leaving`."""
         if not self._emits_steps:
             self._emit("step_done", step=step)
+        if self.given is None:
+            self.given, self.step = self._ask(step), step
+        return self.given
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the run continues in another world."""
+        return self.given == "resume"
