@@ -26,11 +26,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 import statistics
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 _PATIENCE = 10
 _LEAST_SECS = 60.0
@@ -81,13 +83,6 @@ class Limits:
 def unlimited(**limits: float) -> Limits:
     """Limits of hosts that may hang for any time; otherwise as given."""
     return Limits(most_secs=math.inf, heartbeat_secs=math.inf, **limits)
-
-
-def patience_secs(limits: Limits, longest_secs: float | None) -> float:
-    """How long to wait for what took at most so long before; None if it never ended."""
-    if math.isinf(limits.most_secs) or longest_secs is None:
-        return limits.most_secs
-    return min(limits.most_secs, max(_LEAST_SECS, _PATIENCE * longest_secs))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,12 +200,12 @@ class Watch:
             for host, told in self._hosts.items()
             if told.phase != CLOSE
         }
-        if any(secs <= self._most_secs(h) for h, secs in waited_secs.items()):
-            # The others wait for the one that is within its time.
-            return None
         hosts = self.behind()
         host = min(hosts & waited_secs.keys() or waited_secs, default=None)
-        if host is None:
+        # The others wait for one that is within its time.
+        if host is None or any(
+            secs <= self._most_secs(each) for each, secs in waited_secs.items()
+        ):
             return None
         secs = waited_secs[host]
         why = f"hangs in phase {self.phase(host)!r} for {secs:.0f} s"
@@ -222,24 +217,24 @@ class Watch:
         behind = frozenset(h for h, told in self._hosts.items() if told.begun == least)
         if len(behind) == len(self._hosts):
             return frozenset()
-        if all(self.phase(host) == REACH for host in behind):
-            return behind if 2 * len(behind) <= len(self._hosts) else frozenset([0])
-        return behind
+        all_reach = all(self.phase(host) == REACH for host in behind)
+        is_host_0 = all_reach and 2 * len(behind) > len(self._hosts)
+        return frozenset([0]) if is_host_0 else behind
 
     def _most_secs(self, host: int) -> float:
         # How long a host may be in its phase.
-        told, limits = self._hosts[host], self._limits
-        phases = {each.phase for each in self._hosts.values()}
-        if self.phase(0) == JOIN and REACH in phases:
-            if told.phase == JOIN:
-                return -1.0
-            if told.phase == REACH:
-                # From when host 0 listens.
-                late_secs = max(0.0, self._hosts[0].since_secs - told.since_secs)
-                most_secs = max(_REACH_SECS, limits.heartbeat_secs)
-                return late_secs + min(most_secs, limits.most_secs)
+        told, most_secs = self._hosts[host], self._limits.most_secs
+        if told.phase == JOIN and any(e.phase == REACH for e in self._hosts.values()):
+            return -1.0
+        if told.phase == REACH and self.phase(0) == JOIN:
+            # From when host 0 listens.
+            late_secs = max(0.0, self._hosts[0].since_secs - told.since_secs)
+            reach_secs = max(_REACH_SECS, self._limits.heartbeat_secs)
+            return late_secs + min(reach_secs, most_secs)
         longest_secs = told.longest_secs.get(told.phase)
-        return patience_secs(limits, None if told.phase in _UNLIKE else longest_secs)
+        if told.phase in _UNLIKE or longest_secs is None or math.isinf(most_secs):
+            return most_secs
+        return min(most_secs, max(_LEAST_SECS, _PATIENCE * longest_secs))
 
 
 class HostLoad:
@@ -311,23 +306,21 @@ class SlowHosts:
         self._began_secs = now_secs
         # In the present window, by host: seconds by kind, and the phase of each
         # heartbeat.
-        self._secs: dict[int, dict[str, float]] = {}
-        self._phases: dict[int, list[str]] = {}
+        self._secs: dict[int, Any] = collections.defaultdict(collections.Counter)
+        self._phases: dict[int, list[str]] = collections.defaultdict(list)
         # In how many windows in a row a host was slow, by kind.
         self._windows: dict[tuple[int, str], int] = {}
 
     def note(self, host: int, load: Mapping[str, float], *, phase: str) -> None:
         """Notes a heartbeat that a host in a phase sent; `load` is of `HostLoad`."""
-        total = self._secs.setdefault(host, collections.defaultdict(float))
-        for kind, secs in load.items():
-            total[kind] += secs
-        self._phases.setdefault(host, []).append(phase)
+        self._secs[host].update(load)
+        self._phases[host].append(phase)
 
     def newly_slow(self, *, now_secs: float) -> list[SlowHost]:
         """The hosts that have become slow since the last call."""
         if now_secs - self._began_secs < WINDOW_SECS:
             return []
-        slow = self._slow()
+        slow = dict(self._slow())
         self._windows = {each: self._windows.get(each, 0) + 1 for each in slow}
         # A host that is late is so in any phase: the one that it was in most.
         found = [
@@ -339,24 +332,24 @@ class SlowHosts:
             for (host, kind), why in slow.items()
             if self._windows[host, kind] == WINDOWS
         ]
-        self._began_secs, self._secs, self._phases = now_secs, {}, {}
+        self._began_secs = now_secs
+        self._secs.clear()
+        self._phases.clear()
         return found
 
-    def _slow(self) -> dict[tuple[int, str], str]:
+    def _slow(self) -> Iterator[tuple[tuple[int, str], str]]:
         # Those that are slow in this window, by host and kind, and how slow.
-        slow = {}
-        for kind, meaning in _MEANINGS.items():
+        for kind, host in itertools.product(_MEANINGS, self._secs):
             percents = {
-                host: 100 * secs[kind] / secs["secs"]
-                for host, secs in self._secs.items()
+                each: 100 * secs[kind] / secs["secs"]
+                for each, secs in self._secs.items()
                 if secs["secs"]
             }
-            for host, percent in percents.items():
-                others = [each for other, each in percents.items() if other != host]
-                median = statistics.median(others or [percent])
-                if percent >= LEAST_PERCENT and percent > RATIO * median:
-                    slow[host, kind] = (
-                        f"{meaning} {percent:.0f} % of the time, other hosts"
-                        f" {median:.0f} %"
-                    )
-        return slow
+            percent = percents.pop(host, 0.0)
+            median = statistics.median(percents.values() or [percent])
+            if percent >= LEAST_PERCENT and percent > RATIO * median:
+                yield (
+                    (host, kind),
+                    f"{_MEANINGS[kind]} {percent:.0f} % of the time, other hosts"
+                    f" {median:.0f} %",
+                )
