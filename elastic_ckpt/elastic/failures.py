@@ -268,23 +268,21 @@ def lost_hosts(failures: Sequence[HostFailure]) -> frozenset[int] | None:
     """
     silent = [failure for failure in failures if failure.is_silent]
     causes = [failure for failure in silent if not failure.is_consequence]
-    if not causes and silent and not _has_failed_before(silent[0], failures):
+    has_failed_before = any(
+        each.host == 0
+        and not each.is_silent
+        and not each.is_of_devices
+        and each.at_secs < silent[0].at_secs
+        for each in failures
+        if silent
+    )
+    if not causes and silent and not has_failed_before:
         causes = [each for each in silent if each.host == 0] or silent[:1]
     if causes:
         return frozenset(failure.host for failure in causes)
     if failures and all(failure.is_of_devices for failure in failures):
         return frozenset()
     return None
-
-
-def _has_failed_before(aborted: HostFailure, failures: Sequence[HostFailure]) -> bool:
-    return any(
-        failure.host == 0
-        and not failure.is_silent
-        and not failure.is_of_devices
-        and failure.at_secs < aborted.at_secs
-        for failure in failures
-    )
 
 
 def hosts_of_bad_devices(
@@ -545,7 +543,8 @@ def judge(
         # Others may have been ended before they could report theirs.
         is_all |= lead.is_hang or 1 < len(alike) == len(causes)
     is_dead = lead.is_silent and not lead.is_hang
-    is_killed = is_dead and lead.is_signal and not _is_aborted(lead)
+    is_aborted = is_dead and _is_aborted(lead)
+    is_killed = is_dead and lead.is_signal and not is_aborted
     died_by = lead.message.removeprefix("killed by ").partition(";")[0]
     words = {
         f"in:{lead.phase}": True,
@@ -554,7 +553,7 @@ def judge(
         "hang": lead.is_hang,
         "devices": lead.is_of_devices and not lead.is_hang,
         "exit": is_dead and not lead.is_signal,
-        "aborted": is_dead and _is_aborted(lead),
+        "aborted": is_aborted,
         "signal": is_killed,
         "crash": is_killed and died_by in _CRASHES,
         died_by: is_killed,

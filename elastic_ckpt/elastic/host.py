@@ -221,13 +221,15 @@ class HostChannel:
             self.send({"stepped": True})
         self.begin()
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the world has begun, so that `wait` returns at once."""
-        return self._pipe.poll()
+    def wait(self, await_check: Callable[[], object]) -> None:
+        """Returns when the world begins, which this host has joined.
 
-    def wait(self) -> None:
-        """Returns when the world begins, which this host has joined."""
+        Args:
+          await_check: called if the world does not begin at once: a prepared one is for
+            sound slices only.
+        """
+        if not self._pipe.poll():
+            await_check()
         self._load.listen()
         self.send({"ready": True})
         order = self._pipe.recv_bytes()
@@ -263,14 +265,23 @@ Task = Callable[[connection.Connection], None]
 def stand_by(pipe: connection.Connection, example: Task | None) -> None:
     """Waits for a task, and does it: what a new process of a supervisor runs.
 
-    It ends with the supervisor.
+    It ends with the supervisor, and leaves Ctrl-C, which reaches every process of the
+    terminal, to it.
 
     Args:
       pipe: to the supervisor, which sends the task.
       example: a task that imports what the one to come imports; None if this waits for
         nothing.
     """
-    detach()
+    supervisor = multiprocessing.parent_process()
+    assert supervisor is not None
+
+    def end() -> None:
+        connection.wait([supervisor.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    background.in_thread(end, name="die-with-supervisor")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if example is not None:
         # The pages of its objects become its own now, and not when a host needs them;
         # and the files of its modules are looked at.
@@ -283,20 +294,6 @@ def stand_by(pipe: connection.Connection, example: Task | None) -> None:
     except EOFError:
         return
     task(pipe)
-
-
-def detach() -> None:
-    """Detaches this process from the terminal; it ends with the supervisor."""
-    supervisor = multiprocessing.parent_process()
-    assert supervisor is not None
-
-    def end() -> None:
-        connection.wait([supervisor.sentinel])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=end, name="die-with-supervisor", daemon=True).start()
-    # Ctrl-C reaches every process of the terminal; only the supervisor reacts to it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def run(
@@ -316,9 +313,7 @@ def run(
     channel = HostChannel(pipe)
     # The supervisor asks for the stacks of hosts that hang.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    threading.Thread(
-        target=channel.send_heartbeats, name="heartbeats", daemon=True
-    ).start()
+    background.in_thread(channel.send_heartbeats, name="heartbeats")
     try:
         program(member, channel)
     except BaseException as error:
@@ -375,10 +370,7 @@ def run_host(
         check_devices(hardware.hardware)
         compiled = executables.Executables(owned.kept).compiled
         await_check = _begin_check(assignment, owned, member, compiled)
-        if not channel.has_begun:
-            # A prepared world is for sound slices only.
-            await_check()
-        channel.wait()
+        channel.wait(await_check)
         leaving = _HostAnswers(channel, member, is_reached, await_check)
         leaving.emit("world_joined", world=assignment.number)
         channel.begin(watch.TRAIN)
