@@ -337,7 +337,9 @@ class _Pickler(cloudpickle.Pickler):
         """A comparable stand-in for values of JAX, and for texts."""
         if isinstance(obj, jax.Device):
             return ("device", obj.id, obj.process_index)
-        if isinstance(obj, _layouts()):
+        of = jax.sharding
+        layouts = (of.AbstractMesh, of.Mesh, of.NamedSharding, of.PartitionSpec)
+        if isinstance(obj, layouts):
             mesh = getattr(obj, "mesh", obj)
             devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
             numbers = [(each.id, each.process_index) for each in devices]
@@ -353,12 +355,6 @@ class _Pickler(cloudpickle.Pickler):
         if wrapped is not None and type(obj).__name__ == "PjitFunction":
             return ("jit", _digest(wrapped))
         return None
-
-
-@functools.cache
-def _layouts() -> tuple[type, ...]:
-    of = jax.sharding
-    return of.AbstractMesh, of.Mesh, of.NamedSharding, of.PartitionSpec
 
 
 def _number(text: str) -> int:

@@ -184,7 +184,7 @@ class Pathways:
                 resumes=lambda: leaving.resumes,
             ),
         )
-        failure = None
+        failure, is_over = None, True
         try:
             with (
                 termination.in_this_process(
@@ -194,6 +194,8 @@ class Pathways:
             ):
                 emit("world_joined", world=assignment.number)
                 train(world)
+                # SIGTERM may arrive while a world is left for another one.
+                is_over = not leaving.resumes or is_ending(leaving.step)
         except Exception as error:
             self._device_state.clear()
             failure = self._failure(error, slices)
@@ -204,9 +206,9 @@ class Pathways:
             # Outside of the handler: otherwise the arrays of the world would live as
             # long as this error.
             raise failure
-        if leaving.resumes:
+        if not is_over:
             emit("world_left", step=leaving.step)
-        return not leaving.resumes
+        return is_over
 
     def wait(self, secs: float) -> None:
         """See `Cluster`."""

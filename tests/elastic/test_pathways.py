@@ -2,7 +2,10 @@
 
 import gc
 import importlib
+import os
+import signal
 import sys
+import time
 
 import jax
 import numpy as np
@@ -29,13 +32,13 @@ class Cluster(pathways.Pathways):
         events.check(name, fields)
         self.events.append((name, fields))
 
-    def train(self, train, *slices):
+    def train(self, train, *slices, has_changed=lambda: None):
         work = decision.Train(slices=slices, spares=(), rows=0, accumulated=1)
         return self.run_world(
             train,
             Assignment(number=1, work=work),
             emit=self.emit,
-            has_changed=lambda: False,
+            has_changed=has_changed,
         )
 
 
@@ -124,6 +127,19 @@ def test_slices_beside_a_world_are_lost_and_come_back(cluster):
         ("slice_lost", lost),
         ("slice_returned", {"slice": 3}),
     ]
+
+
+def test_a_signal_while_a_world_is_left_for_another_one_ends_the_run(cluster):
+    def train(world):
+        assert world.leaving(1) is None
+        assert world.leaving(2) == "resume"
+        os.kill(os.getpid(), signal.SIGTERM)
+        while cluster.events[-1][0] != "stop_requested":
+            time.sleep(0.01)
+
+    decided = iter((None, decision.Wait(why="fewer slices", within_secs=1.0)))
+    assert cluster.train(train, 0, 1, has_changed=lambda: next(decided))
+    assert not [name for name, _ in cluster.events if name == "world_left"]
 
 
 def meshes():
