@@ -355,7 +355,7 @@ RECORDS: dict[str, tuple[Records, ...]] = {
     ),
     "device_wrong": _once(
         _on_one,
-        device_check.problem_of("TPU_3", device_check.EXPECTED + 1),
+        f"TPU_3 computed 17, and sound devices compute {device_check.EXPECTED}",
         kind=device_check.DeviceWrongError,
     ),
     "host_unreachable": _once(_hangs, "reach"),

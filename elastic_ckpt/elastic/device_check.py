@@ -50,12 +50,9 @@ def check_devices(
     for device in devices:
         value = compute(device, compiled) + error
         if value != EXPECTED:
-            raise DeviceWrongError(problem_of(str(device), value))
-
-
-def problem_of(device: str, value: int) -> str:
-    """What is wrong with a device that has computed a wrong number."""
-    return f"{device} computed {value}, and sound devices compute {EXPECTED}"
+            raise DeviceWrongError(
+                f"{device} computed {value}, and sound devices compute {EXPECTED}"
+            )
 
 
 def compute(device: jax.Device, compiled: Callable[..., Any]) -> int:
