@@ -25,7 +25,7 @@ from elastic_ckpt.inspect.run_files import RunRecord
 from elastic_ckpt.steps import layout, owners
 from elastic_ckpt.steps.retention import BestN
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, Tier, TlsFiles
-from elastic_ckpt.training import keys, run_directory, schema
+from elastic_ckpt.training import journal, keys, schema
 
 if TYPE_CHECKING:
     from etils import epath
@@ -125,7 +125,7 @@ def record(config: schema.Config, *, program: str = "train") -> RunRecord:
     Raises:
       ConfigError: see `tiers`.
     """
-    steps = run_directory.steps_of(run_directory.path_of(config))
+    steps = journal.steps_of(journal.path_of(config))
     is_saved = config.checkpoint.enable_checkpointing
     kept = tiers(config, persistent=steps) if is_saved else []
     base = config.tiers.local_checkpoint_directory
@@ -414,7 +414,7 @@ def check_keys(config: schema.Config) -> None:
     """Raises a ConfigError for keys that `train` refuses on all hosts and files."""
     check_checkpoints(config)
     if config.checkpoint.enable_checkpointing:
-        tiers(config, persistent=run_directory.path_of(config))
+        tiers(config, persistent=journal.path_of(config))
     faults.parse(config.elastic.faults)
 
 

@@ -39,8 +39,6 @@ from elastic_ckpt.tiers.choices import Chosen, Local, Tier
 from elastic_ckpt.training import (
     configured,
     journal,
-    listeners,
-    run_directory,
     schema,
     step_log,
 )
@@ -125,15 +123,15 @@ class RunDirectory:
         with contextlib.ExitStack() as closing:
             # The process of a single controller has listeners of its own.
             if _config is None or world is None or world.devices is None:
-                section = None if _config is None else _config.metrics
-                closing.enter_context(listeners.running(path, section))
+                section = (_config or schema.Config()).metrics
+                closing.enter_context(journal.listening(path, section))
             if topology.is_primary():
                 self._journal = emit
                 if _config is None or world is None:
                     # A host of a machine that stands still would hold the lock.
                     is_locked = world is None or not is_claiming(world)
                     self._journal = closing.enter_context(
-                        journal.kept_in(
+                        journal.kept(
                             path,
                             emit,
                             steps=record.steps_directory,
@@ -353,7 +351,7 @@ class RunDirectory:
 
 
 def _record(run: str, chosen: Chosen, directory: str) -> RunRecord:
-    steps, every = run_directory.steps_of(directory), 0
+    steps, every = journal.steps_of(directory), 0
     if chosen.persistent is not None:
         steps, every = chosen.persistent.directory, chosen.persistent.every
     ram = () if chosen.local is None else (chosen.local.directory,)

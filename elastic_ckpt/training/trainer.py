@@ -32,7 +32,6 @@ from elastic_ckpt.training import (
     initial_weights,
     journal,
     model,
-    run_directory,
     schema,
 )
 from elastic_ckpt.training.callbacks import Action, Finding
@@ -90,10 +89,10 @@ class Trainer:
                 data, global_batch_size=rows, vocab_size=vocab_size
             )
             self._evaluated = batches_of(of_eval, global_batch_size=rows)
-        directory = run_directory.path_of(config)
+        directory = journal.path_of(config)
         tiers = configured.tiers(
             config,
-            persistent=run_directory.steps_of(directory),
+            persistent=journal.steps_of(directory),
             ram=world.ram_directory,
         )
         self.run = RunDirectory(

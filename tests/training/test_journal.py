@@ -7,7 +7,7 @@ from elastic_ckpt.core import errors, events, jsonlog, storage
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.steps.step import Line
 from elastic_ckpt.tiers.persistent import claims
-from elastic_ckpt.training import journal, listeners, run_directory, schema
+from elastic_ckpt.training import journal, schema
 
 RATES = {"tokens": 9, "learning_rate": 0.1}
 STARTED = {
@@ -22,7 +22,7 @@ def config(tmp_path):
 
 
 def recorded(config):
-    path = f"{run_directory.path_of(config)}/{run_files.EVENTS}"
+    path = f"{journal.path_of(config)}/{run_files.EVENTS}"
     log = jsonlog.read(path) if storage.absolute(path).exists() else []
     return [
         {name: value for name, value in event.items() if name != "time"}
@@ -32,7 +32,7 @@ def recorded(config):
 
 def fail(config, error, *, steps=0, start=True):
     def run():
-        with journal.kept(config, events.nobody) as emit:
+        with journal.kept(journal.path_of(config), events.nobody) as emit:
             if start:
                 emit("run_started", **STARTED)
             for step in range(4, 4 + steps):
@@ -72,7 +72,7 @@ def test_run_that_was_ended_is_kept_as_stopped_without_a_save(config, error):
 )  # fmt: skip
 def test_a_run_that_is_ended_where_all_is_saved_says_so(config, events_, stopped):
     def run():
-        with journal.kept(config, lambda *_, **__: None) as emit:
+        with journal.kept(journal.path_of(config), lambda *_, **__: None) as emit:
             for name, fields in events_:
                 emit(name, **fields)
             raise SystemExit(143)
@@ -89,9 +89,9 @@ def test_start_that_was_refused_leaves_no_event(config, error):
 
 
 def test_stop_that_was_asked_for_is_known(config):
-    with journal.kept(config, events.nobody) as emit:
+    with journal.kept(journal.path_of(config), events.nobody) as emit:
         live = pytest.raises(errors.RunError, match="written by another live run")
-        with live, journal.kept(config, events.nobody):
+        with live, journal.kept(journal.path_of(config), events.nobody):
             raise AssertionError("two at a time")
         assert not emit.is_stopped
         emit("run_stopped", step=4, saved=True)
@@ -104,13 +104,16 @@ def test_stop_that_was_asked_for_is_known(config):
 def test_steps_that_an_earlier_start_has_trained_are_no_goodput_again(config):
     step = {"steps": 9, "loss": 1.0, "secs": 1.0, **RATES}
     for newest in (5, 6):
-        listening = listeners.started(config)
-        with journal.kept(config, events.nobody, listening=listening) as emit:
+        path = journal.path_of(config)
+        listeners = journal.listening(path, config.metrics)
+        with journal.kept(
+            journal.path_of(config), events.nobody, listeners=listeners
+        ) as emit:
             emit("run_started", **STARTED)
             for number in range(4, newest + 1):
                 emit("step", step=number, **step)
     lines = jsonlog.read(
-        f"{run_directory.path_of(config)}/{run_files.METRICS}/host-00000.jsonl"
+        f"{journal.path_of(config)}/{run_files.METRICS}/host-00000.jsonl"
     )
     names = [line["metric"].rpartition("/")[2] for line in lines]
     # Step 5 in the first start, and step 6 in the second.
@@ -120,7 +123,7 @@ def test_steps_that_an_earlier_start_has_trained_are_no_goodput_again(config):
 
 def claim(config, save):
     start = claims.Claimant()
-    steps = run_directory.steps_of(run_directory.path_of(config))
+    steps = journal.steps_of(journal.path_of(config))
     writer = claims.Writer(steps, run="a", claimant=start)
     writer.begin()
     claimed = writer.claim(Line(save=save, parents=()))
@@ -129,19 +132,19 @@ def claim(config, save):
 
 def two_starts(config):
     """A start that another one replaces, whose end comes before its own."""
-    with journal.kept(config, events.nobody) as old:
+    with journal.kept(journal.path_of(config), events.nobody) as old:
         old("run_started", **STARTED)
         old("world_claimed", **claim(config, "8"))
         old("saved", step=4, secs=1.0)
         old.sync()
         # Locks of network file systems may be lost, and object stores have none.
-        storage.remove(f"{run_directory.path_of(config)}/{run_files.LOCK}")
-        with journal.kept(config, events.nobody) as new:
+        storage.remove(f"{journal.path_of(config)}/{run_files.LOCK}")
+        with journal.kept(journal.path_of(config), events.nobody) as new:
             new("world_claimed", **claim(config, "9"))
             old("saved", step=5, secs=1.0)
             new("run_finished", step=9, secs=1.0)
         old("run_failed", step=5, why="replaced")
-    log = run_files.read_events(run_directory.path_of(config))
+    log = run_files.read_events(journal.path_of(config))
     return [event["event"] for event in log]
 
 
@@ -150,9 +153,9 @@ COUNTED = ["run_started", "world_claimed", "saved", "world_claimed", "run_finish
 
 def test_run_whose_events_were_removed_meanwhile_fails(config):
     def run():
-        with journal.kept(config, events.nobody) as emit:
+        with journal.kept(journal.path_of(config), events.nobody) as emit:
             emit("run_started", **STARTED)
-            storage.remove(f"{run_directory.path_of(config)}/{run_files.EVENTS}")
+            storage.remove(f"{journal.path_of(config)}/{run_files.EVENTS}")
 
     with pytest.raises(errors.RunError, match="was removed"):
         run()
@@ -170,12 +173,14 @@ def test_events_of_a_replaced_start_are_not_read(steps_in, place):
 def test_events_of_a_start_that_was_replaced_before_it_claimed_a_world_are_not_read(
     config,
 ):
-    directory = run_directory.path_of(config)
-    with journal.kept(config, events.nobody, is_locked=False) as first:
+    directory = journal.path_of(config)
+    with journal.kept(journal.path_of(config), events.nobody, is_locked=False) as first:
         first("world_claimed", **claim(config, "8"))
     with (
-        journal.kept(config, events.nobody, is_locked=False) as cut_off,
-        journal.kept(config, events.nobody, is_locked=False) as new,
+        journal.kept(
+            journal.path_of(config), events.nobody, is_locked=False
+        ) as cut_off,
+        journal.kept(journal.path_of(config), events.nobody, is_locked=False) as new,
     ):
         cut_off("leader_found", machine=2, leader=2)
         new("world_claimed", **claim(config, "9"))

@@ -6,7 +6,7 @@ import urllib.request
 import pytest
 
 from elastic_ckpt.core import errors, jsonlog, metrics
-from elastic_ckpt.training import listeners, schema
+from elastic_ckpt.training import journal, schema
 from tests.monitoring import event_file
 
 
@@ -17,6 +17,10 @@ def config(directory, **section):
     )
 
 
+def listening(config):
+    return journal.listening(journal.path_of(config), config.metrics)
+
+
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
@@ -24,7 +28,7 @@ def free_port():
 
 def test_json_lines_are_always_written_also_when_the_run_fails(tmp_path):
     def fail():
-        with listeners.started(config(tmp_path)):
+        with listening(config(tmp_path)):
             metrics.DATA_ROWS.record(8)
             raise KeyError
 
@@ -39,7 +43,7 @@ def test_json_lines_are_always_written_also_when_the_run_fails(tmp_path):
 def test_hosts_have_ports_of_their_own_the_same_on_every_machine():
     assert ports_of(hosts=3) == [9100, 9101, 9102]
     nothing = schema.Config()
-    assert listeners.of_process(nothing, 2) == nothing
+    assert journal.with_own_port(nothing, 2) == nothing
     assert ports_of(hosts=6, elastic_machines=2) == [9100, 9101, 9102] * 2
     # A world without the first machine.
     assert ports_of(hosts=6, elastic_machines=2, there=3) == [9100, 9101, 9102]
@@ -52,7 +56,7 @@ def ports_of(*, hosts, elastic_machines=1, there=None):
         world=schema.WorldSection(hosts=hosts),
         elastic=schema.ElasticSection(elastic_machines=elastic_machines),
     )
-    processes = [listeners.of_process(run, n) for n in range(there or hosts)]
+    processes = [journal.with_own_port(run, n) for n in range(there or hosts)]
     return [process.metrics.prometheus_port for process in processes]
 
 
@@ -62,7 +66,7 @@ def test_supervisor_has_files_and_a_port_beside_those_of_its_hosts(tmp_path):
     three = dataclasses.replace(
         config(tmp_path, **keys), world=schema.WorldSection(hosts=3)
     )
-    with listeners.of_supervisor(three):
+    with journal.listening_of_supervisor(three):
         metrics.TRAIN_STEPS.record(40)
         metrics.GOODPUT.record(75)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
@@ -78,10 +82,10 @@ def test_supervisor_has_files_and_a_port_beside_those_of_its_hosts(tmp_path):
 def test_no_extra_is_asked_for_unless_it_is_needed(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     monkeypatch.setitem(sys.modules, "tensorboardX.event_file_writer", None)
-    listeners.check(schema.MetricsSection())
-    with listeners.started(config(tmp_path)):
+    journal.check_listeners(schema.MetricsSection())
+    with listening(config(tmp_path)):
         pass
     for key, extra in (("enable_tensorboard", "tensorboard"), ("prometheus_port", "p")):
         section = schema.MetricsSection(**{key: 9100 if extra == "p" else True})
         with pytest.raises(errors.ConfigError, match=rf"pip install '\.\[{extra}"):
-            listeners.check(section)
+            journal.check_listeners(section)
