@@ -18,7 +18,7 @@ from elastic_ckpt.cli import overrides
 from elastic_ckpt.core import bucket_clients, errors, events
 from elastic_ckpt.elastic import failures, termination
 from elastic_ckpt.monitoring import progress
-from elastic_ckpt.training import journal, keys, load, schema
+from elastic_ckpt.training import journal, load, schema
 
 with epy.lazy_imports():
     from elastic_ckpt.core import topology
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     overrides.add_arguments(parser, example="configs/demo_cpu.yml")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = f"{_EXAMPLES}\nKeys and their defaults:\n\n{keys.listing()}"
+    parser.epilog = f"{_EXAMPLES}\nKeys and their defaults:\n\n{load.listing()}"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,7 +54,6 @@ def run(arguments: argparse.Namespace) -> int:
             "run_name is empty; set it, for example run_name=first"
         )
     configured.check_checkpoints(config)
-    journal.check_listeners(config.metrics)
     with (
         termination.ending("elastic-ckpt train"),
         progress.Progress(config.run.log_period) as shown,

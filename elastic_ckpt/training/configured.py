@@ -25,7 +25,7 @@ from elastic_ckpt.inspect.run_files import RunRecord
 from elastic_ckpt.steps import layout, owners
 from elastic_ckpt.steps.retention import BestN
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, Tier, TlsFiles
-from elastic_ckpt.training import journal, keys, schema
+from elastic_ckpt.training import journal, load, schema
 
 if TYPE_CHECKING:
     from etils import epath
@@ -143,7 +143,7 @@ def record(config: schema.Config, *, program: str = "train") -> RunRecord:
         ),
         first_step=0 if program == "maxtext" else 1,
         data=dataclasses.asdict(config.data),
-        settings=keys.values(config),
+        settings=load.values(config),
     )
 
 

@@ -267,14 +267,6 @@ def _newest_step(directory: str) -> int:
     )
 
 
-def check_listeners(section: schema.MetricsSection) -> None:
-    """Raises a ConfigError that names the extra if a listener's package is missing."""
-    if section.enable_tensorboard:
-        tensorboard.library()
-    if section.prometheus_port:
-        prometheus.library()
-
-
 def with_own_port(config: schema.Config, host: int | None = None) -> schema.Config:
     """`config` for one of several processes of a machine: each has its own port.
 
@@ -316,7 +308,8 @@ def listening(
       name: of the files; None for those of this host.
 
     Raises:
-      ConfigError: if Prometheus is to be served and cannot be.
+      ConfigError: if the package of a listener is missing, or Prometheus cannot be
+        served.
     """
     name = name or f"host-{topology.this_host():05d}"
     lines = os.path.join(directory, run_files.METRICS, f"{name}.jsonl")

@@ -30,7 +30,7 @@ from elastic_ckpt.elastic.cluster import Cluster
 from elastic_ckpt.elastic.machine import Machine, MachineSupervisor
 from elastic_ckpt.elastic.processes import Place
 from elastic_ckpt.elastic.world import World
-from elastic_ckpt.training import configured, journal, keys, schema
+from elastic_ckpt.training import configured, journal, load, schema
 from elastic_ckpt.training.configured import Groups
 
 with epy.lazy_imports():
@@ -271,7 +271,7 @@ def place(config: schema.Config, environment: Mapping[str, str]) -> Place:
 
 
 def _digest(config: schema.Config, program: Sequence[str]) -> str:
-    values = keys.values(config)
+    values = load.values(config)
     shared = {name: values[name] for name in sorted(values) if name not in _OWN_KEYS}
     named = [word for word in program if word.partition("=")[0] not in _OWN_KEYS]
     return hashlib.sha256(storage.canonical_json([shared, named])).hexdigest()

@@ -327,16 +327,18 @@ class Trainer:
         called, saved = self._callbacks, self._complete()
         began_secs = time.monotonic()
         section, tiers = self._config.divergence, self._config.tiers
-        rollbacks = callbacks.Rollbacks(
-            most=section.divergence_max_rollbacks,
-            margin=section.divergence_rollback_steps,
-            first_due=tiers.local_checkpoint_period
-            if tiers.enable_multi_tier_checkpointing
-            else self._config.checkpoint.checkpoint_period,
-        )
+        period = self._config.checkpoint.checkpoint_period
+        if tiers.enable_multi_tier_checkpointing:
+            period = tiers.local_checkpoint_period
         try:
-            step = rollbacks.choose(
-                finding, list(saved), before=called.rollbacks, began_at=began_at
+            step = callbacks.step_to_go_back_to(
+                finding,
+                list(saved),
+                before=called.rollbacks,
+                began_at=began_at,
+                most=section.divergence_max_rollbacks,
+                margin=section.divergence_rollback_steps,
+                first_due=period,
             )
         except errors.DivergedError as error:
             why = dataclasses.replace(finding, action=Action.ABORT, why=str(error))

@@ -82,10 +82,10 @@ def test_supervisor_has_files_and_a_port_beside_those_of_its_hosts(tmp_path):
 def test_no_extra_is_asked_for_unless_it_is_needed(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     monkeypatch.setitem(sys.modules, "tensorboardX.event_file_writer", None)
-    journal.check_listeners(schema.MetricsSection())
     with listening(config(tmp_path)):
         pass
     for key, extra in (("enable_tensorboard", "tensorboard"), ("prometheus_port", "p")):
-        section = schema.MetricsSection(**{key: 9100 if extra == "p" else True})
-        with pytest.raises(errors.ConfigError, match=rf"pip install '\.\[{extra}"):
-            journal.check_listeners(section)
+        needed = config(tmp_path, **{key: 9100 if extra == "p" else True})
+        missing = pytest.raises(errors.ConfigError, match=rf"pip install '\.\[{extra}")
+        with missing, journal.listening_of_supervisor(needed):
+            raise AssertionError("it begins")
