@@ -102,7 +102,7 @@ def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
             return trainer.train(config, world)
     with (
         journal.kept(journal.path_of(config), shown) as emit,
-        trainer.alone(config, emit) as world,
+        trainer.alone(config, emit, ended=emit.stopped_early) as world,
         _in_words(),
     ):
         return trainer.train(config, world)

@@ -247,7 +247,6 @@ def place(config: schema.Config, environment: Mapping[str, str]) -> Place:
             " otherwise another launcher starts the hosts; set elastic_enabled=true, or"
             " elastic_machines=1"
         )
-    configured.check_checkpoints(config)
     if world.enable_single_controller:
         raise errors.ConfigError(
             f"elastic_machines={section.elastic_machines} with"

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 from absl import logging
@@ -82,13 +82,17 @@ class Trainer:
             pipeline.from_config(data, vocab_size=vocab_size),
             global_batch_size=self._sizes.at(0),
         )
-        self._evaluated = None
+        # They are closed after the saver, in reverse order.
+        self._parts = contextlib.ExitStack()
+        self._parts.callback(self.batches.close)
+        evaluated = None
         if data.eval_interval:
             rows = batch_size.global_batch_size(data, place)
             of_eval = pipeline.eval_from_config(
                 data, global_batch_size=rows, vocab_size=vocab_size
             )
-            self._evaluated = batches_of(of_eval, global_batch_size=rows)
+            evaluated = batches_of(of_eval, global_batch_size=rows)
+            self._parts.callback(evaluated.close)
         directory = journal.path_of(config)
         tiers = configured.tiers(
             config,
@@ -126,7 +130,13 @@ class Trainer:
             self._resize(0, self.start_step)
             on_error.pop_all()
         self._validation = configured.validation(
-            config.validation, self._emit, preserve=self._preserve
+            config.validation,
+            self._emit,
+            preserve=lambda up_to: (
+                None
+                if self.saver is None
+                else run_saver.preserve_newest(self.saver.checkpointer, up_to=up_to)
+            ),
         )
         self.loop = Loop(
             data=data,
@@ -136,7 +146,7 @@ class Trainer:
             batches=self.batches,
             sizes=self._sizes,
             saver=self.saver,
-            evaluated=self._evaluated,
+            evaluated=evaluated,
             validation=self._validation,
             callbacks=self._callbacks,
         )
@@ -213,11 +223,9 @@ class Trainer:
         Only after a `train` that returned: after an error the other hosts may be gone,
         and closing waits for them.
         """
-        if self.saver:
-            self.saver.close()
-        if self._evaluated:
-            self._evaluated.close()
-        self.batches.close()
+        with self._parts:
+            if self.saver:
+                self.saver.close()
 
     def abandon(self, error: Exception) -> None:
         """Ends the parts after an error; hosts may be gone, so their errors are logged.
@@ -232,10 +240,7 @@ class Trainer:
                 saver.let_others_write()
             return
         try:
-            with contextlib.ExitStack() as parts:
-                parts.callback(self.batches.close)
-                if self._evaluated:
-                    parts.callback(self._evaluated.close)
+            with self._parts:
                 if saver and self._world.devices is None:
                     saver.leave(error)
                 elif saver:
@@ -250,11 +255,6 @@ class Trainer:
         return self.program.begin(
             initial_weights.load(section, abstract["params"], self._emit)
         )
-
-    def _preserve(self, up_to: int) -> int | None:
-        if self.saver is None:
-            return None
-        return run_saver.preserve_newest(self.saver.checkpointer, up_to=up_to)
 
     def _distrust_restore(self, restored: int) -> list[CheckpointMetadata]:
         # Has the callbacks distrust the restored step; the step to go back to, later.
@@ -426,16 +426,21 @@ def train(config: schema.Config, world: World) -> bool:
 
 
 @contextlib.contextmanager
-def alone(config: schema.Config, emit: events.Emit) -> Iterator[World]:
+def alone(
+    config: schema.Config,
+    emit: events.Emit,
+    *,
+    ended: Callable[[], None] = lambda: None,
+) -> Iterator[World]:
     """The world of this process, if no supervisor has started it.
 
     SIGTERM ends the run while the block runs: before the first step at once.
+
+    Args:
+      config: of the run.
+      emit: called for its events.
+      ended: called before SIGTERM ends the only process of the run.
     """
-
-    def ended() -> None:
-        assert isinstance(emit, journal.Journal)
-        emit.stopped_early()
-
     with termination.in_this_process(
         grace_secs=configured.grace_secs(config), ended=ended, emit=emit
     ) as is_ending:
