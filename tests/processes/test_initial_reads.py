@@ -79,9 +79,11 @@ def load(mesh, keys, path):
         )
         for name, array in expected.items()
     }
-    initial = initial_weights.InitialWeights(**keys)
-    state = initial_weights.load(initial, {"params": abstract}, _discard)
-    for name, leaf in state["params"].items():
+    section = schema.ModelSection(
+        init_from=keys["path"], init_from_layout=keys["layout"]
+    )
+    params = initial_weights.load(section, abstract, _discard)
+    for name, leaf in params.items():
         for shard in leaf.addressable_shards:
             part = expected[name][shard.index]
             assert np.asarray(shard.data).tobytes() == part.tobytes()
