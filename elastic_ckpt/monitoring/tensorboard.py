@@ -19,6 +19,11 @@ from elastic_ckpt.core import extras, storage
 from elastic_ckpt.monitoring import summaries
 
 
+def library() -> None:
+    """Raises a ConfigError with the extra's name unless `tensorboardX` is installed."""
+    _module("event_file_writer")
+
+
 class TensorBoard:
     """A sink that writes an event file.
 

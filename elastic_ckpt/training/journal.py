@@ -315,6 +315,7 @@ def listening(
     lines = os.path.join(directory, run_files.METRICS, f"{name}.jsonl")
     sinks: dict[str, summaries.Sink] = {lines: summaries.JsonLines(lines)}
     if section.enable_tensorboard:
+        tensorboard.library()
         board = os.path.join(directory, run_files.TENSORBOARD, name)
         sinks[board] = tensorboard.TensorBoard(board)
     with contextlib.ExitStack() as running:
