@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 from absl import logging
@@ -20,16 +21,22 @@ from absl import logging
 from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
-from elastic_ckpt.core import errors, events, process, topology
+from elastic_ckpt.core import (
+    bucket_clients,
+    errors,
+    events,
+    process,
+    storage,
+    topology,
+)
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.elastic import termination, watch
 from elastic_ckpt.elastic.world import BetweenWorlds, World
-from elastic_ckpt.tiers.persistent import claims
+from elastic_ckpt.tiers.persistent import claims, leases
 from elastic_ckpt.training import (
     batch_size,
     callbacks,
     configured,
-    initial_weights,
     journal,
     model,
     schema,
@@ -37,6 +44,8 @@ from elastic_ckpt.training import (
 from elastic_ckpt.training.callbacks import Action, Finding
 from elastic_ckpt.training.loop import Ended, Loop
 from elastic_ckpt.training.own_loop import RunDirectory
+from elastic_ckpt.universal import loading, shipped
+from elastic_ckpt.universal.formats import files
 
 
 class Trainer:
@@ -253,7 +262,7 @@ class Trainer:
         if not section.init_from:
             return self.program.init()
         return self.program.begin(
-            initial_weights.load(section, abstract["params"], self._emit)
+            initial_weights(section, abstract["params"], self._emit)
         )
 
     def _distrust_restore(self, restored: int) -> list[CheckpointMetadata]:
@@ -457,6 +466,57 @@ def alone(
             leaving=lambda step: "stop" if is_ending(step) else None,
             _between=BetweenWorlds(claimant=claimant),
         )
+
+
+def initial_weights(
+    section: schema.ModelSection, params: Any, emit: events.Emit
+) -> Any:
+    """The weights of a new run, from a checkpoint of any format: the key `init_from`.
+
+    Each host reads what its devices need. A step that was saved by a run of the same
+    model needs no layout; every other checkpoint is read through one.
+
+    Args:
+      section: says where they are; without a layout they are those of the same model.
+      params: shapes, dtypes and shardings of the weights.
+      emit: called once they are there.
+
+    Returns:
+      A tree like `params`.
+
+    Raises:
+      ConfigError: if a layout is missing, malformed, or does not fit.
+      CheckpointError: if the checkpoint cannot be read, or is of another model.
+    """
+    began_secs = time.monotonic()
+    wanted = {"params": params}
+    path = str(files.resolved(section.init_from))
+    bucket_clients.prepare(path)
+    # Another run may be saving there, and removes its old steps.
+    with leases.leased_if_ours(path):
+        if not section.init_from_layout:
+            state = _of_same_leaves(path, wanted)
+        else:
+            layout = shipped.resolve(section.init_from_layout).weights()
+            state = loading.load(path, wanted, layout=layout)
+    emit(
+        "weights_loaded",
+        path=section.init_from,
+        bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
+        secs=time.monotonic() - began_secs,
+    )
+    return state["params"]
+
+
+def _of_same_leaves(path: str, wanted: Any) -> Any:
+    tree = storage.absolute(path) / run_saver.STATE
+    source = str(tree) if tree.exists() else path
+    try:
+        return loading.load_leaves(source, wanted)
+    except errors.OtherModelError as error:
+        raise errors.OtherModelError(
+            f"{error}; or set init_from_layout to the layout of that checkpoint"
+        ) from None
 
 
 def _check_step(state: model.TrainState, step: int) -> None:

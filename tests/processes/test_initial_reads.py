@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from elastic_ckpt import universal
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.elastic import host as host_process
-from elastic_ckpt.training import initial_weights, schema
+from elastic_ckpt.training import schema, trainer
 from elastic_ckpt.universal.reading.sources import Sources
 from elastic_ckpt.universal.rules.layout import Layout
 from tests import host_worlds
@@ -82,7 +82,7 @@ def load(mesh, keys, path):
     section = schema.ModelSection(
         init_from=keys["path"], init_from_layout=keys["layout"]
     )
-    params = initial_weights.load(section, abstract, _discard)
+    params = trainer.initial_weights(section, abstract, _discard)
     for name, leaf in params.items():
         for shard in leaf.addressable_shards:
             part = expected[name][shard.index]
