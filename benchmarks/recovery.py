@@ -51,7 +51,7 @@ from elastic_ckpt.elastic import scale_request
 from elastic_ckpt.elastic.world import World
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.monitoring import goodput
-from elastic_ckpt.training import elastic_run, journal, load, schema, training_files
+from elastic_ckpt.training import launch, load, schema
 
 Event = dict[str, Any]
 
@@ -321,12 +321,11 @@ def _cold(config: pathlib.Path) -> dict[str, report.Figure]:
 def _loops(config: pathlib.Path, steps: int, rounds: int) -> turns.Secs:
     # The seconds of a step in each turn of so many, of the sides `bare` and `loop`; and
     # by `bare thread` and `loop thread` the processor seconds of the loop's thread.
-    prepared = training_files.prepare(load.load(config), report=print)
+    prepared = launch.with_files(load.load(config), report=print)
     results = config.with_suffix(".json")
     train = functools.partial(_train, results, steps, rounds)
-    elastic_run.warm_up()
-    with journal.kept(prepared, events.nobody) as kept:
-        elastic_run.run_on_hosts(prepared, kept, train=train)
+    launch.warm_up()
+    launch.on_hosts(prepared, events.nobody, train=train)
     return json.loads(results.read_text())
 
 

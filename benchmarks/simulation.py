@@ -22,7 +22,7 @@ from benchmarks import report, sized, soak
 from elastic_ckpt.cli import simulate
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.simulation import failures, plan, simulated_cluster
-from elastic_ckpt.training import run_directory
+from elastic_ckpt.training import journal
 
 # The state of the soaked model; its bytes cost next to nothing.
 _STATE_BYTES = 2**21
@@ -40,7 +40,7 @@ _PERIOD = "local_checkpoint_period=5"
 def simulated(run: pathlib.Path) -> simulated_cluster.Outcome:
     """The run in a directory, simulated with its own failures and costs."""
     planned = plan.of_config(
-        run_directory.read_config(str(run)),
+        journal.read_config(str(run)),
         costs=simulate.of_run(str(run)),
         state_bytes=_STATE_BYTES,
     )

@@ -21,7 +21,7 @@ from elastic_ckpt.core import metrics
 from elastic_ckpt.data import positional_data
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.monitoring import summaries
-from elastic_ckpt.training import elastic_run
+from elastic_ckpt.training import launch
 from tests import corpora, shared_memory
 
 jax.config.update("jax_platforms", "cpu")
@@ -198,7 +198,7 @@ def shared_jax_cache(tmp_path_factory):
 def warm_fork_server(request):
     """Forks the hosts of a room that starts many from a server with all imports."""
     if request.path.parent.name in STARTS_HOSTS:
-        elastic_run.warm_up()
+        launch.warm_up()
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from multiprocessing import forkserver, util
 
 from elastic_ckpt.cli import main
 from elastic_ckpt.inspect import run_files
-from elastic_ckpt.training import configured, elastic_run, schema, step_log
+from elastic_ckpt.training import configured, launch, schema, step_log
 
 ROOT = pathlib.Path(__file__).parent.parent
 # Far more than any run of a test takes.
@@ -109,7 +109,7 @@ class Started:
 
 
 def _start(outputs, leads_group, function, arguments):
-    elastic_run.warm_up()
+    launch.warm_up()
     server = None if leads_group else forkserver._forkserver._forkserver_address
     process = multiprocessing.get_context("forkserver").Process(
         target=_run, args=(outputs, _environment(), server, function, arguments)

@@ -7,7 +7,7 @@ import os
 import sys
 
 from elastic_ckpt.cli import overrides
-from elastic_ckpt.training import keys, load
+from elastic_ckpt.training import load
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,11 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints every key with its value and its origin."""
     if arguments.config is None:
-        sys.stdout.write(keys.base_yaml())
+        sys.stdout.write(load.base_yaml())
         return 0
     given = arguments.config, arguments.overrides
     here = os.getcwd() + os.sep
     settings = load.settings(*given).items()
     origins = {key: each.place.replace(here, "") for key, each in settings}
-    sys.stdout.write(keys.resolved_yaml(load.load(*given), origins))
+    sys.stdout.write(load.resolved_yaml(load.load(*given), origins))
     return 0

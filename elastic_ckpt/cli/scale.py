@@ -13,7 +13,7 @@ from elastic_ckpt.core import errors, option_numbers
 from elastic_ckpt.core.events import ENDS
 from elastic_ckpt.elastic import scale_request
 from elastic_ckpt.inspect import run_files, status
-from elastic_ckpt.training import configured, run_directory
+from elastic_ckpt.training import configured, journal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Requests the number."""
     directory, slices = arguments.run, arguments.slices
-    record, config = run_files.read(directory), run_directory.read_config(directory)
+    record, config = run_files.read(directory), journal.read_config(directory)
     if record.program == "loop" or not config.elastic.elastic_enabled:
         raise errors.RunError(
             f"{directory} was not started with elastic_enabled=true; start it again"

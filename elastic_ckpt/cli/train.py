@@ -18,25 +18,12 @@ from elastic_ckpt.cli import overrides
 from elastic_ckpt.core import bucket_clients, errors, events
 from elastic_ckpt.elastic import failures, termination
 from elastic_ckpt.monitoring import progress
-from elastic_ckpt.training import (
-    journal,
-    keys,
-    listeners,
-    load,
-    run_directory,
-    schema,
-    training_files,
-)
+from elastic_ckpt.training import journal, load, schema
 
 with epy.lazy_imports():
     from elastic_ckpt.core import topology
     from elastic_ckpt.elastic import host, pathways
-    from elastic_ckpt.training import (
-        configured,
-        elastic_run,
-        machine_run,
-        trainer,
-    )
+    from elastic_ckpt.training import configured, launch, trainer
 
 _EXAMPLES = """\
 Examples:
@@ -51,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     overrides.add_arguments(parser, example="configs/demo_cpu.yml")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = f"{_EXAMPLES}\nKeys and their defaults:\n\n{keys.listing()}"
+    parser.epilog = f"{_EXAMPLES}\nKeys and their defaults:\n\n{load.listing()}"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -67,7 +54,6 @@ def run(arguments: argparse.Namespace) -> int:
             "run_name is empty; set it, for example run_name=first"
         )
     configured.check_checkpoints(config)
-    listeners.check(config.metrics)
     with (
         termination.ending("elastic-ckpt train"),
         progress.Progress(config.run.log_period) as shown,
@@ -80,11 +66,11 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
     # Trains, and returns whether the run was asked to end before its last step.
     world, is_elastic = config.world, config.elastic.elastic_enabled
     if config.elastic.elastic_machines > 1:
-        place = machine_run.place(config, os.environ)
-        elastic_run.warm_up()
+        place = launch.place(config, os.environ)
+        launch.warm_up()
         host.configure(world)
         configured.check_local(config)
-        return machine_run.run(_with_files(config), place, shown)
+        return launch.on_hosts(_with_files(config), shown, place=place)
     if world.enable_single_controller:
         pathways.initialize()
         run = _run_slices if is_elastic else _run_here
@@ -94,14 +80,14 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
         is_elastic and not configured.is_simulated(config)
     )
     if starts_hosts:
-        elastic_run.warm_up()
+        launch.warm_up()
     host.configure(world)
     if host.join_outer_launcher():
         return _run_here(config, shown)
     configured.check_local(config)
     run = _run_slices if starts_hosts or is_elastic else _run_here
     is_stopped = run(config, shown)
-    path = run_directory.path_of(config)
+    path = journal.path_of(config)
     print(f"check it: elastic-ckpt audit {path}")
     print(f"look at it: elastic-ckpt report {path}")
     return is_stopped
@@ -115,8 +101,8 @@ def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
         with trainer.alone(config, events.nobody) as world, _in_words():
             return trainer.train(config, world)
     with (
-        journal.kept(config, shown) as emit,
-        trainer.alone(config, emit) as world,
+        journal.kept(journal.path_of(config), shown) as emit,
+        trainer.alone(config, emit, ended=emit.stopped_early) as world,
         _in_words(),
     ):
         return trainer.train(config, world)
@@ -137,15 +123,11 @@ def _in_words() -> Iterator[None]:
 
 
 def _run_slices(config: schema.Config, shown: progress.Progress) -> bool:
-    config = _with_files(config)
     is_here = config.world.enable_single_controller or configured.is_simulated(config)
-    listening = listeners.started if is_here else listeners.of_supervisor
-    train = elastic_run.run_here if is_here else elastic_run.run_on_hosts
-    with journal.kept(config, shown, listening=listening(config)) as emit:
-        train(config, emit)
-        return emit.is_stopped
+    run = launch.on_slices if is_here else launch.on_hosts
+    return run(_with_files(config), shown)
 
 
 def _with_files(config: schema.Config) -> schema.Config:
     report = functools.partial(print, flush=True)
-    return training_files.prepare(config, report=report)
+    return launch.with_files(config, report=report)

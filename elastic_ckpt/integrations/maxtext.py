@@ -33,7 +33,7 @@ from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.elastic import watch
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.integrations import maxtext_hooks, maxtext_keys
-from elastic_ckpt.training import configured, listeners, run_directory, schema
+from elastic_ckpt.training import configured, journal, schema
 
 # The inputs of a step of MaxText, all int32 `[B, L]`.
 FEATURES = tuple(
@@ -154,7 +154,7 @@ class Run:
             chosen = maxtext_keys.tiers(config, self._ours)
             tiers = configured.tiers(chosen, persistent=config.checkpoint_dir)
             kept = self._kept(chosen)
-            directory = run_directory.path_of(kept)
+            directory = journal.path_of(kept)
             with contextlib.suppress(errors.RunError):
                 before = run_files.read(directory).data or {}
                 self._rows_before = before["global_batch_size"]
@@ -193,7 +193,7 @@ class Run:
         config, started = self._config, self._started
         with_metrics = dataclasses.replace(started, metrics=chosen.metrics)
         if self._world is not None:
-            with_metrics = listeners.of_process(with_metrics, topology.this_host())
+            with_metrics = journal.with_own_port(with_metrics, topology.this_host())
         return dataclasses.replace(
             with_metrics,
             run=dataclasses.replace(

@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_ckpt.core import events
 from elastic_ckpt.elastic import station
 from elastic_ckpt.integrations import maxtext_hooks, maxtext_keys
-from elastic_ckpt.training import (
-    configured,
-    elastic_run,
-    journal,
-    listeners,
-    machine_run,
-    schema,
-)
+from elastic_ckpt.training import configured, launch, schema
 
 if TYPE_CHECKING:
     from elastic_ckpt.elastic.world import World
@@ -61,18 +54,13 @@ def run(
     maxtext_hooks.check_installed()
     place = None
     if config.elastic.elastic_machines > 1:
-        place = machine_run.place(config, os.environ)
+        place = launch.place(config, os.environ)
     configured.check_local(config)
     station.warm_up(_HOST_PROGRAMS)
     of_host = functools.partial(train or train_maxtext, tuple(arguments))
-    if place is not None:
-        # Equal on all machines, in files or arguments.
-        program = [f"{key}={given[key]!r}" for key in sorted(given)]
-        return machine_run.run(config, place, emit, train=of_host, program=program)
-    listening = listeners.of_supervisor(config)
-    with journal.kept(config, emit, listening=listening) as kept:
-        elastic_run.run_on_hosts(config, kept, train=of_host)
-        return kept.is_stopped
+    # Equal on all machines, in files or arguments.
+    program = [f"{key}={given[key]!r}" for key in sorted(given)]
+    return launch.on_hosts(config, emit, place=place, train=of_host, program=program)
 
 
 def train_maxtext(

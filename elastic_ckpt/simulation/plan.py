@@ -19,7 +19,7 @@ from elastic_ckpt.core import errors, metrics
 from elastic_ckpt.elastic import decision
 from elastic_ckpt.steps import owners
 from elastic_ckpt.tiers.choices import Chosen
-from elastic_ckpt.training import configured, run_directory, schema
+from elastic_ckpt.training import configured, journal, schema
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ def of_config(
       ConfigError: if the configuration cannot run.
     """
     groups = configured.groups(config)
-    directory = run_directory.path_of(config)
+    directory = journal.path_of(config)
     tiers = Chosen.from_choices(configured.tiers(config, persistent=directory))
     local, peers, persistent = tiers.local, tiers.peers, tiers.persistent
     assert persistent is not None

@@ -107,60 +107,53 @@ def good_step(saved: Sequence[int], *, since: int, margin: int = 0) -> int | Non
     return max(good, default=None)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rollbacks:
-    """How far and how often a run goes back.
+def step_to_go_back_to(
+    finding: Finding,
+    saved: Sequence[int],
+    *,
+    before: int,
+    began_at: int = 0,
+    most: int = 3,
+    margin: int = 0,
+    first_due: int = 0,
+) -> int:
+    """The step to which a run goes back.
 
-    Attributes:
+    If no step is left that was saved two steps before the first bad one, that is the
+    step right before it: its state is good if the batch was bad. If this has failed, or
+    there is none, it is step 0, the initial state, unless an older step was saved once
+    and is gone.
+
+    Args:
+      finding: what a callback has found.
+      saved: the steps that are complete.
+      before: how often the run has gone back before.
+      began_at: the step at which the run began, or to which it went back last.
       most: how often it does at most.
       margin: how many steps to leave out before a divergence.
       first_due: the first step that the run saves; 0 if it cannot begin anew.
+
+    Raises:
+      DivergedError: if it has gone back too often, or no good step is left.
     """
-
-    most: int = 3
-    margin: int = 0
-    first_due: int = 0
-
-    def choose(
-        self, finding: Finding, saved: Sequence[int], *, before: int, began_at: int = 0
-    ) -> int:
-        """The step to go back to.
-
-        If no step is left that was saved two steps before the first bad one, that is
-        the step right before it: its state is good if the batch was bad. If this has
-        failed, or there is none, it is step 0, the initial state, unless an older step
-        was saved once and is gone.
-
-        Args:
-          finding: what a callback has found.
-          saved: the steps that are complete.
-          before: how often the run has gone back before.
-          began_at: the step at which the run began, or to which it went back last.
-
-        Raises:
-          DivergedError: if it has gone back too often, or no good step is left.
-        """
-        if before >= self.most:
-            raise errors.DivergedError(
-                f"{finding.why}, and the run has gone back {before} times"
-                f" (divergence_max_rollbacks={self.most}); look for the cause, or raise"
-                " it"
-            )
-        margin = self.margin
-        step = good_step(saved, since=finding.since, margin=margin)
-        if step is None:
-            has_failed = before > 0 and began_at == finding.since - 1
-            older = [] if has_failed else saved
-            step = good_step(older, since=finding.since + 1, margin=margin)
-        if step is None and 0 < self.first_due > finding.since - 2 - margin:
-            step = 0
-        if step is None:
-            raise errors.DivergedError(
-                f"{finding.why}, and no step from before that is left to go back to;"
-                f" the complete steps are {list(saved) or 'none'}. Keep more steps, or"
-                " older ones, or save more often"
-            )
-        return step
+    if before >= most:
+        raise errors.DivergedError(
+            f"{finding.why}, and the run has gone back {before} times"
+            f" (divergence_max_rollbacks={most}); look for the cause, or raise it"
+        )
+    step = good_step(saved, since=finding.since, margin=margin)
+    has_failed = before > 0 and began_at == finding.since - 1
+    if step is None and not has_failed:
+        step = good_step(saved, since=finding.since + 1, margin=margin)
+    if step is None and 0 < first_due > finding.since - 2 - margin:
+        step = 0
+    if step is None:
+        raise errors.DivergedError(
+            f"{finding.why}, and no step from before that is left to go back to; the"
+            f" complete steps are {list(saved) or 'none'}. Keep more steps, or older"
+            " ones, or save more often"
+        )
+    return step
 
 
 class Callback(Protocol):
@@ -206,7 +199,14 @@ class Callbacks:
     ) -> None:
         self._callbacks = dict(callbacks or {})
         for name, callback in self._callbacks.items():
-            _check(name, callback)
+            wanted = ("after_step", "after_evaluation", "get_state", "set_state")
+            missing = [each for each in wanted if not hasattr(callback, each)]
+            if missing or isinstance(callback, type):
+                raise errors.ConfigError(
+                    f"the callback {name!r}, a {type(callback).__name__}, has no"
+                    f" {', '.join(missing) or 'instance'}; give an instance with the"
+                    " methods of elastic_ckpt.training.callbacks.Callback"
+                )
         self._emit = emit
         self.decided_step = 0
         self.rollbacks = 0
@@ -325,17 +325,6 @@ class Callbacks:
             )
 
 
-def _check(name: str, callback: object) -> None:
-    methods = ("after_step", "after_evaluation", "get_state", "set_state")
-    missing = [each for each in methods if not callable(getattr(callback, each, None))]
-    if missing or isinstance(callback, type):
-        raise errors.ConfigError(
-            f"the callback {name!r}, a {type(callback).__name__}, has no"
-            f" {', '.join(missing) or 'instance'}; give an instance with the methods of"
-            " elastic_ckpt.training.callbacks.Callback"
-        )
-
-
 # The state of a rule; empty before the first step.
 State: TypeAlias = dict[str, Any]
 # Updates its state by the numbers of a step, and says why the step is bad, if it is.
@@ -428,24 +417,25 @@ class Detector:
         self._patience = patience
         self._warmup = warmup
         # Bad steps in a row are counted anew after each action.
-        self.set_state({"seen": 0, "bad": 0, "since": None, "rule": {}})
+        self._state: State = {"seen": 0, "bad": 0, "since": None, "rule": {}}
 
     def after_step(self, step: int, report: Report) -> Finding | None:
         """See `Callback`."""
-        why = self._rule(self._state, report)
-        self._seen += 1
-        if not why or self._seen <= self._warmup:
-            self._bad, self._since = 0, None
+        state = self._state
+        why = self._rule(state["rule"], report)
+        state["seen"] += 1
+        if not why or state["seen"] <= self._warmup:
+            state["bad"], state["since"] = 0, None
             return None
-        self._bad += 1
-        self._since = step if self._since is None else self._since
-        if self._bad < self._patience:
+        state["bad"] += 1
+        state["since"] = state["since"] or step
+        if state["bad"] < self._patience:
             return None
-        self._bad = 0
+        state["bad"] = 0
         return Finding(
             action=self._action,
-            why=f"{why}, since step {self._since}",
-            since=self._since,
+            why=f"{why}, since step {state['since']}",
+            since=state["since"],
             is_divergence=True,
         )
 
@@ -454,13 +444,11 @@ class Detector:
 
     def get_state(self) -> Any:
         """See `Callback`."""
-        counts = {"seen": self._seen, "bad": self._bad, "since": self._since}
-        return {**counts, "rule": self._state}
+        return self._state
 
     def set_state(self, state: Any) -> None:
         """See `Callback`."""
-        self._seen, self._bad = state["seen"], state["bad"]
-        self._since, self._state = state["since"], dict(state["rule"])
+        self._state = {name: copy.copy(state[name]) for name in self._state}
 
 
 def configured(

@@ -12,28 +12,23 @@ import math
 import os
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+from etils import epath, epy
 
 from elastic_ckpt.core import errors, events, storage
-from elastic_ckpt.elastic import (
-    decision,
-    faults,
-    host,
-    watch,
-)
+from elastic_ckpt.elastic import decision, faults, host, watch
 from elastic_ckpt.inspect.run_files import RunRecord
 from elastic_ckpt.steps import layout, owners
-from elastic_ckpt.steps.retention import BestN
+from elastic_ckpt.steps.retention import BestN, PreservationPolicy
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, Tier, TlsFiles
-from elastic_ckpt.training import keys, run_directory, schema
+from elastic_ckpt.training import journal, load, schema
 
-if TYPE_CHECKING:
-    from etils import epath
-
+with epy.lazy_imports():
+    from elastic_ckpt.checkpoint import run_saver
     from elastic_ckpt.checkpoint.components import validation_schedule
-    from elastic_ckpt.checkpoint.run_saver import Saved
-    from elastic_ckpt.core.topology import Topology
-    from elastic_ckpt.steps.retention import PreservationPolicy
+    from elastic_ckpt.core import topology
+    from elastic_ckpt.training import batch_size
 
 _QUANTITY = re.compile(r"([1-9]\d*)([KMGT]i?)?")
 _UNITS = {"": 1} | {
@@ -99,14 +94,12 @@ def tiers(
     ]
 
 
-def saved(section: schema.CheckpointSection) -> Saved:
+def saved(section: schema.CheckpointSection) -> run_saver.Saved:
     """The steps that a run saves besides those that are due in its tiers.
 
     Raises:
       ConfigError: if `checkpoint_steps_to_keep` is not a list of steps.
     """
-    from elastic_ckpt.checkpoint import run_saver
-
     return run_saver.Saved(
         at_end=section.save_checkpoint_on_completion,
         steps=_pinned_steps(section),
@@ -125,7 +118,7 @@ def record(config: schema.Config, *, program: str = "train") -> RunRecord:
     Raises:
       ConfigError: see `tiers`.
     """
-    steps = run_directory.steps_of(run_directory.path_of(config))
+    steps = journal.steps_of(journal.path_of(config))
     is_saved = config.checkpoint.enable_checkpointing
     kept = tiers(config, persistent=steps) if is_saved else []
     base = config.tiers.local_checkpoint_directory
@@ -143,7 +136,7 @@ def record(config: schema.Config, *, program: str = "train") -> RunRecord:
         ),
         first_step=0 if program == "maxtext" else 1,
         data=dataclasses.asdict(config.data),
-        settings=keys.values(config),
+        settings=load.values(config),
     )
 
 
@@ -169,8 +162,6 @@ def validation(
     preserve: Callable[[int], int | None] = lambda _: None,
 ) -> validation_schedule.ValidationSchedule | None:
     """The comparison of copies that is configured; None if there is none."""
-    from elastic_ckpt.checkpoint.components import validation_schedule
-
     if section.replica_validation == "none":
         return None
     return validation_schedule.ValidationSchedule(
@@ -266,9 +257,9 @@ class Groups:
     """
 
     number: int
-    full: Topology
+    full: topology.Topology
 
-    def some(self, number: int) -> Topology:
+    def some(self, number: int) -> topology.Topology:
         """The topology of some of the groups."""
         full = self.full
         return dataclasses.replace(
@@ -282,8 +273,6 @@ class Groups:
 
 def groups(config: schema.Config) -> Groups:
     """The groups of hosts that are configured."""
-    from elastic_ckpt.core import topology
-
     world = config.world
     full = topology.Topology(
         hosts=world.hosts,
@@ -323,8 +312,6 @@ def policy(config: schema.Config, groups: Groups) -> decision.Policy:
 
 def work(config: schema.Config, groups: Groups) -> decision.Work:
     """The work of a step, on as many groups as train at most."""
-    from elastic_ckpt.training import batch_size
-
     number = num_used(config, groups)
     full = groups.some(number)
     if config.world.hardware != "cpu" and config.world.hosts == 1:
@@ -344,8 +331,6 @@ def _objection(
     config: schema.Config, groups: Groups, number: int, rows: int
 ) -> str | None:
     # Why the data cannot be dealt to a number of groups.
-    from elastic_ckpt.training import batch_size
-
     del rows
     try:
         batch_size.schedule(config.data, groups.some(number))
@@ -414,7 +399,7 @@ def check_keys(config: schema.Config) -> None:
     """Raises a ConfigError for keys that `train` refuses on all hosts and files."""
     check_checkpoints(config)
     if config.checkpoint.enable_checkpointing:
-        tiers(config, persistent=run_directory.path_of(config))
+        tiers(config, persistent=journal.path_of(config))
     faults.parse(config.elastic.faults)
 
 

@@ -1,20 +1,26 @@
-"""The journal of a run: its events, shown to people and kept in `events.jsonl`.
+"""The directory of a run: its places, its events, and the metrics of its processes.
 
-The leader of a run (the supervisor, or the first host under another launcher) keeps it,
-together with the run's lock, and adds how the run ended. An event carries the number of
-the world that this start of the run has claimed last (`claim`), so that readers ignore
-those of a start that another one has replaced.
+The leader of a run (the supervisor, or the first host under another launcher) keeps its
+events in `events.jsonl`, together with the run's lock, and adds how the run ended. An
+event carries the number of the world that this start of the run has claimed last
+(`claim`), so that readers ignore those of a start that another one has replaced.
+
+Each process writes its metrics as JSON lines, and serves them as configured. Readers
+are in `inspect.run_files`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 
 from absl import logging
+from etils import epy
 
 from elastic_ckpt.core import (
     bucket_clients,
@@ -25,11 +31,50 @@ from elastic_ckpt.core import (
     storage_cause,
 )
 from elastic_ckpt.inspect import run_files
-from elastic_ckpt.training import run_directory, schema
+from elastic_ckpt.steps import layout
+from elastic_ckpt.training import load, schema
+
+with epy.lazy_imports():
+    from elastic_ckpt.core import metrics, topology
+    from elastic_ckpt.monitoring import goodput, prometheus, summaries, tensorboard
+    from elastic_ckpt.tiers.persistent import claims
 
 _MAX_REASON = 500
 # Between two writes of a log in an object store.
 _SYNC_SECS = 10.0
+
+
+def path_of(config: schema.Config) -> str:
+    """The directory of the run that `config` describes."""
+    return os.path.join(config.run.base_output_directory, config.run.run_name)
+
+
+def logs_of(config: schema.Config) -> str:
+    """The directory for the output of the hosts of this machine.
+
+    Processes append to their logs, which an object store cannot do: the logs of a run
+    in a bucket are in a new temporary directory of this machine.
+    """
+    directory = path_of(config)
+    if storage.is_local(directory):
+        return os.path.join(directory, run_files.LOGS)
+    return tempfile.mkdtemp(prefix=f"{config.run.run_name}-{run_files.LOGS}-")
+
+
+def steps_of(directory: str) -> str:
+    """The directory of a run's steps in persistent storage."""
+    return os.path.join(directory, layout.STEPS)
+
+
+def read_config(directory: str) -> schema.Config:
+    """The configuration that the run in `directory` was last started with.
+
+    Raises:
+      RunError: if there is no run in `directory`.
+      ConfigError: if its configuration is not of this program.
+    """
+    settings = run_files.read(directory).settings
+    return load.from_values(settings, place=os.path.join(directory, run_files.RECORD))
 
 
 class Journal:
@@ -37,9 +82,8 @@ class Journal:
 
     Args:
       emit: shows the events.
-      log: of the run.
       directory: of the run.
-      claims_at: the directory of the run's steps, where its worlds are claimed.
+      steps: the directory of the run's steps, where its worlds are claimed.
       claim: the world that was claimed last when this start began; 0 if there is none,
         or no other start can be there.
 
@@ -48,28 +92,19 @@ class Journal:
     """
 
     def __init__(
-        self,
-        emit: events.Emit,
-        log: jsonlog.JsonLog,
-        directory: str,
-        *,
-        claims_at: str,
-        claim: int = 0,
+        self, emit: events.Emit, directory: str, *, steps: str, claim: int
     ) -> None:
         self._emit = emit
-        self._log = log
-        self._directory = directory
-        self._claims_at = claims_at
-        # The number of the world that was claimed last; none before the first.
-        self._claim: dict[str, storage.Json] = {"claim": claim} if claim else {}
-        # Until this start has claimed a world, the newest one may be its own.
-        self._has_claimed = False
+        self._log = jsonlog.writer(os.path.join(directory, run_files.EVENTS))
+        self._is_local = storage.is_local(directory)
+        self._steps = steps
+        # The world that was claimed last, and whether this start has claimed it: until
+        # then the newest one may be its own.
+        self._claim, self._has_claimed = claim, False
         self._lock = threading.Lock()
+        # The newest step, and whether it is in a save; None before the first event.
+        self._step, self._is_saved = 0, False
         self._has_begun = False
-        self._step = 0
-        # Whether the newest step is in no save that this start knows of.
-        self._is_unsaved = True
-        self._is_changed = False
         self.is_stopped = False
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
@@ -79,38 +114,30 @@ class Journal:
             self._has_begun = True
             if name == "run_started":
                 self._step = int(str(fields["start_step"]))
-            elif name in ("step", "step_done"):
+            elif name in ("step", "step_done", "restored_from", "world_left"):
                 self._step = int(str(fields["step"]))
-                self._is_unsaved = True
-            elif name in ("restored_from", "world_left"):
                 # All hosts save before they leave.
-                self._step = int(str(fields["step"]))
-                self._is_unsaved = False
+                self._is_saved = name in ("restored_from", "world_left")
             elif name == "run_stopped":
                 self.is_stopped = True
             elif name == "world_claimed":
-                self._claim = {"claim": fields["world"]}
-                self._has_claimed = True
+                self._claim, self._has_claimed = int(str(fields["world"])), True
             if name not in ("step", "step_done"):
-                line = {"time": time.time(), "event": name, **fields, **self._claim}
+                claim = {"claim": self._claim} if self._claim else {}
+                line = {"time": time.time(), "event": name, **fields, **claim}
                 self._log.append(line)
-                self._is_changed = True
 
     def sync(self) -> None:
         """Writes the events so far, unless they are written; a failure is logged."""
-        if not self._is_changed:
+        if not self._log.late_bytes:
             return
-        self._is_changed = False
         try:
-            if not self._is_replaced():
+            # Segments of two starts have no order, as lines in a file have.
+            is_ours = self._is_local or not self._has_claimed
+            if is_ours or not claims.is_replaced(self._steps, self._claim):
                 self._log.sync()
         except (errors.CheckpointError, *bucket_clients.failures()) as error:
-            self._is_changed = True
             logging.warning("the run's events cannot be written now: %s", error)
-
-    def check(self) -> None:
-        """Raises a RunError if the log was removed while it was written."""
-        self._log.check()
 
     def close(self) -> None:
         """Writes what is left, and closes the log; a failure is logged.
@@ -118,60 +145,59 @@ class Journal:
         The run's result is known, and an error of it must not be hidden.
         """
         self.sync()
-        if storage.is_local(self._directory):
+        if self._is_local:
             with contextlib.suppress(OSError):
                 self._log.close()
-
-    def _is_replaced(self) -> bool:
-        # Whether another start writes the log. On a disk its lines follow those of the
-        # other one; segments have no such order.
-        from elastic_ckpt.tiers.persistent import claims
-
-        claim = self._claim.get("claim")
-        is_known = self._has_claimed and isinstance(claim, int)
-        if storage.is_local(self._directory) or not is_known:
-            return False
-        return claims.is_replaced(self._claims_at, claim)
 
     def stopped_early(self) -> None:
         """Keeps that the run ended where it was, perhaps before a save."""
         if self._has_begun:
-            self("run_stopped", step=self._step, saved=not self._is_unsaved)
+            self("run_stopped", step=self._step, saved=self._is_saved)
 
-    def failed(self, error: Exception) -> None:
-        """Keeps why a run failed; one that was refused had no event yet."""
-        if self._has_begun:
-            why = str(error).partition("\n")[0] or type(error).__name__
-            self("run_failed", step=self._step, why=why[:_MAX_REASON])
+    @contextlib.contextmanager
+    def noting_end(self) -> Iterator[None]:
+        """Keeps why the block failed; a run that was refused had no event yet.
+
+        Raises:
+          RunError: if the log was removed while it was written.
+        """
+        try:
+            yield
+            self._log.check()
+        except (errors.StoppedError, KeyboardInterrupt, SystemExit):
+            self.stopped_early()
+            raise
+        except Exception as error:
+            if self._has_begun:
+                why = str(error).partition("\n")[0] or type(error).__name__
+                self("run_failed", step=self._step, why=why[:_MAX_REASON])
+            raise
+
+    @contextlib.contextmanager
+    def synced(self) -> Iterator[None]:
+        """Writes a log in an object store at intervals: people look at it there."""
+        is_closing = threading.Event()
+
+        def sync() -> None:
+            while not is_closing.wait(_SYNC_SECS):
+                self.sync()
+
+        thread = threading.Thread(target=sync, name="events", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_closing.set()
+            thread.join()
 
 
 @contextlib.contextmanager
 def kept(
-    config: schema.Config,
-    emit: events.Emit,
-    *,
-    listening: contextlib.AbstractContextManager[None] | None = None,
-    is_locked: bool = True,
-) -> Iterator[Journal]:
-    """The journal of the run of `config`; see `kept_in`."""
-    directory = run_directory.path_of(config)
-    with kept_in(
-        directory,
-        emit,
-        steps=run_directory.steps_of(directory),
-        listening=listening,
-        is_locked=is_locked,
-    ) as journal:
-        yield journal
-
-
-@contextlib.contextmanager
-def kept_in(
     directory: str,
     emit: events.Emit,
     *,
-    steps: str,
-    listening: contextlib.AbstractContextManager[None] | None = None,
+    steps: str | None = None,
+    listeners: contextlib.AbstractContextManager[None] | None = None,
     is_locked: bool = True,
 ) -> Iterator[Journal]:
     """The journal of the run in `directory`, which belongs to this process meanwhile.
@@ -179,8 +205,9 @@ def kept_in(
     Args:
       directory: of the run.
       emit: shows the events.
-      steps: the directory of its steps, where its worlds are claimed.
-      listening: the listeners of the run's metrics, unless this process has others.
+      steps: the directory of its steps, where its worlds are claimed; by default that
+        in `directory`.
+      listeners: of the run's metrics, unless this process has others.
       is_locked: whether to lock the run; otherwise the claims of its worlds decide
         between several processes.
 
@@ -189,28 +216,24 @@ def kept_in(
       ConfigError: if this account may not write there.
       CheckpointError: if it is not locked, and its claims cannot be read.
     """
-    from elastic_ckpt.monitoring import goodput
-
-    if not storage.is_local(directory):
+    is_local, steps = storage.is_local(directory), steps or steps_of(directory)
+    if not is_local:
         _check_writable(directory)
-    lock = os.path.join(directory, run_files.LOCK)
-    with storage.exclusive_lock(lock) if is_locked else contextlib.nullcontext():
-        log = jsonlog.writer(os.path.join(directory, run_files.EVENTS))
-        with listening or contextlib.nullcontext(), contextlib.ExitStack() as closing:
-            measured = goodput.RunMetrics(emit, newest_step=_newest_step(directory))
-            claim = 0 if is_locked else _newest_claim(steps)
-            journal = Journal(measured, log, directory, claims_at=steps, claim=claim)
-            closing.callback(journal.close)
-            try:
-                with _synced(journal, is_needed=not storage.is_local(directory)):
-                    yield journal
-                journal.check()
-            except (errors.StoppedError, KeyboardInterrupt, SystemExit):
-                journal.stopped_early()
-                raise
-            except Exception as error:
-                journal.failed(error)
-                raise
+    with contextlib.ExitStack() as closing:
+        if is_locked:
+            lock = os.path.join(directory, run_files.LOCK)
+            closing.enter_context(storage.exclusive_lock(lock))
+        if listeners:
+            closing.enter_context(listeners)
+        measured = goodput.RunMetrics(emit, newest_step=_newest_step(directory))
+        newest = None if is_locked else claims.newest(steps)
+        claim = 0 if newest is None else newest.number
+        journal = Journal(measured, directory, steps=steps, claim=claim)
+        closing.callback(journal.close)
+        closing.enter_context(journal.noting_end())
+        if not is_local:
+            closing.enter_context(journal.synced())
+        yield journal
 
 
 def _check_writable(directory: str) -> None:
@@ -226,38 +249,8 @@ def _check_writable(directory: str) -> None:
             raise told from None
 
 
-@contextlib.contextmanager
-def _synced(journal: Journal, *, is_needed: bool) -> Iterator[None]:
-    # Writes the log of a run in an object store, where people look at it, at intervals.
-    is_closing = threading.Event()
-
-    def sync() -> None:
-        while not is_closing.wait(_SYNC_SECS):
-            journal.sync()
-
-    if not is_needed:
-        yield
-        return
-    thread = threading.Thread(target=sync, name="events", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_closing.set()
-        thread.join()
-
-
-def _newest_claim(steps: str) -> int:
-    from elastic_ckpt.tiers.persistent import claims
-
-    newest = claims.newest(steps)
-    return 0 if newest is None else newest.number
-
-
 def _newest_step(directory: str) -> int:
     # The most steps that earlier starts have done, by their metrics.
-    from elastic_ckpt.core import metrics
-
     try:
         files = run_files.read_metrics(os.path.join(directory, run_files.METRICS))
     except errors.DataError as error:
@@ -272,3 +265,65 @@ def _newest_step(directory: str) -> int:
         ),
         default=0,
     )
+
+
+def with_own_port(config: schema.Config, host: int | None = None) -> schema.Config:
+    """`config` for one of several processes of a machine: each has its own port.
+
+    All machines use the same ports, because the hosts of each are numbered in a row.
+
+    Args:
+      config: of the run.
+      host: the number of the host in its world; None for the supervisor, whose port
+        follows those of the hosts.
+    """
+    section = config.metrics
+    if not section.prometheus_port:
+        return config
+    on_machine = config.world.hosts // config.elastic.elastic_machines
+    place = on_machine if host is None else host % on_machine
+    section = dataclasses.replace(
+        section, prometheus_port=section.prometheus_port + place
+    )
+    return dataclasses.replace(config, metrics=section)
+
+
+def listening_of_supervisor(
+    config: schema.Config,
+) -> contextlib.AbstractContextManager[None]:
+    """`listening` in the process that supervises the hosts of this machine."""
+    section = with_own_port(config).metrics
+    return listening(path_of(config), section, name="run")
+
+
+@contextlib.contextmanager
+def listening(
+    directory: str, section: schema.MetricsSection, *, name: str | None = None
+) -> Iterator[None]:
+    """Runs the listeners of this process's metrics while the block runs.
+
+    Args:
+      directory: of the run.
+      section: the listeners besides JSON lines.
+      name: of the files; None for those of this host.
+
+    Raises:
+      ConfigError: if the package of a listener is missing, or Prometheus cannot be
+        served.
+    """
+    name = name or f"host-{topology.this_host():05d}"
+    lines = os.path.join(directory, run_files.METRICS, f"{name}.jsonl")
+    sinks: dict[str, summaries.Sink] = {lines: summaries.JsonLines(lines)}
+    if section.enable_tensorboard:
+        tensorboard.library()
+        board = os.path.join(directory, run_files.TENSORBOARD, name)
+        sinks[board] = tensorboard.TensorBoard(board)
+    with contextlib.ExitStack() as running:
+        if section.prometheus_port:
+            served = prometheus.Prometheus(
+                port=section.prometheus_port, interface=section.prometheus_interface
+            )
+            running.callback(served.close)
+        for place, sink in sinks.items():
+            running.callback(summaries.Summaries(sink, name=place).close)
+        yield

@@ -170,14 +170,11 @@ class Loop:
         step, report = pending
         jax.block_until_ready(report.loss)
         if self._callbacks.reads(step):
-            loss, norm, rate = map(
-                float, (report.loss, report.gradient_norm, report.learning_rate)
-            )
             numbers = Report(
-                loss=loss,
-                gradient_norm=norm,
+                loss=float(report.loss),
+                gradient_norm=float(report.gradient_norm),
                 tokens=int(report.tokens),
-                learning_rate=rate,
+                learning_rate=float(report.learning_rate),
             )
             self._callbacks.after_step(step, numbers)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 import operator
 import os
 import time
@@ -19,6 +18,7 @@ from concurrent import futures
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import (
@@ -32,22 +32,19 @@ from elastic_ckpt.core import (
 )
 from elastic_ckpt.data import elastic_data
 from elastic_ckpt.data.state import Ranges
-from elastic_ckpt.elastic.world import World, between, is_claiming
+from elastic_ckpt.elastic.world import BetweenWorlds, World, between, is_claiming
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.inspect.run_files import RunRecord
 from elastic_ckpt.tiers.choices import Chosen, Local, Tier
 from elastic_ckpt.training import (
     configured,
     journal,
-    listeners,
-    run_directory,
     schema,
     step_log,
 )
 
 # The most records and events that are not written yet: then the loop waits.
 _MOST_LATE = 4
-_NUMBERS = {"loss": float, "tokens": int, "learning_rate": float}
 
 
 class RunDirectory:
@@ -96,18 +93,16 @@ class RunDirectory:
         _program: str = "train",
     ) -> None:
         path = os.fspath(storage.absolute(directory))
-        self._directory = path
-        self._name = os.path.basename(path.rstrip("/"))
-        self._steps = steps
-        slices = 1 if _config is None else _config.world.slices
-        self._world = topology.present(slices) if world is None else world.topology
-        self._resumes = (lambda: False) if world is None else between(world).resumes
-        self._has_local = any(isinstance(each, Local) for each in tiers)
+        self._directory, self._steps = path, steps
         if _config is None:
-            record = _record(self._name, Chosen.from_choices(tiers), path)
+            self._record, slices = _record(path, Chosen.from_choices(tiers)), 1
         else:
-            record = configured.record(_config, program=_program)
-        self._record, self._first_step = record, record.first_step
+            self._record = configured.record(_config, program=_program)
+            slices = _config.world.slices
+        self._world = topology.present(slices) if world is None else world.topology
+        shared = BetweenWorlds() if world is None else between(world)
+        self._resumes = shared.resumes
+        self._has_local = any(isinstance(each, Local) for each in tiers)
         # The steps that are done; None before the first. And those of the newest save.
         self._done: int | None = None
         self._saved = 0
@@ -120,23 +115,23 @@ class RunDirectory:
         self._log: step_log.StepLog | None = None
         # What keeps the events; None on all hosts but one.
         self._journal: events.Emit | None = None
-        if emit is None:
-            emit = events.nobody if world is None else world.emit
         with contextlib.ExitStack() as closing:
             # The process of a single controller has listeners of its own.
             if _config is None or world is None or world.devices is None:
-                section = None if _config is None else _config.metrics
-                closing.enter_context(listeners.running(path, section))
+                section = (_config or schema.Config()).metrics
+                closing.enter_context(journal.listening(path, section))
             if topology.is_primary():
-                self._journal = emit
+                nobody = events.nobody if world is None else world.emit
+                self._journal = emit or nobody
                 if _config is None or world is None:
                     # A host of a machine that stands still would hold the lock.
                     is_locked = world is None or not is_claiming(world)
+                    steps_directory = self._record.steps_directory
                     self._journal = closing.enter_context(
-                        journal.kept_in(
+                        journal.kept(
                             path,
-                            emit,
-                            steps=record.steps_directory,
+                            self._journal,
+                            steps=steps_directory,
                             is_locked=is_locked,
                         )
                     )
@@ -151,7 +146,7 @@ class RunDirectory:
         A loop that reports `data_ended` is done.
         """
         if name == "save_started":
-            self._saved = int(str(fields["step"])) + 1 - self._first_step
+            self._saved = int(str(fields["step"])) + 1 - self._record.first_step
             self._sync()
         elif name == "world_claimed":
             self._claim = int(str(fields["world"]))
@@ -207,7 +202,7 @@ class RunDirectory:
             self._begin(step - 1)
             self.emit(
                 "run_started",
-                run=self._name,
+                run=self._record.run,
                 **dataclasses.asdict(self._world),
                 start_step=step - 1,
                 steps=self._steps,
@@ -216,7 +211,7 @@ class RunDirectory:
         self._done, self._since_secs = step, now
         if self._journal is None:
             metrics.TRAIN_STEPS.record(step)
-        self._submit(self._write, step - 1, rows, loss)
+        self._submit(self._write, step - 1, *rows, loss)
         self._pending = {
             "step": step,
             "steps": self._steps,
@@ -265,23 +260,14 @@ class RunDirectory:
         self._show_pending()
         self._wait()
         self._done = done
-        # Only now: a start that is refused must not replace the record of the run.
-        self._submit(run_files.write, self._directory, self._record)
-        begun = functools.partial(
-            *(step_log.StepLog, self._directory, done),
-            world=self._world,
-            data=self._record.data or {},
-            claim=self._claim,
-            left_out=left_out,
-        )
-        self._submit(self._replace, begun)
+        self._submit(self._open, done, left_out)
 
     def _end(self, *raised: Any) -> None:
         has_failed = raised != (None, None, None)
         # A step that was lost with its devices must not hide the error of the run.
         with contextlib.suppress(Exception) if has_failed else contextlib.nullcontext():
             self._show_pending()
-            self._submit(self._replace)
+            self._submit(self._close)
             self._wait()
         if has_failed or self._done is None:
             return
@@ -326,39 +312,50 @@ class RunDirectory:
 
     # In the thread of the log.
 
-    def _replace(self, begun: Callable[[], step_log.StepLog] | None = None) -> None:
+    def _open(self, done: int, left_out: Ranges) -> None:
+        self._close()
+        # Only now: a start that is refused must not replace the record of the run.
+        run_files.write(self._directory, self._record)
+        self._log = step_log.StepLog(
+            *(self._directory, done),
+            world=self._world,
+            data=self._record.data or {},
+            claim=self._claim,
+            left_out=left_out,
+        )
+
+    def _close(self) -> None:
         if self._log is not None:
             self._log.close()
-        self._log = None if begun is None else begun()
+        self._log = None
 
     def _write(
         self,
         step: int,
-        rows: tuple[jax.Array, jax.Array],
+        ids: jax.Array,
+        digests: jax.Array,
         loss: float | jax.Array | None,
     ) -> None:
         assert self._log is not None
-        self._log.write(step, *rows, None if loss is None else float(loss))
+        self._log.write(step, ids, digests, None if loss is None else float(loss))
 
     def _show(self, told: dict[str, Any]) -> None:
         assert self._journal is not None
-        metrics.TRAIN_STEPS.record(told["step"])
-        norm = told.pop("gradient_norm")
-        for name, number in _NUMBERS.items():
-            if told[name] is not None:
-                told[name] = number(told[name])
+        numbers = jax.tree.map(lambda each: np.asarray(each).item(), told)
+        norm = numbers.pop("gradient_norm")
+        metrics.TRAIN_STEPS.record(numbers["step"])
         if norm is not None:
-            metrics.TRAIN_GRADIENT_NORM.record(float(norm))
-        self._journal("step", **told)
+            metrics.TRAIN_GRADIENT_NORM.record(norm)
+        self._journal("step", **numbers)
 
 
-def _record(run: str, chosen: Chosen, directory: str) -> RunRecord:
-    steps, every = run_directory.steps_of(directory), 0
+def _record(directory: str, chosen: Chosen) -> RunRecord:
+    steps, every = journal.steps_of(directory), 0
     if chosen.persistent is not None:
         steps, every = chosen.persistent.directory, chosen.persistent.every
     ram = () if chosen.local is None else (chosen.local.directory,)
     return RunRecord(
-        run=run,
+        run=os.path.basename(directory.rstrip("/")),
         program="loop",
         steps_directory=os.fspath(storage.absolute(steps)),
         every=every,

@@ -12,7 +12,8 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 from absl import logging
@@ -20,24 +21,31 @@ from absl import logging
 from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
-from elastic_ckpt.core import errors, events, process, topology
+from elastic_ckpt.core import (
+    bucket_clients,
+    errors,
+    events,
+    process,
+    storage,
+    topology,
+)
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.elastic import termination, watch
 from elastic_ckpt.elastic.world import BetweenWorlds, World
-from elastic_ckpt.tiers.persistent import claims
+from elastic_ckpt.tiers.persistent import claims, leases
 from elastic_ckpt.training import (
     batch_size,
     callbacks,
     configured,
-    initial_weights,
     journal,
     model,
-    run_directory,
     schema,
 )
 from elastic_ckpt.training.callbacks import Action, Finding
 from elastic_ckpt.training.loop import Ended, Loop
 from elastic_ckpt.training.own_loop import RunDirectory
+from elastic_ckpt.universal import loading, shipped
+from elastic_ckpt.universal.formats import files
 
 
 class Trainer:
@@ -83,17 +91,21 @@ class Trainer:
             pipeline.from_config(data, vocab_size=vocab_size),
             global_batch_size=self._sizes.at(0),
         )
-        self._evaluated = None
+        # They are closed after the saver, in reverse order.
+        self._parts = contextlib.ExitStack()
+        self._parts.callback(self.batches.close)
+        evaluated = None
         if data.eval_interval:
             rows = batch_size.global_batch_size(data, place)
             of_eval = pipeline.eval_from_config(
                 data, global_batch_size=rows, vocab_size=vocab_size
             )
-            self._evaluated = batches_of(of_eval, global_batch_size=rows)
-        directory = run_directory.path_of(config)
+            evaluated = batches_of(of_eval, global_batch_size=rows)
+            self._parts.callback(evaluated.close)
+        directory = journal.path_of(config)
         tiers = configured.tiers(
             config,
-            persistent=run_directory.steps_of(directory),
+            persistent=journal.steps_of(directory),
             ram=world.ram_directory,
         )
         self.run = RunDirectory(
@@ -127,7 +139,13 @@ class Trainer:
             self._resize(0, self.start_step)
             on_error.pop_all()
         self._validation = configured.validation(
-            config.validation, self._emit, preserve=self._preserve
+            config.validation,
+            self._emit,
+            preserve=lambda up_to: (
+                None
+                if self.saver is None
+                else run_saver.preserve_newest(self.saver.checkpointer, up_to=up_to)
+            ),
         )
         self.loop = Loop(
             data=data,
@@ -137,7 +155,7 @@ class Trainer:
             batches=self.batches,
             sizes=self._sizes,
             saver=self.saver,
-            evaluated=self._evaluated,
+            evaluated=evaluated,
             validation=self._validation,
             callbacks=self._callbacks,
         )
@@ -214,11 +232,9 @@ class Trainer:
         Only after a `train` that returned: after an error the other hosts may be gone,
         and closing waits for them.
         """
-        if self.saver:
-            self.saver.close()
-        if self._evaluated:
-            self._evaluated.close()
-        self.batches.close()
+        with self._parts:
+            if self.saver:
+                self.saver.close()
 
     def abandon(self, error: Exception) -> None:
         """Ends the parts after an error; hosts may be gone, so their errors are logged.
@@ -233,10 +249,7 @@ class Trainer:
                 saver.let_others_write()
             return
         try:
-            with contextlib.ExitStack() as parts:
-                parts.callback(self.batches.close)
-                if self._evaluated:
-                    parts.callback(self._evaluated.close)
+            with self._parts:
                 if saver and self._world.devices is None:
                     saver.leave(error)
                 elif saver:
@@ -249,13 +262,8 @@ class Trainer:
         if not section.init_from:
             return self.program.init()
         return self.program.begin(
-            initial_weights.load(section, abstract["params"], self._emit)
+            initial_weights(section, abstract["params"], self._emit)
         )
-
-    def _preserve(self, up_to: int) -> int | None:
-        if self.saver is None:
-            return None
-        return run_saver.preserve_newest(self.saver.checkpointer, up_to=up_to)
 
     def _distrust_restore(self, restored: int) -> list[CheckpointMetadata]:
         # Has the callbacks distrust the restored step; the step to go back to, later.
@@ -328,16 +336,18 @@ class Trainer:
         called, saved = self._callbacks, self._complete()
         began_secs = time.monotonic()
         section, tiers = self._config.divergence, self._config.tiers
-        rollbacks = callbacks.Rollbacks(
-            most=section.divergence_max_rollbacks,
-            margin=section.divergence_rollback_steps,
-            first_due=tiers.local_checkpoint_period
-            if tiers.enable_multi_tier_checkpointing
-            else self._config.checkpoint.checkpoint_period,
-        )
+        period = self._config.checkpoint.checkpoint_period
+        if tiers.enable_multi_tier_checkpointing:
+            period = tiers.local_checkpoint_period
         try:
-            step = rollbacks.choose(
-                finding, list(saved), before=called.rollbacks, began_at=began_at
+            step = callbacks.step_to_go_back_to(
+                finding,
+                list(saved),
+                before=called.rollbacks,
+                began_at=began_at,
+                most=section.divergence_max_rollbacks,
+                margin=section.divergence_rollback_steps,
+                first_due=period,
             )
         except errors.DivergedError as error:
             why = dataclasses.replace(finding, action=Action.ABORT, why=str(error))
@@ -425,16 +435,21 @@ def train(config: schema.Config, world: World) -> bool:
 
 
 @contextlib.contextmanager
-def alone(config: schema.Config, emit: events.Emit) -> Iterator[World]:
+def alone(
+    config: schema.Config,
+    emit: events.Emit,
+    *,
+    ended: Callable[[], None] = lambda: None,
+) -> Iterator[World]:
     """The world of this process, if no supervisor has started it.
 
     SIGTERM ends the run while the block runs: before the first step at once.
+
+    Args:
+      config: of the run.
+      emit: called for its events.
+      ended: called before SIGTERM ends the only process of the run.
     """
-
-    def ended() -> None:
-        assert isinstance(emit, journal.Journal)
-        emit.stopped_early()
-
     with termination.in_this_process(
         grace_secs=configured.grace_secs(config), ended=ended, emit=emit
     ) as is_ending:
@@ -451,6 +466,57 @@ def alone(config: schema.Config, emit: events.Emit) -> Iterator[World]:
             leaving=lambda step: "stop" if is_ending(step) else None,
             _between=BetweenWorlds(claimant=claimant),
         )
+
+
+def initial_weights(
+    section: schema.ModelSection, params: Any, emit: events.Emit
+) -> Any:
+    """The weights of a new run, from a checkpoint of any format: the key `init_from`.
+
+    Each host reads what its devices need. A step that was saved by a run of the same
+    model needs no layout; every other checkpoint is read through one.
+
+    Args:
+      section: says where they are; without a layout they are those of the same model.
+      params: shapes, dtypes and shardings of the weights.
+      emit: called once they are there.
+
+    Returns:
+      A tree like `params`.
+
+    Raises:
+      ConfigError: if a layout is missing, malformed, or does not fit.
+      CheckpointError: if the checkpoint cannot be read, or is of another model.
+    """
+    began_secs = time.monotonic()
+    wanted = {"params": params}
+    path = str(files.resolved(section.init_from))
+    bucket_clients.prepare(path)
+    # Another run may be saving there, and removes its old steps.
+    with leases.leased_if_ours(path):
+        if not section.init_from_layout:
+            state = _of_same_leaves(path, wanted)
+        else:
+            layout = shipped.resolve(section.init_from_layout).weights()
+            state = loading.load(path, wanted, layout=layout)
+    emit(
+        "weights_loaded",
+        path=section.init_from,
+        bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
+        secs=time.monotonic() - began_secs,
+    )
+    return state["params"]
+
+
+def _of_same_leaves(path: str, wanted: Any) -> Any:
+    tree = storage.absolute(path) / run_saver.STATE
+    source = str(tree) if tree.exists() else path
+    try:
+        return loading.load_leaves(source, wanted)
+    except errors.OtherModelError as error:
+        raise errors.OtherModelError(
+            f"{error}; or set init_from_layout to the layout of that checkpoint"
+        ) from None
 
 
 def _check_step(state: model.TrainState, step: int) -> None:

@@ -9,7 +9,7 @@ import tomllib
 
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import events, metrics
-from elastic_ckpt.training import keys, load, schema
+from elastic_ckpt.training import load, schema
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = ("elastic_ckpt", "elastic_ckpt_sidecar")
@@ -112,7 +112,7 @@ def test_command_line(golden):
 
 def test_config_keys_with_meanings_and_defaults_are_those_of_base_yml(golden):
     base = ROOT / "configs" / "base.yml"
-    golden(base, keys.base_yaml())
+    golden(base, load.base_yaml())
     assert load.load(base) == schema.Config()
 
 

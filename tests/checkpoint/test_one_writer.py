@@ -20,7 +20,7 @@ from etils import epath
 import elastic_ckpt as ec
 from elastic_ckpt.core import clock, errors, process, storage
 from elastic_ckpt.tiers.persistent import claims, records, run_files
-from elastic_ckpt.training import elastic_run
+from elastic_ckpt.training import launch
 from tests import shared_memory
 
 
@@ -54,7 +54,7 @@ def save_steps(steps, told, environment):
 @contextlib.contextmanager
 def running(steps):
     """A program that saves steps, and a pipe to it; killed at the end of the block."""
-    elastic_run.warm_up()
+    launch.warm_up()
     forked = multiprocessing.get_context("forkserver")
     ours, theirs = forked.Pipe()
     program = forked.Process(target=save_steps, args=(steps, theirs, dict(os.environ)))

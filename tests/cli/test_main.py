@@ -9,7 +9,7 @@ import pytest
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import sections
 from elastic_ckpt.data.sources import arrayrecord, parquet
-from elastic_ckpt.training import keys, load, schema
+from elastic_ckpt.training import load, schema
 from tests import runs
 
 
@@ -27,7 +27,7 @@ def test_help_of_train_imports_no_heavy_library_and_has_every_key():
     text = ended.stdout
     assert text.endswith("[]\n")
     assert "elastic-ckpt train configs/demo_cpu.yml slices=2 hosts=2 steps=190" in text
-    for name, value in keys.values(schema.Config()).items():
+    for name, value in load.values(schema.Config()).items():
         assert f"\n  {name}={sections.render(value)}:" in text
 
 
@@ -48,7 +48,7 @@ def test_config_verb_prints_what_would_run_and_where_it_is_set(tmp_path):
 
 
 def test_without_a_file_the_config_verb_prints_every_key_with_its_meaning():
-    assert runs.verb("config") == keys.base_yaml()
+    assert runs.verb("config") == load.base_yaml()
 
 
 @pytest.mark.slow

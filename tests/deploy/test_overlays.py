@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.training import configured, load, machine_run
+from elastic_ckpt.training import configured, launch, load
 from tests import pages
 from tests.deploy import overlays
 
@@ -117,7 +117,7 @@ def test_each_pod_of_the_example_is_a_machine_with_a_slice_and_its_metrics():
     for pod in range(job["completions"]):
         # Kubernetes sets the first in the pods of an indexed Job.
         environment = {"JOB_COMPLETION_INDEX": str(pod), "POD_IP": f"10.0.0.{pod}"}
-        place = machine_run.place(config, environment)
+        place = launch.place(config, environment)
         assert place.num_machines == job["completions"]
         assert place.slices == range(pod, pod + 1)
         assert place.interface == f"10.0.0.{pod}"

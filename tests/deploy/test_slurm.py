@@ -10,7 +10,7 @@ import time
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.training import configured, load, machine_run, step_log
+from elastic_ckpt.training import configured, launch, load, step_log
 from tests import runs, shared_memory
 from tests.deploy import fake_slurm, job_script, overlays
 
@@ -132,7 +132,7 @@ def test_the_run_that_ships_is_one_for_the_nodes_of_the_script():
     for number in range(nodes):
         given = dataclasses.replace(config.elastic, elastic_machines=nodes)
         of_node = dataclasses.replace(config, elastic=given)
-        place = machine_run.place(of_node, {"SLURM_NODEID": str(number)})
+        place = launch.place(of_node, {"SLURM_NODEID": str(number)})
         assert place.slices == range(number, number + 1)
     grace_secs = config.run.termination_grace_period_seconds
     assert fake_slurm.options(script)["signal"] == f"TERM@{grace_secs}"

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from elastic_ckpt.cli import main
-from elastic_ckpt.training import keys
+from elastic_ckpt.training import load
 from tests import pages
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
@@ -63,7 +63,7 @@ def test_every_command_is_one_that_the_command_line_takes():
                     # MaxText's own keys are known to MaxText alone.
                     if given.verb == "train":
                         named = {each.partition("=")[0] for each in given.overrides}
-                        assert named <= set(keys.keys()), line
+                        assert named <= set(load.keys()), line
     assert seen >= 4
 
 

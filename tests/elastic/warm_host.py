@@ -17,14 +17,14 @@ UNWANTED = "aiohttp"
 def train(config, member, channel):
     """Trains; tells of modules that are not as they should be, and of threads."""
     from elastic_ckpt.elastic import cluster, decision, executables, host
-    from elastic_ckpt.training import elastic_run
+    from elastic_ckpt.training import launch
 
     at_fork = set(sys.modules)
     threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
     work = decision.Train(slices=(0,), spares=(), rows=8, accumulated=1)
     with executables.kept() as kept:
         host.run_host(
-            functools.partial(elastic_run.train, config),
+            functools.partial(launch.train, config),
             config.world,
             cluster.Assignment(number=1, work=work),
             host.Owned(memory=None, kept=kept),
@@ -42,7 +42,7 @@ def train(config, member, channel):
 
 def main(directory, config):
     """Trains on a host whose supervisor prints what it tells."""
-    from elastic_ckpt.training import elastic_run, load
+    from elastic_ckpt.training import launch, load
     from tests import host_worlds
     from tests.elastic import warm_host
 
@@ -50,7 +50,7 @@ def main(directory, config):
         if name == "step_interrupted":
             print(fields["path"], fields["step"], flush=True)
 
-    elastic_run.warm_up()
+    launch.warm_up()
     program = functools.partial(warm_host.train, load.load(config))
     host_worlds.run(program, num_hosts=1, log_directory=directory, emit=emit)
 

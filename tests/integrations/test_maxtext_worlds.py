@@ -5,7 +5,7 @@ import types
 from elastic_ckpt.core import events, topology
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.integrations import maxtext_keys, maxtext_worlds
-from elastic_ckpt.training import configured, machine_run
+from elastic_ckpt.training import configured, launch
 from tests.integrations import stand_in
 
 RUN = ["run_name=a", "base_output_directory=/runs", "per_device_batch_size=6"]
@@ -43,7 +43,7 @@ def test_each_machine_has_an_address_certificate_and_time_to_save_of_its_own():
         *("peer_tls_certificate=/tls/crt", "peer_tls_key=/tls/key"),
         "termination_grace_period_seconds=600",
     )
-    own = machine_run.place(config, {"POD_IP": "10.0.0.1"})
+    own = launch.place(config, {"POD_IP": "10.0.0.1"})
     assert (own.number, own.interface) == (1, "10.0.0.2")
     served = configured.memory(config)
     assert (served.tls_certificate, served.tls_key) == ("/tls/crt", "/tls/key")

@@ -10,7 +10,7 @@ import signal
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import station
 from elastic_ckpt.monitoring import progress
-from elastic_ckpt.training import elastic_run, journal, load, training_files
+from elastic_ckpt.training import launch, load
 
 
 def _wrap(owner, name, kill, *, before, condition=None):
@@ -79,7 +79,7 @@ def _armed(point, occurrence, victim, config, world):
     if topology.this_host() == (0 if victim == "all" else victim):
         owner, name, when = _points()[point]
         _wrap(owner, name, kill, **when)
-    elastic_run.train(config, world)
+    launch.train(config, world)
 
 
 def train(point, occurrence, victim, settings):
@@ -93,10 +93,7 @@ def train(point, occurrence, victim, settings):
       settings: the path of the configuration, and overrides.
     """
     station.warm_up(["elastic_ckpt.training.trainer", "tests.processes.killed_world"])
-    config = training_files.prepare(load.load(settings[0], settings[1:]))
+    config = launch.with_files(load.load(settings[0], settings[1:]))
     armed = functools.partial(_armed, point, occurrence, victim)
-    with (
-        progress.Progress(config.run.log_period) as shown,
-        journal.kept(config, shown) as emit,
-    ):
-        elastic_run.run_on_hosts(config, emit, train=armed)
+    with progress.Progress(config.run.log_period) as shown:
+        launch.on_hosts(config, shown, train=armed)

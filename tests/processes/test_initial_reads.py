@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from elastic_ckpt import universal
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.elastic import host as host_process
-from elastic_ckpt.training import initial_weights, schema
+from elastic_ckpt.training import schema, trainer
 from elastic_ckpt.universal.reading.sources import Sources
 from elastic_ckpt.universal.rules.layout import Layout
 from tests import host_worlds
@@ -79,9 +79,11 @@ def load(mesh, keys, path):
         )
         for name, array in expected.items()
     }
-    initial = initial_weights.InitialWeights(**keys)
-    state = initial_weights.load(initial, {"params": abstract}, _discard)
-    for name, leaf in state["params"].items():
+    section = schema.ModelSection(
+        init_from=keys["path"], init_from_layout=keys["layout"]
+    )
+    params = trainer.initial_weights(section, abstract, _discard)
+    for name, leaf in params.items():
         for shard in leaf.addressable_shards:
             part = expected[name][shard.index]
             assert np.asarray(shard.data).tobytes() == part.tobytes()

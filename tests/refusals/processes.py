@@ -12,7 +12,7 @@ import tempfile
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.monitoring import progress
-from elastic_ckpt.training import configured, journal, load, trainer, training_files
+from elastic_ckpt.training import configured, journal, launch, load, trainer
 from tests import corpora, runs
 from tests.refusals import Refusal
 
@@ -31,9 +31,9 @@ def _train(path, *overrides):
     config = load.load(path, overrides)
     configured.check_checkpoints(config)
     with progress.Progress(config.run.log_period) as shown:
-        config = training_files.prepare(config)
+        config = launch.with_files(config)
         with (
-            journal.kept(config, shown) as emit,
+            journal.kept(journal.path_of(config), shown) as emit,
             trainer.alone(config, emit) as world,
         ):
             trainer.train(config, world)

@@ -7,11 +7,10 @@ from elastic_ckpt.elastic import host
 from elastic_ckpt.training import (
     callbacks,
     configured,
+    launch,
     load,
-    machine_run,
     schema,
     step_log,
-    training_files,
 )
 from tests.refusals import Refusal
 
@@ -70,7 +69,7 @@ MACHINES = {
 
 
 def machines(says: str, **keys: object) -> Refusal:
-    return Refusal(lambda _: machine_run.place(read(MACHINES | keys), {}), says)
+    return Refusal(lambda _: launch.place(read(MACHINES | keys), {}), says)
 
 
 def local(says: str, **keys: object) -> Refusal:
@@ -96,7 +95,7 @@ def files(says: str, error: type[Exception], **keys: str) -> Refusal:
 
     def call(directory: pathlib.Path) -> None:
         named = {key: text.replace("DIR", str(directory)) for key, text in keys.items()}
-        training_files.prepare(read(named))
+        launch.with_files(read(named))
 
     return Refusal(call, says, error)
 

@@ -8,7 +8,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.elastic import host
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TlsFiles
-from elastic_ckpt.training import configured, load, machine_run, schema
+from elastic_ckpt.training import configured, launch, load, schema
 from tests.refusals import training as refusals
 
 
@@ -73,7 +73,7 @@ def test_amount_of_memory_is_read_as_kubernetes_reads_it(quantity, num_bytes):
 
 def place(environment=None, **keys):
     config = load.from_values(refusals.MACHINES | keys, place="here")
-    return machine_run.place(config, environment or {})
+    return launch.place(config, environment or {})
 
 
 def test_slices_are_dealt_to_the_machines_in_order():

@@ -72,3 +72,29 @@ def test_poisoned_copy_in_ram_is_left_for_storage_and_the_rows_come_again(
     # Steps 5 and 6, and those of the corrupt state until the loss was known.
     assert outcome["num_redone_steps"] >= 3
     assert outcome["num_left_out"] == 0
+
+
+# Stages of the data with rows of another length, and as many.
+LENGTHS = {0: 8, 3: 16, 5: 8, 7: 24}
+STAGES = [{"begin_step": at, "max_target_length": n} for at, n in LENGTHS.items()]
+
+
+@pytest.mark.slow
+def test_rows_of_another_length_train_on_over_starts_and_rollbacks(
+    tmp_path, corpus, monkeypatch
+):
+    one, other = tmp_path / "one", tmp_path / "other"
+    staged = {"data_stages": json.dumps(STAGES), "num_logical_shards": 8}
+    undisturbed, _, recorded = train(other, corpus, 10, **staged)
+    # A program for each length: the first one serves the third stage, too.
+    assert [each["step"] for each in recorded.named("compiled")] == [1, 4, 8]
+    poison(monkeypatch, 6)
+    # The first start ends within the second stage, and the second one with a bad copy.
+    train(one, corpus, 4, **staged)
+    train(one, corpus, 6, **staged)
+    # It goes back from step 7 to step 4: over the begin of the third stage.
+    ended, _, recorded = train(one, corpus, 10, **staged)
+    assert recorded.named("restore_distrusted")
+    assert [each["step"] for each in recorded.named("compiled")] == [7, 5, 8]
+    jax.tree.map(np.testing.assert_array_equal, ended.state, undisturbed.state)
+    assert logged(one) == logged(other)

@@ -13,8 +13,8 @@ from elastic_ckpt.training.callbacks import (
     Detector,
     Finding,
     Report,
-    Rollbacks,
     good_step,
+    step_to_go_back_to,
 )
 
 
@@ -171,12 +171,12 @@ def test_newest_step_whose_own_loss_was_good_is_chosen(saved, since, margin):
     assert step == (max(good) if good else None)
 
 
-FIRST_DUE = Rollbacks(first_due=4)
-NEVER_ANEW = Rollbacks(most=2, margin=3)
+FIRST_DUE = {"first_due": 4}
+NEVER_ANEW = {"most": 2, "margin": 3}
 
 
 @pytest.mark.parametrize(
-    ("rollbacks", "saved", "since", "options", "step"),
+    ("bounds", "saved", "since", "options", "step"),
     [
         (NEVER_ANEW, [2, 4, 6, 8, 10], 10, {"before": 1}, 4),
         # The state right before the bad step, then step 0.
@@ -190,18 +190,18 @@ NEVER_ANEW = Rollbacks(most=2, margin=3)
         # Older steps were saved once: the beginning would lose them all.
         (FIRST_DUE, [40], 41, {}, 40),
         (FIRST_DUE, [40], 41, {"before": 1, "began_at": 40}, r"are \[40\]\. Keep more"),
-        (Rollbacks(), [], 1, {}, "complete steps are none"),
+        ({}, [], 1, {}, "complete steps are none"),
         (NEVER_ANEW, [7, 8], 10, {}, r"complete steps are \[7, 8\]\. Keep more"),
         (NEVER_ANEW, [2, 4], 10, {"before": 2}, "nan, and the run has gone back 2"),
     ],
 )
 def test_run_goes_back_to_the_newest_good_step_or_to_its_beginning(
-    rollbacks, saved, since, options, step
+    bounds, saved, since, options, step
 ):
     finding = Finding(action=Action.ROLLBACK, why="the loss is nan", since=since)
-    options = {"before": 0, **options}
+    options = {"before": 0, **bounds, **options}
     if isinstance(step, int):
-        assert rollbacks.choose(finding, saved, **options) == step
+        assert step_to_go_back_to(finding, saved, **options) == step
         return
     with pytest.raises(errors.DivergedError, match=step):
-        rollbacks.choose(finding, saved, **options)
+        step_to_go_back_to(finding, saved, **options)

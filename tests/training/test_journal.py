@@ -1,13 +1,17 @@
 import dataclasses
 import json
+import socket
+import sys
+import urllib.request
 
 import pytest
 
-from elastic_ckpt.core import errors, events, jsonlog, storage
+from elastic_ckpt.core import errors, events, jsonlog, metrics, storage
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.steps.step import Line
 from elastic_ckpt.tiers.persistent import claims
-from elastic_ckpt.training import journal, listeners, run_directory, schema
+from elastic_ckpt.training import journal, schema
+from tests.monitoring import event_file
 
 RATES = {"tokens": 9, "learning_rate": 0.1}
 STARTED = {
@@ -15,14 +19,29 @@ STARTED = {
 }  # fmt: skip
 
 
+BEGUN = ("run_started", STARTED)
+
+
+def configured(directory, **sections):
+    run = schema.RunSection(run_name="a", base_output_directory=str(directory))
+    return dataclasses.replace(schema.Config(), run=run, **sections)
+
+
 @pytest.fixture
 def config(tmp_path):
-    run = schema.RunSection(run_name="a", base_output_directory=str(tmp_path))
-    return dataclasses.replace(schema.Config(), run=run)
+    return configured(tmp_path)
+
+
+def kept(config, **options):
+    return journal.kept(journal.path_of(config), events.nobody, **options)
+
+
+def listening(config):
+    return journal.listening(journal.path_of(config), config.metrics)
 
 
 def recorded(config):
-    path = f"{run_directory.path_of(config)}/{run_files.EVENTS}"
+    path = f"{journal.path_of(config)}/{run_files.EVENTS}"
     log = jsonlog.read(path) if storage.absolute(path).exists() else []
     return [
         {name: value for name, value in event.items() if name != "time"}
@@ -30,68 +49,56 @@ def recorded(config):
     ]
 
 
-def fail(config, error, *, steps=0, start=True):
+def step(number):
+    return "step", {"step": number, "steps": 9, "loss": 1.0, "secs": 1.0, **RATES}
+
+
+STOPS = [errors.StoppedError("late"), KeyboardInterrupt(), SystemExit(143)]
+SAVED = ("restored_from", {"step": 3})
+
+
+@pytest.mark.parametrize(
+    ("told", "error", "end"),
+    [
+        # The last step and the first line.
+        ([], errors.RunError("host 1 failed\n| its log"),
+         {"event": "run_failed", "step": 3, "why": "host 1 failed"}),
+        ([step(4), step(5)], errors.RunError("all failed"),
+         {"event": "run_failed", "step": 5, "why": "all failed"}),
+        *(([step(4)], error, {"event": "run_stopped", "step": 4, "saved": False})
+          for error in STOPS),
+        # SIGTERM between two worlds, as after a handover: all hosts have saved.
+        ([("world_left", {"step": 5})], SystemExit(143),
+         {"event": "run_stopped", "step": 5, "saved": True}),
+        ([SAVED], SystemExit(143), {"event": "run_stopped", "step": 3, "saved": True}),
+        ([SAVED, ("step_done", {"step": 4})], SystemExit(143),
+         {"event": "run_stopped", "step": 4, "saved": False}),
+        # A start that was refused leaves no event.
+        (None, errors.DataError("refused"), None),
+        (None, SystemExit(143), None),
+    ],
+)  # fmt: skip
+def test_end_of_a_run_is_kept_with_its_last_step(config, told, error, end):
     def run():
-        with journal.kept(config, events.nobody) as emit:
-            if start:
-                emit("run_started", **STARTED)
-            for step in range(4, 4 + steps):
-                emit("step", step=step, steps=9, loss=1.0, secs=1.0, **RATES)
+        with journal.kept(journal.path_of(config), lambda *_, **__: None) as emit:
+            for name, fields in [] if told is None else [BEGUN, *told]:
+                emit(name, **fields)
             raise error
 
     with pytest.raises(type(error)):
         run()
-
-
-@pytest.mark.parametrize(("steps", "step"), [(0, 3), (2, 5)])
-def test_failure_is_kept_with_the_last_step_and_the_first_line(config, steps, step):
-    fail(config, errors.RunError("host 1 failed\n| its log"), steps=steps)
-    assert recorded(config) == [
-        {"event": "run_started", **STARTED},
-        {"event": "run_failed", "step": step, "why": "host 1 failed"},
-    ]
-
-
-@pytest.mark.parametrize(
-    "error", [errors.StoppedError("late"), KeyboardInterrupt(), SystemExit(143)]
-)
-def test_run_that_was_ended_is_kept_as_stopped_without_a_save(config, error):
-    fail(config, error, steps=1)
-    assert recorded(config)[1:] == [{"event": "run_stopped", "step": 4, "saved": False}]
-
-
-@pytest.mark.parametrize(
-    ("events_", "stopped"),
-    [
-        # SIGTERM between two worlds, as after a handover: all hosts have saved.
-        ([("world_left", {"step": 5})], {"step": 5, "saved": True}),
-        ([("restored_from", {"step": 3})], {"step": 3, "saved": True}),
-        ([("restored_from", {"step": 3}), ("step_done", {"step": 4})],
-         {"step": 4, "saved": False}),
-    ],
-)  # fmt: skip
-def test_a_run_that_is_ended_where_all_is_saved_says_so(config, events_, stopped):
-    def run():
-        with journal.kept(config, lambda *_, **__: None) as emit:
-            for name, fields in events_:
-                emit(name, **fields)
-            raise SystemExit(143)
-
-    with pytest.raises(SystemExit):
-        run()
-    assert recorded(config)[-1] == {"event": "run_stopped", **stopped}
-
-
-@pytest.mark.parametrize("error", [errors.DataError("refused"), SystemExit(143)])
-def test_start_that_was_refused_leaves_no_event(config, error):
-    fail(config, error, start=False)
-    assert recorded(config) == []
+    if end is None:
+        assert recorded(config) == []
+        return
+    first, *_, last = recorded(config)
+    assert (first, last) == ({"event": "run_started", **STARTED}, end)
+    assert not any(each["event"].startswith("step") for each in recorded(config))
 
 
 def test_stop_that_was_asked_for_is_known(config):
-    with journal.kept(config, events.nobody) as emit:
+    with kept(config) as emit:
         live = pytest.raises(errors.RunError, match="written by another live run")
-        with live, journal.kept(config, events.nobody):
+        with live, kept(config):
             raise AssertionError("two at a time")
         assert not emit.is_stopped
         emit("run_stopped", step=4, saved=True)
@@ -102,15 +109,14 @@ def test_stop_that_was_asked_for_is_known(config):
 
 
 def test_steps_that_an_earlier_start_has_trained_are_no_goodput_again(config):
-    step = {"steps": 9, "loss": 1.0, "secs": 1.0, **RATES}
     for newest in (5, 6):
-        listening = listeners.started(config)
-        with journal.kept(config, events.nobody, listening=listening) as emit:
+        with kept(config, listeners=listening(config)) as emit:
             emit("run_started", **STARTED)
             for number in range(4, newest + 1):
-                emit("step", step=number, **step)
+                name, fields = step(number)
+                emit(name, **fields)
     lines = jsonlog.read(
-        f"{run_directory.path_of(config)}/{run_files.METRICS}/host-00000.jsonl"
+        f"{journal.path_of(config)}/{run_files.METRICS}/host-00000.jsonl"
     )
     names = [line["metric"].rpartition("/")[2] for line in lines]
     # Step 5 in the first start, and step 6 in the second.
@@ -120,7 +126,7 @@ def test_steps_that_an_earlier_start_has_trained_are_no_goodput_again(config):
 
 def claim(config, save):
     start = claims.Claimant()
-    steps = run_directory.steps_of(run_directory.path_of(config))
+    steps = journal.steps_of(journal.path_of(config))
     writer = claims.Writer(steps, run="a", claimant=start)
     writer.begin()
     claimed = writer.claim(Line(save=save, parents=()))
@@ -129,19 +135,19 @@ def claim(config, save):
 
 def two_starts(config):
     """A start that another one replaces, whose end comes before its own."""
-    with journal.kept(config, events.nobody) as old:
+    with kept(config) as old:
         old("run_started", **STARTED)
         old("world_claimed", **claim(config, "8"))
         old("saved", step=4, secs=1.0)
         old.sync()
         # Locks of network file systems may be lost, and object stores have none.
-        storage.remove(f"{run_directory.path_of(config)}/{run_files.LOCK}")
-        with journal.kept(config, events.nobody) as new:
+        storage.remove(f"{journal.path_of(config)}/{run_files.LOCK}")
+        with kept(config) as new:
             new("world_claimed", **claim(config, "9"))
             old("saved", step=5, secs=1.0)
             new("run_finished", step=9, secs=1.0)
         old("run_failed", step=5, why="replaced")
-    log = run_files.read_events(run_directory.path_of(config))
+    log = run_files.read_events(journal.path_of(config))
     return [event["event"] for event in log]
 
 
@@ -150,9 +156,9 @@ COUNTED = ["run_started", "world_claimed", "saved", "world_claimed", "run_finish
 
 def test_run_whose_events_were_removed_meanwhile_fails(config):
     def run():
-        with journal.kept(config, events.nobody) as emit:
+        with kept(config) as emit:
             emit("run_started", **STARTED)
-            storage.remove(f"{run_directory.path_of(config)}/{run_files.EVENTS}")
+            storage.remove(f"{journal.path_of(config)}/{run_files.EVENTS}")
 
     with pytest.raises(errors.RunError, match="was removed"):
         run()
@@ -160,8 +166,7 @@ def test_run_whose_events_were_removed_meanwhile_fails(config):
 
 @pytest.mark.parametrize("place", ["local", "gs"])
 def test_events_of_a_replaced_start_are_not_read(steps_in, place):
-    run = schema.RunSection(run_name="b", base_output_directory=steps_in(place))
-    there = dataclasses.replace(schema.Config(), run=run)
+    there = configured(steps_in(place))
     assert two_starts(there) == COUNTED
     # In a bucket they do not overwrite those of the other start.
     assert len(recorded(there)) == len(COUNTED) + 2 * (place == "local")
@@ -170,12 +175,12 @@ def test_events_of_a_replaced_start_are_not_read(steps_in, place):
 def test_events_of_a_start_that_was_replaced_before_it_claimed_a_world_are_not_read(
     config,
 ):
-    directory = run_directory.path_of(config)
-    with journal.kept(config, events.nobody, is_locked=False) as first:
+    directory = journal.path_of(config)
+    with kept(config, is_locked=False) as first:
         first("world_claimed", **claim(config, "8"))
     with (
-        journal.kept(config, events.nobody, is_locked=False) as cut_off,
-        journal.kept(config, events.nobody, is_locked=False) as new,
+        kept(config, is_locked=False) as cut_off,
+        kept(config, is_locked=False) as new,
     ):
         cut_off("leader_found", machine=2, leader=2)
         new("world_claimed", **claim(config, "9"))
@@ -184,3 +189,75 @@ def test_events_of_a_start_that_was_replaced_before_it_claimed_a_world_are_not_r
     assert [each["event"] for each in log] == [
         *("world_claimed", "leader_found", "world_claimed"),
     ]
+
+
+# The metrics of a process.
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_json_lines_are_always_written_also_when_the_run_fails(tmp_path, config):
+    def fail():
+        with listening(config):
+            metrics.DATA_ROWS.record(8)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    metrics.DATA_ROWS.record(16)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["metrics"]
+    (line,) = jsonlog.read(tmp_path / "a" / "metrics" / "host-00000.jsonl")
+    assert (line["metric"], line["last"]) == (metrics.DATA_ROWS.name, 8.0)
+
+
+def test_hosts_have_ports_of_their_own_the_same_on_every_machine():
+    assert ports_of(hosts=3) == [9100, 9101, 9102]
+    nothing = schema.Config()
+    assert journal.with_own_port(nothing, 2) == nothing
+    assert ports_of(hosts=6, elastic_machines=2) == [9100, 9101, 9102] * 2
+    # A world without the first machine.
+    assert ports_of(hosts=6, elastic_machines=2, there=3) == [9100, 9101, 9102]
+
+
+def ports_of(*, hosts, elastic_machines=1, there=None):
+    """The ports of the hosts of a world, which has `there` of all hosts of the run."""
+    run = schema.Config(
+        metrics=schema.MetricsSection(prometheus_port=9100),
+        world=schema.WorldSection(hosts=hosts),
+        elastic=schema.ElasticSection(elastic_machines=elastic_machines),
+    )
+    processes = [journal.with_own_port(run, n) for n in range(there or hosts)]
+    return [process.metrics.prometheus_port for process in processes]
+
+
+def test_supervisor_has_files_and_a_port_beside_those_of_its_hosts(tmp_path):
+    port = free_port()
+    section = schema.MetricsSection(enable_tensorboard=True, prometheus_port=port - 3)
+    three = configured(tmp_path, metrics=section, world=schema.WorldSection(hosts=3))
+    with journal.listening_of_supervisor(three):
+        metrics.TRAIN_STEPS.record(40)
+        metrics.GOODPUT.record(75)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+            assert b"\nelastic_ckpt_goodput_percent 75.0\n" in page.read()
+    lines = jsonlog.read(tmp_path / "a" / "metrics" / "run.jsonl")
+    assert [(line["last"], line["step"]) for line in lines] == [(40.0, 40), (75.0, 40)]
+    assert event_file.scalars(tmp_path / "a" / "tensorboard" / "run") == [
+        ("elastic_ckpt/train/steps", 40, 40.0),
+        ("elastic_ckpt/goodput/percent", 40, 75.0),
+    ]
+
+
+def test_no_extra_is_asked_for_unless_it_is_needed(monkeypatch, tmp_path, config):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.setitem(sys.modules, "tensorboardX.event_file_writer", None)
+    with listening(config):
+        pass
+    for key, extra in (("enable_tensorboard", "tensorboard"), ("prometheus_port", "p")):
+        section = schema.MetricsSection(**{key: 9100 if extra == "p" else True})
+        needed = configured(tmp_path, metrics=section)
+        missing = pytest.raises(errors.ConfigError, match=rf"pip install '\.\[{extra}")
+        with missing, journal.listening_of_supervisor(needed):
+            raise AssertionError("it begins")

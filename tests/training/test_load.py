@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.training import keys, load, schema
+from elastic_ckpt.training import load, schema
 
 
 def write(path, text):
@@ -25,7 +25,7 @@ def test_what_the_command_line_gives_may_be_empty_or_no_yaml():
 
 
 def test_no_two_sections_have_the_same_key():
-    assert len(keys.keys()) == sum(len(vars(s)) for s in vars(schema.Config()).values())
+    assert len(load.keys()) == sum(len(vars(s)) for s in vars(schema.Config()).values())
 
 
 def test_base_of_all_defaults_needs_no_file(tmp_path):
@@ -61,10 +61,10 @@ def test_values_are_read_as_people_write_them(tmp_path, key, text, value):
     path = write(tmp_path / "a.yml", "")
     in_file = write(tmp_path / "b.yml", f"{key}: {text}\n")
     for config in (load.load(path, [f"{key}={text}"]), load.load(in_file)):
-        default = keys.values(schema.Config())
-        assert keys.values(config) == default | {key: value or default[key]}
+        default = load.values(schema.Config())
+        assert load.values(config) == default | {key: value or default[key]}
 
 
 def test_configuration_survives_the_way_through_its_values():
     config = schema.Config(run=schema.RunSection(run_name="x", steps=3))
-    assert load.from_values(keys.values(config), place="here") == config
+    assert load.from_values(load.values(config), place="here") == config

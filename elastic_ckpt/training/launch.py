@@ -1,0 +1,340 @@
+"""Starts a run as it is configured: in this process, or on hosts of its machines.
+
+It imports JAX only where it is used, so that the fork server starts at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from etils import epy
+
+from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.data import data_keys
+from elastic_ckpt.elastic import (
+    faults,
+    host,
+    process_cluster,
+    processes,
+    runtime,
+    scale_request,
+    station,
+)
+from elastic_ckpt.elastic.cluster import Cluster
+from elastic_ckpt.elastic.machine import Machine, MachineSupervisor
+from elastic_ckpt.elastic.processes import Place
+from elastic_ckpt.elastic.world import World
+from elastic_ckpt.training import configured, journal, load, schema
+from elastic_ckpt.training.configured import Groups
+
+with epy.lazy_imports():
+    from elastic_ckpt.core import topology
+    from elastic_ckpt.data import datasets
+    from elastic_ckpt.data.lm import text
+    from elastic_ckpt.data.sources import files
+    from elastic_ckpt.elastic import pathways
+    from elastic_ckpt.training import trainer
+
+# Trains on a host of a world.
+Train = Callable[[schema.Config, World], object]
+# What the fork server imports: nearly all that a host needs comes with these two, and
+# the rest would be imported in the pause of a change.
+_HOST_IMPORTS = (
+    *host.IMPORTS,
+    __name__,
+    "elastic_ckpt.training.trainer",
+    "elastic_ckpt.monitoring.prometheus",
+    "elastic_ckpt.monitoring.summaries",
+    "elastic_ckpt.monitoring.tensorboard",
+    "grain._src.python.dataset.transformations.slice",
+)
+# Keys that may differ between machines.
+_OWN_KEYS = (
+    "elastic_machine",
+    "peer_interface",
+    "peer_port",
+    "peer_domains",
+    "peer_tls_certificate",
+    "peer_tls_key",
+    "peer_tls_ca",
+)
+_MIXTURE = "grain_train_mixture_config_path"
+
+
+def warm_up() -> None:
+    """Starts the fork server, which imports in the background."""
+    station.warm_up(_HOST_IMPORTS)
+
+
+def train(config: schema.Config, world: World) -> None:
+    """Trains on one of several hosts of this machine."""
+    trainer.train(journal.with_own_port(config, topology.this_host()), world)
+
+
+def on_hosts(
+    config: schema.Config,
+    show: events.Emit,
+    *,
+    place: Place | None = None,
+    train: Train = train,
+    program: Sequence[str] = (),
+) -> bool:
+    """Supervises the hosts of this machine until the run has ended.
+
+    Args:
+      config: of the run; the files of its data exist.
+      show: called for the events of the run; of several machines, on the one that
+        leads.
+      place: of this machine among several, each of which leads the run or follows; None
+        if it has all hosts.
+      train: of each host; picklable.
+      program: of the hosts, besides the configuration: equal on all machines.
+
+    Returns:
+      Whether the run, or this machine, was asked to end before the last step.
+
+    Raises:
+      RunError: with the first failure of a host; all hosts have ended by then. Or if no
+        leader can be reached.
+      StoppedError: if SIGTERM arrived, and the hosts did not end in time.
+    """
+    limits, groups = configured.limits(config), configured.groups(config)
+    directory, injected = journal.path_of(config), faults.parse(config.elastic.faults)
+    # Without it all hosts share one RAM disk, as those of one machine.
+    memory = configured.memory(config) if config.elastic.elastic_enabled else None
+    there: dict[str, Any] = {}
+    if place is not None:
+        there = {"slices": place.slices, "interface": place.interface}
+
+    def own_station() -> contextlib.closing[station.Station]:
+        return contextlib.closing(
+            station.Station(
+                config.world,
+                memory=memory,
+                log_directory=journal.logs_of(config),
+                grace_secs=limits.grace_secs,
+                **there,
+            )
+        )
+
+    def kept() -> contextlib.AbstractContextManager[journal.Journal]:
+        listeners = journal.listening_of_supervisor(config)
+        # A leader that is cut off, or frozen, would hold a lock.
+        is_locked = place is None
+        return journal.kept(directory, show, listeners=listeners, is_locked=is_locked)
+
+    def lead(cluster: process_cluster.ProcessCluster, emit: events.Emit) -> None:
+        _run(config, cluster, train, groups=groups, emit=emit)
+
+    if place is None:
+        with (
+            kept() as emit,
+            own_station() as own,
+            process_cluster.ProcessCluster(
+                process_cluster.Machines(own),
+                limits=limits,
+                injected=injected,
+                emit=emit,
+            ) as cluster,
+        ):
+            scale_request.remove(directory)
+            lead(cluster, emit)
+            return emit.is_stopped
+    with own_station() as own:
+        own.train = functools.partial(train, config)
+        machine = Machine(
+            number=place.number,
+            num_machines=place.num_machines,
+            station=own,
+            shared=journal.steps_of(directory),
+            injected=injected,
+            limits=limits,
+            lost_secs=config.elastic.elastic_machine_timeout_seconds,
+        )
+        return MachineSupervisor(
+            machine,
+            lead,
+            kept=kept,
+            configured=_digest(config, program),
+            policy=configured.policy(config, groups),
+            show=show,
+            begin=lambda: scale_request.remove(directory),
+        ).run()
+
+
+def on_slices(config: schema.Config, show: events.Emit) -> bool:
+    """Trains in this process on the slices that are there, until the run has ended.
+
+    They are those of Pathways, or groups of this process's CPU devices that stand for
+    them.
+
+    Args:
+      config: of the run; the files of its data exist.
+      show: called for each event of the run.
+
+    Returns:
+      Whether the run was asked to end before the last step.
+
+    Raises:
+      ConfigError: if the slices are not those of the hardware, or faults are configured
+        that they cannot have.
+      RunError: see `runtime.run`.
+    """
+    number, directory = config.world.slices, journal.path_of(config)
+    listeners = journal.listening(directory, config.metrics)
+    with journal.kept(directory, show, listeners=listeners) as emit:
+        scale_request.remove(directory)
+        if configured.is_simulated(config):
+            slices = pathways.SimulatedSlices(number)
+        else:
+            slices = pathways.manager.Manager()
+        if slices.total_slice_count != number:
+            raise errors.ConfigError(
+                f"slices={number}, but the hardware has {slices.total_slice_count}; set"
+                f" slices={slices.total_slice_count}"
+            )
+        with pathways.Pathways(
+            slices,
+            injected=faults.parse(config.elastic.faults),
+            grace_secs=configured.grace_secs(config),
+            ended=emit.stopped_early,
+            emit=emit,
+        ) as cluster:
+            groups = Groups(number=number, full=topology.present(number))
+            _run(config, cluster, trainer.train, groups=groups, emit=emit)
+            return emit.is_stopped
+
+
+def _run(
+    config: schema.Config,
+    cluster: Cluster,
+    train: Train,
+    *,
+    groups: Groups,
+    emit: events.Emit,
+) -> None:
+    # Trains on the groups of a cluster that are there, until the run has ended.
+    chosen = configured.policy(config, groups)
+    if config.elastic.elastic_enabled:
+        chosen = scale_request.ScaledPolicy(journal.path_of(config), chosen)
+    runtime.run(
+        functools.partial(train, config),
+        cluster=cluster,
+        policy=chosen,
+        work=configured.work(config, groups),
+        emit=emit,
+    )
+
+
+def place(config: schema.Config, environment: Mapping[str, str]) -> Place:
+    """The place that is configured for this machine among those of a run.
+
+    Raises:
+      ConfigError: if it is not, or contradicts other keys.
+    """
+    section, world = config.elastic, config.world
+    if not section.elastic_enabled:
+        raise errors.ConfigError(
+            f"elastic_machines={section.elastic_machines} needs elastic_enabled=true:"
+            " otherwise another launcher starts the hosts; set elastic_enabled=true, or"
+            " elastic_machines=1"
+        )
+    if world.enable_single_controller:
+        raise errors.ConfigError(
+            f"elastic_machines={section.elastic_machines} with"
+            " enable_single_controller=true: only runs with a process per host have"
+            " supervisors on several machines; set elastic_machines=1"
+        )
+    if world.hosts % world.slices:
+        raise errors.ConfigError(
+            f"slices={world.slices} with hosts={world.hosts} cannot be divided evenly"
+            f" among {section.elastic_machines} machines; set hosts to a multiple of"
+            " slices"
+        )
+    number = section.elastic_machine
+    return processes.place(
+        *(section.elastic_machines, number if number >= 0 else None),
+        slices=world.slices,
+        interface=config.tiers.peer_interface,
+        environment=environment,
+        names=("elastic_machines", "elastic_machine"),
+    )
+
+
+def _digest(config: schema.Config, program: Sequence[str]) -> str:
+    values = load.values(config)
+    shared = {name: values[name] for name in sorted(values) if name not in _OWN_KEYS}
+    named = [word for word in program if word.partition("=")[0] not in _OWN_KEYS]
+    return hashlib.sha256(storage.canonical_json([shared, named])).hexdigest()
+
+
+def with_files(
+    config: schema.Config, *, report: Callable[[str], None] = lambda _: None
+) -> schema.Config:
+    """The configuration with absolute file names of data; writes what is missing.
+
+    Args:
+      config: of the run.
+      report: called with a line of text for each file that was written from texts.
+
+    Raises:
+      ConfigError: if a file cannot be written in the configured format.
+      DataError: if there are no such files, nor texts to write them from.
+    """
+    data = config.data
+    directories = iter(part for part in data.text_directory.split(";") if part)
+    listed = ["grain_train_files"] * (not data.grain_train_mixture_config_path)
+    listed += ["grain_eval_files"] * bool(data.eval_interval)
+    for key in listed:
+        for dataset in datasets.from_list(getattr(data, key), key=key):
+            if directory := next(directories, ""):
+                _write(dataset.patterns, directory, data.grain_file_type, report)
+            files.find_files(files.absolute(dataset.patterns))
+    values = _absolute({key: vars(data)[key] for key in (_MIXTURE, *listed)})
+    if data.data_stages:
+        # As they are now: the file may change, and another start may be elsewhere.
+        stages = []
+        for begin, stage in data_keys.stages(data):
+            own = {k: v for k, v in vars(stage).items() if v != vars(data)[k]}
+            stages.append({"begin_step": begin, **_absolute(own)})
+        values["data_stages"] = json.dumps(stages)
+    return dataclasses.replace(config, data=dataclasses.replace(data, **values))
+
+
+def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
+    # The values of keys of data, with absolute file names.
+    absolute = dict(values)
+    for key, value in values.items():
+        if value and key == _MIXTURE:
+            absolute[key] = os.fspath(storage.absolute(value))
+        elif value and key in ("grain_train_files", "grain_eval_files"):
+            listed = [
+                dataclasses.replace(each, patterns=files.absolute(each.patterns))
+                for each in datasets.from_list(value, key=key)
+            ]
+            absolute[key] = datasets.to_list(listed)
+    return absolute
+
+
+def _write(
+    patterns: str, directory: str, file_type: str, report: Callable[[str], None]
+) -> None:
+    # Nothing to write if the patterns are not one file, or it exists.
+    if set("*?[,") & set(patterns) or files.exists(patterns):
+        return
+    named_type = text.file_type(patterns) or file_type
+    if named_type != file_type:
+        raise errors.ConfigError(
+            f"grain_file_type={file_type}, but text_directory would be written to"
+            f" {patterns}, whose name is that of {named_type}; set"
+            f" grain_file_type={named_type}, or change the file's name"
+        )
+    written = text.write(directory, patterns, file_type=file_type)
+    report(f"wrote {patterns}: {written.num_documents:,} documents")
