@@ -135,9 +135,9 @@ def json_lines(path: epath.PathLike) -> Iterator[Write]:
             # Somebody has removed the file: the next lines begin another one.
             log = opened()
         for summary in sorted(batch, key=lambda each: each.time):
-            fields = dataclasses.asdict(summary)
-            del fields["number"]
-            log.append({k: v for k, v in fields.items() if v is not None})
+            fields = dataclasses.asdict(summary).items()
+            shown = {k: v for k, v in fields if v is not None and k != "number"}
+            log.append(shown)
         log.sync()
 
     with contextlib.ExitStack() as all_opened:

@@ -240,10 +240,9 @@ class Provenance:
                 found = self._followed(name, part, turn)
                 num_unused += found.outcome == "not_yet_used"
                 # Shards are in about the same epoch, but not exactly.
-                if num_unused < 2 or found.outcome != "not_yet_used":
-                    yield found
-                if num_unused > 1 and turn.epoch > 0:
+                if num_unused > 1:
                     break
+                yield found
 
     def step(self, step: int) -> Iterator[UsedBatch]:
         """The batches of a step, with their documents.
@@ -358,10 +357,10 @@ class Provenance:
         for number in range(batch.record.row, batch.record.stop):
             documents: tuple[provenance.Piece, ...] = ()
             if number < len(data.order):
-                before = number // data.num_records * data.num_records
-                file, record, epoch = records.origin(
-                    texts, before + int(data.order[number])
-                )
+                text = data.order[number]
+                assert text is not None
+                text += number // data.num_records * data.num_records
+                file, record, epoch = records.origin(texts, text)
                 piece = provenance.Piece(
                     dataset="", file=file, record=record, epoch=epoch
                 )
