@@ -86,7 +86,6 @@ class Progress:
         self._is_terminal = self._stream.isatty()
         self._moving = False  # whether the last thing written is the moving line
         self._world = self._saved = ""
-        self._is_anything_saved = False
         # Why storage takes no steps, as far as it was shown.
         self._causes: set[str] = set()
         # When the last steps were done, and where the phase before them began.
@@ -122,10 +121,6 @@ class Progress:
         with self._lock:
             if name in _SAVES:
                 self._saved = _formatted(_SAVES[name], fields)
-            self._is_anything_saved |= name in _SAVES and name != "save_started"
-            self._is_anything_saved |= bool(
-                fields.get("start_step") or fields.get("saved")
-            )
             match name:
                 case "step" | "step_done":
                     self._step(fields)
@@ -209,11 +204,7 @@ class Progress:
 
     def _ended(self, event: Mapping[str, Any]) -> str:
         when = "after step {step}" if self._world else "before it began"
-        again = "the same command starts it"
-        if self._is_anything_saved:
-            again = "the same command continues it from the newest complete step"
-        elif self._world:
-            again += " at step 0, for nothing was saved"
+        again = "the same command continues it from the newest complete step, if any"
         if "saved" not in event:
             # Why it failed ends the output of the command.
             return f"the run failed {when}; once its cause is removed, {again}"

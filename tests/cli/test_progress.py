@@ -60,18 +60,18 @@ FAILED = ("run_failed", {"step": 0, "why": "x"})
         (
             [FAILED],
             "the run failed before it began; once its cause is removed, the same"
-            " command starts it",
+            " command continues it from the newest complete step, if any",
         ),
-        # One that fails before it has restored its steps has them.
         (
-            [("run_started", STARTED | {"start_step": 3}), FAILED],
-            "the run failed after step 0; once its cause is removed, the same command"
-            " continues it from the newest complete step",
+            [("run_started", STARTED), ("run_stopped", {"step": 3, "saved": False})],
+            "stopped after step 3, which was NOT saved; the same command continues it"
+            " from the newest complete step, if any",
         ),
         # A machine that has just taken the lead.
         (
             [("run_stopped", {"step": 0, "saved": False})],
-            "stopped before it began; the same command starts it",
+            "stopped before it began; the same command continues it from the newest"
+            " complete step, if any",
         ),
         (
             [("restored_from", RAM | {"step": 2, "bad_copies": 2, "repaired": 1})],
