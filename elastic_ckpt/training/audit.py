@@ -409,23 +409,18 @@ def _named(name: str) -> elastic_data.ElasticData:
     sys.path.insert(0, own)
     try:
         data = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+        if callable(data):
+            inspect.signature(data).bind()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise errors.ConfigError(
             f"--data {name}: {error}; write MODULE:NAME, of a module that can be"
-            " imported here"
+            " imported here, and of the data as ec.batches was given it, or of a"
+            " function without arguments that returns it"
         ) from error
     finally:
         if own in sys.path:
             sys.path.remove(own)
     if callable(data):
-        try:
-            inspect.signature(data).bind()
-        except (TypeError, ValueError) as error:
-            raise errors.ConfigError(
-                f"--data {name}: {attribute} cannot be called without arguments"
-                f" ({error}); name the data, as ec.batches was given it, or a function"
-                " that returns it"
-            ) from None
         data = data()
     elastic_data.check(data, caller=f"--data {name}")
     return data
