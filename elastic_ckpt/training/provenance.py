@@ -142,12 +142,10 @@ class SavedData:
     """The data state of a saved step.
 
     Attributes:
-      step: its number.
       state: its data state.
       cursors: reads the cursors of shards.
     """
 
-    step: int
     state: state.DataState
     cursors: Callable[[Iterable[int]], Mapping[int, cursors.Cursor]]
 
@@ -212,7 +210,7 @@ class Provenance:
         """That of a run in a directory."""
         steps = foreign_steps.steps(run.record.steps_directory)
         with futures.ThreadPoolExecutor(_READERS) as pool:
-            found = list(pool.map(_saved_at, steps.keys(), steps.values()))
+            found = list(pool.map(_saved_at, steps.values()))
         return cls(
             run.attempts,
             run.data_of,
@@ -532,7 +530,7 @@ def _located(files: Mapping[str, Sequence[str]], file: str) -> list[tuple[str, i
     return [(name, number) for name, number, _ in found]
 
 
-def _saved_at(step: int, path: epath.Path) -> list[SavedData]:
+def _saved_at(path: epath.Path) -> list[SavedData]:
     # The data states of a step that can be read, nearly always one.
     found = []
     for part in path.iterdir():
@@ -541,5 +539,5 @@ def _saved_at(step: int, path: epath.Path) -> list[SavedData]:
             if (part / state.FILE_NAME).exists():
                 saved = state.read(part)
                 read = functools.partial(cursors.read, part, position=saved.position)
-                found.append(SavedData(step=step, state=saved, cursors=read))
+                found.append(SavedData(state=saved, cursors=read))
     return found
