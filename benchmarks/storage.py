@@ -156,13 +156,10 @@ def _moved_by_metrics(directory: str) -> float:
         moved += len(content) + (0 if data is None else len(bytes(data)))
         return status, headers, info, content
 
-    sink = summaries.JsonLines(f"{directory}/host-00000.jsonl")
-    with (
-        mock.patch.object(gcsfs.GCSFileSystem, "_request", counted),
-        contextlib.closing(sink),
-    ):
+    sink = summaries.json_lines(f"{directory}/host-00000.jsonl")
+    with mock.patch.object(gcsfs.GCSFileSystem, "_request", counted), sink as write:
         for _ in range(_BATCHES):
-            sink.write(
+            write(
                 [
                     summaries.Summary(
                         metric=metrics.TRAIN_STEP.name,

@@ -38,17 +38,6 @@ class Passed:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchDocuments(provenance.UsedBatch):
-    """A batch that trained a step: several if it was trained again with others.
-
-    Attributes:
-      rows: its rows, in the order in which they were read.
-    """
-
-    rows: tuple[provenance.UsedRow, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Outlooks:
     """What `plan` prints.
 
@@ -149,7 +138,7 @@ class Planned:
 OUTPUTS: dict[str, tuple[type, ...]] = {
     "audit": (audit.Audit, Passed),
     "audit --find": (provenance.Found,),
-    "audit --step": (BatchDocuments,),
+    "audit --step": (provenance.UsedBatch,),
     "plan": (Outlooks,),
     "simulate": (Setting, simulated_cluster.Outcome),
     "status": (status.Status,),

@@ -266,11 +266,10 @@ def bucket(request, object_stores, monkeypatch, tmp_path):
 def recorded():
     """Records the values of each metric, in order, while the test runs."""
     values: dict[metrics.Metric, list[float]] = {}
-    unsubscribe = summaries.subscribe(
+    with summaries.subscribed(
         lambda metric, value: values.setdefault(metric, []).append(value)
-    )
-    yield values
-    unsubscribe()
+    ):
+        yield values
 
 
 @pytest.fixture(autouse=True, scope="module")

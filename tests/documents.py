@@ -38,8 +38,7 @@ def assert_named(run, steps, *, length: int) -> int:
         # The log has 0 for the first step.
         output = runs.verb("audit", run, "--step", step + 1, "--json")
         for batch in json.loads(output[: output.rindex("]") + 1]):
-            rows = sorted(batch["rows"], key=lambda row: row["row"])
-            made = [_row(row["documents"], length) for row in rows]
+            made = [_row(row, length) for row in batch["rows"]]
             features = {name: np.stack([row[name] for row in made]) for name in made[0]}
             tokens = np.concatenate(digest.row_features(features), axis=1)
             for attempt in batch["attempts"]:

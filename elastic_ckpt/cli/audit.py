@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from elastic_ckpt.core import errors, option_numbers
@@ -106,11 +106,8 @@ def _answer(recorded: audit.RunAudit, arguments: argparse.Namespace) -> None:
         for found in run.find(*_document_of(arguments.find)):
             answer(dataclasses.asdict(found), _lines_of_found(found))
     else:
-        for batch, rows in run.step(arguments.step):
-            read = list(rows)
-            content = [dataclasses.asdict(row) for row in read]
-            lines = _lines_of_batch(batch, read)
-            answer({**dataclasses.asdict(batch), "rows": content}, lines)
+        for batch in run.step(arguments.step):
+            answer(dataclasses.asdict(batch), _lines_of_batch(batch))
     if arguments.json:
         print(json.dumps(answers, indent=2))
 
@@ -141,22 +138,20 @@ def _lines_of_found(found: provenance.Found) -> Iterator[str]:
         )
 
 
-def _lines_of_batch(
-    batch: provenance.UsedBatch, rows: Sequence[provenance.UsedRow]
-) -> Iterator[str]:
+def _lines_of_batch(batch: provenance.UsedBatch) -> Iterator[str]:
     yield (
         f"step {batch.step}, attempt {', '.join(map(str, batch.attempts))}:"
-        f" {batch.num_rows:,} rows from position {batch.position:,}"
+        f" {len(batch.rows):,} rows from position {batch.position:,}"
         f"{'' if batch.is_current else ' (discarded)'}"
     )
-    for row in rows:
-        if not row.documents:
-            yield f"  row {row.row}: padding"
-        for piece in row.documents:
+    for number, row in enumerate(batch.rows):
+        if not row:
+            yield f"  row {number}: padding"
+        for piece in row:
             tokens = _tokens(piece.first_token, piece.num_tokens)
             of_all = f" of {piece.document_tokens:,}" if tokens else ""
             yield (
-                f"  row {row.row}: {_document(piece)}, epoch {piece.epoch}{tokens}"
+                f"  row {number}: {_document(piece)}, epoch {piece.epoch}{tokens}"
                 f"{of_all}"
             )
 

@@ -22,6 +22,8 @@ _SILENCE_SECS = 4.5
 # In a log, only a step that takes much longer than the others breaks the silence.
 _SLOW_STEP_RATIO = 10
 _WORLD = "{hosts:count host}, {slices:count slice}, {devices:count device}"
+# The step times of which a line shows the rate.
+_RECENT_STEPS = 10
 # What the line of a step says of saves from then on.
 _SAVES = {
     "save_started": "saving step {step}",
@@ -84,14 +86,14 @@ class Progress:
         self._is_terminal = self._stream.isatty()
         self._moving = False  # whether the last thing written is the moving line
         self._world = self._saved = ""
-        self._has_begun = self._is_anything_saved = self._is_stopping = False
         # Why storage takes no steps, as far as it was shown.
         self._causes: set[str] = set()
-        self._recent_secs: collections.deque[float] = collections.deque(maxlen=10)
-        # When the last step of a loop was done that reports no more than that.
-        self._done_secs: float | None = None
-        # The current phase and its begin; the time of the last output or step.
+        # When the last steps were done, and where the phase before them began.
+        self._step_times: collections.deque[float] = collections.deque(
+            maxlen=_RECENT_STEPS + 1
+        )
         self._phase = "starting"
+        # When it began; the time of the last output or step.
         self._phase_secs = self._shown_secs = clock()
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -115,21 +117,15 @@ class Progress:
     def __call__(self, name: str, **fields: Any) -> None:
         """Shows one event."""
         events.check(name, fields)
-        event = events.NAMES[name]
+        text, begins = events.NAMES[name].text, events.NAMES[name].begins
         with self._lock:
             if name in _SAVES:
                 self._saved = _formatted(_SAVES[name], fields)
-            self._is_anything_saved |= name in _SAVES and name != "save_started"
-            self._is_anything_saved |= bool(fields.get("start_step"))
-            self._is_anything_saved |= bool(fields.get("saved"))
-            self._is_stopping |= name == "stop_requested"
-            text, begins = event.text, event.begins
             match name:
                 case "step" | "step_done":
                     self._step(fields)
                     return
                 case "run_started":
-                    self._has_begun = True
                     self._world = _formatted(_WORLD, fields)
                 case "run_failed" | "run_stopped":
                     text = self._ended(fields)
@@ -141,23 +137,19 @@ class Progress:
                     # The leader shows the phases of the run.
                     is_leader = fields["machine"] == fields["leader"]
                     begins = "waiting for machines" if is_leader else events.ENDS[0]
-                case "recovered":
-                    begins = ""
             if text:
                 self._line(_formatted(text, fields))
             if begins:
                 self._phase = "" if begins in events.ENDS else begins
                 self._phase_secs = self._clock()
-                self._recent_secs.clear()
-                self._done_secs = None
+                self._step_times.clear()
 
     def remind(self) -> None:
         """Shows the current phase if nothing has been shown for a while."""
         with self._lock:
             silence_secs = _SILENCE_SECS
-            if self._recent_secs and not self._is_terminal:
-                mean_secs = sum(self._recent_secs) / len(self._recent_secs)
-                silence_secs = max(silence_secs, _SLOW_STEP_RATIO * mean_secs)
+            if not self._is_terminal and (rate := self._rate()):
+                silence_secs = max(silence_secs, _SLOW_STEP_RATIO / rate)
             now_secs = self._clock()
             is_silent = now_secs - self._shown_secs >= silence_secs
             if self._phase and is_silent and not self._closed.is_set():
@@ -168,35 +160,33 @@ class Progress:
         while not self._closed.wait(0.25):
             self.remind()
 
+    def _rate(self) -> float:
+        # Of recent steps, in steps a second; 0 before the second one.
+        times = self._step_times
+        return (len(times) - 1) / max(times[-1] - times[0], 1e-9) if times else 0.0
+
     def _step(self, event: Mapping[str, Any]) -> None:
         # A loop of the user's own may report no more than that a step is done.
-        step, steps, now_secs = event["step"], event.get("steps"), self._clock()
-        if "secs" in event:
-            self._recent_secs.append(event["secs"])
-        else:
-            if self._done_secs is not None:
-                self._recent_secs.append(now_secs - self._done_secs)
-            self._done_secs = now_secs
+        step, steps, loss = event["step"], event.get("steps"), event.get("loss")
+        self._phase_secs = self._shown_secs = self._clock()
+        self._step_times.append(self._shown_secs)
         of_all = "" if steps is None else f"/{steps}"
-        loss = event.get("loss")
-        rate = len(self._recent_secs) / max(sum(self._recent_secs), 1e-9)
         parts = (
             f"step {step}{of_all}",
             "" if loss is None else f"loss {loss:.4f}",
-            f"{rate:.1f} steps/s",
+            f"{self._rate():.1f} steps/s" if self._rate() else "",
             self._world,
             self._saved,
         )
-        self._phase_secs = self._shown_secs = now_secs
         is_logged = step % self._log_period == 0 or step == steps
         self._show(" | ".join(filter(None, parts)), is_logged=is_logged)
         if step == steps:
             self._phase = f"step {step} is done and is being saved"
-        elif not self._is_stopping:
+        elif self._phase != events.NAMES["stop_requested"].begins:
             self._phase = f"step {step + 1}{of_all}"
 
     def _line(self, text: str) -> None:
-        self._write(f"\n{text}\n" if self._moving else f"{text}\n", moving=False)
+        self._write("\n" * self._moving + text + "\n", moving=False)
 
     def _show(self, text: str, *, is_logged: bool) -> None:
         # Moves on a terminal, and is a line elsewhere.
@@ -209,35 +199,27 @@ class Progress:
 
     def _write(self, text: str, *, moving: bool) -> None:
         self._stream.write(text)
-        self._moving = moving
         self._stream.flush()
-        self._shown_secs = self._clock()
+        self._moving, self._shown_secs = moving, self._clock()
 
     def _ended(self, event: Mapping[str, Any]) -> str:
-        again = "starts it at step 0, for nothing was saved"
-        if self._is_anything_saved:
-            again = "continues it from the newest complete step"
-        elif not self._has_begun:
-            again = "starts it"
-        when = "after step {step}" if self._has_begun else "before it began"
+        when = "after step {step}" if self._world else "before it began"
+        again = "the same command continues it from the newest complete step, if any"
         if "saved" not in event:
             # Why it failed ends the output of the command.
-            cause = "once its cause is removed"
-            return f"the run failed {when}; {cause}, the same command {again}"
-        kept = "which is saved" if event["saved"] else "which was NOT saved"
-        when += f", {kept}" if self._has_begun else ""
-        return f"stopped {when}; the same command {again}"
+            return f"the run failed {when}; once its cause is removed, {again}"
+        kept = "is saved" if event["saved"] else "was NOT saved"
+        return f"stopped {when}{f', which {kept}' if self._world else ''}; {again}"
 
     def _degraded(self, event: Mapping[str, Any]) -> str:
-        tier, cause = event["tier"], event["cause"]
-        if self._saved == f"saving step {event['step']}" and tier == "local":
+        if event["tier"] == "local":
             self._saved = f"step {event['step']} is not in RAM"
-        is_known = cause in self._causes
-        if tier == "persistent":
-            self._causes.add(cause)
+        elif event["cause"] in self._causes:
+            return ""
+        else:
+            self._causes.add(event["cause"])
         advice = storage_cause.advice(event["why"])
-        text = "{tier} tier, step {step}: {why}" + (f"; {advice}" if advice else "")
-        return "" if is_known and tier == "persistent" else text
+        return "{tier} tier, step {step}: {why}" + (f"; {advice}" if advice else "")
 
 
 def _bytes(number: float) -> str:

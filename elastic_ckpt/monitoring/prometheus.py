@@ -11,9 +11,10 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from elastic_ckpt.core import errors, extras, metrics
@@ -26,54 +27,43 @@ BUCKETS_SECS = (
 )
 
 
-class Prometheus:
-    """Serves every metric over HTTP until it is closed.
+@contextlib.contextmanager
+def serving(*, port: int, interface: str = "127.0.0.1") -> Iterator[int]:
+    """Serves every metric over HTTP while the block runs; yields the port.
 
     Args:
       port: the port to listen at; 0 lets the system choose one.
       interface: the interface to listen at, for example `0.0.0.0` for all.
 
-    Attributes:
-      port: the port of the server.
-
     Raises:
       ConfigError: if the extra is not installed, or the port cannot be opened.
     """
+    client = library()
+    registry, lock = client.CollectorRegistry(), threading.Lock()
+    recorder = functools.cache(functools.partial(_recorder, client, registry=registry))
+    for metric in metrics.METRICS.values():
+        if metric.kind != "gauge":
+            recorder(metric)
 
-    def __init__(self, *, port: int, interface: str = "127.0.0.1") -> None:
-        client = library()
-        registry = client.CollectorRegistry()
-        try:
-            self._server, self._thread = client.start_http_server(
-                port, interface, registry
-            )
-        except (OSError, OverflowError) as error:
-            raise errors.ConfigError(
-                f"cannot serve metrics at {interface}, port {port} ({error}); set"
-                " prometheus_port to a free port, or to 0 to disable it"
-            ) from None
-        self.port: int = self._server.server_port
-        self._recorder = functools.cache(
-            functools.partial(_recorder, client, registry=registry)
-        )
-        for metric in metrics.METRICS.values():
-            if metric.kind != "gauge":
-                self._recorder(metric)
-        self._lock = threading.Lock()
-        self._unsubscribe = summaries.subscribe(self._receive)
-
-    def close(self) -> None:
-        """Stops listening and frees the port; a second call does nothing."""
-        self._unsubscribe()
-        if self._thread.is_alive():
-            self._server.shutdown()
-            self._server.server_close()
-            self._thread.join()
-
-    def _receive(self, metric: metrics.Metric, value: float) -> None:
-        with self._lock:
-            record = self._recorder(metric)
+    def receive(metric: metrics.Metric, value: float) -> None:
+        with lock:
+            record = recorder(metric)
         record(value)
+
+    try:
+        server, thread = client.start_http_server(port, interface, registry)
+    except (OSError, OverflowError) as error:
+        raise errors.ConfigError(
+            f"cannot serve metrics at {interface}, port {port} ({error}); set"
+            " prometheus_port to a free port, or to 0 to disable it"
+        ) from None
+    try:
+        with summaries.subscribed(receive):
+            yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def library() -> Any:

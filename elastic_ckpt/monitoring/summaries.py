@@ -26,8 +26,8 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 from absl import logging
 from etils import epath
@@ -42,36 +42,33 @@ _INTERVALS_A_RUN = 1000
 _CLOSE_SECS = 10.0
 
 
-def subscribe(callback: Callable[[metrics.Metric, float], None]) -> Callable[[], None]:
-    """Calls `callback` with each value that is recorded.
+@contextlib.contextmanager
+def subscribed(callback: Callable[[metrics.Metric, float], None]) -> Iterator[None]:
+    """Calls `callback` with each value that is recorded while the block runs.
 
     Args:
       callback: called in the thread that records, so it must be quick.
-
-    Returns:
-      A function that ends it, and may be called twice.
     """
-    is_over = threading.Event()
 
     def take(event: str, value: float, **_: Any) -> None:
         metric = metrics.METRICS.get(event)
-        if metric is not None and not is_over.is_set():
+        if metric is not None:
             callback(metric, value)
 
     # JAX has two types for the same kind of function.
     listener: Any = take
-
-    def end() -> None:
-        is_over.set()
-        # Other code may have cleared all listeners of the process before.
-        with contextlib.suppress(AssertionError, ValueError):
-            monitoring.unregister_event_duration_listener(listener)
-        with contextlib.suppress(AssertionError, ValueError):
-            monitoring.unregister_scalar_listener(listener)
-
     monitoring.register_event_duration_secs_listener(listener)
     monitoring.register_scalar_listener(listener)
-    return end
+    try:
+        yield
+    finally:
+        for unregister in (
+            monitoring.unregister_event_duration_listener,
+            monitoring.unregister_scalar_listener,
+        ):
+            # Other code may have cleared all listeners of the process before.
+            with contextlib.suppress(AssertionError, ValueError):
+                unregister(listener)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,50 +111,48 @@ class Summary:
         )
 
 
-class Sink(Protocol):
-    """Stores summaries; is called by one thread."""
-
-    def write(self, batch: Sequence[Summary]) -> None:
-        """Stores `batch`, which is in the order of time for each metric; may raise."""
-
-    def close(self) -> None:
-        """Releases the sink's resources; may raise."""
+# Stores summaries, in the order of time for each metric; may raise.
+Write: TypeAlias = Callable[[Sequence[Summary]], None]
+# The thread that writes opens and closes it.
+Sink: TypeAlias = contextlib.AbstractContextManager[Write]
 
 
-class JsonLines:
-    """A sink that appends to a log, which begins with the first batch.
+@contextlib.contextmanager
+def json_lines(path: epath.PathLike) -> Iterator[Write]:
+    """A sink that appends a line for each summary to a log, durably.
 
     Args:
       path: of the log, local or in an object store.
     """
+    log: jsonlog.JsonLog | None = None
 
-    def __init__(self, path: epath.PathLike) -> None:
-        self._path = path
-        self._log: jsonlog.JsonLog | None = None
-
-    def write(self, batch: Sequence[Summary]) -> None:
-        """Appends a line for each summary, durably, in the order of time."""
+    def write(batch: Sequence[Summary]) -> None:
+        nonlocal log
+        log = log or opened()
         try:
-            self._log = self._log or jsonlog.writer(self._path)
-            self._log.check()
+            log.check()
         except errors.RunError:
             # Somebody has removed the file: the next lines begin another one.
-            self.close()
-            self._log = jsonlog.writer(self._path)
+            log = opened()
         for summary in sorted(batch, key=lambda each: each.time):
-            line = dataclasses.asdict(summary).items()
-            shown = {k: v for k, v in line if v is not None and k != "number"}
-            self._log.append(shown)
-        self._log.sync()
+            fields = dataclasses.asdict(summary).items()
+            shown = {k: v for k, v in fields if v is not None and k != "number"}
+            log.append(shown)
+        log.sync()
 
-    def close(self) -> None:
-        """Closes the log."""
-        if self._log is not None:
-            self._log.close()
+    with contextlib.ExitStack() as all_opened:
+
+        def opened() -> jsonlog.JsonLog:
+            return all_opened.enter_context(contextlib.closing(jsonlog.writer(path)))
+
+        yield write
 
 
-class Summaries:
-    """Receives every metric, and passes summaries to a sink in the background.
+@contextlib.contextmanager
+def listening(
+    sink: Sink, *, name: str, interval_secs: float = INTERVAL_SECS
+) -> Iterator[None]:
+    """Passes summaries of every metric to a sink while the block runs, in a thread.
 
     Args:
       sink: stores the summaries.
@@ -165,38 +160,66 @@ class Summaries:
       interval_secs: the time between two batches, unless a thousandth of the run is
         longer.
     """
+    pending, closing, warned = _Pending(), threading.Event(), threading.Event()
+    began_secs = time.monotonic()
 
-    def __init__(
-        self, sink: Sink, *, name: str, interval_secs: float = INTERVAL_SECS
-    ) -> None:
-        self._sink = sink
-        self._name = name
-        self._interval_secs = interval_secs
-        self._began_secs = time.monotonic()
+    def warn(reason: object) -> None:
+        if not warned.is_set():
+            warned.set()
+            logging.warning(
+                "metrics cannot be written to %s (%s); the run continues, and later"
+                " metrics are tried again without further warnings",
+                name,
+                reason,
+            )
+
+    @contextlib.contextmanager
+    def warning() -> Iterator[None]:
+        try:
+            yield
+        # Each kind of storage raises other errors.
+        except Exception as error:
+            warn(error)
+
+    def run() -> None:
+        is_last = False
+        with warning(), sink as write:
+            while not is_last:
+                run_secs = time.monotonic() - began_secs
+                is_last = closing.wait(pause_secs(run_secs, interval_secs))
+                with warning():
+                    if batch := pending.take():
+                        write(batch)
+
+    thread = threading.Thread(target=run, name=f"metrics to {name}", daemon=True)
+    thread.start()
+    try:
+        with subscribed(pending.add):
+            yield
+    finally:
+        closing.set()
+        thread.join(_CLOSE_SECS)
+        if thread.is_alive():
+            warn(f"no answer in {_CLOSE_SECS:.0f} s")
+
+
+def pause_secs(run_secs: float, interval_secs: float = INTERVAL_SECS) -> float:
+    """The time until the next batch of a process that has run for so long."""
+    return max(interval_secs, run_secs / _INTERVALS_A_RUN)
+
+
+class _Pending:
+    # The summaries since the last batch.
+
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers: collections.Counter[str] = collections.Counter()
         # The steps that are done, and the world that is claimed.
         self._at: dict[str, int] = {}
-        self._pending: dict[str, list[Summary]] = {}
-        self._has_warned = False
-        self._closing = threading.Event()
-        self._thread = threading.Thread(
-            target=self._write_at_intervals, name=f"metrics to {name}", daemon=True
-        )
-        self._thread.start()
-        self._unsubscribe = subscribe(self._receive)
+        self._summaries: dict[str, list[Summary]] = {}
 
-    def close(self) -> None:
-        """Writes the remaining summaries and closes the sink. Idempotent."""
-        self._unsubscribe()
-        self._closing.set()
-        self._thread.join(_CLOSE_SECS)
-        if self._thread.is_alive():
-            self._warn(f"no answer in {_CLOSE_SECS:.0f} s")
-
-    def _receive(self, metric: metrics.Metric, value: float) -> None:
-        now, value = time.time(), float(value)
-        one: dict[str, Any] = dict.fromkeys(("sum", "min", "max", "last"), value)
+    def add(self, metric: metrics.Metric, value: float) -> None:
+        one: dict[str, Any] = dict.fromkeys(("sum", "min", "max", "last"), float(value))
         with self._lock:
             if metric is metrics.TRAIN_STEPS:
                 if value == self._at.get("step"):
@@ -206,45 +229,20 @@ class Summaries:
             elif metric is metrics.TRAIN_CLAIM:
                 self._at["claim"] = int(value)
             self._numbers[metric.name] += 1
-            number = self._numbers[metric.name]
             summary = Summary(
-                time=now, metric=metric.name, count=1, number=number, **one, **self._at
+                time=time.time(),
+                metric=metric.name,
+                count=1,
+                number=self._numbers[metric.name],
+                **one,
+                **self._at,
             )
-            pending = self._pending.setdefault(metric.name, [])
+            pending = self._summaries.setdefault(metric.name, [])
             if pending and pending[-1].number > NUM_SINGLE:
                 summary = pending.pop().followed_by(summary)
             pending.append(summary)
 
-    def _write_at_intervals(self) -> None:
-        while not self._closing.wait(self._pause_secs()):
-            self._write()
-        self._write()
-        try:
-            self._sink.close()
-        except Exception as error:
-            self._warn(error)
-
-    def _pause_secs(self) -> float:
-        run_secs = time.monotonic() - self._began_secs
-        return max(self._interval_secs, run_secs / _INTERVALS_A_RUN)
-
-    def _write(self) -> None:
+    def take(self) -> list[Summary]:
         with self._lock:
-            pending, self._pending = self._pending, {}
-        batch = list(itertools.chain.from_iterable(pending.values()))
-        try:
-            if batch:
-                self._sink.write(batch)
-        # The root of a thread; each kind of storage raises other errors.
-        except Exception as error:
-            self._warn(error)
-
-    def _warn(self, reason: object) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logging.warning(
-                "metrics cannot be written to %s (%s); the run continues, and later"
-                " metrics are tried again without further warnings",
-                self._name,
-                reason,
-            )
+            taken, self._summaries = self._summaries, {}
+        return list(itertools.chain.from_iterable(taken.values()))

@@ -10,7 +10,8 @@ TensorBoard drop the points of steps which are trained again, so the series goes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from etils import epath
@@ -24,52 +25,50 @@ def library() -> None:
     _module("event_file_writer")
 
 
-class TensorBoard:
-    """A sink that writes an event file.
+@contextlib.contextmanager
+def event_file(directory: epath.PathLike) -> Iterator[summaries.Write]:
+    """A sink that adds a point for each summary to an event file, durably.
 
     Args:
-      directory: the directory of the file, different for each host.
+      directory: the directory of the file, different for each host; the first batch
+        creates both.
 
     Raises:
       ConfigError: if the extra is not installed.
     """
+    # SummaryWriter is not used: its thread and queue would wait forever for a full
+    # disk, even at the end of the program.
+    make_writer = _module("event_file_writer").EventsWriter
+    event, proto = _module("proto.event_pb2"), _module("proto.summary_pb2").Summary
+    writer: Any = None
 
-    def __init__(self, directory: epath.PathLike) -> None:
-        self._directory = directory
-        # SummaryWriter is not used: its thread and queue would wait forever for a full
-        # disk, even at the end of the program.
-        self._make_writer = _module("event_file_writer").EventsWriter
-        self._event = _module("proto.event_pb2").Event
-        self._session_log = _module("proto.event_pb2").SessionLog
-        self._summary = _module("proto.summary_pb2").Summary
-        self._writer: Any = None
-
-    def write(self, batch: Sequence[summaries.Summary]) -> None:
-        """Adds a point for each summary, durably; the first call creates the file."""
-        if self._writer is None:
-            directory = storage.make_directory(self._directory)
-            self._writer = self._make_writer(str(directory / "events"))
+    def write(batch: Sequence[summaries.Summary]) -> None:
+        nonlocal writer
+        if writer is None:
+            path = storage.make_directory(directory) / "events"
+            writer = make_writer(str(path))
+            mark = event.SessionLog(status=event.SessionLog.START)
             first = min(map(_step, batch))
-            mark = self._session_log(status=self._session_log.START)
-            self._writer.write_event(self._event(step=first, session_log=mark))
+            writer.write_event(event.Event(step=first, session_log=mark))
         for summary in batch:
-            value = self._summary.Value(
+            point = proto.Value(
                 tag=summary.metric.removeprefix("/"),
                 simple_value=summary.sum / summary.count,
             )
-            self._writer.write_event(
-                self._event(
+            writer.write_event(
+                event.Event(
                     wall_time=summary.time,
                     step=_step(summary),
-                    summary=self._summary(value=[value]),
+                    summary=proto(value=[point]),
                 )
             )
-        self._writer.flush()
+        writer.flush()
 
-    def close(self) -> None:
-        """Closes the file."""
-        if self._writer is not None:
-            self._writer.close()
+    try:
+        yield write
+    finally:
+        if writer is not None:
+            writer.close()
 
 
 def _step(summary: summaries.Summary) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -144,15 +145,15 @@ class OneHostRun:
     def __init__(self, data_of: DataOf) -> None:
         self._data_of = data_of
         # What makes the batches, and their rows.
-        self._now: tuple[Any, int] | None = None
+        self._made_by: tuple[Any, int] | None = None
         self._batches: elastic_data.HostBatches | None = None
 
     def read(self, record: Record) -> tuple[np.ndarray, str]:
         """The ids of the next rows, without padding, and the digest of their batch."""
         key, data = pipeline_of(record, self._data_of)
-        if self._batches is None or self._now != (key, record.rows):
-            self._batches = self._opened(data, record.rows)
-            self._now = key, record.rows
+        made_by = key, record.rows
+        if self._batches is None or self._made_by != made_by:
+            self._made_by, self._batches = made_by, self._opened(data, record.rows)
         batch = next(self._batches)
         ids = example_id.joined(batch[elastic_data.EXAMPLE_ID])
         tokens = np.concatenate(digest.row_features(batch), axis=1)
@@ -175,7 +176,7 @@ class OneHostRun:
                 self._batches.position(),
                 lambda shards: {shard: cursors[shard] for shard in shards},
             )
-            self._batches.close()
+        self.close()
         return batches
 
 
@@ -219,10 +220,10 @@ def audit(
         for unused, record in stream(attempts, data_of):
             for batch in unused:
                 ids, _ = one_host.read(batch)
-                lost = len(ids) - _num_within(ids, left_out)
-                num_lost += lost
-                expected += bool(lost)
-                num_left_out += _num_within(np.arange(batch.row, batch.stop), left_out)
+                noted = _num_within(ids, left_out)
+                num_left_out += noted
+                num_lost += len(ids) - noted
+                expected += noted < len(ids)
             position = max(position, record.row)
             if position > record.row:
                 repeated = min(position, record.stop) - record.row
@@ -249,9 +250,9 @@ def audit(
                         f" another order (digest {wanted}, not {record.digest})",
                     )
     lineage = step_log.lineage(attempts)
-    num_steps, logged = len(lineage), attempts[0].start_step + len(lineage)
-    num_identical = num_steps - len(differences)
-    missing = set(range(attempts[0].start_step, logged)) - lineage.keys()
+    start_step, num_steps = attempts[0].start_step, len(lineage)
+    num_identical, logged = num_steps - len(differences), start_step + num_steps
+    missing = set(range(start_step, logged)) - lineage.keys()
     if num_saved_steps > logged and not missing:
         missing.add(logged)
     for step in missing:
@@ -317,32 +318,24 @@ class RunAudit:
                 " --data out"
             )
         self._own = None if data is None else _named(data)
-        self._by_settings: dict[str, elastic_data.ElasticData] = {}
+        # The same for attempts with the same settings.
+        self._configured = functools.cache(_configured)
         self._settings = {each.attempt: each.data for each in self.attempts}
 
     def data_of(self, attempt: int) -> elastic_data.ElasticData:
         """The configured data of an attempt."""
         if self._own is not None:
             return self._own
-        settings, place = self._settings[attempt], f"the log of attempt {attempt}"
-        key = json.dumps(settings, sort_keys=True)
-        if key not in self._by_settings:
-            given = {
-                name: sections.Setting(value=value, place=place)
-                for name, value in settings.items()
-            }
-            keys = data_keys.changed(data_keys.DataKeys(), given)
-            self._by_settings[key] = pipeline.from_config(keys)
-        return self._by_settings[key]
+        return self._configured(json.dumps(self._settings[attempt], sort_keys=True))
 
     def outcome(self) -> Audit:
         """Compares the run with one host that reads its data."""
         record, attempts = self.record, self.attempts
         saved = max(foreign_steps.steps(record.steps_directory), default=None)
         events = run_files.read_events(self._directory)
-        start_step = attempts[0].start_step
         last = self.data_of(attempts[-1].attempt)
         is_text = isinstance(last, positional_data.TextData)
+        start_step = attempts[0].start_step
         done = start_step + len(step_log.lineage(attempts))
         return audit(
             attempts,
@@ -359,6 +352,14 @@ class RunAudit:
                 start_step=start_step,
             ),
         )
+
+
+def _configured(settings: str) -> elastic_data.ElasticData:
+    given = {
+        name: sections.Setting(value=value, place="the step log")
+        for name, value in json.loads(settings).items()
+    }
+    return pipeline.from_config(data_keys.changed(data_keys.DataKeys(), given))
 
 
 def missing_checkpoint(
@@ -408,23 +409,18 @@ def _named(name: str) -> elastic_data.ElasticData:
     sys.path.insert(0, own)
     try:
         data = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+        if callable(data):
+            inspect.signature(data).bind()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise errors.ConfigError(
             f"--data {name}: {error}; write MODULE:NAME, of a module that can be"
-            " imported here"
+            " imported here, and of the data as ec.batches was given it, or of a"
+            " function without arguments that returns it"
         ) from error
     finally:
         if own in sys.path:
             sys.path.remove(own)
     if callable(data):
-        try:
-            inspect.signature(data).bind()
-        except (TypeError, ValueError) as error:
-            raise errors.ConfigError(
-                f"--data {name}: {attribute} cannot be called without arguments"
-                f" ({error}); name the data, as ec.batches was given it, or a function"
-                " that returns it"
-            ) from None
         data = data()
     elastic_data.check(data, caller=f"--data {name}")
     return data

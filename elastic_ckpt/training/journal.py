@@ -313,17 +313,19 @@ def listening(
     """
     name = name or f"host-{topology.this_host():05d}"
     lines = os.path.join(directory, run_files.METRICS, f"{name}.jsonl")
-    sinks: dict[str, summaries.Sink] = {lines: summaries.JsonLines(lines)}
+    sinks = {lines: summaries.json_lines(lines)}
     if section.enable_tensorboard:
         tensorboard.library()
         board = os.path.join(directory, run_files.TENSORBOARD, name)
-        sinks[board] = tensorboard.TensorBoard(board)
+        sinks[board] = tensorboard.event_file(board)
     with contextlib.ExitStack() as running:
         if section.prometheus_port:
-            served = prometheus.Prometheus(
-                port=section.prometheus_port, interface=section.prometheus_interface
+            running.enter_context(
+                prometheus.serving(
+                    port=section.prometheus_port,
+                    interface=section.prometheus_interface,
+                )
             )
-            running.callback(served.close)
         for place, sink in sinks.items():
-            running.callback(summaries.Summaries(sink, name=place).close)
+            running.enter_context(summaries.listening(sink, name=place))
         yield

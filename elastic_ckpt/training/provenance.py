@@ -42,7 +42,7 @@ from elastic_ckpt.data import (
     stages,
     state,
 )
-from elastic_ckpt.data.sources import arrayrecord, source
+from elastic_ckpt.data.sources import arrayrecord
 from elastic_ckpt.training import audit, step_log
 from elastic_ckpt.training.step_log import Record
 
@@ -51,7 +51,11 @@ _CHECK_ROWS = 32
 # Data states that are read at once.
 _READERS = 16
 
-_Read: TypeAlias = Iterator[tuple[int, list[provenance.Piece] | None]]
+# A shard that is followed, and of its next row the batch, the number in the shard, and
+# the documents.
+_Read: TypeAlias = Iterator[
+    tuple[provenance.FollowedShard, int, int, list[provenance.Piece] | None]
+]
 Outcome = Literal[
     "used",
     "left_out",
@@ -114,19 +118,6 @@ class Found:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UsedRow:
-    """A row of a step.
-
-    Attributes:
-      row: the row of the global batch.
-      documents: whose tokens it has, in order; none for a row of padding.
-    """
-
-    row: int
-    documents: tuple[provenance.Piece, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class UsedBatch:
     """A batch that trained a step.
 
@@ -135,14 +126,15 @@ class UsedBatch:
       attempts: the attempts that trained it with this batch.
       is_current: whether that of the run as it is now is one of them.
       position: the number of rows before it in the stream of rows.
-      num_rows: the rows of the batch.
+      rows: for each row of the global batch the documents whose tokens it has, in
+        order; none for a row of padding.
     """
 
     step: int
     attempts: tuple[int, ...]
     is_current: bool
     position: int
-    num_rows: int
+    rows: tuple[tuple[provenance.Piece, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,12 +142,10 @@ class SavedData:
     """The data state of a saved step.
 
     Attributes:
-      step: its number.
       state: its data state.
       cursors: reads the cursors of shards.
     """
 
-    step: int
     state: state.DataState
     cursors: Callable[[Iterable[int]], Mapping[int, cursors.Cursor]]
 
@@ -220,7 +210,7 @@ class Provenance:
         """That of a run in a directory."""
         steps = foreign_steps.steps(run.record.steps_directory)
         with futures.ThreadPoolExecutor(_READERS) as pool:
-            found = list(pool.map(_saved_at, steps.keys(), steps.values()))
+            found = list(pool.map(_saved_at, steps.values()))
         return cls(
             run.attempts,
             run.data_of,
@@ -248,13 +238,12 @@ class Provenance:
                 found = self._followed(name, part, turn)
                 num_unused += found.outcome == "not_yet_used"
                 # Shards are in about the same epoch, but not exactly.
-                if num_unused < 2 or found.outcome != "not_yet_used":
-                    yield found
-                if num_unused > 1 and turn.epoch > 0:
+                if num_unused > 1:
                     break
+                yield found
 
-    def step(self, step: int) -> Iterator[tuple[UsedBatch, Iterator[UsedRow]]]:
-        """The documents of the batches of a step, row by row, in the order of reading.
+    def step(self, step: int) -> Iterator[UsedBatch]:
+        """The batches of a step, with their documents.
 
         A step that was trained again with other rows has several batches.
 
@@ -262,7 +251,7 @@ class Provenance:
           DataError: if no attempt trained it, or its rows cannot be followed.
         """
         of_step = [
-            (number, batch, uses)
+            (number, uses)
             for number, batch in enumerate(self._batches)
             if (uses := [u for u in self._uses(batch) if u.step == step])
         ]
@@ -272,18 +261,16 @@ class Provenance:
                 f"no attempt of the run trained step {step}; its steps are"
                 f" {min(steps)} to {max(steps)}"
             )
-        for number, batch, uses in of_step:
-            used = UsedBatch(
+        for number, uses in of_step:
+            batch = self._batches[number]
+            is_text = isinstance(batch.data, positional_data.TextData)
+            yield UsedBatch(
                 step=step,
                 attempts=tuple(use.attempt for use in uses),
                 is_current=any(use.is_current for use in uses),
                 position=batch.record.row,
-                num_rows=batch.record.rows,
+                rows=self._text_rows(batch) if is_text else self._sharded_rows(number),
             )
-            if isinstance(batch.data, positional_data.TextData):
-                yield used, self._text_rows(batch.data, batch.record)
-            else:
-                yield used, self._sharded_rows(number)
 
     @property
     def num_shards(self) -> int:
@@ -304,8 +291,9 @@ class Provenance:
             return False
         return state.history_of(saved.position) == self._histories[number]
 
-    def _sharded_rows(self, number: int) -> Iterator[UsedRow]:
+    def _sharded_rows(self, number: int) -> tuple[tuple[provenance.Piece, ...], ...]:
         record = self._batches[number].record
+        found: list[tuple[provenance.Piece, ...]] = [()] * record.rows
         of_shard: dict[int, dict[int, int]] = collections.defaultdict(dict)
         for row, (shard, index) in enumerate(zip(*self._origins(number), strict=True)):
             of_shard[int(shard)][int(index)] = row
@@ -313,14 +301,12 @@ class Provenance:
         saved = next(states, None)
         for shard, wanted in of_shard.items():
             before = self._rows_before(shard)
-            followed, read = self._follow(shard, saved, before)
-            for index, documents in read:
+            for _, _, index, documents in self._follow(shard, saved, before):
                 if index in wanted:
-                    found = tuple(documents or ())
-                    yield UsedRow(row=wanted.pop(index), documents=found)
+                    found[wanted.pop(index)] = tuple(documents or ())
                 if not wanted:
                     break
-            followed.close()
+        return tuple(found)
 
     def _origins(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         # The shard of each row of a batch, and the number of the row in it.
@@ -343,63 +329,63 @@ class Provenance:
         before: np.ndarray,
         *,
         watched: tuple[str, int] | None = None,
-    ) -> tuple[provenance.FollowedShard, _Read]:
+    ) -> _Read:
         # Follows a shard up to the last batch, or for one row in any case.
         cursor = saved.cursors([shard])[shard] if saved is not None else None
         begin = shard_rows.row_of(cursor)
-        first = self._made(before, begin)
-        followed = provenance.FollowedShard(
-            _sharded(first.data).make_shard, shard, cursor, watched=watched
-        )
-
-        def read() -> _Read:
-            key = first.key
-            for index in range(begin, max(begin + 1, int(before[-1]))):
-                batch = self._made(before, index)
-                if batch.key != key:
+        # The batch that has a row of the shard.
+        stop = max(begin + 1, int(before[-1]))
+        numbers = np.searchsorted(before, np.arange(begin, stop), side="right") - 1
+        numbers = np.minimum(numbers, len(self._batches) - 1).tolist()
+        batch = self._batches[numbers[0]]
+        make_shard = _sharded(batch.data).make_shard
+        with contextlib.closing(
+            provenance.FollowedShard(make_shard, shard, cursor, watched=watched)
+        ) as followed:
+            for index, number in enumerate(numbers, begin):
+                if self._batches[number].key != batch.key:
+                    batch = self._batches[number]
                     followed.go_on(_sharded(batch.data).make_shard)
-                    key = batch.key
-                yield index, followed.next()
+                yield followed, number, index, followed.next()
 
-        return followed, read()
-
-    def _made(self, before: np.ndarray, index: int) -> _Batch:
-        # The batch that has a row of a shard.
-        number = int(np.searchsorted(before, index, side="right")) - 1
-        return self._batches[min(number, len(self._batches) - 1)]
-
-    def _text_rows(
-        self, data: positional_data.TextData, batch: Record
-    ) -> Iterator[UsedRow]:
-        origins = _Origins(data)
-        for row, number in enumerate(range(batch.row, batch.stop)):
+    def _text_rows(self, batch: _Batch) -> tuple[tuple[provenance.Piece, ...], ...]:
+        data, found = batch.data, []
+        assert isinstance(data, positional_data.TextData)
+        texts = _texts(data)
+        for number in range(batch.record.row, batch.record.stop):
             documents: tuple[provenance.Piece, ...] = ()
             if number < len(data.order):
-                record = data.order[number]
-                assert record is not None
-                documents = (origins.piece(record, number // data.num_records),)
-            yield UsedRow(row=row, documents=documents)
+                text = data.order[number]
+                assert text is not None
+                text += number // data.num_records * data.num_records
+                file, record, epoch = records.origin(texts, text)
+                piece = provenance.Piece(
+                    dataset="", file=file, record=record, epoch=epoch
+                )
+                documents = (piece,)
+            found.append(documents)
+        return tuple(found)
 
     def _find_text(
         self, data: positional_data.TextData, file: str, record: int
     ) -> Iterator[Found]:
-        origins = _Origins(data)
-        record_number = origins.number(file, record)
+        ((_, at),) = _located({"": data.files}, file)
+        wanted = next(records.turns(_texts(data), at, record)).number
         stop = -(-self._current_end // data.num_records) * data.num_records
         for number in range(min(stop, len(data.order))):
-            if data.order[number] != record_number:
+            if data.order[number] != wanted:
                 continue
-            piece = origins.piece(record_number, number // data.num_records)
+            batches = self._batches[self._number_at(number) :][:1]
             uses = [
                 use
-                for batch in self._batches[self._number_at(number) :][:1]
-                for use in self._uses(batch, number - batch.record.row, piece)
+                for batch in batches
+                for use in self._uses(batch, number - batch.record.row)
             ]
             yield Found(
                 dataset="",
-                file=piece.file,
-                record=piece.record,
-                epoch=piece.epoch,
+                file=data.files[at],
+                record=record,
+                epoch=number // data.num_records,
                 shard=None,
                 outcome=self._outcome(uses, number),
                 document_tokens=None,
@@ -441,49 +427,42 @@ class Provenance:
         return [(name, number, parts[name]) for name, number in _located(files, file)]
 
     def _followed(self, name: str, part: records.Records, turn: records.Turn) -> Found:
-        before, shard = self._rows_before(turn.shard), turn.shard
+        shard, watched = turn.shard, (name, turn.number)
+        before = self._rows_before(shard)
         for saved in (*self._saved, None):
             if saved is not None:
                 cursor = saved.cursors([shard])[shard]
                 until = provenance.read_until(cursor, name, is_exact=True)
                 if until is None or until > turn.at:
                     continue
-            watched = name, turn.number
-            followed, read = self._follow(shard, saved, before, watched=watched)
+            read = self._follow(shard, saved, before, watched=watched)
             first = next(read)
+            followed = first[0]
+            # Rows before the state may have a part of what was read at once.
             if saved is None or not followed.is_read:
                 break
-            # Rows before the state may have a part of it.
-            followed.close()
-
-        def is_past() -> bool:
-            until = provenance.read_until(followed.cursor(), name)
-            return until is not None and until > turn.at
-
         uses: list[Use] = []
         outcomes: set[Outcome] = set()
-        num_tokens, is_over = 0, False
-        for number, (index, pieces) in enumerate(itertools.chain([first], read), 1):
-            batch = self._made(before, index)
-            if index >= before[-1]:
-                break
-            if pieces is None and batch.key == self._batches[-1].key:
-                is_over = True
-                break
+        num_tokens, is_over, end = 0, False, int(before[-1])
+        for _, number, index, pieces in itertools.chain([first], read):
+            batch = self._batches[number]
             # A later stage may have more of a shard that has ended.
+            is_over = pieces is None and batch.key == self._batches[-1].key
+            if is_over or index >= end:
+                break
             for piece in pieces or ():
-                origins = self._origins(self._number_at(batch.record.row))
-                at = np.equal(origins, ((shard,), (index,))).all(axis=0)
-                of_piece = self._uses(batch, int(at.argmax()), piece)
+                origins = np.equal(self._origins(number), ((shard,), (index,)))
+                row = int(origins.all(axis=0).argmax())
+                of_piece = self._uses(batch, row, piece)
                 outcomes.add(self._outcome(of_piece, batch.record.row))
                 uses += of_piece
                 num_tokens += piece.num_tokens or 0
-            is_whole = bool(num_tokens) and num_tokens + 1 == followed.watched_tokens
-            is_over = is_whole or (number % _CHECK_ROWS == 0 and is_past())
+            is_over = bool(num_tokens) and num_tokens + 1 == followed.watched_tokens
+            if not is_over and (index % _CHECK_ROWS == 0 or index + 1 == end):
+                until = provenance.read_until(followed.cursor(), name)
+                is_over = until is not None and until > turn.at
             if is_over:
                 break
-        else:
-            is_over = is_past()
         tokens = followed.watched_tokens
         outcome: Outcome = "read_ahead"
         if outcomes:
@@ -494,7 +473,6 @@ class Provenance:
             outcome = "too_short"
         elif is_over or (followed.is_tokenized and not followed.is_document):
             outcome = "filtered"
-        followed.close()
         file, record_in_file, epoch = records.origin(part, turn.number)
         return Found(
             dataset=name,
@@ -521,34 +499,10 @@ def _sharded(data: elastic_data.ElasticData) -> sharded_data.ShardedData:
     return data
 
 
-class _Origins:
-    """The files of texts."""
-
-    def __init__(self, data: positional_data.TextData) -> None:
-        self._files = data.files
-        indexes = source.indexes(arrayrecord.ArrayRecord(files=data.files))
-        self._counts = np.array([index.num_records for index in indexes])
-        self._firsts = np.cumsum(self._counts) - self._counts
-
-    def piece(self, number: int, epoch: int) -> provenance.Piece:
-        """A record, by its number over all files."""
-        file = int(np.searchsorted(self._firsts, number, side="right")) - 1
-        return provenance.Piece(
-            dataset="",
-            file=self._files[file],
-            record=number - int(self._firsts[file]),
-            epoch=epoch,
-        )
-
-    def number(self, file: str, record: int) -> int:
-        """The number over all files of a record."""
-        ((_, at),) = _located({"": self._files}, file)
-        if not 0 <= record < self._counts[at]:
-            raise errors.DataError(
-                f"{self._files[at]} has no record {record}: its {self._counts[at]:,}"
-                f" records are numbered from 0 to {self._counts[at] - 1}"
-            )
-        return int(self._firsts[at]) + record
+def _texts(data: positional_data.TextData) -> records.Records:
+    # In the order of the files.
+    texts = arrayrecord.ArrayRecord(files=data.files)
+    return records.Records(texts, shard=0, num_shards=1)
 
 
 def _located(files: Mapping[str, Sequence[str]], file: str) -> list[tuple[str, int]]:
@@ -576,7 +530,7 @@ def _located(files: Mapping[str, Sequence[str]], file: str) -> list[tuple[str, i
     return [(name, number) for name, number, _ in found]
 
 
-def _saved_at(step: int, path: epath.Path) -> list[SavedData]:
+def _saved_at(path: epath.Path) -> list[SavedData]:
     # The data states of a step that can be read, nearly always one.
     found = []
     for part in path.iterdir():
@@ -585,5 +539,5 @@ def _saved_at(step: int, path: epath.Path) -> list[SavedData]:
             if (part / state.FILE_NAME).exists():
                 saved = state.read(part)
                 read = functools.partial(cursors.read, part, position=saved.position)
-                found.append(SavedData(step=step, state=saved, cursors=read))
+                found.append(SavedData(state=saved, cursors=read))
     return found

@@ -96,13 +96,9 @@ class Record:
         return {cause: each for cause, each in by_secs if each}
 
     @functools.cached_property
-    def counted(self) -> list[int]:
-        """How many logged steps of each attempt no later one trained again."""
-        starts = [each.start_step for each in self.attempts]
-        return [
-            sum(record.step < min(starts[place:], default=math.inf) for record in each)
-            for place, each in enumerate((each.records for each in self.attempts), 1)
-        ]
+    def lineage(self) -> dict[int, step_log.Record]:
+        """The logged steps that no later attempt trained again."""
+        return step_log.lineage(self.attempts)
 
     def losses(self, *, is_counted: bool) -> list[Point]:
         """The known losses by step, of the steps that count or of the others.
@@ -118,9 +114,8 @@ class Record:
                 float(step),
                 reported.get(step, each.loss) if math.isnan(each.loss) else each.loss,
             )
-            for attempt, number in zip(self.attempts, self.counted, strict=True)
-            for place, each in enumerate(attempt.records)
-            if (place < number) == is_counted
+            for each in itertools.chain.from_iterable(a.records for a in self.attempts)
+            if (self.lineage.get(each.step) is each) == is_counted
             for step in [each.step + 1]
         ]
         return [(step, loss) for step, loss in points if math.isfinite(loss)]
@@ -181,8 +176,7 @@ def report(record: Record) -> str:
 def _facts(record: Record) -> list[Fact]:
     moods: dict[str, Mood] = {"finished": "good", "failed": "bad", "not running": "bad"}
     phase = record.phase.partition(":")[0]
-    logged = (each.step for a in record.attempts for each in a.records)
-    steps = f"{1 + max(logged, default=-1):,}"
+    steps = f"{1 + max(record.lineage, default=-1):,}"
     for each in record.named("run_started")[-1:]:
         steps += f" of {each['steps']:,}" if each["steps"] else ""
     losses = [loss for _, loss in record.losses(is_counted=True)]
@@ -385,7 +379,10 @@ def _recoveries(record: Record) -> Section:
 
 
 def _sample_order(record: Record) -> Section:
-    attempts = list(zip(record.attempts, record.counted, strict=True))[-_MOST_BARS:]
+    attempts = [
+        (each, sum(record.lineage.get(step.step) is step for step in each.records))
+        for each in record.attempts[-_MOST_BARS:]
+    ]
     spec = page.bars(
         [
             (

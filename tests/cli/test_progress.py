@@ -25,6 +25,19 @@ def lines_of(*events, log_period=1):
     return stream.getvalue().splitlines()
 
 
+class Clock:
+    def __init__(self):
+        self.secs = 0.0
+
+    def __call__(self):
+        return self.secs
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
 RAM = dict.fromkeys(
     (
         *("local_bytes", "close_bytes", "distant_bytes", "persistent_bytes"),
@@ -47,18 +60,18 @@ FAILED = ("run_failed", {"step": 0, "why": "x"})
         (
             [FAILED],
             "the run failed before it began; once its cause is removed, the same"
-            " command starts it",
+            " command continues it from the newest complete step, if any",
         ),
-        # One that fails before it has restored its steps has them.
         (
-            [("run_started", STARTED | {"start_step": 3}), FAILED],
-            "the run failed after step 0; once its cause is removed, the same command"
-            " continues it from the newest complete step",
+            [("run_started", STARTED), ("run_stopped", {"step": 3, "saved": False})],
+            "stopped after step 3, which was NOT saved; the same command continues it"
+            " from the newest complete step, if any",
         ),
         # A machine that has just taken the lead.
         (
             [("run_stopped", {"step": 0, "saved": False})],
-            "stopped before it began; the same command starts it",
+            "stopped before it began; the same command continues it from the newest"
+            " complete step, if any",
         ),
         (
             [("restored_from", RAM | {"step": 2, "bad_copies": 2, "repaired": 1})],
@@ -99,11 +112,14 @@ def test_full_storage_is_one_line_until_it_takes_steps_again():
     assert second.startswith("persistent tier, step 200: ")
 
 
-def test_file_gets_a_line_each_log_period_and_a_terminal_one_that_moves(monkeypatch):
+def test_file_gets_a_line_each_log_period_and_a_terminal_one_that_moves(
+    monkeypatch, clock
+):
     def shown_in(stream):
-        shown = progress.Progress(2, stream)
+        shown = progress.Progress(2, stream, clock=clock)
         shown("run_started", **STARTED)
         for step in range(1, 5):
+            clock.secs += 0.5
             shown("step", step=step, steps=4, loss=2.0, secs=0.5, **RATES)
         shown("run_finished", step=4, secs=2.0)
         return stream.getvalue()
@@ -118,20 +134,7 @@ def test_file_gets_a_line_each_log_period_and_a_terminal_one_that_moves(monkeypa
     output = shown_in(Terminal())
     assert output.count("\r\033[K") == 4
     assert output.count("\n") == 3
-    assert output.split("\r\033[K")[1] == "step 1/4 | loss 2.0000 | 2.0 "
-
-
-class Clock:
-    def __init__(self):
-        self.secs = 0.0
-
-    def __call__(self):
-        return self.secs
-
-
-@pytest.fixture
-def clock():
-    return Clock()
+    assert output.split("\r\033[K")[1] == "step 1/4 | loss 2.0000 | 1 ho"
 
 
 def pass_secs(shown, clock, secs):

@@ -179,7 +179,7 @@ def test_losses_are_drawn_at_their_steps_and_those_trained_again_do_not_count():
     first = attempt(0, [0, 1, 2, *range(6, 12)])
     attempts = [first, attempt(10, []), attempt(8, [8])]
     counted = record(events=[], attempts=attempts)
-    assert counted.counted == [5, 0, 1]
+    assert sorted(counted.lineage) == [0, 1, 2, 6, 7, 8]
     steps = [0, 1, 2, 6, 7, 8]
     assert counted.losses(is_counted=True) == [(n + 1, n) for n in steps]
     assert counted.losses(is_counted=False) == [(n + 1, n) for n in range(8, 12)]

@@ -1,4 +1,3 @@
-import contextlib
 import dataclasses
 import shutil
 
@@ -21,9 +20,9 @@ def summary(value, count=1):
 
 
 def write(path, *batches):
-    with contextlib.closing(summaries.JsonLines(path)) as sink:
+    with summaries.json_lines(path) as sink:
         for each in batches:
-            sink.write([each])
+            sink([each])
 
 
 LINE = (
@@ -44,10 +43,10 @@ def test_line_is_spelt_as_it_was(tmp_path):
 
 def test_a_file_that_was_removed_is_written_again(tmp_path):
     path = tmp_path / "metrics" / "host-00000.jsonl"
-    with contextlib.closing(summaries.JsonLines(path)) as sink:
-        sink.write([summary(8.0)])
+    with summaries.json_lines(path) as sink:
+        sink([summary(8.0)])
         shutil.rmtree(path.parent)
-        sink.write([summary(2.0)])
+        sink([summary(2.0)])
     assert [line["sum"] for line in jsonlog.read(path)] == [2.0]
 
 
@@ -82,7 +81,6 @@ def test_full_disk_and_a_place_that_cannot_be_are_warnings(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     for path in ("/dev/full", tmp_path / "file" / "metrics.jsonl"):
         caplog.clear()
-        listener = summaries.Summaries(summaries.JsonLines(path), name=str(path))
-        metrics.DATA_ROWS.record(8)
-        listener.close()
+        with summaries.listening(summaries.json_lines(path), name=str(path)):
+            metrics.DATA_ROWS.record(8)
         assert f"metrics cannot be written to {path}" in caplog.text

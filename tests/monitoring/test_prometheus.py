@@ -1,4 +1,3 @@
-import contextlib
 import socket
 import struct
 import urllib.error
@@ -10,21 +9,16 @@ from elastic_ckpt.core import errors, metrics
 from elastic_ckpt.monitoring import prometheus
 
 
-def scrape(listener):
-    with urllib.request.urlopen(f"http://127.0.0.1:{listener.port}/metrics") as page:
+def scrape(port):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
         return page.read().decode().splitlines()
 
 
-@pytest.fixture
-def listener():
-    with contextlib.closing(prometheus.Prometheus(port=0)) as listener:
-        yield listener
-
-
-def test_duration_is_a_histogram_in_seconds(listener):
-    for secs in (0.02, 0.02, 400.0):
-        metrics.DATA_WAIT.record(secs)
-    served = scrape(listener)
+def test_duration_is_a_histogram_in_seconds():
+    with prometheus.serving(port=0) as port:
+        for secs in (0.02, 0.02, 400.0):
+            metrics.DATA_WAIT.record(secs)
+        served = scrape(port)
     name = "elastic_ckpt_data_wait_seconds"
     assert f"# TYPE {name} histogram" in served
     assert f'{name}_bucket{{le="0.01"}} 0.0' in served
@@ -34,36 +28,40 @@ def test_duration_is_a_histogram_in_seconds(listener):
     assert f"{name}_count 3.0" in served
 
 
-def test_level_is_its_last_value_and_an_amount_its_sum(listener):
-    assert not [line for line in scrape(listener) if "read_ahead_batches" in line]
-    for value in (3, 1):
-        metrics.DATA_READ_AHEAD.record(value)
-        metrics.DATA_BYTES.record(value)
-    served = scrape(listener)
+def test_level_is_its_last_value_and_an_amount_its_sum():
+    with prometheus.serving(port=0) as port:
+        assert not [line for line in scrape(port) if "read_ahead_batches" in line]
+        for value in (3, 1):
+            metrics.DATA_READ_AHEAD.record(value)
+            metrics.DATA_BYTES.record(value)
+        served = scrape(port)
     assert "elastic_ckpt_data_read_ahead_batches 1.0" in served
     assert "elastic_ckpt_data_bytes_total 4.0" in served
 
 
-def test_client_that_hangs_up_leaves_no_traceback(listener, capfd):
-    for _ in range(10):
-        with socket.create_connection(("127.0.0.1", listener.port)) as client:
-            client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-            # What is not read is reset when it is closed.
-            linger = struct.pack("ii", 1, 0)
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+def test_client_that_hangs_up_leaves_no_traceback(capfd):
+    with prometheus.serving(port=0) as port:
+        for _ in range(10):
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+                # What is not read is reset when it is closed.
+                linger = struct.pack("ii", 1, 0)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     # The server waits for its threads.
-    listener.close()
     assert "Traceback" not in capfd.readouterr().err
     with pytest.raises(urllib.error.URLError):
-        scrape(listener)
-    prometheus.Prometheus(port=listener.port).close()
+        scrape(port)
+    with prometheus.serving(port=port):
+        pass
 
 
 @pytest.mark.parametrize("port", ["taken", 65536])
 def test_port_that_cannot_be_had_is_named(port):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1] if port == "taken" else port
-        with pytest.raises(
-            errors.ConfigError, match=rf"127\.0\.0\.1, port {port} .*prometheus_port"
+        message = rf"127\.0\.0\.1, port {port} .*prometheus_port"
+        with (
+            pytest.raises(errors.ConfigError, match=message),
+            prometheus.serving(port=port),
         ):
-            prometheus.Prometheus(port=port)
+            pass

@@ -9,10 +9,9 @@ from tests.monitoring import event_file
 
 def test_point_is_the_mean_at_the_number_of_its_last_value(tmp_path, monkeypatch):
     monkeypatch.setattr(summaries, "NUM_SINGLE", 1)
-    listener = summaries.Summaries(tensorboard.TensorBoard(tmp_path), name="board")
-    for value in (0.5, 0.25, 0.75):
-        metrics.DATA_WAIT.record(value)
-    listener.close()
+    with summaries.listening(tensorboard.event_file(tmp_path), name="board"):
+        for value in (0.5, 0.25, 0.75):
+            metrics.DATA_WAIT.record(value)
     assert event_file.scalars(tmp_path) == [
         ("elastic_ckpt/data/wait_secs", 1, 0.5),
         ("elastic_ckpt/data/wait_secs", 3, 0.5),
@@ -22,11 +21,10 @@ def test_point_is_the_mean_at_the_number_of_its_last_value(tmp_path, monkeypatch
 @pytest.mark.slow
 def test_worlds_add_to_one_series_at_the_number_of_steps_done(tmp_path):
     for steps in ((1, 2, 3), (3, 4)):
-        listener = summaries.Summaries(tensorboard.TensorBoard(tmp_path), name="board")
-        for step in steps:
-            metrics.TRAIN_STEPS.record(step)
-            metrics.TRAIN_LOSS.record(step / 4)
-        listener.close()
+        with summaries.listening(tensorboard.event_file(tmp_path), name="board"):
+            for step in steps:
+                metrics.TRAIN_STEPS.record(step)
+                metrics.TRAIN_LOSS.record(step / 4)
         # The names of the files order them by seconds.
         time.sleep(1.1)
     points = [p for p in event_file.scalars(tmp_path) if p[0].endswith("loss")]

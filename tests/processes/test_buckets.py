@@ -38,7 +38,9 @@ class Outage:
         self._thread = None
         for name in ("_not_taken", "_upload"):
             self._note_calls(name)
-        summaries.subscribe(self._receive)
+        # Until the process ends.
+        self._subscribed = summaries.subscribed(self._receive)
+        self._subscribed.__enter__()
 
     def leaving(self, step):
         if step in self._waits:

@@ -136,7 +136,6 @@ class Run:
         )
         self.saved.append(
             provenance.SavedData(
-                step=step,
                 state=saved,
                 cursors=lambda shards: {shard: cursors[shard] for shard in shards},
             )

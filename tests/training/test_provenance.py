@@ -53,15 +53,13 @@ def document_of(found):
 def asked(run, step):
     """The documents of each row of a step, by attempt."""
     found = {}
-    for batch, of_batch in run.step(step):
-        in_rows = {each.row: each.documents for each in of_batch}
-        assert sorted(in_rows) == list(range(batch.num_rows))
-        for each in (piece for of_row in in_rows.values() for piece in of_row):
+    for batch in run.step(step):
+        for each in (piece for row in batch.rows for piece in row):
             document = each.dataset or "web", file_number(each.file), each.record
             assert each.document_tokens == SIZES[document]
         pieces = [
             [(*document_of(each), each.first_token, each.num_tokens) for each in in_row]
-            for _, in_row in sorted(in_rows.items())
+            for in_row in batch.rows
         ]
         found |= dict.fromkeys(batch.attempts, pieces)
     return found
@@ -99,7 +97,7 @@ def known(run):
     return {
         (attempt, step)
         for step in {step for _, step in run.inputs}
-        for batch, _ in is_known(asking, step)
+        for batch in is_known(asking, step)
         for attempt in batch.attempts
     }
 
@@ -198,7 +196,7 @@ def test_step_that_was_trained_again_has_one_batch_unless_rows_were_left_out(
     data = formats.data(parts["parquet"], "chunk")
     run = Run().attempt(data, [12] * 5, saves=(3,))
     run.attempt(data, [12] * 3, start=3, skip=skip)
-    found = [batch for batch, _ in run.provenance().step(4)]
+    found = list(run.provenance().step(4))
     assert [(b.attempts, b.is_current, b.position) for b in found] == batches
     check_steps(run, "chunk", (2, 4, 5))
     assert bool(check_found(run, "chunk", samples=30)["left_out"]) == bool(skip)
@@ -216,10 +214,10 @@ def test_documents_of_steps_that_the_run_went_back_from_are_not_yet_used(parts):
     data = formats.data(parts["parquet"], "chunk")
     run = Run().attempt(data, [12] * 5, saves=(3,))
     asking = run.attempt(data, [12], start=3).provenance()
-    ((batch, of_batch),) = asking.step(4)
+    (batch,) = asking.step(4)
     assert not batch.is_current
     outcomes = set()
-    for piece in (piece for each in of_batch for piece in each.documents):
+    for piece in (piece for row in batch.rows for piece in row):
         (found,) = (
             each
             for each in asking.find(piece.file, piece.record)
@@ -299,12 +297,11 @@ def test_records_without_tokens_that_are_corrupt_filtered_or_in_a_window(is_own)
         outcomes.update(of_number)
     assert outcomes["corrupt"] == 2
     for step in (5, 12):
-        ((_, of_batch),) = asking.step(step)
-        for each in of_batch:
-            (document,) = each.documents
+        (batch,) = asking.step(step)
+        for row, (document,) in enumerate(batch.rows):
             number = 18 * file_number(document.file) + document.record
             number += 1000 * document.file.startswith("/data/others")
-            assert run.inputs[1, step][each.row].tolist() == [number]
+            assert run.inputs[1, step][row].tolist() == [number]
 
 
 # It ends within an epoch, or with one.
@@ -324,13 +321,13 @@ def test_rows_of_positional_data_are_its_records_in_their_order(corpus, size):
                 # Its rows were read again in a batch of another size.
                 assert (attempt.attempt, record.step) == (1, 16)
                 continue
-            ((batch, of_batch),) = [
-                (b, list(r))
-                for b, r in asking.step(record.step)
-                if attempt.attempt in b.attempts
+            (batch,) = [
+                each
+                for each in asking.step(record.step)
+                if attempt.attempt in each.attempts
             ]
             assert batch.position == position
-            for row, piece in [(each.row, each.documents[0]) for each in of_batch]:
+            for row, (piece,) in enumerate(batch.rows):
                 assert piece.record == order[position + row]
                 assert piece.epoch == (position + row) // data.num_records
                 use = attempt.attempt, record.step, row, 0
@@ -486,8 +483,7 @@ def test_what_the_rows_of_an_own_dataset_are_made_of_cannot_be_told():
     dataset = grain.MapDataset.range(40).map(lambda n: {"inputs": np.array([n])})
     data = positional_data.positional(dataset.repeat(), pipeline="numbers")
     asking = Run().attempt(data, [8] * 3).provenance()
-    ((_, of_batch),) = asking.step(1)
     with pytest.raises(errors.DataError, match=r"Positional.*; use .*from_config"):
-        list(of_batch)
+        list(asking.step(1))
     with pytest.raises(errors.DataError, match=r"Positional.*; use .*from_config"):
         list(asking.find("numbers", 3))
