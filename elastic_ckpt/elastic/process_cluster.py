@@ -902,6 +902,7 @@ class ProcessCluster:
     def _lose_memory(self) -> None:
         # Their machines go, and their memory with them.
         for number in self._leaving & {*self._absent, *self._machines.own.slices}:
+            self._absent.add(number)
             self._order_fault(faults.Kind.KILL_SLICE, number)
         self._leaving.clear()
 

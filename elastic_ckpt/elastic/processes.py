@@ -20,11 +20,7 @@ from elastic_ckpt.elastic.machine import Machine
 from elastic_ckpt.elastic.process_cluster import Machines, ProcessCluster
 
 # What hosts import, in the fork server.
-_HOST_IMPORTS = (
-    "elastic_ckpt.elastic.multicontroller",
-    "elastic_ckpt.elastic.world_host",
-    "elastic_ckpt.frontend",
-)
+_HOST_IMPORTS = ("elastic_ckpt.elastic.host", "elastic_ckpt.frontend")
 _NUMBER_VARIABLES = ("NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
 
 
