@@ -94,6 +94,23 @@ def test_all_hosts_that_die_together_are_reported(tmp_path, recorded, monkeypatc
     assert {each["why"] for each in reported} == {"killed by SIGKILL"}
 
 
+def test_nothing_is_heard_of_a_world_that_is_lost(tmp_path, recorded):
+    program = failing_hosts.report_for_ever
+    with host_worlds.opened(program, num_hosts=2, log_directory=tmp_path) as hosts:
+        with pytest.raises(failures.WorldLostError):
+            hosts.run_world(
+                program,
+                host_worlds.assignment(1, 2),
+                emit=recorded,
+                has_changed=lambda: None,
+            )
+        number = len(recorded.events)
+        # Its hosts end one after the other, and what they have sent is read.
+        while hosts._worlds:
+            hosts.wait(0.1)
+        assert len(recorded.events) == number
+
+
 class Clock:
     """The time; `stand_still` has it go by at once."""
 
