@@ -38,7 +38,7 @@ def assignment(number, num_hosts):
 
 
 @contextlib.contextmanager
-def opened(program, *, num_hosts, log_directory, limits=None):
+def opened(program, *, num_hosts, log_directory, limits=None, injected=()):
     """A cluster whose hosts run a program."""
     limits = limits or watch.unlimited()
     own = Station(
@@ -46,7 +46,9 @@ def opened(program, *, num_hosts, log_directory, limits=None):
     )
     with contextlib.closing(own):
         machines = process_cluster.Machines(own)
-        with process_cluster.ProcessCluster(machines, limits=limits) as hosts:
+        with process_cluster.ProcessCluster(
+            machines, limits=limits, injected=injected
+        ) as hosts:
             yield hosts
 
 

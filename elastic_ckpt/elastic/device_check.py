@@ -8,7 +8,6 @@ and compile, and before their first step counts.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,36 +50,9 @@ def check_devices(
     for device in devices:
         value = compute(device, compiled) + error
         if value != EXPECTED:
-            raise DeviceWrongError(problem_of(str(device), value))
-
-
-def problem_of(device: str, value: int) -> str:
-    """What is wrong with a device that has computed a wrong number."""
-    return f"{device} computed {value}, and sound devices compute {EXPECTED}"
-
-
-def begin(check: Callable[[], None]) -> Callable[[], None]:
-    """Begins a check in a thread; returns a function that waits for its end.
-
-    The function raises what the check has raised.
-    """
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            check()
-        except BaseException as error:  # The root of a thread.
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name="device-check", daemon=True)
-    thread.start()
-
-    def end() -> None:
-        thread.join()
-        if raised:
-            raise raised[0]
-
-    return end
+            raise DeviceWrongError(
+                f"{device} computed {value}, and sound devices compute {EXPECTED}"
+            )
 
 
 def compute(device: jax.Device, compiled: Callable[..., Any]) -> int:

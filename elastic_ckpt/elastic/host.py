@@ -29,7 +29,7 @@ from typing import Any
 
 from etils import epy
 
-from elastic_ckpt.core import allgather, errors, events, storage
+from elastic_ckpt.core import allgather, background, errors, events, storage
 from elastic_ckpt.elastic import (
     device_check,
     executables,
@@ -465,14 +465,13 @@ def _begin_check(
     own = slices[member.host * len(slices) // member.num_hosts]
     if own not in assignment.unchecked:
         return lambda: None
-    return device_check.begin(
-        functools.partial(
-            device_check.check_devices,
-            jax.local_devices(),
-            executables.compile_now if kept is None else kept.compiled,
-            error=int(own in owned.broken),
-        )
+    check = functools.partial(
+        device_check.check_devices,
+        jax.local_devices(),
+        executables.compile_now if kept is None else kept.compiled,
+        error=int(own in owned.broken),
     )
+    return background.in_thread(check, name="device-check").result
 
 
 def configure(world: Hardware, *, slot: int | None = None) -> None:

@@ -38,7 +38,6 @@ class Leader:
       key: that followers have to show there.
       term: the number of its claim.
       claim: the file of its claim.
-      since_secs: the time of its last sign, by the clock of this machine.
       lost: why it counts as lost; empty if it leads.
     """
 
@@ -47,7 +46,6 @@ class Leader:
     key: str
     term: int
     claim: str
-    since_secs: float
     lost: str
 
 
@@ -124,7 +122,10 @@ class LeaderClaims:
         self._ended = (term, why)
 
     def leader(self) -> Leader | None:
-        """The machine that leads, or led; None if nobody does, or gave it back."""
+        """The machine that leads, or led; None if nobody does, or gave it back.
+
+        The claim may be taken if there is none, or if it counts as lost.
+        """
         there, (term, _) = self._newest, self._seen
         # A request of this process may have been carried out, though it failed.
         if there is None or not there.secs or there.process == self._owner:
@@ -140,15 +141,8 @@ class LeaderClaims:
             **there.fields,
             term=term,
             claim=str(self._records.path(term)),
-            since_secs=self._since_secs,
             lost=lost,
         )
-
-    @property
-    def is_free(self) -> bool:
-        """Whether the claim may be taken, by the last `look`."""
-        leader = self.leader()
-        return leader is None or bool(leader.lost)
 
     def take(
         self, address: str, key: str, *, renewed_to: Callable[[int], None]

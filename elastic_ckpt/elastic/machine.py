@@ -9,12 +9,10 @@ hosts, another one takes the claim, and it continues the run as a new start woul
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
 import math
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,13 +22,11 @@ from etils import epath
 from elastic_ckpt.core import bucket_clients, errors, events, storage
 from elastic_ckpt.elastic import (
     faults,
-    host,
     leader_claim,
     termination,
     watch,
 )
 from elastic_ckpt.elastic import link as links
-from elastic_ckpt.elastic.cluster import TrainFunction
 from elastic_ckpt.elastic.decision import Policy
 from elastic_ckpt.elastic.process_cluster import (
     HandedOverError,
@@ -47,35 +43,16 @@ _POLL_SECS = 0.3
 Lead = Callable[[ProcessCluster, events.Emit], None]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
-    """The part of one of several machines in a run.
-
-    Attributes:
-      number: of the machine, from 0.
-      num_machines: of the run.
-      station: of the machine; closed by its owner.
-      shared: a directory that all machines share.
-      injected: faults, by their steps.
-      limits: how long hosts may take.
-      lost_secs: after which a machine without a sign is lost.
-    """
-
-    number: int
-    num_machines: int
-    station: Station
-    shared: epath.PathLike
-    injected: tuple[faults.Fault, ...]
-    limits: watch.Limits
-    lost_secs: float
-
-
 class MachineSupervisor:
     """Leads the run or follows its leader, until the run has ended.
 
     Args:
-      machine: this one; all else is the same on all machines.
+      own: the station of this machine; closed by its owner.
       lead: see `Lead`.
+      shared: a directory that all machines share.
+      injected: faults, by their steps.
+      limits: how long hosts may take.
+      lost_secs: after which a machine without a sign is lost.
       kept: opens the journal of the run, while this machine leads: an `Emit`.
       begin: called where the run begins, and not where it continues.
       configured: the digest of all that the machines have in common.
@@ -85,24 +62,29 @@ class MachineSupervisor:
 
     def __init__(
         self,
-        machine: Machine,
+        own: Station,
         lead: Lead,
         *,
+        shared: epath.PathLike,
+        injected: Sequence[faults.Fault],
+        limits: watch.Limits,
+        lost_secs: float,
         kept: Callable[[], contextlib.AbstractContextManager[events.Emit]],
         configured: str,
         policy: Policy,
         show: events.Emit,
         begin: Callable[[], None] = lambda: None,
     ) -> None:
-        self._machine, self._own = machine, machine.station
+        self._own, self._lost_secs = own, lost_secs
+        self._injected, self._limits = injected, limits
         self._lead_run, self._kept, self._show = lead, kept, show
         self._configured, self._policy, self._begin = configured, policy, begin
         self._claims = leader_claim.LeaderClaims(
-            machine.shared, machine=machine.number, lost_secs=machine.lost_secs
+            shared, machine=own.number, lost_secs=lost_secs
         )
         # The machines to wait for, if this one leads; and the term of the leader that
         # it followed last.
-        self._expected, self._followed = {*range(machine.num_machines)}, 0
+        self._expected, self._followed = {*range(own.num_machines)}, 0
         # Since when no leader can be reached; when this machine, which leads, gives the
         # claim back to others, which it may not reach, because slices are missing; and
         # until when it leaves the claim to them. It does so once, until it has had a
@@ -149,7 +131,7 @@ class MachineSupervisor:
                 )
             if time.monotonic() - self._since_secs > self._policy.wait_secs:
                 raise errors.RunError(
-                    f"machine {self._machine.number} has not reached, for"
+                    f"machine {self._own.number} has not reached, for"
                     f" {self._policy.wait_secs:g} s, {why}"
                 )
             time.sleep(random.uniform(0, _POLL_SECS))
@@ -160,11 +142,10 @@ class MachineSupervisor:
     def _lead(self, before: leader_claim.Leader | None) -> bool | None:
         # Runs the run, and returns whether it was asked to end; None if this machine
         # leads no more. The leader before was lost, unless it is None.
-        lost_secs = self._machine.lost_secs
+        lost_secs = self._lost_secs
         listener = links.Listener(self._own.interface, lost_secs)
         machines = Machines(
             self._own,
-            number=self._machine.number,
             listener=listener,
             has_lead=self._has_lead,
             configured=self._configured,
@@ -206,7 +187,7 @@ class MachineSupervisor:
                 self._since_secs = time.monotonic()
 
     def _train(self, machines: Machines, before: leader_claim.Leader | None) -> bool:
-        number, lost_secs = self._machine.number, self._machine.lost_secs
+        number, lost_secs = self._own.number, self._lost_secs
         is_stopped, self._gives_way_secs = False, math.inf
 
         def report(name: str, **fields: storage.Json) -> None:
@@ -229,8 +210,8 @@ class MachineSupervisor:
             machines.wait_until(lambda there: there >= self._expected, lost_secs)
             with ProcessCluster(
                 machines,
-                limits=self._machine.limits,
-                injected=self._machine.injected,
+                limits=self._limits,
+                injected=self._injected,
                 emit=emit,
             ) as cluster:
                 self._lead_run(cluster, report)
@@ -241,9 +222,9 @@ class MachineSupervisor:
         # whether the run, or this machine, was asked to end; None if the leader is
         # lost.
         own, agents, until_secs = self._own, [], math.inf
-        link = links.connect(leader.address, leader.key, self._machine.lost_secs)
+        link = links.connect(leader.address, leader.key, self._lost_secs)
         with contextlib.closing(link), termination.Notice() as notice:
-            hello = {"machine": self._machine.number, "configured": self._configured}
+            hello = {"machine": self._own.number, "configured": self._configured}
             link.send(**hello, **own.hello)
             try:
                 # One that was asked to end waits for its hosts.
@@ -291,40 +272,5 @@ class MachineSupervisor:
             self._expected = {*message["machines"]} - {leader.machine}
         if "agents" in message and self._followed != leader.term:
             self._followed = leader.term
-            number = self._machine.number
+            number = self._own.number
             self._show("leader_found", machine=number, leader=leader.machine)
-
-
-def run(
-    machine: Machine,
-    train: TrainFunction,
-    lead: Lead,
-    *,
-    policy: Policy,
-    emit: events.Emit,
-) -> None:
-    """Supervises the hosts of this machine until a run without a journal has ended.
-
-    Args:
-      machine: this one.
-      train: of each host.
-      lead: see `Lead`.
-      policy: of the run at its start.
-      emit: called for each event of the run, and if this machine follows another one.
-
-    Raises:
-      ConfigError: if `train` cannot be sent to hosts.
-      RunError: with the first failure of the run; or if no leader can be reached.
-    """
-    host.check_sent(train)
-    machine.station.train = train
-    shared = dataclasses.asdict(machine.station.hardware)
-    shared |= {"machines": machine.num_machines, "jax_cache_dir": ""}
-    MachineSupervisor(
-        machine,
-        lead,
-        kept=lambda: contextlib.nullcontext(emit),
-        configured=hashlib.sha256(storage.canonical_json(shared)).hexdigest(),
-        policy=policy,
-        show=emit,
-    ).run()

@@ -22,7 +22,6 @@ import math
 import os
 import pathlib
 import signal
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import connection
@@ -79,14 +78,13 @@ class Machines:
 
     Args:
       own: the station of this machine; each machine has as many slices.
-      number: of this machine.
       listener: to which the others connect; None if the run has no others.
       has_lead: returns whether this machine still leads.
       configured: the digest of the run's configuration, the same on all machines.
 
     Attributes:
       own: as given.
-      number: as given.
+      number: of this machine.
       has_lead: as given.
       are_several: whether the run has other machines.
     """
@@ -95,12 +93,11 @@ class Machines:
         self,
         own: Station,
         *,
-        number: int = 0,
         listener: link.Listener | None = None,
         has_lead: Callable[[], bool] = lambda: True,
         configured: str = "",
     ) -> None:
-        self.own, self.number = own, number
+        self.own, self.number = own, own.number
         self.are_several = listener is not None
         self.has_lead = has_lead
         self._listener = listener
@@ -668,23 +665,26 @@ class ProcessCluster:
         self._machines.own.train = train
         self._emit = emit
         self._began_secs = time.monotonic()
-        world = self._training = self._taken(assignment) or self._world(assignment)
+        prepared = self._next
+        if prepared and (prepared.failures or not _is_for(prepared, assignment)):
+            self._discard()
+        world = self._training = self._next or self._world(assignment)
+        self._next = None
         # They hold their slices' memory until they have ended. Meanwhile hosts join.
         dying = [each for each in self._worlds.values() if each is not world]
         while any(each.alive for each in dying):
             self._take_messages(_LOOK_SECS)
         world.begin(functools.partial(self._receive, assignment.number))
         try:
-            with _notice() as notices:
+            with termination.Notice() as notice:
                 while not world.is_over:
-                    self._take_messages(_LOOK_SECS, *(n.fileno() for n in notices))
-                    for notice in notices:
-                        if notice.is_coming() and notice.received():
-                            self._terminate(world)
+                    self._take_messages(_LOOK_SECS, notice.fileno())
+                    if notice.is_coming() and notice.received():
+                        self._terminate(world)
                     self._look(world)
                     # What ends this process may have been sent to the hosts, too: then
                     # they are not about to leave without it.
-                    if not any(notice.is_coming() for notice in notices):
+                    if not notice.is_coming():
                         self._change(world, has_changed)
             if world.has_stepped:
                 # Their devices have passed the check.
@@ -730,15 +730,6 @@ class ProcessCluster:
         )
         self._worlds[key] = HostsOfWorld(key, assignment, self._machines, self._limits)
         return self._worlds[key]
-
-    def _taken(self, assignment: Assignment) -> HostsOfWorld | None:
-        # The world that was prepared, if it is for this assignment.
-        world = self._next
-        if world is not None and not world.failures and _is_for(world, assignment):
-            self._next = None
-            return world
-        self._discard()
-        return None
 
     def _discard(self) -> None:
         if self._next is not None:
@@ -942,13 +933,3 @@ def _is_for(world: HostsOfWorld, assignment: Assignment) -> bool:
     mine = world.assignment
     work = dataclasses.replace(assignment.work, spares=mine.work.spares)
     return (mine.number, mine.work) == (assignment.number, work)
-
-
-@contextlib.contextmanager
-def _notice() -> Iterator[list[termination.Notice]]:
-    # Only the main thread receives signals.
-    if threading.current_thread() is not threading.main_thread():
-        yield []
-        return
-    with termination.Notice() as notice:
-        yield [notice]

@@ -21,7 +21,6 @@ from typing import Any
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import (
     failures,
-    machine,
     process_cluster,
     processes,
 )
@@ -105,21 +104,15 @@ def run(
     def lead_here(cluster: Cluster, emit: events.Emit) -> None:
         lead(train, cluster, present_policy, work, emit)
 
-    of_machine = processes.of_machine(cluster)
-    if of_machine is not None:
-        machine.run(
-            of_machine,
-            train,
-            lead_here,
-            policy=present_policy(),
-            emit=emit,
-        )
-    else:
-        try:
-            lead_here(cluster, emit)
-        except ProgramFailedError as error:
-            # The traceback that counts is the user's, which is a note of the error.
-            raise error.with_traceback(None) from error.__cause__
+    if processes.supervise(
+        cluster, train, lead_here, policy=present_policy(), emit=emit
+    ):
+        return
+    try:
+        lead_here(cluster, emit)
+    except ProgramFailedError as error:
+        # The traceback that counts is the user's, which is a note of the error.
+        raise error.with_traceback(None) from error.__cause__
 
 
 def lead(

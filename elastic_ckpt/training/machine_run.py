@@ -18,7 +18,7 @@ from elastic_ckpt.elastic import (
     scale_request,
     station,
 )
-from elastic_ckpt.elastic.machine import Machine, MachineSupervisor
+from elastic_ckpt.elastic.machine import MachineSupervisor
 from elastic_ckpt.elastic.processes import Place
 from elastic_ckpt.elastic.world import World
 from elastic_ckpt.training import (
@@ -127,18 +127,13 @@ def run(
         )
     ) as here:
         here.train = functools.partial(train, config)
-        machine = Machine(
-            number=own.number,
-            num_machines=own.num_machines,
-            station=here,
+        return MachineSupervisor(
+            here,
+            lead,
             shared=run_directory.steps_of(run_directory.path_of(config)),
             injected=faults.parse(config.elastic.faults),
             limits=limits,
             lost_secs=config.elastic.elastic_machine_timeout_seconds,
-        )
-        return MachineSupervisor(
-            machine,
-            lead,
             kept=kept,
             configured=_digest(config, program),
             policy=configured.policy(config, groups),

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import math
-import socket
 import threading
 import time
 import types
@@ -16,7 +15,6 @@ from elastic_ckpt.elastic import (
     leader_claim,
     link,
     machine,
-    termination,
     watch,
 )
 
@@ -24,26 +22,6 @@ from elastic_ckpt.elastic import (
 def far(number):
     """A process of another machine, which this one cannot tell to be alive."""
     return dataclasses.replace(process.this(), host=f"m{number}", boot_id=f"b{number}")
-
-
-class NoSignal:
-    """No signal reaches a supervisor in a thread."""
-
-    def __init__(self):
-        self._reader, self._writer = socket.socketpair()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._reader.close()
-        self._writer.close()
-
-    def fileno(self):
-        return self._reader.fileno()
-
-    def is_coming(self):
-        return False
 
 
 class Station:
@@ -54,6 +32,7 @@ class Station:
     channels = types.MappingProxyType({})
 
     def __init__(self, number):
+        self.number, self.num_machines = number, 2
         self.slices = (number,)
         self.hello = {"agents": [f"http://m{number}"], "port": 1}
         self.hello |= {"interface": self.interface}
@@ -91,22 +70,17 @@ class Machines:
             events.check(name, fields)
             self.events.append((number, name, fields))
 
-        of_machine = machine.Machine(
-            number=number,
-            num_machines=2,
-            station=station,
-            shared=str(self.directory),
-            injected=(),
-            limits=watch.unlimited(),
-            lost_secs=lost_secs,
-        )
         run = {
+            "shared": str(self.directory),
+            "injected": (),
+            "limits": watch.unlimited(),
+            "lost_secs": lost_secs,
             "kept": lambda: contextlib.nullcontext(emit),
             "configured": "the digest of a configuration",
             "policy": decision.Policy(wait_secs=wait_secs),
             "show": emit,
         }
-        made = machine.MachineSupervisor(of_machine, lead, **run | changes)
+        made = machine.MachineSupervisor(station, lead, **run | changes)
         made._claims._owner = far(number)
         return made
 
@@ -140,9 +114,7 @@ class Machines:
 
 
 @pytest.fixture
-def machines(tmp_path, monkeypatch):
-    # Only the main thread receives signals.
-    monkeypatch.setattr(termination, "Notice", NoSignal)
+def machines(tmp_path):
     return Machines(tmp_path)
 
 
