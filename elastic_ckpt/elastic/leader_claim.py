@@ -83,8 +83,8 @@ class LeaderClaims:
         # The newest claim and its count, and since when they are known.
         self._seen = (0, 0)
         self._since_secs = self._asked_secs = clock.monotonic()
-        # The newest claim whose holder is known to have ended, and by what.
-        self._ended = (0, "")
+        # By claim whose holder is known to have ended: by what.
+        self._ended: dict[int, str] = {}
         self._held: records.Held | None = None
 
     @property
@@ -119,7 +119,7 @@ class LeaderClaims:
 
     def note_end(self, term: int, why: str) -> None:
         """Notes that the process which holds a claim has ended."""
-        self._ended = (term, why)
+        self._ended[term] = why
 
     def leader(self) -> Leader | None:
         """The machine that leads, or led; None if nobody does, or gave it back.
@@ -130,11 +130,9 @@ class LeaderClaims:
         # A request of this process may have been carried out, though it failed.
         if there is None or not there.secs or there.process == self._owner:
             return None
-        lost = ""
+        lost = self._ended.get(term, "")
         if self._asked_secs - self._since_secs >= there.secs:
             lost = f"its claim was not renewed for {there.secs:g} s"
-        elif self._ended[0] == term:
-            lost = self._ended[1]
         elif there.process.is_dead:
             lost = f"{there.process} has ended"
         return Leader(

@@ -124,9 +124,8 @@ class Machines:
 
     def address(self, machine: int) -> str:
         """The address that a machine has reserved for host 0 of the next world."""
-        hello = self.own.hello if machine == self.number else self._hello.get(machine)
-        # A machine that was just lost has none, and its hosts count as killed.
-        hello = hello or {"interface": self.own.interface, "port": 1}
+        # One that was just lost has its last one, and its hosts count as killed.
+        hello = self.own.hello if machine == self.number else self._hello[machine]
         return f"{hello['interface']}:{hello['port']}"
 
     def order(self, machine: int, **order: Any) -> None:
@@ -215,9 +214,8 @@ class Machines:
     def _forget(self, number: int) -> None:
         self._links.pop(number).close()
         self._leaving.discard(number)
-        gone = self._hello.pop(number)["agents"]
         for machine in self.connected:
-            self.order(machine, forget=gone)
+            self.order(machine, forget=self._hello[number]["agents"])
 
 
 class HostsOfWorld:
@@ -335,19 +333,25 @@ class HostsOfWorld:
         Returns:
           Whether they are asked now; False if they have been, or cannot be yet.
         """
-        if not self.is_running or self.deadline_secs < math.inf or self._asked:
+        if not self.is_running or self._asked:
             return False
         self._ask(LOSE_MEMORY if loses_memory else LEAVE)
         return True
 
-    def abandon(self) -> bool:
+    def abandon(self, step: int) -> bool:
         """Ends the hosts for another world at once, if they have done no step.
 
         They have nothing to save, and may be about to compile for long.
+
+        Args:
+          step: that the run has reached.
+
+        Returns:
+          Whether they are ended.
         """
-        if self.has_stepped or self.deadline_secs < math.inf:
+        if self.has_stepped:
             return False
-        self._asked = _ABANDON
+        self._asked, self._ends["world_left"] = _ABANDON, {"step": step}
         self.end()
         return True
 
@@ -415,11 +419,8 @@ class HostsOfWorld:
             # Hosts that hang report nothing more.
             self.deadline_secs = now_secs
 
-    def result(self, step: int) -> bool:
+    def result(self) -> bool:
         """Returns whether the run is over; False if the hosts left for another world.
-
-        Args:
-          step: that the run has reached.
 
         Raises:
           WorldLostError: if hosts or devices were lost.
@@ -428,10 +429,7 @@ class HostsOfWorld:
         """
         if self.failures:
             raise self._error()
-        if self._asked == _ABANDON:
-            self.emit("world_left", step=step)
-            return False
-        if self.alive:
+        if self.alive and self._asked != _ABANDON:
             raise errors.StoppedError(self._describe_stop())
         # The training may have ended before the hosts could leave.
         has_left = self._asked not in (b"", STOP) and "world_left" in self._ends
@@ -605,13 +603,13 @@ class ProcessCluster:
         self._leaving: set[int] = set()
         self._unchecked: set[int] = set()
         self._slow: set[int] = set()
-        # By slice that is refused: until when, and how often it was in a row.
+        # By slice that was refused: until when, and how often.
         self._refused: dict[int, tuple[float, int]] = {}
         self._failures: list[Failure] = []
         # How many worlds in a row were abandoned; and the steps that are done.
         self._num_abandoned = self._step = 0
-        # Until when this machine, which was asked to end, waits for its last world.
-        self._hands_over_until_secs = math.inf
+        # Whether this machine was asked to end, and others may go on.
+        self._hands_over = False
 
     def __enter__(self) -> Self:
         return self
@@ -689,13 +687,11 @@ class ProcessCluster:
             if world.has_stepped:
                 # Their devices have passed the check.
                 self._unchecked -= {*world.slices}
-                for number in world.slices:
-                    self._refused.pop(number, None)
-            is_over = world.result(self._step)
+            is_over = world.result()
         except (WorldLostError, errors.StoppedError) as error:
             if isinstance(error, WorldLostError):
                 self._note_lost(error, world)
-            if self._hands_over_until_secs < math.inf:
+            if self._hands_over:
                 raise HandedOverError(str(error)) from error
             raise
         finally:
@@ -708,7 +704,7 @@ class ProcessCluster:
                 # Its devices are free when its processes have ended.
                 while world.alive:
                     self._take_messages(_LOOK_SECS)
-        if self._hands_over_until_secs < math.inf and not is_over:
+        if self._hands_over and not is_over:
             raise HandedOverError("this machine was asked to end")
         return is_over
 
@@ -783,16 +779,20 @@ class ProcessCluster:
         self._preempt(world.preempted)
         decided = has_changed()
         loses_memory = not self._leaving.isdisjoint(world.slices)
-        if self._hands_over_until_secs < math.inf:
-            is_left = self._hand_over(world, decided)
+        is_left, is_planned = False, isinstance(decided, Train)
+        if self._hands_over and not is_planned and (decided or loses_memory):
+            # The other machines are too few, or have got SIGTERM, too.
+            self._hands_over = False
+            world.stop()
+        elif self._hands_over and not world.is_running:
+            world.end()
         elif not isinstance(decided, Train):
             self._discard()
-            is_left = bool(decided) and world.leave(loses_memory=loses_memory)
-        elif not self._prepare(world, decided) and not loses_memory:
-            is_left = False
-        else:
+            if decided or self._hands_over:
+                is_left = world.leave(loses_memory=loses_memory)
+        elif self._hands_over or self._prepare(world, decided) or loses_memory:
             may_abandon = not loses_memory and self._num_abandoned < _MOST_ABANDONED
-            is_abandoned = may_abandon and world.abandon()
+            is_abandoned = may_abandon and world.abandon(self._step)
             self._num_abandoned += is_abandoned
             is_left = is_abandoned or world.leave(loses_memory=loses_memory)
         if is_left:
@@ -814,28 +814,12 @@ class ProcessCluster:
 
     def _terminate(self, world: HostsOfWorld) -> None:
         # SIGTERM to this machine, or once more.
-        if self._machines.are_several and self._hands_over_until_secs == math.inf:
-            self._leaving |= {*self._machines.own.slices}
-            secs = self._limits.grace_secs
-            self._hands_over_until_secs = time.monotonic() + secs
+        if self._machines.are_several and not self._hands_over:
+            # All hosts leave, and the next leader starts others without this machine.
+            self._hands_over = True
+            self._preempt(self._machines.own.slices)
         else:
             world.stop()
-
-    def _hand_over(self, world: HostsOfWorld, decided: Decision | None) -> bool:
-        # All hosts leave, and the next leader starts others without this machine.
-        own = {*self._machines.own.slices}
-        is_apart = decided is None and own.isdisjoint(world.slices)
-        if not (isinstance(decided, Train) or is_apart):
-            # The other machines are too few, or have got SIGTERM, too.
-            self._hands_over_until_secs = math.inf
-            world.stop()
-        elif world.leave(loses_memory=True):
-            for number in sorted(own):
-                self._emit("slice_preempted", slice=number)
-            return True
-        elif not world.is_running or time.monotonic() > self._hands_over_until_secs:
-            world.end()
-        return False
 
     def _preempt(self, slices: Collection[int]) -> None:
         for number in sorted({*slices} - self._leaving):
