@@ -86,13 +86,11 @@ class MachineSupervisor:
         # it followed last.
         self._expected, self._followed = {*range(own.num_machines)}, 0
         # Since when no leader can be reached; when this machine, which leads, gives the
-        # claim back to others, which it may not reach, because slices are missing; and
-        # until when it leaves the claim to them. It does so once, until it has had a
-        # world.
+        # claim back because slices are missing: others may reach more; and until when
+        # it leaves the claim to them. It does so once, until it has had a world.
         self._since_secs = time.monotonic()
         self._gives_way_secs = math.inf
         self._rests_until_secs = 0.0
-        self._may_give_way = True
 
     def run(self) -> bool:
         """Returns whether the run, or this machine, was asked to end.
@@ -164,7 +162,6 @@ class MachineSupervisor:
             except HandedOverError:
                 return True
             except LeadershipLostError:
-                self._may_give_way = False
                 self._rests_until_secs = time.monotonic() + lost_secs
                 return None
             except BaseException as error:
@@ -193,10 +190,11 @@ class MachineSupervisor:
         def report(name: str, **fields: storage.Json) -> None:
             nonlocal is_stopped
             is_stopped |= name == "run_stopped"
-            self._may_give_way |= name == "world_claimed"
             if name == "world_started":
                 self._gives_way_secs = math.inf
-            elif name == "waiting_for_slices" and self._may_give_way:
+            elif name == "world_claimed":
+                self._rests_until_secs = 0.0
+            elif name == "waiting_for_slices" and not self._rests_until_secs:
                 self._gives_way_secs = time.monotonic() + 2 * lost_secs
             emit(name, **fields)
 

@@ -501,8 +501,6 @@ class HostsOfWorld:
         return error
 
     def _describe(self, failure: HostFailure) -> str:
-        if failure.is_ours:
-            return failure.message
         ended = {each.host for each in self.failures if not each.is_signal}
         if len(ended) == len(self.slices) and not self._heard:
             return (
@@ -510,9 +508,8 @@ class HostsOfWorld:
                 " Each imports the program that starts the run, and what it printed is"
                 " on standard error"
             )
-        if failure.traceback and not failure.is_of_devices:
-            num_hosts = len(self.slices)
-            return failures.judge([failure], num_hosts=num_hosts, is_lost=False).words
+        if failure.is_ours or (failure.traceback and not failure.is_of_devices):
+            return failures.judge([failure], num_hosts=len(self.slices)).words
         why = f"host {failure.host} failed: {failure.message}"
         lines = [f"  | {line}" for line in failure.log.splitlines()]
         return "\n".join([why, f"the end of its log, {failure.log_file}:", *lines])

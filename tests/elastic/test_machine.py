@@ -192,7 +192,6 @@ def test_a_leader_that_waits_in_vain_gives_way_to_one_that_reaches_more(machines
     assert first._lead(None) is None
     # It leaves the claim to others for a while, and does so once.
     assert first._rests_until_secs > time.monotonic()
-    assert not first._may_give_way
     assert not first._claims.has_lead
 
 
