@@ -37,6 +37,21 @@ def assignment(number, num_hosts):
     return cluster.Assignment(number=number, work=work)
 
 
+@contextlib.contextmanager
+def opened(program, *, num_hosts, log_directory, limits=None, injected=()):
+    """A cluster whose hosts run a program."""
+    limits = limits or watch.unlimited()
+    own = Station(
+        program, num_hosts=num_hosts, log_directory=log_directory, limits=limits
+    )
+    with contextlib.closing(own):
+        machines = process_cluster.Machines(own)
+        with process_cluster.ProcessCluster(
+            machines, limits=limits, injected=injected
+        ) as hosts:
+            yield hosts
+
+
 def run(
     program,
     *,
@@ -59,16 +74,11 @@ def run(
     Raises:
       RunError: as `Cluster.run_world`.
     """
-    limits = limits or watch.unlimited()
-    own = Station(
-        program, num_hosts=num_hosts, log_directory=log_directory, limits=limits
-    )
-    with contextlib.closing(own):
-        machines = process_cluster.Machines(own)
-        with process_cluster.ProcessCluster(machines, limits=limits) as hosts:
-            hosts.run_world(
-                program,
-                assignment(1, num_hosts),
-                emit=emit,
-                has_changed=lambda: look(hosts),
-            )
+    made = {"num_hosts": num_hosts, "log_directory": log_directory, "limits": limits}
+    with opened(program, **made) as hosts:
+        hosts.run_world(
+            program,
+            assignment(1, num_hosts),
+            emit=emit,
+            has_changed=lambda: look(hosts),
+        )

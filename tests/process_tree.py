@@ -1,19 +1,14 @@
 """A process with all that it has started: agents have sessions of their own."""
 
 import contextlib
-import ctypes
 import os
 import pathlib
 import signal
 import time
 
-# See prctl(2).
-_PR_SET_PDEATHSIG = 1
-
-
-def end_with_parent():
-    """Has this process killed when its parent ends; the `preexec_fn` of a Popen."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+# Put before a command, it has the process killed when its parent ends. A `preexec_fn`
+# that does so would fork this process, whose JAX has threads.
+ENDS_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 
 
 def kill(process):

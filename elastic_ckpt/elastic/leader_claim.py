@@ -38,7 +38,6 @@ class Leader:
       key: that followers have to show there.
       term: the number of its claim.
       claim: the file of its claim.
-      since_secs: the time of its last sign, by the clock of this machine.
       lost: why it counts as lost; empty if it leads.
     """
 
@@ -47,7 +46,6 @@ class Leader:
     key: str
     term: int
     claim: str
-    since_secs: float
     lost: str
 
 
@@ -85,8 +83,8 @@ class LeaderClaims:
         # The newest claim and its count, and since when they are known.
         self._seen = (0, 0)
         self._since_secs = self._asked_secs = clock.monotonic()
-        # The newest claim whose holder is known to have ended, and by what.
-        self._ended = (0, "")
+        # By claim whose holder is known to have ended: by what.
+        self._ended: dict[int, str] = {}
         self._held: records.Held | None = None
 
     @property
@@ -121,34 +119,28 @@ class LeaderClaims:
 
     def note_end(self, term: int, why: str) -> None:
         """Notes that the process which holds a claim has ended."""
-        self._ended = (term, why)
+        self._ended[term] = why
 
     def leader(self) -> Leader | None:
-        """The machine that leads, or led; None if nobody does, or gave it back."""
+        """The machine that leads, or led; None if nobody does, or gave it back.
+
+        The claim may be taken if there is none, or if it counts as lost.
+        """
         there, (term, _) = self._newest, self._seen
         # A request of this process may have been carried out, though it failed.
         if there is None or not there.secs or there.process == self._owner:
             return None
-        lost = ""
+        lost = self._ended.get(term, "")
         if self._asked_secs - self._since_secs >= there.secs:
             lost = f"its claim was not renewed for {there.secs:g} s"
-        elif self._ended[0] == term:
-            lost = self._ended[1]
         elif there.process.is_dead:
             lost = f"{there.process} has ended"
         return Leader(
             **there.fields,
             term=term,
             claim=str(self._records.path(term)),
-            since_secs=self._since_secs,
             lost=lost,
         )
-
-    @property
-    def is_free(self) -> bool:
-        """Whether the claim may be taken, by the last `look`."""
-        leader = self.leader()
-        return leader is None or bool(leader.lost)
 
     def take(
         self, address: str, key: str, *, renewed_to: Callable[[int], None]

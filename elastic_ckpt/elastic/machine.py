@@ -9,13 +9,12 @@ hosts, another one takes the claim, and it continues the run as a new start woul
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
+from multiprocessing.connection import Connection
 from typing import Any
 
 from etils import epath
@@ -23,13 +22,11 @@ from etils import epath
 from elastic_ckpt.core import bucket_clients, errors, events, storage
 from elastic_ckpt.elastic import (
     faults,
-    host,
     leader_claim,
     termination,
     watch,
 )
 from elastic_ckpt.elastic import link as links
-from elastic_ckpt.elastic.cluster import TrainFunction
 from elastic_ckpt.elastic.decision import Policy
 from elastic_ckpt.elastic.process_cluster import (
     HandedOverError,
@@ -46,35 +43,16 @@ _POLL_SECS = 0.3
 Lead = Callable[[ProcessCluster, events.Emit], None]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
-    """The part of one of several machines in a run.
-
-    Attributes:
-      number: of the machine, from 0.
-      num_machines: of the run.
-      station: of the machine; closed by its owner.
-      shared: a directory that all machines share.
-      injected: faults, by their steps.
-      limits: how long hosts may take.
-      lost_secs: after which a machine without a sign is lost.
-    """
-
-    number: int
-    num_machines: int
-    station: Station
-    shared: epath.PathLike
-    injected: tuple[faults.Fault, ...]
-    limits: watch.Limits
-    lost_secs: float
-
-
 class MachineSupervisor:
     """Leads the run or follows its leader, until the run has ended.
 
     Args:
-      machine: this one; all else is the same on all machines.
+      own: the station of this machine; closed by its owner.
       lead: see `Lead`.
+      shared: a directory that all machines share.
+      injected: faults, by their steps.
+      limits: how long hosts may take.
+      lost_secs: after which a machine without a sign is lost.
       kept: opens the journal of the run, while this machine leads: an `Emit`.
       begin: called where the run begins, and not where it continues.
       configured: the digest of all that the machines have in common.
@@ -84,30 +62,35 @@ class MachineSupervisor:
 
     def __init__(
         self,
-        machine: Machine,
+        own: Station,
         lead: Lead,
         *,
+        shared: epath.PathLike,
+        injected: Sequence[faults.Fault],
+        limits: watch.Limits,
+        lost_secs: float,
         kept: Callable[[], contextlib.AbstractContextManager[events.Emit]],
         configured: str,
         policy: Policy,
         show: events.Emit,
         begin: Callable[[], None] = lambda: None,
     ) -> None:
-        self._machine, self._own = machine, machine.station
+        self._own, self._lost_secs = own, lost_secs
+        self._injected, self._limits = injected, limits
         self._lead_run, self._kept, self._show = lead, kept, show
         self._configured, self._policy, self._begin = configured, policy, begin
         self._claims = leader_claim.LeaderClaims(
-            machine.shared, machine=machine.number, lost_secs=machine.lost_secs
+            shared, machine=own.number, lost_secs=lost_secs
         )
-        # The machines to wait for, if this one leads.
-        self._expected = {*range(machine.num_machines)}
-        # The term of the leader that was followed last.
-        self._followed = 0
-        # Since when there is no leader that can be reached; and until when this machine
-        # leaves the claim to others, which it may not reach.
+        # The machines to wait for, if this one leads; and the term of the leader that
+        # it followed last.
+        self._expected, self._followed = {*range(own.num_machines)}, 0
+        # Since when no leader can be reached; when this machine, which leads, gives the
+        # claim back because slices are missing: others may reach more; and until when
+        # it leaves the claim to them. It does so once, until it has had a world.
         self._since_secs = time.monotonic()
+        self._gives_way_secs = math.inf
         self._rests_until_secs = 0.0
-        self._may_give_way = True
 
     def run(self) -> bool:
         """Returns whether the run, or this machine, was asked to end.
@@ -116,16 +99,14 @@ class MachineSupervisor:
           RunError: with the first failure of the run; or if no leader can be reached.
         """
         while True:
-            why, leader = "a leader", None
+            why, leader, ended = "a leader", None, None
             try:
                 self._claims.look()
                 leader = self._claims.leader()
-                rests = time.monotonic() < self._rests_until_secs
-                ended = None
-                if self._claims.is_free:
-                    ended = None if rests else self._lead(leader)
-                elif leader is not None:
+                if leader is not None and not leader.lost:
                     ended = self._follow(leader)
+                elif time.monotonic() >= self._rests_until_secs:
+                    ended = self._lead(leader)
                 if ended is not None:
                     return ended
             except links.LinkLostError as error:
@@ -148,21 +129,23 @@ class MachineSupervisor:
                 )
             if time.monotonic() - self._since_secs > self._policy.wait_secs:
                 raise errors.RunError(
-                    f"machine {self._machine.number} has not reached, for"
+                    f"machine {self._own.number} has not reached, for"
                     f" {self._policy.wait_secs:g} s, {why}"
                 )
             time.sleep(random.uniform(0, _POLL_SECS))
 
+    def _has_lead(self) -> bool:
+        return self._claims.has_lead and time.monotonic() < self._gives_way_secs
+
     def _lead(self, before: leader_claim.Leader | None) -> bool | None:
         # Runs the run, and returns whether it was asked to end; None if this machine
         # leads no more. The leader before was lost, unless it is None.
-        lost_secs = self._machine.lost_secs
+        lost_secs = self._lost_secs
         listener = links.Listener(self._own.interface, lost_secs)
         machines = Machines(
             self._own,
-            number=self._machine.number,
             listener=listener,
-            has_lead=lambda: self._claims.has_lead,
+            has_lead=self._has_lead,
             configured=self._configured,
         )
 
@@ -179,29 +162,21 @@ class MachineSupervisor:
             except HandedOverError:
                 return True
             except LeadershipLostError:
-                # By having waited for slices: once, until it has had a world.
-                self._may_give_way = False
                 self._rests_until_secs = time.monotonic() + lost_secs
                 return None
-            except errors.ReplacedError as error:
-                # By the next leader, unless it is another start.
-                if not self._claims.check():
-                    return None
-                machines.end(lost_secs, is_stopped=False, failure=str(error))
-                raise
-            except SystemExit:
-                # SIGTERM between two worlds.
+            except BaseException as error:
                 left = machines.slices() - {*self._own.slices}
-                if len(left) >= self._policy.min_slices:
+                is_exit = isinstance(error, SystemExit)
+                if is_exit and len(left) >= self._policy.min_slices:
+                    # SIGTERM between two worlds, and the others go on.
                     return True
-                machines.end(lost_secs, is_stopped=True)
-                raise
-            except (errors.StoppedError, KeyboardInterrupt):
-                machines.end(lost_secs, is_stopped=True)
-                raise
-            except Exception as error:
-                failure = str(error) or repr(error)
-                machines.end(lost_secs, is_stopped=False, failure=failure)
+                if isinstance(error, errors.ReplacedError) and not self._claims.check():
+                    # By the next leader, and not by another start.
+                    return None
+                stops = (errors.StoppedError, SystemExit, KeyboardInterrupt)
+                is_stopped = isinstance(error, stops)
+                failure = "" if is_stopped else str(error) or repr(error)
+                machines.end(lost_secs, is_stopped=is_stopped, failure=failure)
                 raise
             finally:
                 # The others take the claim when their links end.
@@ -209,149 +184,91 @@ class MachineSupervisor:
                 self._since_secs = time.monotonic()
 
     def _train(self, machines: Machines, before: leader_claim.Leader | None) -> bool:
-        is_stopped = False
+        number, lost_secs = self._own.number, self._lost_secs
+        is_stopped, self._gives_way_secs = False, math.inf
 
         def report(name: str, **fields: storage.Json) -> None:
             nonlocal is_stopped
             is_stopped |= name == "run_stopped"
-            self._may_give_way |= name == "world_claimed"
+            if name == "world_started":
+                self._gives_way_secs = math.inf
+            elif name == "world_claimed":
+                self._rests_until_secs = 0.0
+            elif name == "waiting_for_slices" and not self._rests_until_secs:
+                self._gives_way_secs = time.monotonic() + 2 * lost_secs
             emit(name, **fields)
 
         with self._kept() as emit:
-            number = self._machine.number
             emit("leader_found", machine=number, leader=number)
             if before is not None:
                 emit("leader_lost", machine=before.machine, why=before.lost)
             elif not self._followed and not self._rests_until_secs:
                 self._begin()
             # Of those that it has heard of last.
-            expected = self._expected
-            machines.wait_until(
-                lambda there: there >= expected, self._machine.lost_secs
-            )
-            # Machines that it does not reach may be enough without it.
-            secs = 2 * self._machine.lost_secs if self._may_give_way else math.inf
+            machines.wait_until(lambda there: there >= self._expected, lost_secs)
             with ProcessCluster(
                 machines,
-                limits=self._machine.limits,
-                injected=self._machine.injected,
-                gives_way_secs=secs,
+                limits=self._limits,
+                injected=self._injected,
                 emit=emit,
             ) as cluster:
                 self._lead_run(cluster, report)
         return is_stopped
 
     def _follow(self, leader: leader_claim.Leader) -> bool | None:
-        # Follows the leader, and returns whether the run was asked to end; None if the
-        # leader is lost.
-        link = links.connect(leader.address, leader.key, self._machine.lost_secs)
+        # Carries out the leader's orders, and reports what becomes of them. Returns
+        # whether the run, or this machine, was asked to end; None if the leader is
+        # lost.
+        own, agents, until_secs = self._own, [], math.inf
+        link = links.connect(leader.address, leader.key, self._lost_secs)
         with contextlib.closing(link), termination.Notice() as notice:
-            hello = {"machine": self._machine.number, "configured": self._configured}
-            link.send(**hello, **self._own.hello)
-            following = _Following(link, self._own, notice)
+            hello = {"machine": self._own.number, "configured": self._configured}
+            link.send(**hello, **own.hello)
             try:
-                for message in following.messages():
-                    if "refused" in message:
-                        raise links.LinkLostError(message["refused"])
-                    if message.get("failure"):
-                        raise errors.RunError(
-                            f"the run has failed: {message['failure']}"
-                        )
-                    if "over" in message:
-                        return bool(message["is_stopped"])
-                    if "renewed" in message:
-                        self._claims.note(leader.term, message["renewed"])
-                    if "machines" in message:
-                        self._expected = {*message["machines"]} - {leader.machine}
-                    if "agents" in message and self._followed != leader.term:
-                        self._followed = leader.term
-                        machine = self._machine.number
-                        self._show(
-                            "leader_found", machine=machine, leader=leader.machine
-                        )
+                # One that was asked to end waits for its hosts.
+                while until_secs == math.inf or (
+                    own.channels and time.monotonic() < until_secs
+                ):
+                    channels, noticed = own.channels, notice.fileno()
+                    waited = [link.channel, noticed, *channels]
+                    for ready in connection.wait(waited, _LOOK_SECS):
+                        if ready == noticed and notice.received():
+                            # The leader asks all hosts to save and leave.
+                            link.send(leaving=True)
+                            until_secs = time.monotonic() + own.grace_secs
+                        elif isinstance(ready, Connection) and ready in channels:
+                            link.send(**own.read(ready, channels[ready]))
+                    own.stand_by()
+                    for message in link.receive():
+                        agents = message.get("agents", agents)
+                        for answer in own.do(message):
+                            link.send(**answer)
+                        self._hear(leader, message)
+                        if "over" in message:
+                            return bool(message["is_stopped"])
                 return True
             except links.LinkLostError:
                 if self._followed != leader.term:
                     raise
-                self._own.do({"forget": following.agents})
+                own.do({"forget": agents})
                 self._since_secs = time.monotonic()
                 # SIGTERM may have arrived meanwhile.
-                is_leaving = following.is_leaving or notice.is_coming()
+                is_leaving = until_secs < math.inf or notice.is_coming()
                 return True if is_leaving else None
             finally:
-                self._own.end_hosts()
+                own.end_hosts()
 
-
-class _Following:
-    """Carries out the orders of a leader, and reports what becomes of them."""
-
-    def __init__(
-        self, link: links.Link, own: Station, notice: termination.Notice
-    ) -> None:
-        self._link, self._own, self._notice = link, own, notice
-        self._deadline_secs: float | None = None
-        # Of the leader's machine.
-        self.agents: list[str] = []
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether this machine was asked to end."""
-        return self._deadline_secs is not None
-
-    def messages(self) -> Iterator[Mapping[str, Any]]:
-        """The messages of the leader, until this machine has left the run."""
-        while self._deadline_secs is None or (
-            self._own.channels and time.monotonic() < self._deadline_secs
-        ):
-            channels = self._own.channels
-            noticed = self._notice.fileno()
-            waited = [self._link.channel, noticed, *channels]
-            for ready in connection.wait(waited, _LOOK_SECS):
-                if ready == noticed and self._notice.received():
-                    # The leader asks all hosts to save and leave.
-                    self._link.send(leaving=True)
-                    self._deadline_secs = time.monotonic() + self._own.grace_secs
-                elif isinstance(ready, connection.Connection) and ready in channels:
-                    self._link.send(**self._own.read(ready, channels[ready]))
-            self._own.stand_by()
-            for message in self._link.receive():
-                self.agents = message.get("agents", self.agents)
-                for answer in self._own.do(message):
-                    self._link.send(**answer)
-                yield message
-
-
-def run(
-    machine: Machine,
-    train: TrainFunction,
-    lead: Lead,
-    *,
-    policy: Policy,
-    emit: events.Emit,
-) -> None:
-    """Supervises the hosts of this machine until a run without a journal has ended.
-
-    Args:
-      machine: this one.
-      train: of each host.
-      lead: see `Lead`.
-      policy: of the run at its start.
-      emit: called for each event of the run, and if this machine follows another one.
-
-    Raises:
-      ConfigError: if `train` cannot be sent to hosts.
-      RunError: with the first failure of the run; or if no leader can be reached.
-    """
-    host.check_sent(train)
-    machine.station.train = train
-    shared = dataclasses.asdict(machine.station.hardware)
-    shared |= {"machines": machine.num_machines}
-    del shared["jax_cache_dir"]
-    MachineSupervisor(
-        machine,
-        lead,
-        kept=lambda: contextlib.nullcontext(emit),
-        configured=hashlib.sha256(storage.canonical_json(shared)).hexdigest(),
-        policy=policy,
-        show=emit,
-    ).run()
+    def _hear(self, leader: leader_claim.Leader, message: Mapping[str, Any]) -> None:
+        # What a leader says that is no order.
+        if "refused" in message:
+            raise links.LinkLostError(message["refused"])
+        if message.get("failure"):
+            raise errors.RunError(f"the run has failed: {message['failure']}")
+        if "renewed" in message:
+            self._claims.note(leader.term, message["renewed"])
+        if "machines" in message:
+            self._expected = {*message["machines"]} - {leader.machine}
+        if "agents" in message and self._followed != leader.term:
+            self._followed = leader.term
+            number = self._own.number
+            self._show("leader_found", machine=number, leader=leader.machine)

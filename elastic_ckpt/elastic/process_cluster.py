@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import os
 import pathlib
 import signal
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import connection
@@ -61,6 +61,8 @@ _RETRY_SECS, _MOST_RETRY_SECS = 30.0, 3600.0
 # the time must not keep the run from training.
 _MOST_ABANDONED = 3
 _SHOWN_LOG_LINES = 15
+# What hosts are not told, but killed for.
+_ABANDON = b"abandon"
 
 
 class LeadershipLostError(errors.StoppedError):
@@ -76,14 +78,13 @@ class Machines:
 
     Args:
       own: the station of this machine; each machine has as many slices.
-      number: of this machine.
       listener: to which the others connect; None if the run has no others.
       has_lead: returns whether this machine still leads.
       configured: the digest of the run's configuration, the same on all machines.
 
     Attributes:
       own: as given.
-      number: as given.
+      number: of this machine.
       has_lead: as given.
       are_several: whether the run has other machines.
     """
@@ -92,12 +93,11 @@ class Machines:
         self,
         own: Station,
         *,
-        number: int = 0,
         listener: link.Listener | None = None,
         has_lead: Callable[[], bool] = lambda: True,
         configured: str = "",
     ) -> None:
-        self.own, self.number = own, number
+        self.own, self.number = own, own.number
         self.are_several = listener is not None
         self.has_lead = has_lead
         self._listener = listener
@@ -124,9 +124,8 @@ class Machines:
 
     def address(self, machine: int) -> str:
         """The address that a machine has reserved for host 0 of the next world."""
-        hello = self.own.hello if machine == self.number else self._hello.get(machine)
-        # A machine that was just lost has none, and its hosts count as killed.
-        hello = hello or {"interface": self.own.interface, "port": 1}
+        # One that was just lost has its last one, and its hosts count as killed.
+        hello = self.own.hello if machine == self.number else self._hello[machine]
         return f"{hello['interface']}:{hello['port']}"
 
     def order(self, machine: int, **order: Any) -> None:
@@ -215,9 +214,8 @@ class Machines:
     def _forget(self, number: int) -> None:
         self._links.pop(number).close()
         self._leaving.discard(number)
-        gone = self._hello.pop(number)["agents"]
         for machine in self.connected:
-            self.order(machine, forget=gone)
+            self.order(machine, forget=self._hello[number]["agents"])
 
 
 class HostsOfWorld:
@@ -237,7 +235,7 @@ class HostsOfWorld:
       slices: of each host.
       alive: the hosts that have not ended.
       failures: that hosts have reported, or that were found.
-      deadline_secs: when the hosts are killed; None while they may go on.
+      deadline_secs: when the hosts are killed; infinite while they may go on.
       is_running: whether a host has reported more than that it has joined; before,
         there is nothing to save.
       has_stepped: whether a host has done a step.
@@ -258,22 +256,21 @@ class HostsOfWorld:
         self.slices = [n for n in assignment.work.slices for _ in range(per_slice)]
         self.alive = set(range(len(self.slices)))
         self.failures: list[HostFailure] = []
-        self.deadline_secs: float | None = None
-        self.has_stepped = False
+        self.deadline_secs = math.inf
+        self.is_running = self.has_stepped = False
         self.preempted: set[int] = set()
         self._key, self._machines, self._limits = key, machines, limits
-        # Whether they were asked to leave for another world, or were ended for it
-        # before a step; and whether SIGTERM ends the run.
-        self._is_left = self._is_abandoned = self._is_stopping = False
-        self.is_running = False
+        # What they were asked last: an order to all, or `_ABANDON`; empty for nothing.
+        self._asked = b""
         self._heard: set[int] = set()
         self._ready: set[int] = set()
         # Hosts that stop before their last step report both ends; which of them is the
         # reason is known when all have ended.
         self._ends: dict[str, dict[str, Any]] = {}
-        self._began_secs = time.monotonic()
-        self._hangs = watch.Watch(limits, len(self.slices), now_secs=self._began_secs)
-        self.slow = watch.SlowHosts(now_secs=self._began_secs)
+        now_secs = time.monotonic()
+        self._join_until_secs = now_secs + _PREPARE_SECS
+        self._hangs = watch.Watch(limits, len(self.slices), now_secs=now_secs)
+        self.slow = watch.SlowHosts(now_secs=now_secs)
         self._oom_kills = failures.oom_kills()
         # A new directory: this may be a second start of a run that is alive.
         self._logs = storage.make_unique_directory(machines.own.log_directory)
@@ -291,15 +288,14 @@ class HostsOfWorld:
     @property
     def is_prepared(self) -> bool:
         """Whether `begin` need not be waited for: all have joined, or one fails."""
-        secs = time.monotonic() - self._began_secs
-        are_ready = len(self._ready) == len(self.slices)
-        return are_ready or bool(self.failures) or secs > _PREPARE_SECS
+        is_late = time.monotonic() > self._join_until_secs
+        return is_late or bool(self.failures) or len(self._ready) == len(self.slices)
 
     @property
     def unfit(self) -> frozenset[int]:
         """The slices whose hosts keep a world from being prepared."""
         hosts = {each.host for each in self.failures}
-        if not hosts and time.monotonic() - self._began_secs > _PREPARE_SECS:
+        if not hosts and time.monotonic() > self._join_until_secs:
             # Some do not join, or do not finish the check of their devices.
             missing = {*range(len(self.slices))} - self._ready
             hosts = {*self._hangs.behind()} or (missing if self._ready else set())
@@ -308,9 +304,8 @@ class HostsOfWorld:
     @property
     def is_over(self) -> bool:
         """Whether all hosts have ended, or those that are left have to."""
-        if self.deadline_secs is not None and time.monotonic() > self.deadline_secs:
-            return True
-        return self.alive <= {each.host for each in self.failures}
+        is_late = time.monotonic() > self.deadline_secs
+        return is_late or self.alive <= {each.host for each in self.failures}
 
     def begin(self, emit: events.Emit) -> None:
         """Has the hosts begin, which wait for this once they have joined."""
@@ -338,23 +333,26 @@ class HostsOfWorld:
         Returns:
           Whether they are asked now; False if they have been, or cannot be yet.
         """
-        if not self.is_running or self.deadline_secs is not None or self._is_left:
+        if not self.is_running or self._asked:
             return False
-        self._is_left = True
-        self._tell(LOSE_MEMORY if loses_memory else LEAVE)
-        # JAX's preemption service handles the signal.
-        self.signal(self.alive, signal.SIGTERM)
+        self._ask(LOSE_MEMORY if loses_memory else LEAVE)
         return True
 
-    def abandon(self) -> bool:
+    def abandon(self, step: int) -> bool:
         """Ends the hosts for another world at once, if they have done no step.
 
         They have nothing to save, and may be about to compile for long.
+
+        Args:
+          step: that the run has reached.
+
+        Returns:
+          Whether they are ended.
         """
-        if self.has_stepped or self.deadline_secs is not None:
+        if self.has_stepped:
             return False
-        self._is_left = self._is_abandoned = True
-        self.deadline_secs = time.monotonic()
+        self._asked, self._ends["world_left"] = _ABANDON, {"step": step}
+        self.end()
         return True
 
     def end(self) -> None:
@@ -363,51 +361,44 @@ class HostsOfWorld:
 
     def stop(self) -> None:
         """Asks the hosts to save and end within the grace period: the run ends."""
-        if self._is_stopping:
+        if self._asked == STOP:
             return
-        self._is_stopping = True
+        is_leaving, self._asked = bool(self._asked), STOP
         self.end()
         if self.is_running:
-            secs = self._limits.grace_secs
-            self.emit("stop_requested", within_secs=secs)
-            self.deadline_secs = time.monotonic() + secs
-            if not self._is_left:
-                self._tell(STOP)
-                self.signal(self.alive, signal.SIGTERM)
-        self._is_left = False
+            self.emit("stop_requested", within_secs=self._limits.grace_secs)
+            self.deadline_secs += self._limits.grace_secs
+            if not is_leaving:
+                self._ask(STOP)
 
     def take(self, host: int, message: Mapping[str, Any]) -> None:
         """Takes in a message of a host, or its end."""
         now_secs = time.monotonic()
-        if "exit" in message:
-            self._end(host, int(message["exit"]))
-            return
-        self._heard.add(host)
-        if "heartbeat" in message:
-            begun, load = message["begun"], message["heartbeat"]
-            self._hangs.heartbeat(host, now_secs=now_secs, begun=begun)
-            self.slow.note(host, load, phase=self._hangs.phase(host))
-        elif "phase" in message:
-            phase, begun = message["phase"], message["begun"]
-            self._hangs.begin(host, phase, now_secs=now_secs, begun=begun)
-        elif "stepped" in message:
-            self.has_stepped = True
-        elif "ready" in message:
-            self._ready.add(host)
-        elif "sigterm" in message:
-            if self.deadline_secs is None and not self._is_left:
+        if "exit" not in message:
+            self._heard.add(host)
+        match message:
+            case {"exit": int(code)}:
+                self._end(host, code)
+            case {"heartbeat": load, "begun": begun}:
+                self._hangs.heartbeat(host, now_secs=now_secs, begun=begun)
+                self.slow.note(host, load, phase=self._hangs.phase(host))
+            case {"phase": phase, "begun": begun}:
+                self._hangs.begin(host, phase, now_secs=now_secs, begun=begun)
+            case {"stepped": True}:
+                self.has_stepped = True
+            case {"ready": True}:
+                self._ready.add(host)
+            case {"sigterm": True} if not self._asked:
                 self.preempted.add(self.slices[host])
-        elif "failure" in message:
-            fields = message["failure"] | {"phase": self._hangs.phase(host)}
-            if self._machine(host) != self._machines.number:
-                fields["at_secs"] = now_secs  # Each machine has a clock of its own.
-            self._fail(HostFailure(host=host, **fields))
-        elif "event" in message:
-            name, fields = message["event"], message["fields"]
-            self.is_running |= name != "world_joined"
-            if name in ("world_left", "run_stopped"):
+            case {"failure": fields}:
+                if self._machine(host) != self._machines.number:
+                    # Each machine has a clock of its own.
+                    fields = fields | {"at_secs": now_secs}
+                self._fail(HostFailure(host=host, **fields))
+            case {"event": ("world_left" | "run_stopped") as name, "fields": fields}:
                 self._ends[name] = fields
-            else:
+            case {"event": name, "fields": fields}:
+                self.is_running |= name != "world_joined"
                 self.emit(name, **fields)
 
     def look(self) -> None:
@@ -417,10 +408,8 @@ class HostsOfWorld:
             if self._machine(host) not in self._machines.connected:
                 self._end(host, -signal.SIGKILL)
         self._hangs.look(now_secs=now_secs)
-        hang = None
-        if self.deadline_secs is None:
-            hang = self._hangs.hang(now_secs=now_secs)
-        if hang is not None:
+        hang = self._hangs.hang(now_secs=now_secs)
+        if hang is not None and self.deadline_secs == math.inf:
             self.signal(self.alive, signal.SIGUSR1)
             self.signal(self.alive, signal.SIGCONT)
             time.sleep(_STACKS_SECS)
@@ -430,11 +419,8 @@ class HostsOfWorld:
             # Hosts that hang report nothing more.
             self.deadline_secs = now_secs
 
-    def result(self, step: int) -> bool:
+    def result(self) -> bool:
         """Returns whether the run is over; False if the hosts left for another world.
-
-        Args:
-          step: that the run has reached.
 
         Raises:
           WorldLostError: if hosts or devices were lost.
@@ -443,13 +429,10 @@ class HostsOfWorld:
         """
         if self.failures:
             raise self._error()
-        if self._is_abandoned:
-            self.emit("world_left", step=step)
-            return False
-        if self.alive:
+        if self.alive and self._asked != _ABANDON:
             raise errors.StoppedError(self._describe_stop())
         # The training may have ended before the hosts could leave.
-        has_left = self._is_left and "world_left" in self._ends
+        has_left = self._asked not in (b"", STOP) and "world_left" in self._ends
         name = "world_left" if has_left else "run_stopped"
         if name in self._ends:
             self.emit(name, **self._ends[name])
@@ -465,74 +448,70 @@ class HostsOfWorld:
         for host in self.alive:
             self._order(host, tell=[self._key, host], text=message.decode())
 
+    def _ask(self, order: bytes) -> None:
+        self._asked = order
+        self._tell(order)
+        # JAX's preemption service handles the signal.
+        self.signal(self.alive, signal.SIGTERM)
+
     def _end(self, host: int, exit_code: int) -> None:
         self.alive.discard(host)
-        phase = self._hangs.phase(host)
-        self._hangs.end(host)
         if exit_code and all(each.host != host for each in self.failures):
             # The count is that of this machine.
             is_here = self._machine(host) == self._machines.number
             killed = is_here * (failures.oom_kills() - self._oom_kills)
-            death = failures.silent_death(host, exit_code, oom_kills=killed)
-            log = "\n".join(self._log_end(host))
-            self._fail(dataclasses.replace(death, phase=phase, log=log))
+            self._fail(failures.silent_death(host, exit_code, oom_kills=killed))
+        self._hangs.end(host)
 
     def _fail(self, failure: HostFailure) -> None:
-        is_first = not self.failures
-        log_file = f"{self._logs}/host-{failure.host}.log"
-        self.failures.append(dataclasses.replace(failure, log_file=log_file))
-        is_killed = failure.message.startswith("killed by SIGKILL")
-        if is_killed or failure.is_hang:
+        host, is_first, log = failure.host, not self.failures, ""
+        log_file = f"{self._logs}/host-{host}.log"
+        # A host that failed to start has none, and that of another machine is there.
+        with contextlib.suppress(OSError):
+            lines = pathlib.Path(log_file).read_text(errors="replace").splitlines()
+            log = "\n".join(lines[-_SHOWN_LOG_LINES:])
+        phase = self._hangs.phase(host)
+        self.failures.append(
+            dataclasses.replace(failure, phase=phase, log=log, log_file=log_file)
+        )
+        if failure.is_hang or failure.message.startswith("killed by SIGKILL"):
             # Nothing else has caused it; the other hosts hang, or will.
             secs = _TOGETHER_SECS
-        elif failure.is_of_devices or failure.is_consequence:
+        elif failure.is_of_devices or failure.is_consequence or host not in self._heard:
+            # What a host cannot import, others cannot, soon.
             secs = _DEVICES_GRACE_SECS
         else:
-            # What a host cannot import, others cannot, soon.
-            is_heard = failure.host in self._heard
-            secs = _GRACE_SECS if is_heard else _DEVICES_GRACE_SECS
+            secs = _GRACE_SECS
         if is_first or (failure.is_signal and not failure.is_consequence):
             self.deadline_secs = time.monotonic() + secs
 
     def _error(self) -> errors.RunError:
-        failure = failures.first_failure(self.failures)
-        described = self._describe(failure)
+        described = self._describe(failures.first_failure(self.failures))
         error = error_of(self.failures, len(self.slices), described=described)
-        is_lost = isinstance(error, WorldLostError)
-        reported = {failure.host} | (error.hosts if is_lost else set())
+        if not isinstance(error, WorldLostError):
+            return error
         for each in self.failures:
-            if each.is_silent and each.host in reported:
+            if each.is_silent and each.host in error.hosts:
                 self.emit("host_lost", host=each.host, why=each.message)
-        if is_lost and self._has_not_begun():
-            return failures.ProgramFailedError(
-                described, failures=self.failures, num_hosts=len(self.slices)
-            )
-        if is_lost and self._is_stopping:
+        if self._asked == STOP:
             return errors.StoppedError(
                 f"{error}\nafter {termination.cause()} to the run, so its last step may"
                 " not have been saved"
             )
         return error
 
-    def _has_not_begun(self) -> bool:
-        # Whether no host could begin, which is no loss: another world would not either.
-        ended = {each.host for each in self.failures if not each.is_signal}
-        return len(ended) == len(self.slices) and not self._heard
-
     def _describe(self, failure: HostFailure) -> str:
-        if failure.is_ours:
-            return failure.message
-        if self._has_not_begun():
+        ended = {each.host for each in self.failures if not each.is_signal}
+        if len(ended) == len(self.slices) and not self._heard:
             return (
                 f"no host process could begin: host {failure.host} {failure.message}."
                 " Each imports the program that starts the run, and what it printed is"
                 " on standard error"
             )
-        if failure.traceback and not failure.is_of_devices:
-            num_hosts = len(self.slices)
-            return failures.judge([failure], num_hosts=num_hosts, is_lost=False).words
+        if failure.is_ours or (failure.traceback and not failure.is_of_devices):
+            return failures.judge([failure], num_hosts=len(self.slices)).words
         why = f"host {failure.host} failed: {failure.message}"
-        lines = [f"  | {line}" for line in self._log_end(failure.host)]
+        lines = [f"  | {line}" for line in failure.log.splitlines()]
         return "\n".join([why, f"the end of its log, {failure.log_file}:", *lines])
 
     def _describe_stop(self) -> str:
@@ -545,16 +524,6 @@ class HostsOfWorld:
             " configuration termination_grace_period_seconds) if saving takes longer"
             " and the launcher waits for it"
         )
-
-    def _log_end(self, host: int) -> list[str]:
-        # A host that failed to start has no log, and that of another machine is there.
-        try:
-            text = pathlib.Path(self._logs, f"host-{host}.log").read_text(
-                errors="replace"
-            )
-        except OSError:
-            return []
-        return text.splitlines()[-_SHOWN_LOG_LINES:]
 
 
 def error_of(
@@ -598,7 +567,6 @@ class ProcessCluster:
       machines: this machine and those that follow it; closed by the caller.
       limits: how long hosts may take.
       injected: faults, by their steps.
-      gives_way_secs: how long this machine waits for slices before it leads no more.
       emit: called for what happens to slices before the first world; that of the run
         is called afterwards.
     """
@@ -609,7 +577,6 @@ class ProcessCluster:
         *,
         limits: watch.Limits,
         injected: Sequence[faults.Fault] = (),
-        gives_way_secs: float = math.inf,
         emit: events.Emit = events.nobody,
     ) -> None:
         self._machines, self._limits = machines, limits
@@ -624,26 +591,22 @@ class ProcessCluster:
         self._worlds: dict[int, HostsOfWorld] = {}
         self._training: HostsOfWorld | None = None
         self._next: HostsOfWorld | None = None
-        # By slice that is there, since when.
+        # By slice that is there, since when; and when the last world began.
         self._since = dict.fromkeys(machines.slices(), time.monotonic())
-        # Slices that faults keep away; that are about to go, with their memory; that
-        # were lost since they were last in a world; that are new, or have crashed, and
-        # are to be checked; that have slow hosts.
+        self._began_secs = math.inf
+        # Slices that are kept away; that are about to go, with their memory; that are
+        # new, or have crashed, and are to be checked; that have slow hosts.
         self._absent: set[int] = set()
         self._leaving: set[int] = set()
-        self._lost: set[int] = set()
         self._unchecked: set[int] = set()
         self._slow: set[int] = set()
-        # By slice that is refused: until when, and how often it was in a row.
+        # By slice that was refused: until when, and how often.
         self._refused: dict[int, tuple[float, int]] = {}
         self._failures: list[Failure] = []
-        self._num_abandoned = 0
-        self._gives_way_secs = gives_way_secs
-        self._waits_since_secs = math.inf
-        # The steps that are done; and until when this machine, which was asked to end,
-        # waits for its last world.
-        self._step = 0
-        self._hands_over_until_secs: float | None = None
+        # How many worlds in a row were abandoned; and the steps that are done.
+        self._num_abandoned = self._step = 0
+        # Whether this machine was asked to end, and others may go on.
+        self._hands_over = False
 
     def __enter__(self) -> Self:
         return self
@@ -672,8 +635,9 @@ class ProcessCluster:
             self._unchecked.add(number)
             self._slow.discard(number)
             self._emit("slice_returned", slice=number)
+        lasting = {n for n, secs in self._since.items() if secs <= self._began_secs}
         return Slices(
-            current=current - self._lost,
+            current=current & lasting,
             present_secs={
                 number: now_secs - since_secs
                 for number, since_secs in self._since.items()
@@ -693,48 +657,43 @@ class ProcessCluster:
     ) -> bool:
         """See `Cluster`; in the main thread it reacts to SIGTERM."""
         host_process.check_sent(train)
-        self._waits_since_secs = math.inf
         self._machines.own.train = train
         self._emit = emit
-        self._lost -= {*assignment.work.slices}
-        world = self._training = self._taken(assignment) or self._world(assignment)
-
-        def receive(name: str, **fields: storage.Json) -> None:
-            emit(name, **fields)
-            self._note_event(assignment, name, fields)
-
+        self._began_secs = time.monotonic()
+        prepared = self._next
+        if prepared and (prepared.failures or not _is_for(prepared, assignment)):
+            self._discard()
+        world = self._training = self._next or self._world(assignment)
+        self._next = None
         # They hold their slices' memory until they have ended. Meanwhile hosts join.
         dying = [each for each in self._worlds.values() if each is not world]
         while any(each.alive for each in dying):
             self._take_messages(_LOOK_SECS)
-        world.begin(receive)
+        world.begin(functools.partial(self._receive, assignment.number))
         try:
-            with _notice() as notices:
+            with termination.Notice() as notice:
                 while not world.is_over:
-                    self._take_messages(_LOOK_SECS, *(n.fileno() for n in notices))
-                    for notice in notices:
-                        if notice.is_coming() and notice.received():
-                            self._terminate(world)
+                    self._take_messages(_LOOK_SECS, notice.fileno())
+                    if notice.is_coming() and notice.received():
+                        self._terminate(world)
+                    self._look(world)
                     # What ends this process may have been sent to the hosts, too: then
                     # they are not about to leave without it.
-                    is_ending = any(notice.is_coming() for notice in notices)
-                    self._look(world, has_changed, is_ending=is_ending)
+                    if not notice.is_coming():
+                        self._change(world, has_changed)
             if world.has_stepped:
                 # Their devices have passed the check.
                 self._unchecked -= {*world.slices}
-                for number in world.slices:
-                    self._refused.pop(number, None)
-            is_over = world.result(self._step)
-        except WorldLostError as error:
-            self._note_lost(error, world)
-            if self._hands_over_until_secs is not None:
-                raise HandedOverError(str(error)) from error
-            raise
-        except errors.StoppedError as error:
-            if self._hands_over_until_secs is not None:
+            is_over = world.result()
+        except (WorldLostError, errors.StoppedError) as error:
+            if isinstance(error, WorldLostError):
+                self._note_lost(error, world)
+            if self._hands_over:
                 raise HandedOverError(str(error)) from error
             raise
         finally:
+            # What its hosts still report is of steps that do not count.
+            world.emit = events.nobody
             world.kill()
             self._training = None
             self._lose_memory()
@@ -742,15 +701,12 @@ class ProcessCluster:
                 # Its devices are free when its processes have ended.
                 while world.alive:
                     self._take_messages(_LOOK_SECS)
-        if self._hands_over_until_secs is not None and not is_over:
+        if self._hands_over and not is_over:
             raise HandedOverError("this machine was asked to end")
         return is_over
 
     def wait(self, secs: float) -> None:
         """See `Cluster`."""
-        self._waits_since_secs = min(self._waits_since_secs, time.monotonic())
-        if time.monotonic() - self._waits_since_secs > self._gives_way_secs:
-            raise LeadershipLostError("there are too few slices for this machine")
         self._take_messages(min(secs, _LOOK_SECS))
 
     def close(self) -> None:
@@ -761,23 +717,12 @@ class ProcessCluster:
 
     def _world(self, assignment: Assignment) -> HostsOfWorld:
         key = next(self._keys)
-        slices = frozenset(assignment.work.slices)
+        unchecked = self._unchecked.intersection(assignment.work.slices)
         assignment = dataclasses.replace(
-            assignment,
-            claimant=self._claimant,
-            unchecked=slices & self._unchecked,
+            assignment, claimant=self._claimant, unchecked=frozenset(unchecked)
         )
         self._worlds[key] = HostsOfWorld(key, assignment, self._machines, self._limits)
         return self._worlds[key]
-
-    def _taken(self, assignment: Assignment) -> HostsOfWorld | None:
-        # The world that was prepared, if it is for this assignment.
-        world = self._next
-        if world is not None and not world.failures and _is_for(world, assignment):
-            self._next = None
-            return world
-        self._discard()
-        return None
 
     def _discard(self) -> None:
         if self._next is not None:
@@ -799,27 +744,20 @@ class ProcessCluster:
             if not world.alive and world not in (self._training, self._next):
                 del self._worlds[key]
 
-    def _note_event(
-        self, assignment: Assignment, name: str, fields: Mapping[str, Any]
-    ) -> None:
+    def _receive(self, world: int, name: str, /, **fields: Any) -> None:
+        self._emit(name, **fields)
         if name in ("step", "step_done", "restored_from"):
             self._step = int(fields["step"])
         if name in ("step", "step_done"):
             self._num_abandoned = 0
         elif name == "world_claimed":
             self._claimant = dataclasses.replace(self._claimant, has_claimed=True)
-        elif name == "run_started" and assignment.number == 1:
+        elif name == "run_started" and world == 1:
             # An earlier start of the run has lived through the others.
             start = int(fields["start_step"])
             self._faults = [each for each in self._faults if each.at_step >= start]
 
-    def _look(
-        self,
-        world: HostsOfWorld,
-        has_changed: Callable[[], Decision | None],
-        *,
-        is_ending: bool,
-    ) -> None:
+    def _look(self, world: HostsOfWorld) -> None:
         self._inject(world)
         if world.has_stepped:
             self._machines.own.stand_by()
@@ -827,71 +765,58 @@ class ProcessCluster:
             number = world.slices[slow.host]
             self._slow.add(number)
             self._emit("slow_host", slice=number, **dataclasses.asdict(slow))
-        if world.deadline_secs is None and not is_ending:
-            self._preempt(world.preempted)
-            decided = has_changed()
-            if self._hands_over_until_secs is not None:
-                self._hand_over(world, decided, self._hands_over_until_secs)
-            elif self._is_ready_for(world, decided):
-                self._change(world, decided)
 
-    def _is_ready_for(self, world: HostsOfWorld, decided: Decision | None) -> bool:
-        # Prepares the world that is decided on; returns whether the present one may end
-        # for it. What is about to go does not wait.
-        if not isinstance(decided, Train):
+    def _change(
+        self, world: HostsOfWorld, has_changed: Callable[[], Decision | None]
+    ) -> None:
+        # Ends a world for the next one, if that is decided on, and is prepared. What is
+        # about to go does not wait.
+        if world.deadline_secs < math.inf:
+            return
+        self._preempt(world.preempted)
+        decided = has_changed()
+        loses_memory = not self._leaving.isdisjoint(world.slices)
+        is_left, is_planned = False, isinstance(decided, Train)
+        if self._hands_over and not is_planned and (decided or loses_memory):
+            # The other machines are too few, or have got SIGTERM, too.
+            self._hands_over = False
+            world.stop()
+        elif self._hands_over and not world.is_running:
+            world.end()
+        elif not isinstance(decided, Train):
             self._discard()
-            return bool(decided)
+            if decided or self._hands_over:
+                is_left = world.leave(loses_memory=loses_memory)
+        elif self._hands_over or self._prepare(world, decided) or loses_memory:
+            may_abandon = not loses_memory and self._num_abandoned < _MOST_ABANDONED
+            is_abandoned = may_abandon and world.abandon(self._step)
+            self._num_abandoned += is_abandoned
+            is_left = is_abandoned or world.leave(loses_memory=loses_memory)
+        if is_left:
+            self._emit("world_leaving", slices=leaving_for(decided))
+
+    def _prepare(self, world: HostsOfWorld, decided: Train) -> bool:
+        # Prepares the world that is decided on; returns whether it is.
         following = Assignment(number=world.assignment.number + 1, work=decided)
         if self._next is None or not _is_for(self._next, following):
             self._discard()
             self._next = self._world(following)
         if unfit := self._next.unfit - {*world.slices}:
-            why = next(
-                (each.message for each in self._next.failures),
-                "its hosts do not join the others in time",
-            )
+            told = [each.message for each in self._next.failures]
+            why = told[0] if told else "its hosts do not join the others in time"
             self._refuse(unfit, why)
             self._discard()
             return False
-        return self._next.is_prepared or self._is_losing_memory(world)
-
-    def _change(self, world: HostsOfWorld, decided: Decision | None) -> None:
-        loses_memory = self._is_losing_memory(world)
-        may_abandon = isinstance(decided, Train) and not loses_memory
-        if may_abandon and self._num_abandoned < _MOST_ABANDONED and world.abandon():
-            self._num_abandoned += 1
-        elif not world.leave(loses_memory=loses_memory):
-            return
-        self._emit("world_leaving", slices=leaving_for(decided))
-
-    def _is_losing_memory(self, world: HostsOfWorld) -> bool:
-        return not self._leaving.isdisjoint(world.slices)
+        return self._next.is_prepared
 
     def _terminate(self, world: HostsOfWorld) -> None:
         # SIGTERM to this machine, or once more.
-        if self._machines.are_several and self._hands_over_until_secs is None:
-            self._leaving |= {*self._machines.own.slices}
-            secs = self._limits.grace_secs
-            self._hands_over_until_secs = time.monotonic() + secs
+        if self._machines.are_several and not self._hands_over:
+            # All hosts leave, and the next leader starts others without this machine.
+            self._hands_over = True
+            self._preempt(self._machines.own.slices)
         else:
             world.stop()
-
-    def _hand_over(
-        self, world: HostsOfWorld, decided: Decision | None, until_secs: float
-    ) -> None:
-        # All hosts leave, and the next leader starts others without this machine.
-        own = {*self._machines.own.slices}
-        is_apart = decided is None and own.isdisjoint(world.slices)
-        if not (isinstance(decided, Train) or is_apart):
-            # The other machines are too few, or have got SIGTERM, too.
-            self._hands_over_until_secs = None
-            world.stop()
-        elif world.leave(loses_memory=True):
-            for number in sorted(own):
-                self._emit("slice_preempted", slice=number)
-            self._emit("world_leaving", slices=leaving_for(decided))
-        elif not world.is_running or time.monotonic() > until_secs:
-            world.end()
 
     def _preempt(self, slices: Collection[int]) -> None:
         for number in sorted({*slices} - self._leaving):
@@ -902,6 +827,7 @@ class ProcessCluster:
     def _lose_memory(self) -> None:
         # Their machines go, and their memory with them.
         for number in self._leaving & {*self._absent, *self._machines.own.slices}:
+            self._absent.add(number)
             self._order_fault(faults.Kind.KILL_SLICE, number)
         self._leaving.clear()
 
@@ -928,12 +854,12 @@ class ProcessCluster:
 
     def _note_lost(self, error: WorldLostError, world: HostsOfWorld) -> None:
         there = self._machines.slices() - self._absent
-        gone = {*world.slices} - there - self._leaving
-        lost = {world.slices[host] for host in error.hosts}
-        hung = {world.slices[host] for host in error.hung}
         error.gone = frozenset({*world.slices} - there)
         if self._machines.are_several:
             error.machines = frozenset(map(self._machines.of_slice, error.gone))
+        gone = error.gone - self._leaving
+        lost = {world.slices[host] for host in error.hosts}
+        hung = {world.slices[host] for host in error.hung}
         wrong = {
             world.slices[each.host]: each.message
             for each in error.failures
@@ -941,23 +867,18 @@ class ProcessCluster:
         }
         why = str(error).partition("\n")[0]
         for number in sorted(lost | gone):
-            is_known = number in lost
-            self._emit(
-                "slice_lost",
-                slice=number,
-                why=why if is_known else "it is gone at the same time",
-            )
+            told = why if number in lost else "it is gone at the same time"
+            self._emit("slice_lost", slice=number, why=told)
             self._unchecked.add(number)
+            # Of the others nothing but processes was lost, which are started again.
+            if number in gone:
+                self._since.pop(number, None)
+            elif number in hung:
+                self._settle_again(number)
             if number in wrong:
                 self._refuse([number], wrong[number])
             elif number not in self._leaving:
                 self._fail(number)
-            # Of the others nothing but processes was lost, which are started again.
-            if number in gone | hung:
-                self._lost.add(number)
-                self._settle_again(number)
-            if number in gone:
-                self._since.pop(number, None)
 
     def _inject(self, world: HostsOfWorld) -> None:
         for fault in faults.due(self._faults, self._step):
@@ -968,12 +889,14 @@ class ProcessCluster:
             self._emit(
                 "fault_injected", kind=kind.value, target=target, step=self._step
             )
-            hosts = [h for h, number in enumerate(world.slices) if number == target]
+            of_hosts = kind in faults.OF_HOSTS
+            named = range(len(world.slices)) if of_hosts else world.slices
+            hosts = [host for host, number in enumerate(named) if number == target]
             match kind:
                 case faults.Kind.KILL_HOST:
-                    world.signal([target], signal.SIGKILL)
+                    world.signal(hosts, signal.SIGKILL)
                 case faults.Kind.HANG_HOST:
-                    world.signal([target], signal.SIGSTOP)
+                    world.signal(hosts, signal.SIGSTOP)
                 case faults.Kind.PREEMPT_SLICE:
                     self._absent.add(target)
                     self._preempt([target])
@@ -982,22 +905,12 @@ class ProcessCluster:
                     world.signal(hosts, signal.SIGKILL)
                 case faults.Kind.RETURN_SLICE:
                     self._absent.discard(target)
-            if kind not in (*faults.OF_HOSTS, faults.Kind.PREEMPT_SLICE):
+            if not of_hosts:
                 self._order_fault(kind, target)
 
 
 def _is_for(world: HostsOfWorld, assignment: Assignment) -> bool:
     # Whether its hosts are those of an assignment, whatever is spare.
-    works = (world.assignment.work, assignment.work)
-    mine, wanted = (dataclasses.replace(each, spares=()) for each in works)
-    return world.assignment.number == assignment.number and mine == wanted
-
-
-@contextlib.contextmanager
-def _notice() -> Iterator[list[termination.Notice]]:
-    # Only the main thread receives signals.
-    if threading.current_thread() is not threading.main_thread():
-        yield []
-        return
-    with termination.Notice() as notice:
-        yield [notice]
+    mine = world.assignment
+    work = dataclasses.replace(assignment.work, spares=mine.work.spares)
+    return (mine.number, mine.work) == (assignment.number, work)

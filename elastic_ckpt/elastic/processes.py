@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from etils import epath
 
@@ -15,34 +19,25 @@ from elastic_ckpt.elastic import (
     station,
     watch,
 )
+from elastic_ckpt.elastic import machine as machine_supervisor
+from elastic_ckpt.elastic.cluster import Cluster, TrainFunction
+from elastic_ckpt.elastic.decision import Policy
 from elastic_ckpt.elastic.host import Hardware
-from elastic_ckpt.elastic.machine import Machine
 from elastic_ckpt.elastic.process_cluster import Machines, ProcessCluster
 
 _NUMBER_VARIABLES = ("NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
+class Place(NamedTuple):
     """The place of this machine among those of the run.
 
     Attributes:
-      number: of this machine, from 0.
-      num_machines: of the run.
-      num_slices: of each.
+      slices: their numbers.
       interface: the address by which the other machines reach this one.
     """
 
-    number: int
-    num_machines: int
-    num_slices: int
+    slices: range
     interface: str
-
-    @property
-    def slices(self) -> range:
-        """The numbers of the slices of this machine."""
-        first = self.number * self.num_slices
-        return range(first, first + self.num_slices)
 
 
 def place(
@@ -92,10 +87,9 @@ def place(
             f"{name}={text} is not the number of one of the {num_machines} machines of"
             f" {of_all}; it is from 0 to {num_machines - 1}"
         )
+    each = slices // num_machines
     return Place(
-        number=int(text),
-        num_machines=num_machines,
-        num_slices=slices // num_machines,
+        slices=range(int(text) * each, (int(text) + 1) * each),
         # The name of a pod is in the DNS only some time after its start.
         interface=interface or environment.get("POD_IP") or addresses.of_the_head(),
     )
@@ -231,14 +225,13 @@ class Processes(ProcessCluster):
             injected=injected,
             emit=emit or events.nobody,
         )
-        self._machine = None
+        self._supervisor = None
         if own is not None and shared is not None:
-            self._machine = Machine(
-                number=own.number,
-                num_machines=machines,
-                station=self._station,
+            self._supervisor = functools.partial(
+                machine_supervisor.MachineSupervisor,
+                self._station,
                 shared=storage.absolute(shared),
-                injected=tuple(injected),
+                injected=injected,
                 limits=limits,
                 lost_secs=machine_timeout_secs,
             )
@@ -249,9 +242,45 @@ class Processes(ProcessCluster):
         self._station.close()
 
 
-def of_machine(cluster: object) -> Machine | None:
-    """This machine, of a cluster on several; None of any other cluster."""
-    return cluster._machine if isinstance(cluster, Processes) else None
+def supervise(
+    cluster: Cluster,
+    train: TrainFunction,
+    lead: machine_supervisor.Lead,
+    *,
+    policy: Policy,
+    emit: events.Emit,
+) -> bool:
+    """Supervises one of several machines until the run has ended.
+
+    Args:
+      cluster: of this process.
+      train: of each host.
+      lead: trains on the cluster while this machine leads.
+      policy: of the run at its start.
+      emit: called for each event of the run, and if this machine follows another one.
+
+    Returns:
+      Whether the cluster is on several machines; otherwise this does nothing.
+
+    Raises:
+      ConfigError: if `train` cannot be sent to hosts.
+      RunError: with the first failure of the run; or if no leader can be reached.
+    """
+    if not isinstance(cluster, Processes) or cluster._supervisor is None:
+        return False
+    host.check_sent(train)
+    own = cluster._station
+    own.train = train
+    same = dataclasses.asdict(own.hardware) | {"jax_cache_dir": ""}
+    same |= {"machines": own.num_machines}
+    cluster._supervisor(
+        lead,
+        kept=lambda: contextlib.nullcontext(emit),
+        configured=hashlib.sha256(storage.canonical_json(same)).hexdigest(),
+        policy=policy,
+        show=emit,
+    ).run()
+    return True
 
 
 def _check_writable(name: str, path: str) -> None:

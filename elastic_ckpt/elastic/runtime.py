@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic_ckpt.core import errors, events
-from elastic_ckpt.elastic import failures, machine, process_cluster, processes
+from elastic_ckpt.elastic import failures, process_cluster, processes
 from elastic_ckpt.elastic.cluster import Assignment, Cluster, TrainFunction
 from elastic_ckpt.elastic.decision import (
     Decision,
@@ -89,9 +89,9 @@ def run(
     def lead_here(cluster: Cluster, emit: events.Emit) -> None:
         lead(train, cluster, present_policy, work, emit)
 
-    of_machine = processes.of_machine(cluster)
-    if of_machine is not None:
-        machine.run(of_machine, train, lead_here, policy=present_policy(), emit=emit)
+    if processes.supervise(
+        cluster, train, lead_here, policy=present_policy(), emit=emit
+    ):
         return
     try:
         lead_here(cluster, emit)

@@ -32,11 +32,11 @@ from typing import Any, TypeAlias
 from elastic_ckpt.core import codec, storage
 from elastic_ckpt.elastic import (
     executables,
-    faults,
     termination,
 )
 from elastic_ckpt.elastic import host as host_process
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
+from elastic_ckpt.elastic.faults import Kind
 from elastic_ckpt.elastic.host import Hardware, Member
 from elastic_ckpt.tiers.peers import agent
 from elastic_ckpt.tiers.persistent import run_files
@@ -167,6 +167,16 @@ class Station:
             self._resources = resources.pop_all()
 
     @property
+    def number(self) -> int:
+        """The number of this machine, from 0; each has as many slices."""
+        return self.slices[0] // len(self.slices)
+
+    @property
+    def num_machines(self) -> int:
+        """The number of machines of the run."""
+        return self.hardware.hosts // self._most_hosts
+
+    @property
     def hello(self) -> dict[str, Any]:
         """What a leader has to know of this machine."""
         return {
@@ -192,8 +202,12 @@ class Station:
                 self._hosts[tuple(key)].tell(text.encode())
             case {"signal": key, "number": int(number)} if tuple(key) in self._hosts:
                 self._hosts[tuple(key)].signal(number)
-            case {"fault": str(kind), "slice": int(number)}:
-                self._inject(faults.Kind(kind), number)
+            case {"fault": Kind.KILL_SLICE, "slice": number} if number in self._agents:
+                self._drop_memory(number)
+            case {"fault": Kind.RETURN_SLICE, "slice": int(number)}:
+                self._serve(number)
+            case {"fault": Kind.BREAK_SLICE, "slice": int(number)}:
+                self._broken |= {number}
             case {"forget": list(agents)}:
                 self._forget(agents)
         return []
@@ -278,21 +292,12 @@ class Station:
             )
         )
 
-    def _inject(self, kind: faults.Kind, number: int) -> None:
-        match kind:
-            case faults.Kind.KILL_SLICE:
-                self._drop_memory(number)
-            case faults.Kind.RETURN_SLICE:
-                self._serve(number)
-            case faults.Kind.BREAK_SLICE:
-                self._broken |= {number}
-
     def _drop_memory(self, number: int) -> None:
-        if self._memory is not None and number in self._agents:
-            gone = self._agents.pop(number)
-            gone.close()
-            self._forget([gone.address.url])
-            storage.remove(self._memory.of_slice(number))
+        assert self._memory is not None
+        gone = self._agents.pop(number)
+        gone.close()
+        self._forget([gone.address.url])
+        storage.remove(self._memory.of_slice(number))
 
     def _forget(self, agents: Sequence[str]) -> None:
         # The next world does not wait for them.

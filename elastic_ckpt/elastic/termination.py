@@ -107,19 +107,19 @@ class Notice:
     """Receives SIGTERM while it is open, instead of ending the process.
 
     Its descriptor is readable at once after a signal, even while the main thread
-    compiles or waits. Open it in the main thread.
+    compiles or waits. Other threads than the main one get no signals, and none here.
     """
 
     def __enter__(self) -> Notice:
         with contextlib.ExitStack() as stack:
             self._reader, self._writer = map(stack.enter_context, socket.socketpair())
             self._writer.setblocking(False)
-            # Python writes the number of each signal that has a handler in Python.
-            before = signal.set_wakeup_fd(
-                self._writer.fileno(), warn_on_full_buffer=False
-            )
-            stack.callback(signal.set_wakeup_fd, before)
-            stack.enter_context(_handled(signal.SIGTERM, lambda *_: None))
+            if threading.current_thread() is threading.main_thread():
+                # Python writes the number of each signal that has a handler in Python.
+                writer = self._writer.fileno()
+                before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+                stack.callback(signal.set_wakeup_fd, before)
+                stack.enter_context(_handled(signal.SIGTERM, lambda *_: None))
             self._open = stack.pop_all()
         return self
 

@@ -28,7 +28,7 @@ from elastic_ckpt.elastic import (
     station,
 )
 from elastic_ckpt.elastic.cluster import Cluster
-from elastic_ckpt.elastic.machine import Machine, MachineSupervisor
+from elastic_ckpt.elastic.machine import MachineSupervisor
 from elastic_ckpt.elastic.processes import Place
 from elastic_ckpt.elastic.world import World
 from elastic_ckpt.training import configured, journal, load, schema
@@ -149,18 +149,13 @@ def on_hosts(
             return emit.is_stopped
     with own_station() as own:
         own.train = functools.partial(train, config)
-        machine = Machine(
-            number=place.number,
-            num_machines=place.num_machines,
-            station=own,
+        return MachineSupervisor(
+            own,
+            lead,
             shared=journal.steps_of(directory),
             injected=injected,
             limits=limits,
             lost_secs=config.elastic.elastic_machine_timeout_seconds,
-        )
-        return MachineSupervisor(
-            machine,
-            lead,
             kept=kept,
             configured=_digest(config, program),
             policy=configured.policy(config, groups),

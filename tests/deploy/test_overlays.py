@@ -118,7 +118,7 @@ def test_each_pod_of_the_example_is_a_machine_with_a_slice_and_its_metrics():
         # Kubernetes sets the first in the pods of an indexed Job.
         environment = {"JOB_COMPLETION_INDEX": str(pod), "POD_IP": f"10.0.0.{pod}"}
         place = launch.place(config, environment)
-        assert place.num_machines == job["completions"]
+        assert config.elastic.elastic_machines == job["completions"]
         assert place.slices == range(pod, pod + 1)
         assert place.interface == f"10.0.0.{pod}"
     ports = {

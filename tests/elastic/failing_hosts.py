@@ -57,6 +57,14 @@ def sleep(place, emit):
     time.sleep(3600)
 
 
+def report_for_ever(place, emit):
+    """Host 0 reports without end, and host 1 dies."""
+    if place.host == 1:
+        kill()
+    while True:
+        emit("step_done", step=1)
+
+
 def wait_and_end(*_):
     time.sleep(1)
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import socket
+import math
 import threading
 import time
 import types
@@ -15,7 +15,6 @@ from elastic_ckpt.elastic import (
     leader_claim,
     link,
     machine,
-    termination,
     watch,
 )
 
@@ -23,23 +22,6 @@ from elastic_ckpt.elastic import (
 def far(number):
     """A process of another machine, which this one cannot tell to be alive."""
     return dataclasses.replace(process.this(), host=f"m{number}", boot_id=f"b{number}")
-
-
-class NoSignal:
-    """No signal reaches a supervisor in a thread."""
-
-    def __init__(self):
-        self._reader, self._writer = socket.socketpair()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._reader.close()
-        self._writer.close()
-
-    def fileno(self):
-        return self._reader.fileno()
 
 
 class Station:
@@ -50,6 +32,7 @@ class Station:
     channels = types.MappingProxyType({})
 
     def __init__(self, number):
+        self.number, self.num_machines = number, 2
         self.slices = (number,)
         self.hello = {"agents": [f"http://m{number}"], "port": 1}
         self.hello |= {"interface": self.interface}
@@ -87,22 +70,17 @@ class Machines:
             events.check(name, fields)
             self.events.append((number, name, fields))
 
-        of_machine = machine.Machine(
-            number=number,
-            num_machines=2,
-            station=station,
-            shared=str(self.directory),
-            injected=(),
-            limits=watch.unlimited(),
-            lost_secs=lost_secs,
-        )
         run = {
+            "shared": str(self.directory),
+            "injected": (),
+            "limits": watch.unlimited(),
+            "lost_secs": lost_secs,
             "kept": lambda: contextlib.nullcontext(emit),
             "configured": "the digest of a configuration",
             "policy": decision.Policy(wait_secs=wait_secs),
             "show": emit,
         }
-        made = machine.MachineSupervisor(of_machine, lead, **run | changes)
+        made = machine.MachineSupervisor(station, lead, **run | changes)
         made._claims._owner = far(number)
         return made
 
@@ -136,9 +114,7 @@ class Machines:
 
 
 @pytest.fixture
-def machines(tmp_path, monkeypatch):
-    # Only the main thread receives signals.
-    monkeypatch.setattr(termination, "Notice", NoSignal)
+def machines(tmp_path):
     return Machines(tmp_path)
 
 
@@ -204,21 +180,18 @@ def test_the_next_leader_comes_at_once_when_nothing_listens_any_more(machines):
 
 def test_a_leader_that_waits_in_vain_gives_way_to_one_that_reaches_more(machines):
     first = machines.supervisor(0, None)
-    given = []
 
     def lead(cluster, emit):
-        del emit
-        cluster._gives_way_secs = -1.0
-        given.append(cluster)
+        emit("waiting_for_slices", why="there are too few", within_secs=600.0)
+        assert first._gives_way_secs < math.inf
+        first._gives_way_secs = 0.0
         cluster.wait(0.01)
 
     first._lead_run, first._expected = lead, {0}
     first._claims.look()
     assert first._lead(None) is None
-    assert len(given) == 1
     # It leaves the claim to others for a while, and does so once.
     assert first._rests_until_secs > time.monotonic()
-    assert not first._may_give_way
     assert not first._claims.has_lead
 
 

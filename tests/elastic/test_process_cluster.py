@@ -11,7 +11,7 @@ import time
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.elastic import failures, process_cluster, watch
+from elastic_ckpt.elastic import failures, faults, process_cluster, watch
 from tests import host_worlds, runs
 from tests.elastic import failing_hosts
 from tests.recorded_events import RecordedEvents
@@ -92,6 +92,37 @@ def test_all_hosts_that_die_together_are_reported(tmp_path, recorded, monkeypatc
     reported = recorded.named("host_lost")
     assert sorted(each["host"] for each in reported) == [0, 1]
     assert {each["why"] for each in reported} == {"killed by SIGKILL"}
+
+
+def test_nothing_is_heard_of_a_world_that_is_lost(tmp_path, recorded):
+    program = failing_hosts.report_for_ever
+    with host_worlds.opened(program, num_hosts=2, log_directory=tmp_path) as hosts:
+        with pytest.raises(failures.WorldLostError):
+            hosts.run_world(
+                program,
+                host_worlds.assignment(1, 2),
+                emit=recorded,
+                has_changed=lambda: None,
+            )
+        number = len(recorded.events)
+        # Its hosts end one after the other, and what they have sent is read.
+        while hosts._worlds:
+            hosts.wait(0.1)
+        assert len(recorded.events) == number
+
+
+def test_a_fault_of_a_host_that_the_world_has_not_changes_nothing(tmp_path, recorded):
+    program = failing_hosts.wait_and_end
+    fault = faults.Fault(kind="kill_host", target=1)
+    made = {"num_hosts": 1, "log_directory": tmp_path, "injected": [fault]}
+    with host_worlds.opened(program, **made) as hosts:
+        hosts.run_world(
+            program,
+            host_worlds.assignment(1, 1),
+            emit=recorded,
+            has_changed=lambda: None,
+        )
+    assert recorded.named("fault_injected")
 
 
 class Clock:

@@ -49,7 +49,12 @@ def machine(directory, number):
 def take(claims):
     """Looks, and takes the claim if it is free."""
     claims.look()
-    return claims.is_free and claims.take("a:1", "key", renewed_to=lambda _: None)
+    return is_free(claims) and claims.take("a:1", "key", renewed_to=lambda _: None)
+
+
+def is_free(claims):
+    leader = claims.leader()
+    return leader is None or bool(leader.lost)
 
 
 class Claims(RuleBasedStateMachine):
@@ -82,7 +87,7 @@ class Claims(RuleBasedStateMachine):
         if claims.has_lead:
             return
         claims.look()
-        self.free[number] = claims.is_free
+        self.free[number] = is_free(claims)
         if self.free[number] and not self.is_back:
             # Never before the claim has lapsed.
             assert self.clock.secs - self.renewed_secs >= SECS

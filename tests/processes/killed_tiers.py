@@ -100,7 +100,7 @@ def live(place, emit, *, directories, slices, expected, phase, everybody, path):
             step = restore(checkpointer, mesh)
             assert step in (expected or (0,)), f"step {step}, and not one of {expected}"
             if place.host == 0:
-                emit("run_stopped", step=step, saved=True)
+                emit("step_done", step=step)
             _save(checkpointer, mesh, step + 1, emit)
             if is_watched and phase != "restore":
                 _arm(point, path, victims)

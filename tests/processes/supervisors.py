@@ -70,12 +70,15 @@ class Supervisors:
             return
         with open(self._output(number), "ab") as output:
             self.started[number] = subprocess.Popen(
-                [*self._network.inside(number), *runs.command(*command)],
+                [
+                    *process_tree.ENDS_WITH_PARENT,
+                    *self._network.inside(number),
+                    *runs.command(*command),
+                ],
                 cwd=runs.ROOT,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                preexec_fn=process_tree.end_with_parent,
             )
 
     def kill(self, number):

@@ -115,7 +115,7 @@ class Lives:
         if phase == "restore":
             assert not saved, context
             return
-        (restored,) = steps_of(self._events, "run_stopped")
+        (restored,) = steps_of(self._events, "step_done")
         assert restored + 1 in saved, context
         self._expected = (restored + 1 + point.is_saved,)
         # A step that was reported as saved is never lost.
@@ -206,7 +206,7 @@ def live_until_killed(place, emit, *, directories, path, victims, secs):
                 f"{path}/begun-{place.host}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC
             )
             if place.host == 0:
-                emit("run_stopped", step=step, saved=True)
+                emit("step_done", step=step)
                 threading.Timer(secs, kill_hosts, [path, victims]).start()
             while True:
                 step += 1
@@ -250,7 +250,7 @@ def test_hosts_that_save_each_step_are_killed_at_random(ram, tmp_path, number):
         )
         problem = end_of_world(program, HOSTS, tmp_path / "logs", events)
         assert "killed by SIGKILL" in problem, problem
-        restored = max(steps_of(events, "run_stopped"))
+        restored = max(steps_of(events, "step_done"))
         assert restored >= least, (life, restored, least)
         if host is None:
             begun = [(tmp_path / f"begun-{n}").read_text() for n in range(HOSTS)]

@@ -208,13 +208,15 @@ class Programs(supervisors.Supervisors):
         arguments = (self.directory, self.ram, 2, number)
         with open(self._output(number), "ab") as output:
             self.started[number] = subprocess.Popen(
-                [sys.executable, own_training.__file__, *map(str, arguments)],
+                [
+                    *process_tree.ENDS_WITH_PARENT,
+                    *(sys.executable, own_training.__file__, *map(str, arguments)),
+                ],
                 cwd=runs.ROOT,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                preexec_fn=process_tree.end_with_parent,
             )
 
     def kill(self, number):

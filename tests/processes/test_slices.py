@@ -74,7 +74,8 @@ class TestHangs(claims.Claims):
         },
         faults=[
             {"hang_host": 1, "at_step": 12},
-            {"kill_host": 0, "at_step": 24},
+            # Well after the steps that the first world does until it stands still.
+            {"kill_host": 0, "at_step": 60},
         ],
         drive=hang,
         tells=["slice_lost 1", "slice_lost 0"],

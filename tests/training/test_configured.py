@@ -83,9 +83,10 @@ def test_slices_are_dealt_to_the_machines_in_order():
 
 def test_number_of_a_machine_is_that_of_its_launcher_unless_it_is_set():
     environment = {"NODE_RANK": "1", "SLURM_NODEID": "0"}
-    assert place(environment, elastic_machine=-1).number == 1
-    assert place({"JOB_COMPLETION_INDEX": "1"}, elastic_machine=-1).number == 1
-    assert place(environment, elastic_machine=0).number == 0
+    second = range(2, 4)
+    assert place(environment, elastic_machine=-1).slices == second
+    assert place({"JOB_COMPLETION_INDEX": "1"}, elastic_machine=-1).slices == second
+    assert place(environment, elastic_machine=0).slices == range(2)
 
 
 def test_devices_of_one_process_stand_for_slices_if_the_run_is_elastic():
