@@ -40,6 +40,7 @@ class Link:
         self._heard_secs = time.monotonic()
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._is_given_up = False
         threading.Thread(target=self._beat, name="beats", daemon=True).start()
 
     def send(self, **message: Any) -> None:
@@ -61,9 +62,15 @@ class Link:
         except (EOFError, OSError) as error:
             if not messages:
                 raise LinkLostError(str(error) or "it ended the connection") from None
+        if self._is_given_up:
+            raise LinkLostError("it does not do what it was asked")
         if time.monotonic() - self._heard_secs > self._lost_secs:
             raise LinkLostError("it gives no sign")
         return [each for each in messages if each]
+
+    def give_up(self) -> None:
+        """Takes the peer for lost, whatever it sends: `receive` raises."""
+        self._is_given_up = True
 
     def close(self) -> None:
         """Ends the link."""
@@ -87,10 +94,11 @@ class Listener:
       address: of the port, `host:port`.
       key: that a peer has to show, in hexadecimal digits.
       accepted: the links of peers that have shown it.
+      lost_secs: as given.
     """
 
     def __init__(self, interface: str, lost_secs: float) -> None:
-        self._lost_secs = lost_secs
+        self.lost_secs = lost_secs
         self._socket = socket.create_server((interface, 0), backlog=128)
         self.address = f"{interface}:{self._socket.getsockname()[1]}"
         self.key = secrets.token_hex(32)
@@ -118,14 +126,14 @@ class Listener:
                 ).start()
 
     def _admit(self, accepted: socket.socket) -> None:
-        channel = _as_connection(accepted, self._lost_secs)
+        channel = _as_connection(accepted, self.lost_secs)
         try:
             connection.deliver_challenge(channel, self.key.encode())
             connection.answer_challenge(channel, self.key.encode())
         except (EOFError, OSError, multiprocessing.AuthenticationError):
             channel.close()
         else:
-            self.accepted.put(Link(channel, self._lost_secs))
+            self.accepted.put(Link(channel, self.lost_secs))
 
 
 def connect(address: str, key: str, lost_secs: float) -> Link:

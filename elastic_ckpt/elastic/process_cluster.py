@@ -128,6 +128,11 @@ class Machines:
         hello = self.own.hello if machine == self.number else self._hello[machine]
         return f"{hello['interface']}:{hello['port']}"
 
+    @property
+    def lost_secs(self) -> float:
+        """The time after which a machine that does not answer is lost."""
+        return math.inf if self._listener is None else self._listener.lost_secs
+
     def order(self, machine: int, **order: Any) -> None:
         """Gives an order to a machine, unless it is lost."""
         if machine == self.number:
@@ -142,6 +147,9 @@ class Machines:
 
     def wait(self, secs: float, *extra: int) -> Iterator[tuple[int, dict[str, Any]]]:
         """Waits for messages; yields those that have come, with their machines.
+
+        Of a machine that is lost the last one is `{"lost": True}`. It may be back at
+        once, but its hosts have ended.
 
         Args:
           secs: how long, at most.
@@ -162,8 +170,14 @@ class Machines:
                     yield number, message
             except link.LinkLostError:
                 self._forget(number)
+                yield number, {"lost": True}
         while self._listener is not None and not self._listener.accepted.empty():
             self._admit(self._listener.accepted.get())
+
+    def give_up(self, machine: int) -> None:
+        """Takes another machine for lost; it may connect again."""
+        if machine in self._links:
+            self._links[machine].give_up()
 
     def wait_until(self, is_so: Callable[[set[int]], bool], secs: float) -> None:
         """Waits until it is so of the machines that are there, or time is over."""
@@ -284,6 +298,13 @@ class HostsOfWorld:
                 member=codec.encode(member),
                 log=os.path.basename(self._logs),
             )
+        for machine in self.machines - machines.connected:
+            self.lose(machine)
+
+    @property
+    def machines(self) -> set[int]:
+        """The machines of the hosts that have not ended."""
+        return {self._machine(host) for host in self.alive}
 
     @property
     def is_prepared(self) -> bool:
@@ -401,12 +422,15 @@ class HostsOfWorld:
                 self.is_running |= name != "world_joined"
                 self.emit(name, **fields)
 
-    def look(self) -> None:
-        """Finds hosts that hang, or are gone with their machines; called often."""
-        now_secs = time.monotonic()
+    def lose(self, machine: int) -> None:
+        """Notes that a machine is lost, and its hosts with it."""
         for host in sorted(self.alive):
-            if self._machine(host) not in self._machines.connected:
+            if self._machine(host) == machine:
                 self._end(host, -signal.SIGKILL)
+
+    def look(self) -> None:
+        """Finds hosts that hang; called often."""
+        now_secs = time.monotonic()
         self._hangs.look(now_secs=now_secs)
         hang = self._hangs.hang(now_secs=now_secs)
         if hang is not None and self.deadline_secs == math.inf:
@@ -666,9 +690,7 @@ class ProcessCluster:
         world = self._training = self._next or self._world(assignment)
         self._next = None
         # They hold their slices' memory until they have ended. Meanwhile hosts join.
-        dying = [each for each in self._worlds.values() if each is not world]
-        while any(each.alive for each in dying):
-            self._take_messages(_LOOK_SECS)
+        self._await_end([each for each in self._worlds.values() if each is not world])
         world.begin(functools.partial(self._receive, assignment.number))
         try:
             with termination.Notice() as notice:
@@ -699,8 +721,7 @@ class ProcessCluster:
             self._lose_memory()
             if self._machines.own.hardware.hardware != "cpu":
                 # Its devices are free when its processes have ended.
-                while world.alive:
-                    self._take_messages(_LOOK_SECS)
+                self._await_end([world])
         if self._hands_over and not is_over:
             raise HandedOverError("this machine was asked to end")
         return is_over
@@ -729,12 +750,24 @@ class ProcessCluster:
             self._next.kill()
             self._next = None
 
+    def _await_end(self, killed: Sequence[HostsOfWorld]) -> None:
+        # A machine that does not report in time that its hosts have ended is lost.
+        until_secs = time.monotonic() + self._machines.lost_secs
+        while any(each.alive for each in killed):
+            self._take_messages(_LOOK_SECS)
+            if time.monotonic() > until_secs:
+                for machine in set().union(*(each.machines for each in killed)):
+                    self._machines.give_up(machine)
+
     def _take_messages(self, secs: float, *extra: int) -> None:
         if not self._machines.has_lead():
             raise LeadershipLostError("the machine does not lead the run any more")
         for machine, message in self._machines.wait(secs, *extra):
             if "leaving" in message:
                 self._preempt(self._machines.slices([machine]))
+            elif "lost" in message:
+                for world in self._worlds.values():
+                    world.lose(machine)
             elif "host" in message:
                 key, host = message["host"]
                 if key in self._worlds:

@@ -1,0 +1,108 @@
+"""A leader notices what becomes of machines and their hosts; no host is started."""
+
+import contextlib
+import types
+
+import pytest
+
+from elastic_ckpt.elastic import (
+    cluster,
+    decision,
+    link,
+    process_cluster,
+    watch,
+)
+from tests.elastic import test_machine
+from tests.recorded_events import RecordedEvents
+
+HELLO = {
+    "machine": 1,
+    "configured": "c",
+    "agents": ["a"],
+    "port": 9,
+    "interface": "127.0.0.1",
+}
+
+
+class Station(test_machine.Station):
+    """Its hosts are what a test says of them."""
+
+    hosts_per_slice = 1
+    hardware = types.SimpleNamespace(hardware="cpu", devices_per_host=1)
+
+    def __init__(self, directory, slices=(0,)):
+        super().__init__(0)
+        self.slices, self.log_directory = slices, str(directory)
+
+
+@pytest.fixture
+def recorded():
+    return RecordedEvents()
+
+
+@pytest.fixture
+def listener():
+    with contextlib.closing(link.Listener("127.0.0.1", 600.0)) as listener:
+        yield listener
+
+
+@pytest.fixture
+def machines(tmp_path, listener):
+    """Of which machine 0 leads."""
+    station = Station(tmp_path)
+    with contextlib.closing(
+        process_cluster.Machines(station, listener=listener, configured="c")
+    ) as machines:
+        yield machines
+
+
+@pytest.fixture
+def hosts(machines, recorded):
+    """A cluster of these machines, and a far one that follows."""
+    return process_cluster.ProcessCluster(
+        machines, limits=watch.unlimited(), emit=recorded
+    )
+
+
+def connected(listener, **changes):
+    """The link of a machine that has said who it is."""
+    far = link.connect(listener.address, listener.key, 600.0)
+    far.send(**(HELLO | changes))
+    # The leader takes it when it looks next.
+    while listener.accepted.empty():
+        pass
+    return far
+
+
+def assignment(*slices, number=1):
+    work = decision.Train(slices=slices, spares=(), rows=0, accumulated=1)
+    return cluster.Assignment(number=number, work=work)
+
+
+def wait_until(is_so, hosts):
+    while not is_so():
+        hosts.wait(0.01)
+
+
+def test_a_machine_that_is_back_at_once_has_lost_its_hosts(hosts, listener):
+    machines = hosts._machines
+    far = connected(listener)
+    wait_until(lambda: 1 in machines.connected, hosts)
+    world = hosts._world(assignment(0, 1))
+    far.close()
+    back = connected(listener)
+    wait_until(lambda: world.alive == {0}, hosts)
+    assert machines.connected == {0, 1}
+    assert [each.message for each in world.failures] == ["killed by SIGKILL"]
+    back.close()
+
+
+def test_a_machine_that_does_not_end_its_hosts_is_lost(hosts, listener):
+    far = connected(listener)
+    wait_until(lambda: 1 in hosts._machines.connected, hosts)
+    world = hosts._world(assignment(1))
+    listener.lost_secs = 0.0
+    hosts._await_end([world])
+    assert not world.alive
+    assert hosts._machines.connected == {0}
+    far.close()
