@@ -12,7 +12,7 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any
@@ -41,6 +41,10 @@ _LOOK_SECS = 0.1
 _POLL_SECS = 0.3
 # Trains on a cluster until the run has ended, and emits its events.
 Lead = Callable[[ProcessCluster, events.Emit], None]
+
+
+class _ClaimsLostError(Exception):
+    """The claims of the run's leaders cannot be read or written."""
 
 
 class MachineSupervisor:
@@ -101,14 +105,17 @@ class MachineSupervisor:
         while True:
             why, leader, ended = "a leader", None, None
             try:
-                self._claims.look()
-                leader = self._claims.leader()
+                with self._claiming():
+                    self._claims.look()
+                    leader = self._claims.leader()
                 if leader is not None and not leader.lost:
                     ended = self._follow(leader)
                 elif time.monotonic() >= self._rests_until_secs:
                     ended = self._lead(leader)
                 if ended is not None:
                     return ended
+            except _ClaimsLostError as error:
+                why = str(error)
             except links.LinkLostError as error:
                 assert leader is not None
                 is_refused = isinstance(error.__cause__, ConnectionRefusedError)
@@ -122,17 +129,23 @@ class MachineSupervisor:
                     " renewed: let the machines reach each other at all ports, or end"
                     " that supervisor, and another machine leads"
                 )
-            except (errors.CheckpointError, *bucket_clients.failures()) as error:
-                why = (
-                    f"the claims of the run's leaders, {self._claims.directory}"
-                    f" ({error}); bring the storage back, and start the machine again"
-                )
             if time.monotonic() - self._since_secs > self._policy.wait_secs:
                 raise errors.RunError(
                     f"machine {self._own.number} has not reached, for"
                     f" {self._policy.wait_secs:g} s, {why}"
                 )
             time.sleep(random.uniform(0, _POLL_SECS))
+
+    @contextlib.contextmanager
+    def _claiming(self) -> Iterator[None]:
+        # Of the claims alone: what else fails is a failure of the run.
+        try:
+            yield
+        except (errors.CheckpointError, *bucket_clients.failures()) as error:
+            raise _ClaimsLostError(
+                f"the claims of the run's leaders, {self._claims.directory}"
+                f" ({error}); bring the storage back, and start the machine again"
+            ) from error
 
     def _has_lead(self) -> bool:
         return self._claims.has_lead and time.monotonic() < self._gives_way_secs
@@ -153,7 +166,10 @@ class MachineSupervisor:
             machines.tell(renewed=count, machines=sorted(machines.connected))
 
         with contextlib.closing(machines):
-            if not self._claims.take(listener.address, listener.key, renewed_to=tell):
+            with self._claiming():
+                address, key = listener.address, listener.key
+                has_lead = self._claims.take(address, key, renewed_to=tell)
+            if not has_lead:
                 return None
             try:
                 is_stopped = self._train(machines, before)

@@ -144,6 +144,32 @@ def test_the_other_machines_end_with_a_run_that_fails(machines, kind):
     assert machines.leaders() == [0]
 
 
+def test_a_run_that_fails_at_storage_ends_and_does_not_begin_again(machines):
+    def lead(cluster, emit):
+        raise OSError(28, "No space left on device")
+
+    first = machines.supervisor(0, lead)
+    first._expected = {0}
+    with pytest.raises(OSError, match="No space left"):
+        first.run()
+    assert machines.leaders() == [0]
+
+
+def test_a_machine_waits_for_the_storage_of_the_claims(machines, monkeypatch):
+    first = machines.supervisor(0, lambda *_: None)
+    first._expected = {0}
+    take, failures = first._claims.take, [OSError(5, "Input/output error")]
+
+    def failing(*args, **options):
+        if failures:
+            raise failures.pop()
+        return take(*args, **options)
+
+    monkeypatch.setattr(first._claims, "take", failing)
+    assert first.run() is False
+    assert machines.leaders() == [0]
+
+
 def test_a_leader_that_stood_still_follows_the_one_that_has_its_claim(machines):
     # On a slow machine the claim may change hands again: each does the same.
     stale = machines.start(0, await_other, lost_secs=4.0)
