@@ -768,6 +768,9 @@ class ProcessCluster:
             elif "lost" in message:
                 for world in self._worlds.values():
                     world.lose(machine)
+                # Those of the world that trains are forgotten when it has ended.
+                training = () if self._training is None else self._training.slices
+                self._leaving -= self._machines.slices([machine]) - {*training}
             elif "host" in message:
                 key, host = message["host"]
                 if key in self._worlds:

@@ -106,3 +106,18 @@ def test_a_machine_that_does_not_end_its_hosts_is_lost(hosts, listener):
     assert not world.alive
     assert hosts._machines.connected == {0}
     far.close()
+
+
+def test_a_machine_that_was_asked_to_end_may_come_back(hosts, listener):
+    def present():
+        return hosts.slices(frozenset()).present_secs.keys()
+
+    far = connected(listener)
+    wait_until(lambda: present() == {0, 1}, hosts)
+    far.send(leaving=True)
+    wait_until(lambda: present() == {0}, hosts)
+    far.close()
+    back = connected(listener)
+    wait_until(lambda: hosts._machines.slices() == {0, 1}, hosts)
+    assert present() == {0, 1}
+    back.close()
