@@ -385,10 +385,12 @@ class HostsOfWorld:
         if self._asked == STOP:
             return
         is_leaving, self._asked = bool(self._asked), STOP
-        self.end()
+        grace_secs = self._limits.grace_secs if self.is_running else 0.0
+        # Hosts that are left after a failure have less time.
+        until_secs = time.monotonic() + grace_secs
+        self.deadline_secs = min(self.deadline_secs, until_secs)
         if self.is_running:
-            self.emit("stop_requested", within_secs=self._limits.grace_secs)
-            self.deadline_secs += self._limits.grace_secs
+            self.emit("stop_requested", within_secs=grace_secs)
             if not is_leaving:
                 self._ask(STOP)
 

@@ -1,6 +1,7 @@
 """A leader notices what becomes of machines and their hosts; no host is started."""
 
 import contextlib
+import signal
 import types
 
 import pytest
@@ -121,3 +122,12 @@ def test_a_machine_that_was_asked_to_end_may_come_back(hosts, listener):
     wait_until(lambda: hosts._machines.slices() == {0, 1}, hosts)
     assert present() == {0, 1}
     back.close()
+
+
+def test_sigterm_after_a_failure_gives_no_further_time(hosts):
+    world = hosts._world(assignment(0))
+    world.is_running = True
+    world.take(0, {"exit": -signal.SIGKILL})
+    until_secs = world.deadline_secs
+    world.stop()
+    assert world.deadline_secs == until_secs
