@@ -268,9 +268,10 @@ class MachineSupervisor:
                     raise
                 own.do({"forget": agents})
                 self._since_secs = time.monotonic()
+                own.end_hosts()
                 # SIGTERM may have arrived meanwhile.
-                is_leaving = until_secs < math.inf or notice.is_coming()
-                return True if is_leaving else None
+                is_sent = notice.is_coming() and notice.received()
+                return True if is_sent or until_secs < math.inf else None
             finally:
                 own.end_hosts()
 

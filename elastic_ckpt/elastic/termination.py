@@ -107,8 +107,11 @@ class Notice:
     """Receives SIGTERM while it is open, instead of ending the process.
 
     Its descriptor is readable at once after a signal, even while the main thread
-    compiles or waits. Other threads than the main one get no signals, and none here.
+    compiles or waits. Other threads than the main one get no signals, and none here. If
+    it is closed before the first SIGTERM is received, the handler of before gets it.
     """
+
+    _has_come = _has_received = False
 
     def __enter__(self) -> Notice:
         with contextlib.ExitStack() as stack:
@@ -119,12 +122,14 @@ class Notice:
                 writer = self._writer.fileno()
                 before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
                 stack.callback(signal.set_wakeup_fd, before)
-                stack.enter_context(_handled(signal.SIGTERM, lambda *_: None))
+                stack.enter_context(_handled(signal.SIGTERM, self._note))
             self._open = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
+        if self._has_come and not self._has_received:
+            signal.raise_signal(signal.SIGTERM)
 
     def fileno(self) -> int:
         """The descriptor that becomes readable after a signal."""
@@ -135,11 +140,16 @@ class Notice:
 
         Returns False, too, if another thread calls `stop`.
         """
-        return signal.SIGTERM in self._reader.recv(4096)
+        is_sigterm = signal.SIGTERM in self._reader.recv(4096)
+        self._has_received |= is_sigterm
+        return is_sigterm
 
     def is_coming(self) -> bool:
         """Whether `received` returns at once."""
         return bool(connection.wait([self._reader], 0))
+
+    def _note(self, *_: object) -> None:
+        self._has_come = True
 
     def stop(self) -> None:
         """Ends `received` in another thread."""

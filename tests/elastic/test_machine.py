@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import math
+import os
+import signal
 import threading
 import time
 import types
@@ -145,7 +147,7 @@ def test_the_other_machines_end_with_a_run_that_fails(machines, kind):
 
 
 def test_a_run_that_fails_at_storage_ends_and_does_not_begin_again(machines):
-    def lead(cluster, emit):
+    def lead(*_):
         raise OSError(28, "No space left on device")
 
     first = machines.supervisor(0, lead)
@@ -219,6 +221,30 @@ def test_a_leader_that_waits_in_vain_gives_way_to_one_that_reaches_more(machines
     # It leaves the claim to others for a while, and does so once.
     assert first._rests_until_secs > time.monotonic()
     assert not first._claims.has_lead
+
+
+def test_sigterm_while_the_hosts_of_a_lost_leader_end_ends_the_machine(machines):
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    listener = link.Listener("127.0.0.1", 600)
+    first = machines.supervisor(0, None)
+    first._claims.look()
+    assert first._claims.take(listener.address, listener.key, renewed_to=print)
+    second = machines.supervisor(1, None)
+    second._own.end_hosts = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    second._claims.look()
+
+    def lead():
+        near = listener.accepted.get()
+        near.send(agents=[], machines=[0, 1])
+        near.close()
+
+    thread = threading.Thread(target=lead)
+    thread.start()
+    assert second._follow(second._claims.leader()) is True
+    thread.join()
+    first._claims.give_back()
+    listener.close()
+    signal.signal(signal.SIGTERM, before)
 
 
 def test_a_leader_that_cannot_be_reached_is_named_with_its_claim(machines):

@@ -43,6 +43,20 @@ def test_a_notice_is_of_sigterm_alone():
     signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.parametrize("num_read", [0, 1])
+def test_a_signal_that_nobody_has_read_is_passed_on(num_read):
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda *_: received.append(1))
+    with termination.Notice() as notice:
+        for _ in range(num_read):
+            end()
+            assert notice.received()
+        end()
+    # Once read, it is known that this process is to end.
+    assert len(received) == 1 - num_read
+    signal.signal(signal.SIGTERM, before)
+
+
 def test_no_signal_is_lost_while_a_notice_opens_and_closes(monkeypatch):
     received = []
     before = signal.signal(signal.SIGTERM, lambda *_: received.append(1))
