@@ -263,7 +263,7 @@ def test_a_step_that_was_not_logged_is_not_saved(tmp_path, data, monkeypatch):
 
     for name in ("__init__", "write"):
         with (
-            pytest.raises(OSError, match="No space left"),
+            pytest.raises(OSError, match="No space left"),  # noqa: PT012
             ec.RunDirectory(
                 tmp_path / "run", tiers=tiers, emit=lambda name, **_: told.append(name)
             ) as run,
@@ -281,7 +281,7 @@ def test_a_run_that_stops_is_saved_if_its_last_step_is_committed(tmp_path, data)
     batches = batches_of(data)
     tiers = [ec.Persistent(tmp_path / "saved", every=1)]
 
-    def emit(name, **fields):
+    def emit(_, **fields):
         told.append(fields.get("saved"))
 
     for events_of_save, retrained, is_saved in (
@@ -306,7 +306,7 @@ def test_metrics_that_come_later_do_not_erase_those_of_the_step(tmp_path, data):
     batches = batches_of(data)
     tiers = [ec.Persistent(tmp_path / "saved", every=9)]
 
-    def emit(name, **fields):
+    def emit(_, **fields):
         told.append([fields.get(key) for key in ("loss", "tokens", "learning_rate")])
 
     with ec.RunDirectory(tmp_path / "run", tiers=tiers, steps=1, emit=emit) as run:
