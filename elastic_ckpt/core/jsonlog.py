@@ -18,9 +18,10 @@ import functools
 import json
 import os
 import secrets
+import threading
 from collections.abc import Mapping
 from concurrent import futures
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from etils import epath
 
@@ -144,6 +145,13 @@ class _File(JsonLog):
             os.fsync(self._file.fileno())
 
 
+class _Upload(NamedTuple):
+    # An upload under way, and how many bytes of the lines it has.
+    done: futures.Future[None]
+    path: epath.Path
+    num_bytes: int
+
+
 class _Segments(JsonLog):
     def __init__(
         self, directory: epath.PathLike, max_bytes: int, wait_secs: float
@@ -155,8 +163,9 @@ class _Segments(JsonLog):
         newest = [path.name[:16] for path in _segments(self._directory)[-1:]]
         self._number = int(*newest)
         self._writer = secrets.token_hex(4)
-        # The upload under way, and how many bytes of the lines it has.
-        self._uploading: tuple[futures.Future[None], int] | None = None
+        # Held where an upload begins and is settled, but not while it is waited for.
+        self._lock = threading.Lock()
+        self._uploading: _Upload | None = None
         # Why the newest upload is late.
         self._failure: BaseException | None = None
 
@@ -171,24 +180,38 @@ class _Segments(JsonLog):
             self._upload(0.0 if self._failure else self._wait_secs)
 
     def _upload(self, wait_secs: float | None) -> None:
-        if self._uploading is None and self._failure is None:
-            self._number = max(self._number + 1, clock.time_ns() // 1000)
-        # Under the same name again if it has failed: it may have reached the store.
-        path = self._directory / f"{self._number:016d}-{self._writer}.jsonl"
-        if self._uploading is None:
-            write = functools.partial(storage.write_atomic, path, bytes(self._lines))
-            uploading = background.in_thread(write, name="log segment")
-            self._uploading = uploading, len(self._lines)
-        uploading, num_bytes = self._uploading
+        begun = self._begun()
+        if begun is None:
+            return
+        uploading, path, num_bytes = begun
         futures.wait([uploading], wait_secs)
-        if not uploading.done():
-            late = TimeoutError(f"the upload of {path} timed out; it goes on")
-            self._failure = self._failure or late
-            raise self._failure
-        self._uploading, self._failure = None, uploading.exception()
-        if self._failure:
-            raise self._failure
-        del self._lines[:num_bytes]
+        with self._lock:
+            is_done = uploading.done()
+            # Another thread may have waited for it, too.
+            if self._uploading is begun and is_done:
+                self._uploading, self._failure = None, uploading.exception()
+                if not self._failure:
+                    del self._lines[:num_bytes]
+            elif self._uploading is begun:
+                late = TimeoutError(f"the upload of {path} timed out; it goes on")
+                self._failure = self._failure or late
+                raise self._failure
+        uploading.result()
+
+    def _begun(self) -> _Upload | None:
+        # The upload under way, or a new one of all lines; None if there are none.
+        with self._lock:
+            if self._uploading is None and self._lines:
+                # Under the same name again if it has failed: it may have reached the
+                # store.
+                if self._failure is None:
+                    self._number = max(self._number + 1, clock.time_ns() // 1000)
+                path = self._directory / f"{self._number:016d}-{self._writer}.jsonl"
+                lines = bytes(self._lines)
+                write = functools.partial(storage.write_atomic, path, lines)
+                uploading = background.in_thread(write, name="log segment")
+                self._uploading = _Upload(uploading, path, len(lines))
+            return self._uploading
 
 
 def create(path: epath.PathLike, record: Mapping[str, storage.Json]) -> bool:

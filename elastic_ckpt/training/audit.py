@@ -100,7 +100,13 @@ def stream(
     or a batch that was read and never trained on. A step that uses rows again begins
     before the end of the step before it.
     """
-    trained = {each.row: each for attempt in attempts for each in attempt.records}
+    trained: dict[int, Record] = {}
+    for attempt in attempts:
+        if attempt.records:
+            # What follows the place where it began was trained in its batches.
+            row = attempt.records[0].row
+            trained = {n: each for n, each in trained.items() if each.stop <= row}
+        trained |= {each.row: each for each in attempt.records}
     current = step_log.lineage(attempts).values()
     position, last = 0, None
     for record in sorted(current, key=lambda each: (each.row, each.step)):
@@ -187,6 +193,7 @@ def audit(
     num_records: int | None = None,
     num_saved_steps: int = 0,
     missing_checkpoint: str = "",
+    newest_world: int = 0,
     first_step: int = 0,
 ) -> Audit:
     """Compares the lineage of `attempts` with a one-host run over the same data.
@@ -201,6 +208,7 @@ def audit(
       num_saved_steps: the run's newest checkpoint; if the log ends before it, its last
         steps were lost.
       missing_checkpoint: see `Audit`.
+      newest_world: the newest claimed world that has saved a step; 0 if none has.
       first_step: the number of a run's first step in descriptions; the log has 0.
     """
     starts = {each.attempt: each.start_step for each in attempts}
@@ -262,6 +270,7 @@ def audit(
                 f", whose end was lost: checkpoint {num_saved_steps} was saved after it"
             )
         differences[step] = text
+    first_difference = differences[min(differences)] if differences else ""
     of_stages = stages.of(data_of(attempts[-1].attempt))
     begins = [each.begin for each in of_stages.stages] if of_stages else []
     return Audit(
@@ -275,9 +284,23 @@ def audit(
         num_left_out=num_left_out,
         hosts=tuple(attempt.hosts for attempt in attempts),
         stage_steps=tuple(begin + first_step for begin in begins),
-        first_difference=differences[min(differences)] if differences else "",
+        first_difference=_lost_file(attempts, newest_world) or first_difference,
         missing_checkpoint=missing_checkpoint,
     )
+
+
+def _lost_file(attempts: Sequence[Attempt], newest_world: int) -> str:
+    # Attempts are numbered in a row, and each world that saves a step has one.
+    numbers = {each.attempt for each in attempts}
+    absent = sorted(set(range(1, max(numbers))) - numbers)
+    world = max(each.world for each in attempts)
+    if absent:
+        what = f"attempt {absent[0]} is missing"
+    elif newest_world > world:
+        what = f"world {newest_world} saved steps, but the newest attempt is of {world}"
+    else:
+        return ""
+    return f"the step log is incomplete: {what}; restore its files from a copy"
 
 
 def _num_within(ids: np.ndarray, ranges: state.Ranges) -> int:
@@ -337,11 +360,19 @@ class RunAudit:
         is_text = isinstance(last, positional_data.TextData)
         start_step = attempts[0].start_step
         done = start_step + len(step_log.lineage(attempts))
+        # The reference trainer claims its world before it begins an attempt; a loop of
+        # the user's own may claim it with the first save.
+        worlds = [
+            event.get("claim", 0)
+            for event in events
+            if event["event"] == "save_started" and record.program == "train"
+        ]
         return audit(
             attempts,
             self.data_of,
             num_records=last.num_records if is_text else None,
             num_saved_steps=0 if saved is None else saved + 1 - record.first_step,
+            newest_world=max(worlds, default=0),
             first_step=record.first_step,
             missing_checkpoint=missing_checkpoint(
                 period=record.every,

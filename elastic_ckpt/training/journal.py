@@ -150,9 +150,13 @@ class Journal:
                 self._log.close()
 
     def stopped_early(self) -> None:
-        """Keeps that the run ended where it was, perhaps before a save."""
+        """Keeps that the run ended where it was, perhaps before a save.
+
+        It is written at once: the process may exit without closing the journal.
+        """
         if self._has_begun:
             self("run_stopped", step=self._step, saved=self._is_saved)
+            self.sync()
 
     @contextlib.contextmanager
     def noting_end(self) -> Iterator[None]:

@@ -146,8 +146,9 @@ class RunDirectory:
         A loop that reports `data_ended` is done.
         """
         if name == "save_started":
-            self._saved = int(str(fields["step"])) + 1 - self._record.first_step
             self._sync()
+        elif name == "saved":
+            self._saved = int(str(fields["step"])) + 1 - self._record.first_step
         elif name == "world_claimed":
             self._claim = int(str(fields["world"]))
         elif name == "data_ended":
@@ -236,7 +237,7 @@ class RunDirectory:
         """Adds to the step that was logged last what was not known then; see `log`."""
         if self._pending is not None and self._pending["step"] == step:
             more = {"loss": loss, "tokens": tokens, "learning_rate": learning_rate}
-            self._pending |= more
+            self._pending |= {k: v for k, v in more.items() if v is not None}
             self._show_pending()
 
     def close(self) -> None:
@@ -260,7 +261,11 @@ class RunDirectory:
         self._show_pending()
         self._wait()
         self._done = done
+        if self._saved > done:
+            # Its steps are trained again.
+            self._saved = 0
         self._submit(self._open, done, left_out)
+        self._wait()
 
     def _end(self, *raised: Any) -> None:
         has_failed = raised != (None, None, None)
@@ -303,6 +308,10 @@ class RunDirectory:
             return
         synced = self._thread.submit(lambda: self._log.sync() if self._log else None)
         background.wait([synced])
+        for late in self._late.copy():
+            # A step that could not be written must not be saved.
+            if late.done():
+                late.result()
         why = synced.result()
         if why is not None:
             metrics.CHECKPOINT_FAILURES.record(1)

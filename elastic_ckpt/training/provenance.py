@@ -161,7 +161,8 @@ class Provenance:
     """Answers questions about the documents of a run.
 
     It knows the batches of the run as it is, those that it left out, and those after
-    its last step that an earlier attempt has trained.
+    its last step that an earlier attempt has trained. Batches in another place of the
+    stream, such as those of another size that were trained again, are not followed.
 
     Args:
       attempts: the step log.
@@ -193,7 +194,18 @@ class Provenance:
         for unused, record in audit.stream(attempts, data_of):
             read += [*unused, record]
         self._current_end = read[-1].stop
-        while later := self._trained.get(read[-1].stop):
+        # The origins of rows depend on the sizes of all batches before them: an attempt
+        # goes on from a batch only if it has trained the same one.
+        ends = {
+            (each.attempt, each.stop, each.digest)
+            for of_row in self._trained.values()
+            for each in of_row
+        }
+        while later := [
+            each
+            for each in self._trained.get(read[-1].stop, ())
+            if (each.attempt, each.row, read[-1].digest) in ends
+        ]:
             read.append(later[-1])
         self._batches = [_Batch(e, *audit.pipeline_of(e, data_of)) for e in read]
         # The sizes of the batches before each, and of all.
@@ -255,6 +267,12 @@ class Provenance:
             for number, batch in enumerate(self._batches)
             if (uses := [u for u in self._uses(batch) if u.step == step])
         ]
+        trained = itertools.chain.from_iterable(self._trained.values())
+        if not of_step and step - self._first_step in {each.step for each in trained}:
+            raise errors.DataError(
+                f"step {step} was trained, and the run went back before it and trained"
+                " again in batches of another size; it is not followed"
+            )
         if not of_step:
             steps = [each.record.step + self._first_step for each in self._batches]
             raise errors.DataError(

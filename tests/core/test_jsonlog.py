@@ -159,6 +159,52 @@ class TestSegments:
         assert numbers(jsonlog.read(path)) == list(range(10, 15))
         assert len(names(path)) == 2
 
+    def test_lines_that_are_added_while_an_upload_begins_are_in_the_next(
+        self, tmp_path, monkeypatch
+    ):
+        log, start = segments(tmp_path / "log"), jsonlog.background.in_thread
+
+        def appending(*arguments, **more):
+            monkeypatch.setattr(jsonlog.background, "in_thread", start)
+            log.append({"n": 11})
+            return start(*arguments, **more)
+
+        monkeypatch.setattr(jsonlog.background, "in_thread", appending)
+        log.append({"n": 10})
+        log.sync()
+        log.close()
+        assert numbers(jsonlog.read(tmp_path / "log")) == [10, 11]
+
+    def test_two_threads_that_wait_for_an_upload_settle_it_once(
+        self, tmp_path, monkeypatch
+    ):
+        write, wait = storage.write_atomic, jsonlog.futures.wait
+        is_answering, waiting = threading.Event(), threading.Semaphore(0)
+
+        def late(path, content):
+            is_answering.wait()
+            write(path, content)
+
+        def counted(*arguments):
+            waiting.release()
+            return wait(*arguments)
+
+        log = segments(tmp_path / "log")
+        log.append({"n": 10})
+        monkeypatch.setattr(storage, "write_atomic", late)
+        monkeypatch.setattr(jsonlog.futures, "wait", counted)
+        threads = [threading.Thread(target=log.sync) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for _ in threads:
+            waiting.acquire()
+        log.append({"n": 11})
+        is_answering.set()
+        for thread in threads:
+            thread.join()
+        log.close()
+        assert numbers(jsonlog.read(tmp_path / "log")) == [10, 11]
+
     def test_starts_continue_it_and_do_not_undo_the_lines_of_others(self, bucket):
         path = f"{bucket}/log"
         assert jsonlog.create(path, {"n": 0})

@@ -263,3 +263,30 @@ def test_run_that_goes_back_to_before_other_weights(parts):
     run.attempt(after, [12] * 3, start=4)
     run.attempt(after, [12] * 5, start=2, goes_back=True)
     check_one_host_run(run)
+
+
+def test_rows_that_were_read_ahead_may_have_been_trained_before_in_other_batches(parts):
+    # A batch of 8 is read and never trained, over rows of the first attempt.
+    data = formats.data(parts, "chunk")
+    run = recorded_run.Run().attempt(data, [4] * 16).attempt(data, [8] * 3, start=4)
+    _, *run.end = run._read(data, 8, *run.end)
+    check_one_host_run(run.attempt(data, [8] * 3, start=4, goes_back=True))
+
+
+def test_attempts_whose_files_are_missing_are_a_difference(data, batches):
+    world = [0, 1, 2, 3]
+    # The last one has retrained steps of those before it, so that no step is missing.
+    first, second, third = (
+        logged(batches[n : n + 6], first=n, attempt=n, world=world[n])
+        for n in (1, 2, 3)
+    )
+    first = dataclasses.replace(logged(batches[:8], world=1), attempt=1)
+    assert audited([first, second, third], data, newest_world=3).passed
+    for left, problem in (
+        ([second, third], "attempt 1 is missing"),
+        ([first, third], "attempt 2 is missing"),
+        ([first, second], "world 3 saved steps, but the newest attempt is of 2"),
+    ):
+        outcome = audited(left, data, newest_world=3)
+        assert not outcome.passed
+        assert problem in outcome.first_difference

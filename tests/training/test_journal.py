@@ -108,6 +108,15 @@ def test_stop_that_was_asked_for_is_known(config):
     )
 
 
+def test_stop_is_in_the_bucket_before_the_process_exits(bucket):
+    config = configured(bucket)
+    with kept(config) as told:
+        told("run_started", **STARTED)
+        told.sync()
+        told.stopped_early()
+        assert recorded(config)[-1]["event"] == "run_stopped"
+
+
 def test_steps_that_an_earlier_start_has_trained_are_no_goodput_again(config):
     for newest in (5, 6):
         with kept(config, listeners=listening(config)) as emit:

@@ -253,6 +253,69 @@ def test_every_step_is_durable_when_its_save_is_announced(tmp_path, data, monkey
     assert told[-1] == ("run_stopped", 7)
 
 
+def test_a_step_that_was_not_logged_is_not_saved(tmp_path, data, monkeypatch):
+    told = []
+    batches = batches_of(data)
+    tiers = [ec.Persistent(tmp_path / "saved", every=1)]
+
+    def fails(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for name in ("__init__", "write"):
+        with (
+            pytest.raises(OSError, match="No space left"),  # noqa: PT012
+            ec.RunDirectory(
+                tmp_path / "run", tiers=tiers, emit=lambda name, **_: told.append(name)
+            ) as run,
+            monkeypatch.context() as patch,
+        ):
+            patch.setattr(step_log.StepLog, name, fails)
+            run.log(1, next(batches))
+            run.emit("save_started", step=1)
+    batches.close()
+    assert "save_started" not in told
+
+
+def test_a_run_that_stops_is_saved_if_its_last_step_is_committed(tmp_path, data):
+    told = []
+    batches = batches_of(data)
+    tiers = [ec.Persistent(tmp_path / "saved", every=1)]
+
+    def emit(_, **fields):
+        told.append(fields.get("saved"))
+
+    for events_of_save, retrained, is_saved in (
+        (("save_started",), (), False),
+        (("save_started", "saved"), (), True),
+        # It went back, and has saved nothing since.
+        (("save_started", "saved"), (2, 3), False),
+    ):
+        with ec.RunDirectory(tmp_path / "run", tiers=tiers, steps=9, emit=emit) as run:
+            for step in (1, 2, 3):
+                run.log(step, next(batches))
+            for name in events_of_save:
+                run.emit(name, step=3, secs=0.0)
+            for step in retrained:
+                run.log(step, next(batches))
+        assert told[-1] is is_saved
+    batches.close()
+
+
+def test_metrics_that_come_later_do_not_erase_those_of_the_step(tmp_path, data):
+    told = []
+    batches = batches_of(data)
+    tiers = [ec.Persistent(tmp_path / "saved", every=9)]
+
+    def emit(_, **fields):
+        told.append([fields.get(key) for key in ("loss", "tokens", "learning_rate")])
+
+    with ec.RunDirectory(tmp_path / "run", tiers=tiers, steps=1, emit=emit) as run:
+        run.log(1, next(batches), tokens=128, learning_rate=0.5)
+        run.log_metrics(1, loss=2.0, learning_rate=0.25)
+    batches.close()
+    assert told[1] == [2.0, 128, 0.25]
+
+
 def test_the_metrics_of_a_step_may_come_after_it_is_saved(tmp_path, data):
     told = []
     batches = batches_of(data)

@@ -487,3 +487,13 @@ def test_what_the_rows_of_an_own_dataset_are_made_of_cannot_be_told():
         list(asking.step(1))
     with pytest.raises(errors.DataError, match=r"Positional.*; use .*from_config"):
         list(asking.find("numbers", 3))
+
+
+def test_steps_before_a_change_of_batch_size_are_not_given_other_documents(parts):
+    data = formats.data(parts["parquet"], "chunk")
+    run = Run().attempt(data, [4] * 16).attempt(data, [8] * 3, start=4)
+    check_steps(run, "chunk", range(7))
+    # Rows 40 on are those of the first attempt, in places that no batch of 8 leads to.
+    for step in range(7, 16):
+        with pytest.raises(errors.DataError, match=f"step {step} .* of another size"):
+            list(run.provenance().step(step))
