@@ -658,6 +658,7 @@ class ProcessCluster:
                 self._emit("slice_lost", slice=number, why="its machine is lost")
         for number in sorted(there - self._since.keys()):
             self._since[number] = now_secs
+            self._refused.pop(number, None)
             self._unchecked.add(number)
             self._slow.discard(number)
             self._emit("slice_returned", slice=number)

@@ -131,3 +131,11 @@ def test_sigterm_after_a_failure_gives_no_further_time(hosts):
     until_secs = world.deadline_secs
     world.stop()
     assert world.deadline_secs == until_secs
+
+
+def test_a_slice_that_returns_is_refused_no_longer(hosts):
+    hosts._refuse([0], "its devices are wrong")
+    hosts._absent.add(0)
+    assert not hosts.slices(frozenset()).present_secs
+    hosts._absent.discard(0)
+    assert hosts.slices(frozenset()).present_secs.keys() == {0}
