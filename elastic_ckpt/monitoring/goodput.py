@@ -141,6 +141,8 @@ def lost(account: Account, *, since: float, time: float) -> Account:
     """
     ended = _ended(account, "end", time)
     before = {**ended.secs, "end": ended.secs["end"] - (time - since)}
+    # A world that was lost before its first step is a part of the same recovery.
+    before = account.before or before
     return dataclasses.replace(ended, phase="choosing slices", before=before)
 
 

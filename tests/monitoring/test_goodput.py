@@ -189,3 +189,10 @@ def test_events_of_a_run_are_recorded_as_metrics(recorded):
     assert recorded[metrics.MISSING_SLICES] == [0, 1, 2, 1, 1, 1]
     # A loop of the user's own need not know how long it runs.
     assert metrics.TRAIN_PLANNED not in recorded
+
+
+def test_recovery_goes_on_when_the_next_world_is_lost_before_a_step():
+    account = goodput.lost(goodput.Account(time=0.0), since=7, time=10)
+    account = goodput.lost(account, since=110, time=111)
+    account = goodput.after(account, "step", {"step": 1}, time=115)
+    assert account.recovered()["secs"] == 115 - 7

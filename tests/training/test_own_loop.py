@@ -262,8 +262,8 @@ def test_a_step_that_was_not_logged_is_not_saved(tmp_path, data, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     for name in ("__init__", "write"):
-        with (
-            pytest.raises(OSError, match="No space left"),  # noqa: PT012
+        with (  # noqa: PT012
+            pytest.raises(OSError, match="No space left"),
             ec.RunDirectory(
                 tmp_path / "run", tiers=tiers, emit=lambda name, **_: told.append(name)
             ) as run,
