@@ -686,17 +686,9 @@ class ProcessCluster:
         host_process.check_sent(train)
         self._machines.own.train = train
         self._emit = emit
-        self._began_secs = time.monotonic()
-        prepared = self._next
-        if prepared and (prepared.failures or not _is_for(prepared, assignment)):
-            self._discard()
-        world = self._training = self._next or self._world(assignment)
-        self._next = None
-        # They hold their slices' memory until they have ended. Meanwhile hosts join.
-        self._await_end([each for each in self._worlds.values() if each is not world])
-        world.begin(functools.partial(self._receive, assignment.number))
-        try:
-            with termination.Notice() as notice:
+        with termination.Notice() as notice:
+            world = self._begun(assignment)
+            try:
                 while not world.is_over:
                     self._take_messages(_LOOK_SECS, notice.fileno())
                     if notice.is_coming() and notice.received():
@@ -706,25 +698,25 @@ class ProcessCluster:
                     # they are not about to leave without it.
                     if not notice.is_coming():
                         self._change(world, has_changed)
-            if world.has_stepped:
-                # Their devices have passed the check.
-                self._unchecked -= {*world.slices}
-            is_over = world.result()
-        except (WorldLostError, errors.StoppedError) as error:
-            if isinstance(error, WorldLostError):
-                self._note_lost(error, world)
-            if self._hands_over:
-                raise HandedOverError(str(error)) from error
-            raise
-        finally:
-            # What its hosts still report is of steps that do not count.
-            world.emit = events.nobody
-            world.kill()
-            self._training = None
-            self._lose_memory()
-            if self._machines.own.hardware.hardware != "cpu":
-                # Its devices are free when its processes have ended.
-                self._await_end([world])
+                if world.has_stepped:
+                    # Their devices have passed the check.
+                    self._unchecked -= {*world.slices}
+                is_over = world.result()
+            except (WorldLostError, errors.StoppedError) as error:
+                if isinstance(error, WorldLostError):
+                    self._note_lost(error, world)
+                if self._hands_over:
+                    raise HandedOverError(str(error)) from error
+                raise
+            finally:
+                # What its hosts still report is of steps that do not count.
+                world.emit = events.nobody
+                world.kill()
+                self._training = None
+                self._lose_memory()
+                if self._machines.own.hardware.hardware != "cpu":
+                    # Its devices are free when its processes have ended.
+                    self._await_end([world])
         if self._hands_over and not is_over:
             raise HandedOverError("this machine was asked to end")
         return is_over
@@ -747,6 +739,19 @@ class ProcessCluster:
         )
         self._worlds[key] = HostsOfWorld(key, assignment, self._machines, self._limits)
         return self._worlds[key]
+
+    def _begun(self, assignment: Assignment) -> HostsOfWorld:
+        # The world of an assignment, which has begun; it may be prepared.
+        self._began_secs = time.monotonic()
+        prepared = self._next
+        if prepared and (prepared.failures or not _is_for(prepared, assignment)):
+            self._discard()
+        world = self._training = self._next or self._world(assignment)
+        self._next = None
+        # They hold their slices' memory until they have ended. Meanwhile hosts join.
+        self._await_end([each for each in self._worlds.values() if each is not world])
+        world.begin(functools.partial(self._receive, assignment.number))
+        return world
 
     def _discard(self) -> None:
         if self._next is not None:
@@ -778,8 +783,10 @@ class ProcessCluster:
                 key, host = message["host"]
                 if key in self._worlds:
                     self._worlds[key].take(host, message)
+        # A prepared world waits, for any time; one that is killed ends.
+        if self._training is not None:
+            self._training.look()
         for key, world in list(self._worlds.items()):
-            world.look()
             if not world.alive and world not in (self._training, self._next):
                 del self._worlds[key]
 

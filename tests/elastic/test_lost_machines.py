@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import time
 import types
 
 import pytest
@@ -65,13 +66,19 @@ def hosts(machines, recorded):
     )
 
 
+def await_true(is_so, look=lambda: time.sleep(0.01)):
+    until_secs = time.monotonic() + 600
+    while not is_so():
+        assert time.monotonic() < until_secs
+        look()
+
+
 def connected(listener, **changes):
     """The link of a machine that has said who it is."""
     far = link.connect(listener.address, listener.key, 600.0)
     far.send(**(HELLO | changes))
     # The leader takes it when it looks next.
-    while listener.accepted.empty():
-        pass
+    await_true(lambda: not listener.accepted.empty())
     return far
 
 
@@ -81,8 +88,7 @@ def assignment(*slices, number=1):
 
 
 def wait_until(is_so, hosts):
-    while not is_so():
-        hosts.wait(0.01)
+    await_true(is_so, lambda: hosts.wait(0.01))
 
 
 def test_a_machine_that_is_back_at_once_has_lost_its_hosts(hosts, listener):
