@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -148,4 +149,5 @@ def of_run(directory: str) -> plan.Costs:
     """
     run_files.read(directory)
     measured = run_files.read_metrics(os.path.join(directory, run_files.METRICS))
-    return plan.measured(run_files.read_events(directory), measured.get("run", ()))
+    lines = itertools.chain.from_iterable(measured.values())
+    return plan.measured(run_files.read_events(directory), lines)

@@ -20,6 +20,8 @@ from multiprocessing import connection
 from typing import Any
 
 _BEATS = 4
+# Between two tries to accept a peer.
+_PAUSE_SECS = 0.1
 
 
 class LinkLostError(Exception):
@@ -62,6 +64,8 @@ class Link:
         except (EOFError, OSError) as error:
             if not messages:
                 raise LinkLostError(str(error) or "it ended the connection") from None
+        except ValueError as error:
+            raise LinkLostError(f"it sends what is not JSON: {error}") from None
         if self._is_given_up:
             raise LinkLostError("it does not do what it was asked")
         if time.monotonic() - self._heard_secs > self._lost_secs:
@@ -103,11 +107,16 @@ class Listener:
         self.address = f"{interface}:{self._socket.getsockname()[1]}"
         self.key = secrets.token_hex(32)
         self.accepted: queue.SimpleQueue[Link] = queue.SimpleQueue()
+        # Guards what `close` ends against a peer that is about to be accepted.
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
         self._accepting = threading.Thread(target=self._accept, name="listener")
         self._accepting.start()
 
     def close(self) -> None:
         """Accepts no more, and ends the links that nobody has taken."""
+        with self._lock:
+            self._ended.set()
         with contextlib.suppress(OSError):
             # Closing the socket would not wake the thread.
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -117,13 +126,15 @@ class Listener:
             self.accepted.get().close()
 
     def _accept(self) -> None:
-        # A peer that says nothing must not keep others waiting.
-        with contextlib.suppress(OSError):
-            while True:
+        while not self._ended.is_set():
+            try:
                 accepted, _ = self._socket.accept()
-                threading.Thread(
-                    target=self._admit, args=(accepted,), daemon=True
-                ).start()
+            except OSError:
+                # The machine may have no file descriptor to spare, for some time.
+                self._ended.wait(_PAUSE_SECS)
+                continue
+            # A peer that says nothing must not keep others waiting.
+            threading.Thread(target=self._admit, args=(accepted,), daemon=True).start()
 
     def _admit(self, accepted: socket.socket) -> None:
         channel = _as_connection(accepted, self.lost_secs)
@@ -132,8 +143,12 @@ class Listener:
             connection.answer_challenge(channel, self.key.encode())
         except (EOFError, OSError, multiprocessing.AuthenticationError):
             channel.close()
-        else:
-            self.accepted.put(Link(channel, self.lost_secs))
+            return
+        with self._lock:
+            if self._ended.is_set():
+                channel.close()
+            else:
+                self.accepted.put(Link(channel, self.lost_secs))
 
 
 def connect(address: str, key: str, lost_secs: float) -> Link:

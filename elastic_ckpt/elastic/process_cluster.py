@@ -61,6 +61,7 @@ _RETRY_SECS, _MOST_RETRY_SECS = 30.0, 3600.0
 # the time must not keep the run from training.
 _MOST_ABANDONED = 3
 _SHOWN_LOG_LINES = 15
+_LATE = "its hosts do not join the others in time"
 # What hosts are not told, but killed for.
 _ABANDON = b"abandon"
 
@@ -206,7 +207,7 @@ class Machines:
     def _admit(self, accepted: link.Link) -> None:
         # It has shown the key, and says at once who it is.
         connection.wait([accepted.channel], _HELLO_SECS)
-        with contextlib.suppress(link.LinkLostError):
+        with contextlib.suppress(link.LinkLostError, KeyError, TypeError):
             for hello in accepted.receive()[:1]:
                 number = hello["machine"]
                 if hello["configured"] != self._configured:
@@ -215,6 +216,9 @@ class Machines:
                         f" {self.number}, which leads; start all with the same one"
                     )
                     accepted.send(over=True, is_stopped=False, failure=failure)
+                elif number not in range(self.own.num_machines):
+                    why = f"the run has no machine {number}"
+                    accepted.send(refused=why)
                 elif number in self.connected:
                     why = f"another supervisor of machine {number} is there"
                     accepted.send(refused=why)
@@ -315,12 +319,20 @@ class HostsOfWorld:
     @property
     def unfit(self) -> frozenset[int]:
         """The slices whose hosts keep a world from being prepared."""
-        hosts = {each.host for each in self.failures}
-        if not hosts and time.monotonic() > self._join_until_secs:
+        hosts: Collection[int] = ()
+        if self.failures:
+            # Others may have failed because of these.
+            hosts = failures.lost_hosts(self.failures) or {self.cause.host}
+        elif time.monotonic() > self._join_until_secs:
             # Some do not join, or do not finish the check of their devices.
             missing = {*range(len(self.slices))} - self._ready
-            hosts = {*self._hangs.behind()} or (missing if self._ready else set())
+            hosts = self._hangs.behind() or (missing if self._ready else set())
         return frozenset(self.slices[host] for host in hosts)
+
+    @property
+    def cause(self) -> HostFailure:
+        """The failure that has caused the others."""
+        return failures.first_failure(self.failures)
 
     @property
     def is_over(self) -> bool:
@@ -512,7 +524,7 @@ class HostsOfWorld:
             self.deadline_secs = time.monotonic() + secs
 
     def _error(self) -> errors.RunError:
-        described = self._describe(failures.first_failure(self.failures))
+        described = self._describe(self.cause)
         error = error_of(self.failures, len(self.slices), described=described)
         if not isinstance(error, WorldLostError):
             return error
@@ -744,7 +756,12 @@ class ProcessCluster:
         # The world of an assignment, which has begun; it may be prepared.
         self._began_secs = time.monotonic()
         prepared = self._next
-        if prepared and (prepared.failures or not _is_for(prepared, assignment)):
+        unchecked = self._unchecked.intersection(assignment.work.slices)
+        if prepared and (
+            prepared.failures
+            or not _is_for(prepared, assignment)
+            or not unchecked <= prepared.assignment.unchecked
+        ):
             self._discard()
         world = self._training = self._next or self._world(assignment)
         self._next = None
@@ -848,9 +865,8 @@ class ProcessCluster:
             self._discard()
             self._next = self._world(following)
         if unfit := self._next.unfit - {*world.slices}:
-            told = [each.message for each in self._next.failures]
-            why = told[0] if told else "its hosts do not join the others in time"
-            self._refuse(unfit, why)
+            has_failed = bool(self._next.failures)
+            self._refuse(unfit, self._next.cause.message if has_failed else _LATE)
             self._discard()
             return False
         return self._next.is_prepared

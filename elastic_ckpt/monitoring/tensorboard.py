@@ -48,7 +48,9 @@ def event_file(directory: epath.PathLike) -> Iterator[summaries.Write]:
             path = storage.make_directory(directory) / "events"
             writer = make_writer(str(path))
             mark = event.SessionLog(status=event.SessionLog.START)
-            first = min(map(_step, batch))
+            # TensorBoard drops what comes after this step from another start.
+            steps = [each.step for each in batch if each.step is not None]
+            first = min(steps or map(_step, batch))
             writer.write_event(event.Event(step=first, session_log=mark))
         for summary in batch:
             point = proto.Value(

@@ -93,13 +93,15 @@ def of_log(
             world, missed = line["slices"], {}
         elif name in ("slice_lost", "slice_returned", "host_lost"):
             is_host = name == "host_lost"
-            number = (
-                world[line["host"] // hosts_per_slice] if is_host else line["slice"]
-            )
+            named = line["host" if is_host else "slice"]
+            of_world = [n for n in world for _ in range(hosts_per_slice)]
+            known = of_world if is_host else range(slices)
+            number = known[named] if named < len(known) else slices
             if number >= slices:
                 raise errors.ConfigError(
-                    f"--trace: {name} of slice {number}, and the configured slices are"
-                    f" 0 to {slices - 1}; set hosts and slices as in the run"
+                    f"--trace: {name} of {'host' if is_host else 'slice'} {named}, and"
+                    f" the configured slices are 0 to {slices - 1}, of"
+                    f" {hosts_per_slice} hosts each; set hosts and slices as in the run"
                 )
             if number in missed and name != "slice_returned":
                 # Its hosts are missed before it is: one loss.

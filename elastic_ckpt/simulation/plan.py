@@ -86,7 +86,7 @@ def measured(
 
     Args:
       events: of the run, in order.
-      lines: of the metrics of the run as a whole.
+      lines: of its metrics.
 
     Raises:
       RunError: if the run has trained no step.
@@ -157,6 +157,11 @@ def of_config(
     Raises:
       ConfigError: if the configuration cannot run.
     """
+    if not config.checkpoint.enable_checkpointing:
+        raise errors.ConfigError(
+            "enable_checkpointing=false: such a run begins anew after each failure; set"
+            " it to true to simulate what saves are worth"
+        )
     groups = configured.groups(config)
     directory = journal.path_of(config)
     tiers = Chosen.from_choices(configured.tiers(config, persistent=directory))

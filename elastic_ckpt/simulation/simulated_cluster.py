@@ -151,7 +151,7 @@ class Saves:
         self._first = "ram" if plan.in_ram else "storage"
         self._secs = {
             "ram": mib / costs.ram_mib_per_sec,
-            "storage": mib / plan.slices / costs.storage_mib_per_sec,
+            "storage": mib / plan.work.num_slices / costs.storage_mib_per_sec,
         }
         self._block_secs = costs.block_secs + mib / costs.capture_mib_per_sec
         self._backup_steps = plan.backup_steps
@@ -360,7 +360,13 @@ class SimulatedCluster(cluster.Cluster):
             emit("step", step=self._step)
             return Save(self._step, held)
 
-        do_steps(1, plan.costs.first_step_secs)
+        def save_if_due(save: Save) -> None:
+            if self._step % plan.period == 0:
+                secs = self._saves.begin(save, now=self.now)
+                self._advance(secs)
+                emit("save_blocked", step=self._step, secs=secs)
+
+        save_if_due(do_steps(1, plan.costs.first_step_secs))
         while self._step < plan.steps:
             moment = self._next_moment()
             # Until the next save, the end, the first new step, or the moment.
@@ -371,12 +377,9 @@ class SimulatedCluster(cluster.Cluster):
                 again or math.inf,
                 max(1, (moment - self.now) // step_secs),
             )
-            save = do_steps(int(count), int(count) * step_secs)
-            if self._step % plan.period == 0:
-                secs = self._saves.begin(save, now=self.now)
-                self._advance(secs)
-                emit("save_blocked", step=self._step, secs=secs)
-            if self.now >= moment and (decided := has_changed()):
+            save_if_due(do_steps(int(count), int(count) * step_secs))
+            is_done = self._step >= plan.steps
+            if self.now >= moment and not is_done and (decided := has_changed()):
                 # The hosts agree on a step, save it, and leave.
                 emit("world_leaving", slices=cluster.leaving_for(decided))
                 save = do_steps(1, step_secs)

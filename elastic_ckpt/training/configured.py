@@ -84,8 +84,8 @@ def tiers(
         Local(
             ram or os.path.join(directory, config.run.run_name),
             every=period,
-            limit_bytes=num_bytes(section.local_checkpoint_size_limit),
-            pinned_bytes=num_bytes(section.local_checkpoint_pinned_memory),
+            limit_bytes=num_bytes(section, "local_checkpoint_size_limit"),
+            pinned_bytes=num_bytes(section, "local_checkpoint_pinned_memory"),
         ),
         peers(section),
         Persistent(
@@ -140,17 +140,17 @@ def record(config: schema.Config, *, program: str = "train") -> RunRecord:
     )
 
 
-def num_bytes(quantity: str) -> int:
+def num_bytes(section: schema.TiersSection, key: str) -> int:
     """The bytes of an amount of memory as Kubernetes writes it: `64Gi`, `512Mi`.
 
     Raises:
       ConfigError: if it is none.
     """
+    quantity = getattr(section, key)
     match = _QUANTITY.fullmatch(quantity)
     if not match:
         raise errors.ConfigError(
-            f"local_checkpoint_size_limit={quantity!r} is not an amount of memory;"
-            " write 64Gi or 512Mi"
+            f"{key}={quantity!r} is not an amount of memory; write 64Gi or 512Mi"
         )
     return int(match[1]) * _UNITS[match[2] or ""]
 

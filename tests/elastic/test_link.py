@@ -1,6 +1,8 @@
 """Supervisors exchange messages over a link that needs the key."""
 
 import contextlib
+import errno
+import threading
 
 import pytest
 
@@ -62,3 +64,49 @@ def test_an_address_at_which_nothing_listens_refuses():
     with pytest.raises(link.LinkLostError) as lost:
         link.connect(listener.address, listener.key, 600)
     assert isinstance(lost.value.__cause__, ConnectionRefusedError)
+
+
+def test_a_machine_without_descriptors_accepts_peers_later(monkeypatch):
+    accept, refused = link.socket.socket.accept, []
+
+    def scarce(listening):
+        if not refused:
+            refused.append(1)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listening)
+
+    monkeypatch.setattr(link.socket.socket, "accept", scarce)
+    with contextlib.closing(link.Listener("127.0.0.1", 600)) as listener:
+        far = link.connect(listener.address, listener.key, 600)
+        near = listener.accepted.get(timeout=600)
+    near.close()
+    far.close()
+    assert refused
+
+
+def test_a_peer_that_shows_the_key_too_late_is_not_linked():
+    with contextlib.closing(link.Listener("127.0.0.1", 600)) as listener:
+        pass
+    with link.socket.create_server(("127.0.0.1", 0)) as server:
+        ours = link.socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    peer = threading.Thread(target=listener._admit, args=(theirs,))
+    peer.start()
+    channel = link._as_connection(ours, 600)
+    link.connection.answer_challenge(channel, listener.key.encode())
+    link.connection.deliver_challenge(channel, listener.key.encode())
+    peer.join()
+    assert listener.accepted.empty()
+    with pytest.raises(EOFError):
+        channel.recv_bytes()
+    channel.close()
+
+
+def test_a_peer_that_sends_no_json_is_lost(listener):
+    far = link.connect(listener.address, listener.key, 600)
+    near = listener.accepted.get()
+    far.channel.send_bytes(b"\xff")
+    with pytest.raises(link.LinkLostError, match="not JSON"):
+        messages(near)
+    far.close()
+    near.close()

@@ -145,3 +145,37 @@ def test_a_slice_that_returns_is_refused_no_longer(hosts):
     assert not hosts.slices(frozenset()).present_secs
     hosts._absent.discard(0)
     assert hosts.slices(frozenset()).present_secs.keys() == {0}
+
+
+@pytest.mark.parametrize("hello", [{"machine": 7}, {"machine": [1]}])
+def test_a_peer_that_is_no_machine_of_the_run_changes_nothing(hosts, listener, hello):
+    far = connected(listener, **hello)
+    wait_until(listener.accepted.empty, hosts)
+    assert hosts._machines.connected == {0}
+    far.close()
+
+
+def test_a_prepared_world_blames_the_host_that_others_failed_for(hosts, listener):
+    far = connected(listener)
+    wait_until(lambda: 1 in hosts._machines.connected, hosts)
+    world = hosts._world(assignment(0, 1))
+    world.take(1, {"exit": -signal.SIGABRT})
+    world.take(0, {"exit": -signal.SIGKILL})
+    assert world.unfit == {0}
+    assert world.cause.message == "killed by SIGKILL"
+    far.close()
+
+
+def test_a_prepared_world_waits_for_any_time(hosts):
+    hosts._limits = watch.Limits(most_secs=-1.0, heartbeat_secs=-1.0)
+    world = hosts._next = hosts._world(assignment(0))
+    world.take(0, {"phase": watch.JOIN, "begun": 1})
+    hosts.wait(0.0)
+    assert not world.failures
+
+
+def test_a_slice_that_crashed_meanwhile_is_checked_in_another_world(hosts):
+    prepared = hosts._next = hosts._world(assignment(0))
+    hosts._unchecked.add(0)
+    prepared.alive.clear()
+    assert hosts._begun(assignment(0)).assignment.unchecked == {0}

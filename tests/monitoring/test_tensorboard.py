@@ -33,3 +33,11 @@ def test_worlds_add_to_one_series_at_the_number_of_steps_done(tmp_path):
         *((3, 0.75), (4, 1.0)),
     ]
     assert event_file.marks(tmp_path) == [1, 3]
+
+
+def test_what_has_no_step_does_not_drop_the_steps_of_an_earlier_start(tmp_path):
+    with summaries.listening(tensorboard.event_file(tmp_path), name="board"):
+        metrics.SLICES.record(4)
+        metrics.TRAIN_STEPS.record(41)
+        metrics.TRAIN_LOSS.record(2.0)
+    assert event_file.marks(tmp_path) == [41]

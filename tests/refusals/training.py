@@ -162,7 +162,12 @@ REFUSALS = {
         "set either .*_minutes or .*_steps, not both", **{BACKUP_STEPS: 5}
     ),
     "amount of memory": tiers(
-        "is not an amount of memory", local_checkpoint_size_limit="64 GB"
+        "local_checkpoint_size_limit='64 GB' is not an amount of memory",
+        local_checkpoint_size_limit="64 GB",
+    ),
+    "amount of pinned memory": tiers(
+        "local_checkpoint_pinned_memory='1 GB' is not an amount",
+        local_checkpoint_pinned_memory="1 GB",
     ),
     "domain without a kind": tiers(
         "peer_domains='rack': 'rack' is not `kind=name`", peer_domains="rack"

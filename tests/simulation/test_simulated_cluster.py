@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import decision
 from elastic_ckpt.simulation import failures, simulated_cluster
 from elastic_ckpt.simulation.failures import Event
@@ -141,3 +142,20 @@ def test_run_without_failures_only_pays_for_its_start_and_saves():
     assert secs["save"] == pytest.approx(99 * costs.block_secs, rel=0.1)
     assert secs["productive"] == pytest.approx(999 * costs.step_secs)
     assert secs["again"] + secs["end"] < 1e-6
+
+
+def test_the_first_step_of_a_world_is_saved_if_it_is_due():
+    outcome = simulate(plan(period=1), (7.5, "host_lost", 1))
+    assert (restores(outcome), outcome.steps_lost) == ({"ram": 1}, 0)
+
+
+def test_a_change_after_the_last_step_trains_no_further_one():
+    for at_secs in range(90, 120):
+        events = ((35.5, "slice_lost", 1), (float(at_secs), "slice_returned", 1))
+        assert simulate(plan(steps=60), *events).steps == 60
+
+
+def test_hosts_that_the_cluster_has_not_are_refused():
+    log = [{"time": 0.0, "event": "host_lost", "host": 40}]
+    with pytest.raises(errors.ConfigError, match="host_lost of host 40"):
+        failures.of_log(log, slices=4, hosts_per_slice=2)

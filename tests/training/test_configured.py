@@ -68,7 +68,9 @@ def test_peers_have_the_failure_domains_and_limits_of_the_configuration():
     [("1", 1), ("3K", 3000), ("3Ki", 3072), ("512Mi", 2**29), ("2Ti", 2**41)],
 )
 def test_amount_of_memory_is_read_as_kubernetes_reads_it(quantity, num_bytes):
-    assert configured.num_bytes(quantity) == num_bytes
+    section = schema.TiersSection(local_checkpoint_size_limit=quantity)
+    read = configured.num_bytes(section, "local_checkpoint_size_limit")
+    assert read == num_bytes
 
 
 def place(environment=None, **keys):
