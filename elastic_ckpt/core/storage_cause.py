@@ -33,10 +33,8 @@ _CAUSES = {
         "|UNAUTHENTICATED|Forbidden|Unauthorized|Access ?Denied"
         f"|does not take the run's secret|{_HTTP}40[13]\\b",
     ),
-    "too_few": (
-        "add machines or slices, or ask for fewer copies",
-        "parts lack (copies|a distant holder)",
-    ),
+    # The message itself says what to add.
+    "too_few": ("", "parts lack (copies|a distant holder)"),
     "damaged": (
         "look for faulty memory: `elastic-ckpt verify` reads all",
         "digest differs|has different values|different values at",

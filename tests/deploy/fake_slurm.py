@@ -1,4 +1,4 @@
-"""`srun`, `scontrol` and `sbatch` on this machine, whose loopback addresses are nodes.
+"""`srun`, `scontrol`, `squeue` and `sbatch` on this machine, whose loopback addresses are nodes.
 
 `sbatch` here is a function: it runs a script with the variables that its #SBATCH lines
 stand for, again when the script has requeued the job. `srun` starts the tasks, forwards
@@ -24,6 +24,13 @@ case $1 in
   requeue) echo "$2" >> "$FAKE_SLURM/requeued" ;;
 esac
 """
+# The number of nodes, without those that were lost.
+_SQUEUE = """\
+#!/bin/bash
+lost=("$FAKE_SLURM"/lost-*)
+[ -e "${lost[0]}" ] || lost=()
+echo $((SLURM_JOB_NUM_NODES - ${#lost[@]}))
+"""
 
 
 def _job_id():
@@ -45,6 +52,7 @@ def install(directory):
     for name, text in (
         ("srun", f'#!/bin/bash\nexec {sys.executable} {__file__} "$@"\n'),
         ("scontrol", _SCONTROL),
+        ("squeue", _SQUEUE),
     ):
         path = directory / name
         path.write_text(text)
@@ -98,7 +106,11 @@ def stop_steps(job):
 
 
 def lose_node(directory, node):
-    """Kills the tasks on a node of a job with all that they started."""
+    """Kills the tasks on a node of a job with all that they started.
+
+    Slurm takes the node out of the job.
+    """
+    (directory / f"lost-{node}").touch()
     for path in directory.glob(f"task-{node}-*"):
         os.killpg(int(path.name.rpartition("-")[2]), signal.SIGKILL)
 
@@ -124,6 +136,9 @@ def _srun(arguments):
         known[name] = value
     nodes = int(known.get("nodes", os.environ["SLURM_JOB_NUM_NODES"]))
     on_node = int(known.get("ntasks-per-node", os.environ["SLURM_NTASKS_PER_NODE"]))
+    lost = [*pathlib.Path(os.environ["FAKE_SLURM"]).glob("lost-*")]
+    # Slurm would wait for them, for any time.
+    assert nodes + len(lost) <= int(os.environ["SLURM_JOB_NUM_NODES"])
     text = b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
     tasks = [
         subprocess.Popen(

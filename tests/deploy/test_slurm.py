@@ -205,6 +205,13 @@ def test_an_elastic_job_goes_on_without_a_node_that_is_lost(start, tmp_path, cor
     runs.verb("audit", run)
 
 
+def test_a_job_that_has_lost_a_node_cleans_the_others(start, tmp_path, ram):
+    lose = f"touch {tmp_path}/lost-1; exit 0"
+    code, output = ended(start(lose, is_elastic=True))
+    assert code == 0, output
+    assert not [*ram.iterdir()]
+
+
 def _await(job, is_so):
     while not is_so():
         assert job.poll() is None, ended(job)

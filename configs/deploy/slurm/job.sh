@@ -47,8 +47,10 @@ set -u
 failures=$SLURM_SUBMIT_DIR/$SLURM_JOB_NAME-$SLURM_JOB_ID.failures
 
 on_each_node() {
-  srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \
-    --ntasks-per-node=1 "$@"
+  # A node that was lost is not in the job any more, and srun would wait for it.
+  local nodes
+  nodes=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%D)
+  srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 "$@"
 }
 
 # Whoever owns the directory could change the steps in it.
