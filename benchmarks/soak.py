@@ -1,10 +1,10 @@
 """Suite `soak`: a run that is hit by a hundred faults, unattended; on disk, in buckets.
 
 Faults are drawn at random, from a seed that is printed: a slice is killed with its
-memory, or cut off from the network; the process of a host is killed (half of them are
-process 0), in a save or in a restore, too, or two at once; a host is stopped
-(SIGSTOP). Slices come back. Faults come at a distance of a few steps, so that some hit
-a run that has not recovered from the last one. Afterwards the run is audited.
+memory; the process of a host is killed (half of them are process 0), or those of two at
+once; a host is stopped (SIGSTOP). Slices come back. Faults come at a distance of a few
+steps, so that some hit a run that has not recovered from the last one. Afterwards the
+run is audited.
 
 One run keeps its steps on disk, one in `gs://` and one in `s3://` (emulators in another
 process), with the endings `_gs` and `_s3`.
