@@ -236,14 +236,15 @@ class HostChannel:
         assert order == BEGIN, order
 
     def order(self, within_secs: float = 0.0) -> bytes:
-        """The order to leave or to stop; empty if none arrives in time."""
-        # Without the lock of `send`, which other threads wait for.
-        if not self._order and self._pipe.poll(within_secs):
-            try:
-                self._order = self._pipe.recv_bytes()
-            except (EOFError, OSError):
-                # The supervisor is about to kill this process.
-                self._order = LEAVE
+        """The newest order to leave or to stop; empty if none arrives in time."""
+        secs = 0.0 if self._order else within_secs
+        try:
+            # Without the lock of `send`, which other threads wait for.
+            while self._pipe.poll(secs):
+                self._order, secs = self._pipe.recv_bytes(), 0.0
+        except (EOFError, OSError):
+            # The supervisor is about to kill this process.
+            self._order = self._order or LEAVE
         return self._order
 
     def send_heartbeats(self) -> None:

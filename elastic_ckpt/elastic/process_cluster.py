@@ -403,8 +403,8 @@ class HostsOfWorld:
         self.deadline_secs = min(self.deadline_secs, until_secs)
         if self.is_running:
             self.emit("stop_requested", within_secs=grace_secs)
-            if not is_leaving:
-                self._ask(STOP)
+            # Hosts that are about to leave have got the signal.
+            (self._tell if is_leaving else self._ask)(STOP)
 
     def take(self, host: int, message: Mapping[str, Any]) -> None:
         """Takes in a message of a host, or its end."""
@@ -836,6 +836,8 @@ class ProcessCluster:
         # about to go does not wait.
         if world.deadline_secs < math.inf:
             return
+        # The memory of a slice of this machine, which stays, is lost with the slice.
+        self._absent |= world.preempted.intersection(self._machines.own.slices)
         self._preempt(world.preempted)
         decided = has_changed()
         loses_memory = not self._leaving.isdisjoint(world.slices)
@@ -887,9 +889,8 @@ class ProcessCluster:
             self._emit("slice_preempted", slice=number)
 
     def _lose_memory(self) -> None:
-        # Their machines go, and their memory with them.
-        for number in self._leaving & {*self._absent, *self._machines.own.slices}:
-            self._absent.add(number)
+        # That of a machine that was asked to end may be there at the next start.
+        for number in self._leaving & self._absent:
             self._order_fault(faults.Kind.KILL_SLICE, number)
         self._leaving.clear()
 

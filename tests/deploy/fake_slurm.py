@@ -1,4 +1,4 @@
-"""`srun`, `scontrol`, `squeue` and `sbatch` on this machine, whose loopback addresses are nodes.
+"""Slurm's commands on this machine, whose loopback addresses are nodes.
 
 `sbatch` here is a function: it runs a script with the variables that its #SBATCH lines
 stand for, again when the script has requeued the job. `srun` starts the tasks, forwards

@@ -205,6 +205,31 @@ def test_an_elastic_job_goes_on_without_a_node_that_is_lost(start, tmp_path, cor
     runs.verb("audit", run)
 
 
+@pytest.mark.slow
+def test_an_elastic_job_at_its_time_limit_stores_its_last_step(
+    start, tmp_path, corpus, ram
+):
+    settings = {
+        "enable_multi_tier_checkpointing": True,
+        "local_checkpoint_period": 2,
+        "peer_copies": 1,
+        "multi_tier_checkpointing_backup_interval_steps": 1_000,
+        "elastic_enabled": True,
+    }
+    write_run(tmp_path, corpus, steps=1_000_000, **settings)
+    job = start(is_elastic=True)
+    run = tmp_path / "tiny"
+    _await(job, lambda: _worlds(run) and _steps(run))
+    fake_slurm.stop_steps(job)
+    code, output = ended(job)
+    assert code == 128 + signal.SIGTERM, output
+    (stopped,) = runs.events(run, "run_stopped")
+    assert stopped["saved"], output
+    # The nodes may be those of the next start, too.
+    held = ram.glob("*/steps/slice-*/*/hosts/*/*/manifest-*")
+    assert {path.relative_to(ram).parts[2] for path in held} == {"slice-0", "slice-1"}
+
+
 def test_a_job_that_has_lost_a_node_cleans_the_others(start, tmp_path, ram):
     lose = f"touch {tmp_path}/lost-1; exit 0"
     code, output = ended(start(lose, is_elastic=True))

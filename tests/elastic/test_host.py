@@ -59,6 +59,15 @@ def test_all_hosts_leave_in_one_way(pipes, own, others, answer, loses_memory):
     assert len(checked) == 4
 
 
+def test_the_newest_order_counts(pipes):
+    ours, theirs = pipes
+    channel = host.HostChannel(theirs)
+    assert channel.order() == b""
+    ours.send_bytes(host.LOSE_MEMORY)
+    ours.send_bytes(host.STOP)
+    assert [channel.order(600.0), channel.order(600.0)] == [host.STOP] * 2
+
+
 EARLY = """
 import os, signal, sys
 # As in a process of a supervisor, before any thread is started.

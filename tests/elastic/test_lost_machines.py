@@ -139,6 +139,32 @@ def test_sigterm_after_a_failure_gives_no_further_time(hosts):
     assert world.deadline_secs == until_secs
 
 
+def test_hosts_that_leave_are_told_that_the_run_ends(hosts):
+    """All machines get SIGTERM, but not at the same time."""
+    world = hosts._world(assignment(0))
+    world.is_running = True
+    world.leave(loses_memory=True)
+    orders = []
+    hosts._machines.own.do = orders.append
+    world.stop()
+    assert orders == [{"tell": [1, 0], "text": "stop"}]
+
+
+@pytest.mark.parametrize("host_alone", [False, True])
+def test_the_memory_of_a_machine_that_ends_stays(hosts, host_alone):
+    """It may start again; a slice that is preempted loses its memory."""
+    world = hosts._training = hosts._world(assignment(0))
+    if host_alone:
+        world.take(0, {"sigterm": True})
+    else:
+        hosts._terminate(world)
+    hosts._change(world, lambda: None)
+    orders = []
+    hosts._machines.own.do = orders.append
+    hosts._lose_memory()
+    assert orders == [{"fault": "kill_slice", "slice": 0}] * host_alone
+
+
 def test_a_slice_that_returns_is_refused_no_longer(hosts):
     hosts._refuse([0], "its devices are wrong")
     hosts._absent.add(0)
