@@ -105,6 +105,13 @@ def stop_steps(job):
         os.kill(pid, signal.SIGTERM)
 
 
+def cancel(job, directory):
+    """`scancel`: a signal for all, and the job can start nothing more."""
+    (directory / "cancelled").touch()
+    stop_steps(job)
+    job.terminate()
+
+
 def lose_node(directory, node):
     """Kills the tasks on a node of a job with all that they started.
 
@@ -136,9 +143,11 @@ def _srun(arguments):
         known[name] = value
     nodes = int(known.get("nodes", os.environ["SLURM_JOB_NUM_NODES"]))
     on_node = int(known.get("ntasks-per-node", os.environ["SLURM_NTASKS_PER_NODE"]))
-    lost = [*pathlib.Path(os.environ["FAKE_SLURM"]).glob("lost-*")]
-    # Slurm would wait for them, for any time.
+    directory = pathlib.Path(os.environ["FAKE_SLURM"])
+    # Slurm would wait for the lost ones, for any time.
+    lost = [*directory.glob("lost-*")]
     assert nodes + len(lost) <= int(os.environ["SLURM_JOB_NUM_NODES"])
+    assert not (directory / "cancelled").exists()
     text = b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
     tasks = [
         subprocess.Popen(

@@ -230,6 +230,17 @@ def test_an_elastic_job_at_its_time_limit_stores_its_last_step(
     assert {path.relative_to(ram).parts[2] for path in held} == {"slice-0", "slice-1"}
 
 
+def test_a_job_that_is_cancelled_says_what_is_left_in_ram(start, tmp_path, ram):
+    job = start(f"trap 'exit 143' TERM; touch {tmp_path}/begun; sleep 600 & wait")
+    _await(job, (tmp_path / "begun").exists)
+    fake_slurm.cancel(job, tmp_path)
+    code, output = ended(job)
+    assert code == 143
+    assert f"rm -rf {ram}/first-{fake_slurm.JOB_ID}" in output
+    assert not fake_slurm.requeued(tmp_path)
+    assert not [*ram.iterdir()]
+
+
 def test_a_job_that_has_lost_a_node_cleans_the_others(start, tmp_path, ram):
     lose = f"touch {tmp_path}/lost-1; exit 0"
     code, output = ended(start(lose, is_elastic=True))

@@ -88,7 +88,7 @@ END_OF_TASK
 options=(--label --kill-on-bad-exit=0 --wait=300)
 [ -z "${is_elastic:-}" ] || options=(--label --no-kill --kill-on-bad-exit=0 --wait=0)
 
-# `scancel` also ends this script: then nothing is requeued.
+# `scancel` also sends SIGTERM to this script: then nothing is requeued.
 is_cancelled=
 trap 'is_cancelled=1' TERM
 srun "${options[@]}" bash -c "$task" - "$setup" "$devices" "${is_elastic:-}" "${program[@]}"
@@ -119,6 +119,14 @@ if [ -n "$can_help" ] && [ -z "$is_cancelled" ]; then
   scontrol requeue "$SLURM_JOB_ID"
 else
   rm -f "$failures"
+  if [ -n "$is_cancelled" ]; then
+    # Such a job can start nothing more on its nodes.
+    [ "$code" != 143 ] || rm -rf "$ram"
+    echo "cancelled. What nodes still hold in $ram is removed by: srun" \
+      "--nodes=$SLURM_JOB_NUM_NODES --ntasks-per-node=1" \
+      "--nodelist=$SLURM_JOB_NODELIST rm -rf $ram" >&2
+    exit "$code"
+  fi
   case $code in
     # Storage has all that was due there.
     0 | 143) on_each_node rm -rf "$ram" ;;
