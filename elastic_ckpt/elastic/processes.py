@@ -216,7 +216,6 @@ class Processes(ProcessCluster):
             slices=None if own is None else own.slices,
             memory=memory,
             log_directory=os.path.abspath(logs),
-            grace_secs=limits.grace_secs,
             interface=station.LOOPBACK if own is None else own.interface,
         )
         super().__init__(

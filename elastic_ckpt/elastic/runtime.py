@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastic_ckpt.core import errors, events
@@ -267,8 +267,20 @@ class _Run:
         self._begin_recovery(error.at_secs)
         self._lost.append(error)
         most = self._policy.max_retries
+        judged = self._judge(
+            error.failures,
+            num_hosts=error.num_hosts,
+            gone=error.gone,
+            machines=error.machines,
+            is_lost=len(self._lost) <= most,
+        )
+        self._how = judged.how
         end: errors.RunError | None = None
-        if not most:
+        if judged.kind.name == "replaced":
+            end = errors.ReplacedError(judged.words)
+        elif judged.kind.action == failures.STOP:
+            end = ProgramFailedError(judged.words, failures=error.failures)
+        elif not most:
             end = error
         elif len(self._lost) > most:
             end = errors.RunError(
@@ -277,37 +289,22 @@ class _Run:
                 " remove the cause of the first loss and start the run again:"
                 f" {self._lost[0]}"
             )
-        if error.failures:
-            judged = self._judge(
-                error, is_lost=end is None, gone=error.gone, machines=error.machines
-            )
-            self._how = judged.how
-            if judged.action == failures.STOP and end is None:
-                is_told = judged.lead.traceback
-                end = ProgramFailedError(
-                    judged.words if is_told else f"{judged.words}\n{error}",
-                    failures=error.failures,
-                    num_hosts=error.num_hosts,
-                )
-            self._judged = end
+        self._judged = end
         if end is not None:
             raise end from (error.__cause__ if end is error else error)
 
     def end(self, error: errors.ElasticCkptError) -> None:
         """Adds the verdict on the error with which the run ends."""
-        if error is self._judged:
-            return
-        if not isinstance(error, ProgramFailedError):
-            told = [failures.of_exception(0, error)]
-            error = ProgramFailedError("", failures=told)
-        self._judge(error, is_lost=False)
+        if error is not self._judged:
+            is_program = isinstance(error, ProgramFailedError)
+            told = error.failures if is_program else [failures.of_exception(0, error)]
+            self._judge(told, num_hosts=1, is_lost=False)
 
     def _judge(
-        self, error: WorldLostError | ProgramFailedError, **of_this: Any
+        self, failed: Sequence[failures.HostFailure], **of_this: Any
     ) -> failures.Verdict:
         judged = failures.judge(
-            error.failures,
-            num_hosts=error.num_hosts,
+            failed,
             slices=self._slices,
             step=self._step,
             before=self._how,

@@ -75,8 +75,8 @@ def await_true(is_so, look=lambda: time.sleep(0.01)):
 
 def connected(listener, **changes):
     """The link of a machine that has said who it is."""
-    far = link.connect(listener.address, listener.key, 600.0)
-    far.send(**(HELLO | changes))
+    hello = HELLO | changes
+    far = link.connect(listener.address, listener.key, 600.0, **hello)
     # The leader takes it when it looks next.
     await_true(lambda: not listener.accepted.empty())
     return far
@@ -108,7 +108,7 @@ def test_a_machine_that_does_not_end_its_hosts_is_lost(hosts, listener):
     far = connected(listener)
     wait_until(lambda: 1 in hosts._machines.connected, hosts)
     world = hosts._world(assignment(1))
-    listener.lost_secs = 0.0
+    hosts._machines.lost_secs = 0.0
     hosts._await_end([world])
     assert not world.alive
     assert hosts._machines.connected == {0}
@@ -125,7 +125,7 @@ def test_a_machine_that_was_asked_to_end_may_come_back(hosts, listener):
     wait_until(lambda: present() == {0}, hosts)
     far.close()
     back = connected(listener)
-    wait_until(lambda: hosts._machines.slices() == {0, 1}, hosts)
+    wait_until(lambda: present() == {0, 1}, hosts)
     assert present() == {0, 1}
     back.close()
 
@@ -141,9 +141,9 @@ def test_sigterm_after_a_failure_gives_no_further_time(hosts):
 
 def test_a_slice_that_returns_is_refused_no_longer(hosts):
     hosts._refuse([0], "its devices are wrong")
-    hosts._absent.add(0)
+    hosts._slices[0].is_away = True
     assert not hosts.slices(frozenset()).present_secs
-    hosts._absent.discard(0)
+    hosts._slices[0].is_away = False
     assert hosts.slices(frozenset()).present_secs.keys() == {0}
 
 
@@ -176,6 +176,6 @@ def test_a_prepared_world_waits_for_any_time(hosts):
 
 def test_a_slice_that_crashed_meanwhile_is_checked_in_another_world(hosts):
     prepared = hosts._next = hosts._world(assignment(0))
-    hosts._unchecked.add(0)
+    hosts._slices[0].is_unchecked = True
     prepared.alive.clear()
     assert hosts._begun(assignment(0)).assignment.unchecked == {0}
