@@ -196,25 +196,14 @@ class Wait:
 
     Attributes:
       why: what is missing.
-      within_secs: how long, at most.
+      within_secs: how long, at most; if it is 0, save and end.
     """
 
     why: str
     within_secs: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stop:
-    """Save and end.
-
-    Attributes:
-      why: what is missing.
-    """
-
-    why: str
-
-
-Decision = Train | Wait | Stop
+Decision = Train | Wait
 
 
 def decide(
@@ -265,10 +254,7 @@ def decide(
     excluded = slices.quarantined & slices.present_secs.keys()
     if excluded:
         missing += f"; {_count(excluded)} quarantined after repeated failures"
-    left_secs = policy.wait_secs - waited_secs
-    if left_secs > 0:
-        return Wait(why=missing, within_secs=left_secs)
-    return Stop(why=f"{missing}, for {waited_secs:.0f} s")
+    return Wait(why=missing, within_secs=max(0.0, policy.wait_secs - waited_secs))
 
 
 def _batch(number: int, policy: Policy, work: Work) -> tuple[int, int] | str:

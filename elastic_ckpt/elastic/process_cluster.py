@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
 import pathlib
 import signal
 import time
@@ -57,7 +56,6 @@ _RETRY_SECS, _MOST_RETRY_SECS = 30.0, 3600.0
 # the time must not keep the run from training.
 _MOST_ABANDONED = 3
 _SHOWN_LOG_LINES = 15
-_LATE = "its hosts do not join the others in time"
 
 
 class LeadershipLostError(errors.StoppedError):
@@ -205,8 +203,6 @@ class Machines:
                 f" {self.number}, which leads; start all with the same one"
             )
             accepted.send(over=True, is_stopped=False, failure=failure)
-        elif number not in range(own.num_machines):
-            accepted.send(refused=f"the run has no machine {number}")
         elif number in self.connected:
             accepted.send(refused=f"another supervisor of machine {number} is there")
         else:
@@ -259,10 +255,8 @@ class HostsOfWorld:
         self.is_running = self.has_stepped = False
         self.preempted: set[int] = set()
         self._key, self._machines, self._limits = key, machines, limits
-        # What they were asked last; empty for nothing. Those that are abandoned are
-        # asked nothing, but killed.
+        # What they were asked last; empty for nothing.
         self._asked = b""
-        self._is_abandoned = False
         self._ready: set[int] = set()
         # Hosts that stop before their last step report both ends; which of them is the
         # reason is known when all have ended.
@@ -282,7 +276,7 @@ class HostsOfWorld:
                 start=[key, number],
                 assignment=codec.encode(assignment),
                 member=codec.encode(member),
-                log=os.path.basename(self._logs),
+                log=self._logs,
             )
         for machine in self.machines - machines.connected:
             self.lose(machine)
@@ -308,7 +302,8 @@ class HostsOfWorld:
         hosts: Collection[int] = ()
         if self.failures:
             # Others may have failed because of these.
-            hosts = failures.lost_hosts(self.failures) or {self.cause.host}
+            cause = failures.first_failure(self.failures)
+            hosts = failures.lost_hosts(self.failures) or {cause.host}
         elif self._is_late:
             # Some do not join, or do not finish the check of their devices.
             missing = {*range(len(self.slices))} - self._ready
@@ -316,9 +311,11 @@ class HostsOfWorld:
         return frozenset(self.slices[each] for each in hosts)
 
     @property
-    def cause(self) -> HostFailure:
-        """The failure that has caused the others."""
-        return failures.first_failure(self.failures)
+    def why_unfit(self) -> str:
+        """What keeps it from being prepared."""
+        if not self.failures:
+            return "its hosts do not join the others in time"
+        return failures.first_failure(self.failures).message
 
     @property
     def is_over(self) -> bool:
@@ -341,36 +338,29 @@ class HostsOfWorld:
         """Ends the hosts at once."""
         self.signal(self.alive, signal.SIGKILL)
 
-    def leave(self, *, loses_memory: bool) -> bool:
-        """Asks the hosts to save and leave after a step that they agree on.
+    def leave(self, step: int, *, loses_memory: bool, may_abandon: bool) -> bool:
+        """Has the hosts leave for another world.
 
-        Args:
-          loses_memory: whether the memory of some of them is lost then.
-
-        Returns:
-          Whether they are asked now; False if they have been, or cannot be yet.
-        """
-        if not self.is_running or self._asked:
-            return False
-        self._ask(LOSE_MEMORY if loses_memory else LEAVE)
-        return True
-
-    def abandon(self, step: int) -> bool:
-        """Ends the hosts for another world at once, if they have done no step.
-
-        They have nothing to save, and may be about to compile for long.
+        They save, and leave after a step that they agree on. If they have done none,
+        they may be ended at once instead: they have nothing to save, and may be about
+        to compile for long.
 
         Args:
           step: that the run has reached.
+          loses_memory: whether the memory of some of them is lost then.
+          may_abandon: whether they may be ended at once.
 
         Returns:
-          Whether they are ended.
+          Whether they leave from now on; False if they do, or cannot be asked yet.
         """
-        if self.has_stepped:
+        is_abandoned = may_abandon and not self.has_stepped
+        if self._asked or not (is_abandoned or self.is_running):
             return False
-        self._is_abandoned = True
-        self._asked, self._ends["world_left"] = LEAVE, {"step": step}
-        self.deadline_secs = time.monotonic()
+        if is_abandoned:
+            self._asked, self._ends["world_left"] = LEAVE, {"step": step}
+            self.deadline_secs = time.monotonic()
+        else:
+            self._ask(LOSE_MEMORY if loses_memory else LEAVE)
         return True
 
     @property
@@ -457,7 +447,7 @@ class HostsOfWorld:
                     " may not have been saved"
                 )
             raise lost
-        if self.alive and not self._is_abandoned:
+        if self.alive and self.is_stopping:
             raise errors.StoppedError(self._describe_stop())
         # The training may have ended before the hosts could leave.
         has_left = not self.is_stopping and "world_left" in self._ends
@@ -804,23 +794,24 @@ class ProcessCluster:
         # about to go does not wait.
         self._preempt(world.preempted)
         loses_memory = any(self._slices[number].is_leaving for number in world.slices)
-        is_planned, is_left = isinstance(decided, Train), False
+        is_planned = isinstance(decided, Train)
         if self._hands_over and not is_planned and (decided or loses_memory):
             # The other machines are too few, or have got SIGTERM, too.
             self._hands_over = False
             world.stop()
-        elif self._hands_over and not world.is_running:
-            is_left = world.abandon(self._step)
-        elif not isinstance(decided, Train):
+            return
+        if isinstance(decided, Train) and not self._hands_over:
+            is_due = self._prepare(world, decided) or loses_memory
+        else:
             self._discard()
-            if decided or self._hands_over:
-                is_left = world.leave(loses_memory=loses_memory)
-        elif self._hands_over or self._prepare(world, decided) or loses_memory:
-            may_abandon = not loses_memory and self._num_abandoned < _MOST_ABANDONED
-            is_abandoned = may_abandon and world.abandon(self._step)
-            self._num_abandoned += is_abandoned
-            is_left = is_abandoned or world.leave(loses_memory=loses_memory)
-        if is_left:
+            is_due = self._hands_over or decided is not None
+        may_abandon = not loses_memory and self._num_abandoned < _MOST_ABANDONED
+        # A machine that goes does not wait until its hosts have something to save.
+        may_abandon |= self._hands_over and not world.is_running
+        if is_due and world.leave(
+            self._step, loses_memory=loses_memory, may_abandon=may_abandon
+        ):
+            self._num_abandoned += not world.has_stepped
             self._emit("world_leaving", slices=leaving_for(decided))
 
     def _prepare(self, world: HostsOfWorld, decided: Train) -> bool:
@@ -830,8 +821,7 @@ class ProcessCluster:
             self._discard()
             self._next = self._world(following)
         if unfit := self._next.unfit - {*world.slices}:
-            has_failed = bool(self._next.failures)
-            self._refuse(unfit, self._next.cause.message if has_failed else _LATE)
+            self._refuse(unfit, self._next.why_unfit)
             self._discard()
             return False
         return self._next.is_prepared

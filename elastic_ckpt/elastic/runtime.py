@@ -24,7 +24,6 @@ from elastic_ckpt.elastic.decision import (
     Decision,
     Policy,
     Slices,
-    Stop,
     Train,
     Work,
     decide,
@@ -165,10 +164,9 @@ class _Run:
         self._quarantined: frozenset[int] = frozenset()
         self._world = 0
         self._slices: list[int] = []
-        # The steps done in this world, and by the run; those that the world began with,
-        # and its first one.
-        self._step = self._done = self._start = 0
-        self._newest = self._first = -1
+        # The steps done in this world, and by the run; those that the world began with;
+        # and its first one, or that of the world before.
+        self._step = self._done = self._start = self._first = 0
         # The worlds that were lost without progress, and how the last one was.
         self._lost: list[WorldLostError] = []
         self._how = ""
@@ -184,10 +182,11 @@ class _Run:
             _, now = self._decide(frozenset(self._slices), waited_secs=waited_secs)
             if isinstance(now, Train):
                 return now
-            if isinstance(now, Stop):
+            if not now.within_secs:
                 raise errors.RunError(
-                    f"{now.why}; bring slices back and start the run again, or lower"
-                    " min_slices (elastic_min_slice_count in a configuration)"
+                    f"{now.why}, for {waited_secs:.0f} s; bring slices back and start"
+                    " the run again, or lower min_slices (elastic_min_slice_count in a"
+                    " configuration)"
                 )
             if now.why != waiting_for:
                 waiting_for = now.why
@@ -231,22 +230,29 @@ class _Run:
             fields["secs"] = now - self._began_secs
         self._emit(name, **fields)
         told = "step" if name == "step_done" else name
+        newest = self._account.newest_step
         self._account = goodput.after(self._account, told, fields, time=now)
-        if name == "world_started":
-            self._world, self._slices, self._step = fields["world"], fields["slices"], 0
-        elif name == "world_leaving":
-            self._asked_secs = now
-        elif name in ("run_started", "restored_from"):
-            self._start = fields.get("start_step", fields.get("step"))
-        elif told == "step":
-            self._note_step(fields["step"])
+        match told:
+            case "world_started":
+                self._world, self._slices, self._step = (
+                    fields["world"],
+                    fields["slices"],
+                    0,
+                )
+            case "world_leaving":
+                self._asked_secs = now
+            case "run_started":
+                self._start = fields["start_step"]
+            case "restored_from":
+                self._start = fields["step"]
+            case "step":
+                self._note_step(fields["step"], newest)
 
-    def _note_step(self, step: int) -> None:
-        if step > (self._newest if self._step else self._first):
+    def _note_step(self, step: int, newest: int) -> None:
+        if step > (newest if self._step else self._first):
             self._lost.clear()
         if not self._step:
             self._first = step
-        self._newest = max(self._newest, step)
         recovered = self._account.recovered()
         if recovered is not None:
             self._account = dataclasses.replace(self._account, before=None)

@@ -147,7 +147,7 @@ def test_a_slice_that_returns_is_refused_no_longer(hosts):
     assert hosts.slices(frozenset()).present_secs.keys() == {0}
 
 
-@pytest.mark.parametrize("hello", [{"machine": 7}, {"machine": [1]}])
+@pytest.mark.parametrize("hello", [{"configured": "d"}, {"machine": 0}])
 def test_a_peer_that_is_no_machine_of_the_run_changes_nothing(hosts, listener, hello):
     far = connected(listener, **hello)
     wait_until(listener.accepted.empty, hosts)
@@ -162,7 +162,7 @@ def test_a_prepared_world_blames_the_host_that_others_failed_for(hosts, listener
     world.take(1, {"exit": -signal.SIGABRT})
     world.take(0, {"exit": -signal.SIGKILL})
     assert world.unfit == {0}
-    assert world.cause.message == "killed by SIGKILL"
+    assert world.why_unfit == "killed by SIGKILL"
     far.close()
 
 
