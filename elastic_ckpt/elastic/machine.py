@@ -143,16 +143,15 @@ class MachineSupervisor:
                 f" ({error}); bring the storage back, and start the machine again"
             ) from error
 
-    def _has_lead(self) -> bool:
-        return self._claims.has_lead and time.monotonic() < self._gives_way_secs
-
     def _lead(self, before: leader_claim.Leader | None) -> bool | None:
         # As `_lead_or_follow`. The leader before was lost, unless it is None.
         listener = links.Listener(self._own.interface, self._lost_secs)
         machines = Machines(
             self._own,
             listener=listener,
-            has_lead=self._has_lead,
+            has_lead=lambda: (
+                self._claims.has_lead and time.monotonic() < self._gives_way_secs
+            ),
             configured=self._configured,
         )
 
@@ -161,10 +160,10 @@ class MachineSupervisor:
 
         with contextlib.closing(machines):
             with self._claiming():
-                address, key = listener.address, listener.key
-                has_lead = self._claims.take(address, key, renewed_to=tell)
-            if not has_lead:
-                return None
+                if not self._claims.take(
+                    listener.address, listener.key, renewed_to=tell
+                ):
+                    return None
             try:
                 is_stopped = self._train(machines, before)
                 machines.end(self._lost_secs, is_stopped=is_stopped)
@@ -242,7 +241,7 @@ class MachineSupervisor:
             try:
                 # One that was asked to end waits for its hosts.
                 while until_secs == math.inf or (
-                    own.has_hosts and time.monotonic() < until_secs
+                    own.hosts and time.monotonic() < until_secs
                 ):
                     for message in own.wait(_LOOK_SECS, link.channel, notice):
                         link.send(**message)

@@ -447,8 +447,19 @@ class HostsOfWorld:
                     " may not have been saved"
                 )
             raise lost
+        if self.alive and self.is_stopping and not self.is_running:
+            raise errors.StoppedError(
+                f"ended by {termination.cause()} before the first step"
+            )
         if self.alive and self.is_stopping:
-            raise errors.StoppedError(self._describe_stop())
+            hosts = ", ".join(map(str, sorted(self.alive)))
+            raise errors.StoppedError(
+                f"hosts {hosts} did not save and end within"
+                f" {self._limits.grace_secs:g} s of {termination.cause()} and were"
+                " killed; raise Limits.grace_secs (in a configuration"
+                " termination_grace_period_seconds) if saving takes longer and the"
+                " launcher waits for it"
+            )
         # The training may have ended before the hosts could leave.
         has_left = not self.is_stopping and "world_left" in self._ends
         name = "world_left" if has_left else "run_stopped"
@@ -502,17 +513,6 @@ class HostsOfWorld:
             secs = _GRACE_SECS
         if is_first or (failure.is_signal and not failure.is_consequence):
             self.deadline_secs = time.monotonic() + secs
-
-    def _describe_stop(self) -> str:
-        if not self.is_running:
-            return f"ended by {termination.cause()} before the first step"
-        hosts = ", ".join(map(str, sorted(self.alive)))
-        return (
-            f"hosts {hosts} did not save and end within {self._limits.grace_secs:g} s"
-            f" of {termination.cause()} and were killed; raise Limits.grace_secs (in a"
-            " configuration termination_grace_period_seconds) if saving takes longer"
-            " and the launcher waits for it"
-        )
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -129,7 +129,7 @@ def lead(
             else:
                 if is_over:
                     return
-                led.leave()
+                led.begin_recovery(led.asked_secs)
     except process_cluster.LeadershipLostError:
         # The next leader goes on.
         raise
@@ -143,6 +143,9 @@ class _Run:
 
     A run makes progress if a world passes the newest step, or begins at a later one
     than the world before: steps may be lost, and trained again.
+
+    Attributes:
+      asked_secs: when the hosts of a world were asked to leave, the last time.
     """
 
     def __init__(
@@ -159,7 +162,7 @@ class _Run:
         self._work = work
         self._emit = emit
         self._clock = clock
-        self._began_secs = self._asked_secs = clock()
+        self._began_secs = self.asked_secs = clock()
         self._account = goodput.Account(time=clock())
         self._quarantined: frozenset[int] = frozenset()
         self._world = 0
@@ -240,7 +243,7 @@ class _Run:
                     0,
                 )
             case "world_leaving":
-                self._asked_secs = now
+                self.asked_secs = now
             case "run_started":
                 self._start = fields["start_step"]
             case "restored_from":
@@ -260,17 +263,13 @@ class _Run:
             self._emit("recovered", world=self._world, steps_lost=lost, **recovered)
         self._step = self._done = step
 
-    def leave(self) -> None:
-        """Notes that the hosts have left for another world."""
-        self._begin_recovery(self._asked_secs)
-
     def lose(self, error: WorldLostError) -> None:
         """Notes that a world was lost.
 
         Raises:
           RunError: if the run ends with it.
         """
-        self._begin_recovery(error.at_secs)
+        self.begin_recovery(error.at_secs)
         self._lost.append(error)
         most = self._policy.max_retries
         judged = self._judge(
@@ -319,5 +318,10 @@ class _Run:
         self._emit("verdict", world=self._world, **judged.fields())
         return judged
 
-    def _begin_recovery(self, since: float) -> None:
+    def begin_recovery(self, since: float) -> None:
+        """Notes that a world has ended.
+
+        Args:
+          since: when a host was missing, or all were asked to leave.
+        """
         self._account = goodput.lost(self._account, since=since, time=self._clock())

@@ -23,6 +23,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,13 +79,8 @@ class HostProcess:
             self._process.start()
         sender.close()
 
-    def begin(self, task: host.Task) -> None:
-        """Has the process do a task, unless it has ended."""
-        with contextlib.suppress(OSError):
-            self.channel.send(task)
-
     def tell(self, message: bytes) -> None:
-        """Sends the process a message, unless it has ended."""
+        """Sends the process its task, or a message, unless it has ended."""
         with contextlib.suppress(OSError):
             self.channel.send_bytes(message)
 
@@ -116,6 +112,9 @@ class Station:
 
     Attributes:
       train: what each host of a world runs; whoever leads or follows sets it.
+      number: of this machine, from 0; each has as many slices.
+      num_machines: of the run.
+      hosts: those that have not ended.
     """
 
     train: TrainFunction
@@ -137,8 +136,10 @@ class Station:
         self.interface = interface
         self._memory = memory
         self._most_hosts = len(self.slices) * self.hosts_per_slice
+        self.number = self.slices[0] // len(self.slices)
+        self.num_machines = num_slices // len(self.slices)
         self._agents: dict[int, agent.AgentProcess] = {}
-        self._hosts: dict[Key, HostProcess] = {}
+        self.hosts: dict[Key, HostProcess] = {}
         self._standing_by: collections.deque[HostProcess] = collections.deque()
         # Of the host that was started last, and of one that has trained a step.
         self._last: host.Program | None = None
@@ -160,16 +161,6 @@ class Station:
             self._resources = resources.pop_all()
 
     @property
-    def number(self) -> int:
-        """The number of this machine, from 0; each has as many slices."""
-        return self.slices[0] // len(self.slices)
-
-    @property
-    def num_machines(self) -> int:
-        """The number of machines of the run."""
-        return self.hardware.hosts // self._most_hosts
-
-    @property
     def hello(self) -> dict[str, Any]:
         """What a leader has to know of this machine."""
         return {
@@ -177,11 +168,6 @@ class Station:
             "interface": self.interface,
             "port": self._ports[-1].getsockname()[1],
         }
-
-    @property
-    def has_hosts(self) -> bool:
-        """Whether a host has not ended."""
-        return bool(self._hosts)
 
     def do(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Carries out an order; returns the messages that it leads to."""
@@ -191,10 +177,10 @@ class Station:
                 if number == 0:
                     self._reserve()
                     return [{"port": self.hello["port"]}]
-            case {"tell": key, "text": str(text)} if tuple(key) in self._hosts:
-                self._hosts[tuple(key)].tell(text.encode())
-            case {"signal": key, "number": int(number)} if tuple(key) in self._hosts:
-                self._hosts[tuple(key)].signal(number)
+            case {"tell": key, "text": str(text)} if tuple(key) in self.hosts:
+                self.hosts[tuple(key)].tell(text.encode())
+            case {"signal": key, "number": int(number)} if tuple(key) in self.hosts:
+                self.hosts[tuple(key)].signal(number)
             case {"fault": Kind.KILL_SLICE, "slice": number} if number in self._agents:
                 self._drop_memory(number)
             case {"fault": Kind.RETURN_SLICE, "slice": int(number)}:
@@ -212,7 +198,7 @@ class Station:
           secs: how long, at most.
           *extra: what ends the waiting when it is readable.
         """
-        channels = {each.channel: key for key, each in self._hosts.items()}
+        channels = {each.channel: key for key, each in self.hosts.items()}
         ready = connection.wait([*channels, *extra], secs)
         for channel, key in channels.items():
             if channel in ready:
@@ -222,7 +208,7 @@ class Station:
         try:
             message = json.loads(channel.recv_bytes())
         except (EOFError, OSError):
-            return {"exit": self._hosts.pop(key).wait()}
+            return {"exit": self.hosts.pop(key).wait()}
         if "stepped" in message:
             self._example = self._last
         return message
@@ -235,10 +221,10 @@ class Station:
 
     def end_hosts(self) -> None:
         """Ends all hosts at once."""
-        for each in self._hosts.values():
+        for each in self.hosts.values():
             each.signal(signal.SIGKILL)
-        while self._hosts:
-            self._hosts.popitem()[1].wait()
+        while self.hosts:
+            self.hosts.popitem()[1].wait()
 
     def close(self) -> None:
         """Ends the hosts and agents, and removes the executables."""
@@ -258,9 +244,10 @@ class Station:
         assignment = codec.decode(Assignment, order["assignment"])
         member = codec.decode(host.Member, order["member"])
         self._last = self.program(assignment)
-        self._hosts[key] = self._waiting()
+        self.hosts[key] = self._waiting()
         log = f"{directory}/host-{member.host}.log"
-        self._hosts[key].begin(functools.partial(host.run, self._last, member, log))
+        task = functools.partial(host.run, self._last, member, log)
+        self.hosts[key].tell(pickle.dumps(task))
 
     def _waiting(self) -> HostProcess:
         # A process without a task: one that stood by, unless it has died, or a new one.

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import types
 from multiprocessing import connection
 
 import pytest
@@ -30,7 +31,7 @@ class Station:
     """Of a machine without hosts; it notes the agents that are gone."""
 
     interface = "127.0.0.1"
-    has_hosts = False
+    hosts = types.MappingProxyType({})
 
     def __init__(self, number):
         self.number, self.num_machines = number, 2
