@@ -113,8 +113,7 @@ class MachineSupervisor:
         # Returns whether the run, or this machine, was asked to end; None if another
         # machine leads from now on.
         with self._claiming():
-            self._claims.look()
-            leader = self._claims.leader()
+            leader = self._claims.look()
         if leader is None or leader.lost:
             return self._lead(leader)
         try:

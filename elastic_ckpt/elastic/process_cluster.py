@@ -804,8 +804,9 @@ class ProcessCluster:
             is_due = self._prepare(world, decided) or loses_memory
         else:
             self._discard()
-            is_due = self._hands_over or decided is not None
-        may_abandon = not loses_memory and self._num_abandoned < _MOST_ABANDONED
+            is_due = self._hands_over or bool(decided)
+        is_abandoned_often = self._num_abandoned >= _MOST_ABANDONED
+        may_abandon = is_planned and not (loses_memory or is_abandoned_often)
         # A machine that goes does not wait until its hosts have something to save.
         may_abandon |= self._hands_over and not world.is_running
         if is_due and world.leave(

@@ -181,8 +181,7 @@ def test_a_leader_that_stood_still_follows_the_one_that_has_its_claim(machines):
     stale = machines.start(0, await_other, lost_secs=4.0)
     machines.await_event(0, "leader_found")
     second = machines.supervisor(1, await_other)
-    second._claims.look()
-    second._claims.note_end(second._claims.leader().term, "it has ended")
+    second._claims.note_end(second._claims.look().term, "it has ended")
     # As `start` does.
     second.run()
     machines.join()
@@ -244,7 +243,7 @@ def test_sigterm_while_the_hosts_of_a_lost_leader_end_ends_the_machine(machines)
 
     thread = threading.Thread(target=lead)
     thread.start()
-    assert second._follow(second._claims.leader()) is True
+    assert second._follow(second._claims.look()) is True
     thread.join()
     first._claims.give_back()
     listener.close()
