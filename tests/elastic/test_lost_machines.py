@@ -130,13 +130,22 @@ def test_a_machine_that_was_asked_to_end_may_come_back(hosts, listener):
     back.close()
 
 
-def test_sigterm_after_a_failure_gives_no_further_time(hosts):
+def test_sigterm_gives_no_further_time_after_a_failure_and_ends_the_run_once(hosts):
     world = hosts._world(assignment(0))
     world.is_running = True
     world.take(0, {"exit": -signal.SIGKILL})
     until_secs = world.deadline_secs
     world.stop()
+    hosts._terminate(world)
     assert world.deadline_secs == until_secs
+    assert not hosts._hands_over
+
+
+def test_a_machine_that_comes_while_the_run_ends_is_told(machines, listener):
+    far = connected(listener)
+    machines.end(0.05, is_stopped=True)
+    assert {"over": True, "is_stopped": True, "failure": ""} in far.receive()
+    far.close()
 
 
 def test_a_slice_that_returns_is_refused_no_longer(hosts):

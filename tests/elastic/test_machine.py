@@ -226,43 +226,56 @@ def test_a_leader_that_waits_in_vain_gives_way_to_one_that_reaches_more(machines
     assert not first._claims.has_lead
 
 
-def test_sigterm_while_the_hosts_of_a_lost_leader_end_ends_the_machine(machines):
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    listener = link.Listener("127.0.0.1", 600)
+@contextlib.contextmanager
+def led(machines, meet):
+    """Machine 0 holds the claim, and meets each machine that connects."""
     first = machines.supervisor(0, None)
+    listener = link.Listener("127.0.0.1", 600)
     first._claims.look()
     assert first._claims.take(listener.address, listener.key, renewed_to=print)
-    second = machines.supervisor(1, None)
-    second._own.end_hosts = lambda: os.kill(os.getpid(), signal.SIGTERM)
-    second._claims.look()
 
     def lead():
-        near = listener.accepted.get()
-        near.send(agents=[], machines=[0, 1])
-        near.close()
+        while near := listener.accepted.get():
+            near.send(**meet())
+            near.close()
 
     thread = threading.Thread(target=lead)
     thread.start()
-    assert second._follow(second._claims.look()) is True
+    yield listener
+    listener.accepted.put(None)
     thread.join()
-    first._claims.give_back()
     listener.close()
+    first._claims.give_back()
+
+
+TAKEN = {"agents": [], "machines": [0, 1]}
+
+
+def test_sigterm_while_the_hosts_of_a_lost_leader_end_ends_the_machine(machines):
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    second = machines.supervisor(1, None)
+    second._own.end_hosts = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    with led(machines, lambda: TAKEN):
+        assert second._follow(second._claims.look()) is True
     signal.signal(signal.SIGTERM, before)
 
 
+def test_a_machine_that_is_refused_after_it_has_followed_gives_up(machines):
+    answers = [TAKEN]
+    with (
+        led(machines, lambda: answers.pop() if answers else {"refused": "two of it"}),
+        pytest.raises(errors.RunError, match="two of it"),
+    ):
+        machines.supervisor(1, None, wait_secs=0.5).run()
+
+
 def test_a_leader_that_cannot_be_reached_is_named_with_its_claim(machines):
-    first = machines.supervisor(0, None)
-    listener = link.Listener("127.0.0.1", 600)
-    first._claims.look()
-    assert first._claims.take(listener.address, listener.key, renewed_to=print)
-    listener.close()
-    second = machines.supervisor(1, None, wait_secs=0.0)
-    with pytest.raises(errors.RunError) as refused:
-        second.run()
-    first._claims.give_back()
-    leader = f"machine 0, which leads the run, at {listener.address}"
+    with led(machines, dict) as listener:
+        listener.close()
+        with pytest.raises(errors.RunError) as refused:
+            machines.supervisor(1, None, wait_secs=0.0).run()
     said = str(refused.value)
-    assert leader in said
+    assert f"machine 0, which leads the run, at {listener.address}" in said
     assert "Connection refused" in said
     claim = machines.directory / leader_claim.DIRECTORY / "1.json"
     assert f"Its claim is {claim}, and is renewed" in said

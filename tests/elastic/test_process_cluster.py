@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -124,34 +123,6 @@ def test_a_fault_of_a_host_that_the_world_has_not_changes_nothing(tmp_path, reco
     assert recorded.named("fault_injected")
 
 
-class Clock:
-    """The time; `stand_still` has it go by at once."""
-
-    sleep = staticmethod(time.sleep)
-
-    def __init__(self):
-        self._skipped_secs = 0.0
-
-    def monotonic(self):
-        return time.monotonic() + self._skipped_secs
-
-    def stand_still(self, *_):
-        self._skipped_secs = 1000.0
-
-    def __getattr__(self, name):
-        return getattr(time, name)
-
-
-def test_hosts_are_not_lost_after_the_supervisor_stood_still(
-    tmp_path, recorded, monkeypatch
-):
-    clock = Clock()
-    monkeypatch.setattr(process_cluster, "time", clock)
-    limits = watch.Limits(most_secs=900.0, heartbeat_secs=900.0)
-    look = clock.stand_still
-    run(failing_hosts.wait_and_end, tmp_path, recorded, limits=limits, look=look)
-
-
 def test_hosts_that_do_not_end_in_time_after_sigterm_are_killed(tmp_path, recorded):
     def emit(name, **fields):
         recorded(name, **fields)
@@ -196,32 +167,39 @@ def failure(host, at_secs, **kind):
     return failures.HostFailure(host=host, message="", at_secs=at_secs, **kind)
 
 
+EARLY, LATE = failure(0, 1.0), failure(1, 2.0)
+KILLED, OURS = failure(2, 3.0, is_signal=True), failure(3, 4.0, is_ours=True)
+NOT_STORED = dataclasses.replace(OURS, error=["NotStoredError"])
+ABORTED = failure(4, 0.5, is_signal=True, is_consequence=True)
+DEVICES = failure(5, 0.2, is_of_devices=True)
+
+
 def test_the_first_failure_is_ours_then_a_signal_then_the_earliest():
-    early, late = failure(0, 1.0), failure(1, 2.0)
-    killed, ours = failure(2, 3.0, is_signal=True), failure(3, 4.0, is_ours=True)
-    assert failures.first_failure([late, early]) == early
-    assert failures.first_failure([early, killed, late]) == killed
-    assert failures.first_failure([early, killed, ours]) == ours
-    not_stored = dataclasses.replace(ours, error=["NotStoredError"])
-    assert failures.first_failure([not_stored, killed]) == killed
-    aborted = failure(4, 0.5, is_signal=True, is_consequence=True)
-    devices = failure(5, 0.2, is_of_devices=True)
-    assert failures.first_failure([devices, aborted, early]) == early
-    assert failures.first_failure([devices, aborted]) == aborted
+    in_order = [OURS, KILLED, EARLY, LATE, NOT_STORED, ABORTED, DEVICES]
+    for number, first in enumerate(in_order):
+        assert failures.first_failure(in_order[number:][::-1]) == first
 
 
-def test_a_host_that_is_aborted_is_lost_unless_the_program_failed_before():
-    aborted = failure(1, 2.0, is_silent=True, is_consequence=True)
-    assert failures.lost_hosts([aborted]) == {1}
-    assert failures.lost_hosts([failure(0, 1.0), aborted]) == set()
-    # Its end on another host, or later, has not ended the service.
-    assert failures.lost_hosts([failure(2, 1.0), aborted]) == {1}
-    assert failures.lost_hosts([aborted, failure(0, 3.0)]) == {1}
-    # Host 0 has the service itself, so that the others have lost host 0.
-    first = failure(0, 2.5, is_silent=True, is_consequence=True)
-    assert failures.lost_hosts([aborted, first]) == {0}
-    killed = failure(2, 2.5, is_silent=True)
-    assert failures.lost_hosts([failure(0, 1.0), aborted, killed]) == {2}
+def dead(host, at_secs, *, is_consequence=True):
+    return failure(host, at_secs, is_silent=True, is_consequence=is_consequence)
+
+
+@pytest.mark.parametrize(
+    ("failed", "lost"),
+    [
+        ([dead(1, 2.0)], {1}),
+        # The end of the program on host 0 ends the service.
+        ([failure(0, 1.0), dead(1, 2.0)], set()),
+        ([failure(2, 1.0), dead(1, 2.0)], {1}),
+        ([dead(1, 2.0), failure(0, 3.0)], {1}),
+        # Host 0 has the service itself, so that the others have lost host 0.
+        ([dead(1, 2.0), dead(0, 2.5)], {0}),
+        ([failure(0, 1.0), dead(1, 2.0), dead(2, 2.5, is_consequence=False)], {2}),
+        ([failure(2, 1.0, error=["DeviceWrongError"]), dead(1, 2.0)], {2}),
+    ],
+)
+def test_a_host_that_is_aborted_is_lost_unless_the_program_failed_before(failed, lost):
+    assert failures.lost_hosts(failed) == lost
 
 
 def environment():
