@@ -14,6 +14,7 @@ Two batch policies, both exact:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Literal, get_args
@@ -110,33 +111,6 @@ class Failure:
     at_secs: float
 
 
-def quarantined(failures: Iterable[Failure], policy: Policy) -> frozenset[int]:
-    """The slices that fail repeatedly: too often within the window of the policy.
-
-    A slice stays quarantined, because its failures stay.
-
-    Args:
-      failures: of the run, in any order.
-      policy: of the run.
-    """
-    most = policy.quarantine_failures
-    if not most:
-        return frozenset()
-    by_slice: dict[int, list[float]] = {}
-    for failure in failures:
-        by_slice.setdefault(failure.slice, []).append(failure.at_secs)
-    return frozenset(
-        number
-        for number, at_secs in by_slice.items()
-        if any(
-            last - first <= policy.quarantine_secs
-            for first, last in zip(
-                sorted(at_secs), sorted(at_secs)[most - 1 :], strict=False
-            )
-        )
-    )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slices:
     """The slices that a run may use.
@@ -145,16 +119,34 @@ class Slices:
       current: of the world that runs, or ran last, without those that were lost; empty
         at the start.
       present_secs: by slice that is alive, how long it has been.
-      quarantined: alive, and not to be used.
-      failures: of all slices in this run; a cluster need not give `quarantined`.
+      failures: of all slices in this run, in any order.
       slow: the slices that have slow hosts.
     """
 
     current: frozenset[int] = frozenset()
     present_secs: dict[int, float]
-    quarantined: frozenset[int] = frozenset()
     failures: tuple[Failure, ...] = ()
     slow: frozenset[int] = frozenset()
+
+    def quarantined(self, policy: Policy) -> frozenset[int]:
+        """Those that fail repeatedly: too often within the window of the policy.
+
+        A slice stays quarantined, because its failures stay.
+        """
+        most = policy.quarantine_failures
+        by_slice: dict[int, list[float]] = collections.defaultdict(list)
+        for failure in self.failures if most else ():
+            by_slice[failure.slice].append(failure.at_secs)
+        return frozenset(
+            number
+            for number, at_secs in by_slice.items()
+            if any(
+                last - first <= policy.quarantine_secs
+                for first, last in zip(
+                    sorted(at_secs), sorted(at_secs)[most - 1 :], strict=False
+                )
+            )
+        )
 
     def usable(self, policy: Policy) -> list[int]:
         """The slices to train on, best first: those of the current world, then others.
@@ -162,7 +154,7 @@ class Slices:
         A slice that has just come back counts only once it has settled, unless there is
         no training that it could disturb: at the start, and below `min_slices`.
         """
-        healthy = self.present_secs.keys() - self.quarantined
+        healthy = self.present_secs.keys() - self.quarantined(policy)
         settled = {
             number
             for number in healthy
@@ -225,8 +217,15 @@ def decide(
       waited_secs: how long the run has waited already.
     """
     if slices.slow and policy.leave_out_slow:
-        left_out = slices.quarantined | slices.slow
-        others = dataclasses.replace(slices, quarantined=left_out, slow=frozenset())
+        others = dataclasses.replace(
+            slices,
+            present_secs={
+                number: secs
+                for number, secs in slices.present_secs.items()
+                if number not in slices.slow
+            },
+            slow=frozenset(),
+        )
         decided = decide(others, policy, work, waited_secs=waited_secs)
         if isinstance(decided, Train):
             return decided
@@ -251,7 +250,7 @@ def decide(
         if most < policy.min_slices
         else f"no number of the {_count(usable)} fits: {'; '.join(objections)}"
     )
-    excluded = slices.quarantined & slices.present_secs.keys()
+    excluded = slices.quarantined(policy) & slices.present_secs.keys()
     if excluded:
         missing += f"; {_count(excluded)} quarantined after repeated failures"
     return Wait(why=missing, within_secs=max(0.0, policy.wait_secs - waited_secs))

@@ -27,7 +27,6 @@ from elastic_ckpt.elastic.decision import (
     Train,
     Work,
     decide,
-    quarantined,
 )
 from elastic_ckpt.elastic.failures import ProgramFailedError, WorldLostError
 from elastic_ckpt.monitoring import goodput, progress
@@ -211,13 +210,12 @@ class _Run:
     ) -> tuple[Slices, Decision]:
         policy = self._present_policy()
         slices = self._cluster.slices(current)
-        excluded = slices.quarantined | quarantined(slices.failures, policy)
+        excluded = slices.quarantined(policy)
         for number in sorted(excluded - self._quarantined):
             count = sum(failure.slice == number for failure in slices.failures)
             why = f"it has failed {count} times in this run"
             self.emit("slice_quarantined", slice=number, why=why)
         self._quarantined |= excluded
-        slices = dataclasses.replace(slices, quarantined=excluded)
         decided = decide(slices, policy, self._work, waited_secs=waited_secs)
         if policy is not self._policy:
             self._policy = policy
