@@ -435,8 +435,7 @@ class HostsOfWorld:
         """Returns whether the run is over; False if the hosts left for another world.
 
         Raises:
-          WorldLostError: if hosts or devices were lost.
-          RunError: if the program has failed.
+          WorldLostError: if hosts have failed.
           StoppedError: if hosts did not end in time, or died, after SIGTERM.
         """
         if self.failures:
@@ -878,8 +877,7 @@ class ProcessCluster:
             for number, machine in machines.items()
             if machine not in connected or self._slices[number].is_away
         )
-        if self._machines.are_several:
-            error.machines = frozenset(machines.values()) - connected
+        error.machines = frozenset(machines.values()) - connected
         lost: dict[int, HostFailure] = {}
         for failure in error.failures:
             if failure.host in error.hosts:

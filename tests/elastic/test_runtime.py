@@ -160,34 +160,6 @@ def test_worlds_have_the_slices_that_are_decided_on(name):
     assert "max_slices" not in policy or not cluster.waited
 
 
-def test_a_run_waits_for_slices_and_ends_if_none_comes():
-    cluster = ScriptedCluster(range(2), [loses(0)])
-    events = []
-    message = r"slices \[1\] usable, and min_slices=2, for 0 s; bring slices back"
-    with pytest.raises(errors.RunError, match=message):
-        run(cluster, events, min_slices=2, wait_secs=0.02)
-    assert cluster.waited
-    waiting = [fields for name, fields in events if name == "waiting_for_slices"]
-    assert len(waiting) == 1
-
-
-def test_a_run_with_too_few_slices_has_a_verdict_before_its_first_world():
-    events = []
-    with pytest.raises(errors.RunError, match="min_slices=2"):
-        run(ScriptedCluster(range(1), []), events, min_slices=2, wait_secs=0)
-    (judged,) = named(events, "verdict")
-    assert judged["kind"] == "cannot_go_on"
-    assert (judged["world"], judged["step"]) == (0, 0)
-
-
-def test_worlds_that_are_lost_without_a_new_step_end_the_run_with_the_first_cause():
-    cluster = ScriptedCluster(range(4), [loses(0), loses(1), loses(2), ends])
-    message = "3 worlds in a row were lost without a new step, .* run again: host 0"
-    with pytest.raises(errors.RunError, match=message):
-        run(cluster, max_retries=2)
-    assert len(cluster.ran) == 3
-
-
 def trains(first, until):
     """A world that trains some steps, and loses hosts, but no slice."""
 
@@ -199,18 +171,66 @@ def trains(first, until):
     return world
 
 
+def raises(cluster):
+    del cluster
+    raise errors.RunError("ZeroDivisionError")
+
+
+# The slices there are, what happens in each world, the policy, how many worlds run, and
+# the error.
+QUARANTINE = {"min_slices": 2, "quarantine_failures": 1, "wait_secs": 0}
+ENDS = {
+    "no slice comes": (
+        *(2, [loses(0)], {"min_slices": 2, "wait_secs": 0.02}, 1),
+        r"slices \[1\] usable, and min_slices=2, for 0 s; bring slices back",
+    ),
+    "slices are quarantined": (
+        *(2, [loses(1, **BACK)], QUARANTINE, 1),
+        r"slices \[1\] quarantined after repeated failures, for 0 s; bring",
+    ),
+    "worlds are lost without a new step": (
+        *(4, [loses(0), loses(1), loses(2), ends], {"max_retries": 2}, 3),
+        "3 worlds in a row were lost without a new step, .* run again: host 0",
+    ),
+    "worlds fail before a save": (
+        *(1, [trains(11, 14)] * 4, {"max_retries": 2}, 3),
+        "3 worlds in a row",
+    ),
+    "there are no retries": (
+        *(4, [loses(3)], {"max_retries": 0}, 1),
+        "^host 0 failed: killed by SIGKILL",
+    ),
+    "the training fails": (4, [raises, ends], {"max_retries": 5}, 1, "ZeroDivision"),
+}
+
+
+@pytest.mark.parametrize("why", ENDS)
+def test_a_run_ends_if(why):
+    present, worlds, policy, count, message = ENDS[why]
+    cluster, events = ScriptedCluster(range(present), worlds), []
+    with pytest.raises(errors.RunError, match=message):
+        run(cluster, events, **policy)
+    assert len(cluster.ran) == count
+    is_told = why == "no slice comes"
+    assert bool(cluster.waited) == is_told
+    assert len(named(events, "waiting_for_slices")) == is_told
+
+
+def test_a_run_with_too_few_slices_has_a_verdict_before_its_first_world():
+    events = []
+    with pytest.raises(errors.RunError, match="min_slices=2"):
+        run(ScriptedCluster(range(1), []), events, min_slices=2, wait_secs=0)
+    (judged,) = named(events, "verdict")
+    assert judged["kind"] == "cannot_go_on"
+    assert (judged["world"], judged["step"]) == (0, 0)
+
+
 def test_a_run_goes_on_while_each_world_begins_later_than_the_lost_one_did():
     # The slice with the newest steps is lost, and its memory.
     again = [trains(first, first + 200) for first in range(4001, 5001, 200)]
     cluster = ScriptedCluster(range(1), [trains(4900, 5001), *again, ends])
     run(cluster, max_retries=2)
     assert len(cluster.ran) == 7
-
-
-def test_a_world_that_fails_again_before_a_save_is_not_progress():
-    cluster = ScriptedCluster(range(1), [trains(11, 14)] * 4)
-    with pytest.raises(errors.RunError, match="3 worlds in a row"):
-        run(cluster, max_retries=2)
 
 
 def test_what_a_change_of_slices_took_is_told_after_the_first_step():
@@ -234,30 +254,6 @@ def test_what_a_change_of_slices_took_is_told_after_the_first_step():
     assert finished["secs"] >= recovered["secs"] > 0
     names = [name for name, _ in events]
     assert names[names.index("recovered") - 1] == "step_done"
-
-
-def test_without_retries_the_loss_itself_is_raised():
-    cluster = ScriptedCluster(range(4), [loses(3)])
-    with pytest.raises(WorldLostError, match="killed by SIGKILL"):
-        run(cluster, max_retries=0)
-
-
-def test_an_error_of_the_training_is_not_retried():
-    def raises(cluster):
-        del cluster
-        raise errors.RunError("ZeroDivisionError")
-
-    cluster = ScriptedCluster(range(4), [raises, ends])
-    with pytest.raises(errors.RunError, match="ZeroDivisionError"):
-        run(cluster, max_retries=5)
-    assert len(cluster.ran) == 1
-
-
-def test_a_run_that_lacks_slices_because_of_a_quarantine_names_them_in_its_error():
-    cluster = ScriptedCluster(range(2), [loses(1, returned_secs=SETTLED)])
-    message = r"slices \[1\] quarantined after repeated failures, for 0 s; bring"
-    with pytest.raises(errors.RunError, match=message):
-        run(cluster, min_slices=2, quarantine_failures=1, wait_secs=0)
 
 
 def requests(scaled):
