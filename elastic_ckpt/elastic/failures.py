@@ -219,11 +219,6 @@ class WorldLostError(errors.RunError):
         self.gone = frozenset(gone)
         self.machines = frozenset(machines)
 
-    @property
-    def at_secs(self) -> float:
-        """The time of the first failure, on the machine's monotonic clock."""
-        return min(each.at_secs for each in self.failures)
-
 
 class ProgramFailedError(errors.RunError):
     """The program of a world failed, and another world would fail, too.

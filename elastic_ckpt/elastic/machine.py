@@ -281,5 +281,4 @@ class MachineSupervisor:
             self._expected = {*message["machines"]} - {leader.machine}
         if "agents" in message and self._followed != leader.term:
             self._followed = leader.term
-            number = self._own.number
-            self._show("leader_found", machine=number, leader=leader.machine)
+            self._show("leader_found", machine=self._own.number, leader=leader.machine)

@@ -245,10 +245,10 @@ class HostsOfWorld:
         machines: Machines,
         limits: watch.Limits,
     ) -> None:
-        per_slice = machines.own.hosts_per_slice
         self.assignment = assignment
         self.emit: events.Emit = events.nobody
-        self.slices = [n for n in assignment.work.slices for _ in range(per_slice)]
+        hosts_of_slice = range(machines.own.hosts_per_slice)
+        self.slices = [n for n in assignment.work.slices for _ in hosts_of_slice]
         self.alive = set(range(len(self.slices)))
         self.failures: list[HostFailure] = []
         self.deadline_secs = math.inf
@@ -272,8 +272,8 @@ class HostsOfWorld:
         for number in range(len(self.slices)):
             member = Member(address=address, num_hosts=len(self.slices), host=number)
             self._order(
-                number,
-                start=[key, number],
+                "start",
+                [number],
                 assignment=codec.encode(assignment),
                 member=codec.encode(member),
                 log=self._logs,
@@ -327,12 +327,11 @@ class HostsOfWorld:
         """Has the hosts begin, which wait for this once they have joined."""
         self.emit = emit
         self._hangs.start_again(now_secs=time.monotonic())
-        self._tell(BEGIN)
+        self._order("tell", self.alive, text=BEGIN.decode())
 
     def signal(self, hosts: Iterable[int], number: int) -> None:
         """Sends hosts a signal."""
-        for host in hosts:
-            self._order(host, signal=[self._key, host], number=int(number))
+        self._order("signal", hosts, number=int(number))
 
     def kill(self) -> None:
         """Ends the hosts at once."""
@@ -469,16 +468,14 @@ class HostsOfWorld:
     def _machine(self, host: int) -> int:
         return self._machines.of_slice(self.slices[host])
 
-    def _order(self, host: int, **order: Any) -> None:
-        self._machines.order(self._machine(host), **order)
-
-    def _tell(self, message: bytes) -> None:
-        for host in self.alive:
-            self._order(host, tell=[self._key, host], text=message.decode())
+    def _order(self, kind: str, hosts: Iterable[int], **more: Any) -> None:
+        for host in hosts:
+            order = {kind: [self._key, host], **more}
+            self._machines.order(self._machine(host), **order)
 
     def _ask(self, order: bytes) -> None:
         self._asked = order
-        self._tell(order)
+        self._order("tell", self.alive, text=order.decode())
         # JAX's preemption service handles the signal.
         self.signal(self.alive, signal.SIGTERM)
 

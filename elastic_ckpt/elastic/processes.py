@@ -172,6 +172,12 @@ class Processes(ProcessCluster):
                 f"Processes(hardware={hardware!r}): host processes are started on 'cpu'"
                 " and 'gpu'; for TPUs use ec.elastic.Pathways"
             )
+        for fault in injected:
+            if fault.kind not in faults.OF_HOSTS and fault.target >= slices:
+                raise errors.ConfigError(
+                    f"Processes(injected=[{fault}]): the run has slices 0 to"
+                    f" {slices - 1}; name one of them"
+                )
         if run is not None and (not run or run != os.path.basename(run)):
             raise errors.ConfigError(
                 f"Processes(run={run!r}): give a name that a directory can have, such"

@@ -192,8 +192,9 @@ class _Run:
                 )
             if now.why != waiting_for:
                 waiting_for = now.why
-                within_secs = now.within_secs
-                self.emit("waiting_for_slices", why=now.why, within_secs=within_secs)
+                self.emit(
+                    "waiting_for_slices", why=now.why, within_secs=now.within_secs
+                )
             self._cluster.wait(now.within_secs)
 
     def change(self, chosen: Train) -> Decision | None:
@@ -267,7 +268,7 @@ class _Run:
         Raises:
           RunError: if the run ends with it.
         """
-        self.begin_recovery(error.at_secs)
+        self.begin_recovery(min(each.at_secs for each in error.failures))
         self._lost.append(error)
         most = self._policy.max_retries
         judged = self._judge(

@@ -297,11 +297,9 @@ class Station:
             run_files.forget_agent(self._memory.root(number), url)
 
     def _end_all(self) -> None:
-        for each in self._standing_by:
-            each.signal(signal.SIGKILL)
+        # Those that stand by end as hosts do.
+        self.hosts |= {(0, -n): each for n, each in enumerate(self._standing_by)}
         self.end_hosts()
-        while self._standing_by:
-            self._standing_by.popleft().wait()
         while self._agents:
             self._agents.popitem()[1].close()
         while self._ports:
