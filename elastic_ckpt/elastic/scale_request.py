@@ -48,7 +48,7 @@ class ScaledPolicy:
         self._next_secs = 0.0
 
     def __call__(self) -> Policy:
-        """The policy, which is another object after each change."""
+        """The policy, which is another object after each request."""
         if time.monotonic() < self._next_secs:
             return self._policy
         self._next_secs = time.monotonic() + _LOOK_SECS
@@ -68,5 +68,4 @@ class ScaledPolicy:
         fields = checked_json.parse(content, what="request", version=_VERSION)
         slices, bounds = fields["slices"], self._configured
         most = max(bounds.min_slices, min(slices, bounds.max_slices or slices))
-        is_same = most == self._policy.max_slices
-        return self._policy if is_same else dataclasses.replace(bounds, max_slices=most)
+        return dataclasses.replace(bounds, max_slices=most)
