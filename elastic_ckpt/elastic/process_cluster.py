@@ -652,6 +652,7 @@ class ProcessCluster:
                     # What ends this process may have been sent to the hosts, too: then
                     # they are not about to leave without it.
                     if not notice.is_coming() and world.deadline_secs == math.inf:
+                        self._preempt(world.preempted)
                         self._change(world, has_changed())
                 if world.has_stepped:
                     # Their devices have passed the check.
@@ -692,28 +693,25 @@ class ProcessCluster:
         # The slices of the world that trains.
         return () if self._training is None else self._training.slices
 
-    def _world(self, assignment: Assignment) -> HostsOfWorld:
-        key = next(self._keys)
-        assignment = dataclasses.replace(
+    def _completed(self, assignment: Assignment) -> Assignment:
+        return dataclasses.replace(
             assignment,
             claimant=self._claimant,
-            unchecked=self._unchecked(assignment.work.slices),
+            unchecked=frozenset(
+                n for n in assignment.work.slices if self._slices[n].is_unchecked
+            ),
         )
+
+    def _world(self, assignment: Assignment) -> HostsOfWorld:
+        key = next(self._keys)
         self._worlds[key] = HostsOfWorld(key, assignment, self._machines, self._limits)
         return self._worlds[key]
-
-    def _unchecked(self, slices: Iterable[int]) -> frozenset[int]:
-        return frozenset(n for n in slices if self._slices[n].is_unchecked)
 
     def _begun(self, assignment: Assignment) -> HostsOfWorld:
         # The world of an assignment, which has begun; it may be prepared.
         self._began_secs = time.monotonic()
-        prepared, unchecked = self._next, self._unchecked(assignment.work.slices)
-        if prepared and (
-            prepared.failures
-            or not _is_for(prepared, assignment)
-            or not unchecked <= prepared.assignment.unchecked
-        ):
+        assignment = self._completed(assignment)
+        if self._next and (self._next.failures or not _is_for(self._next, assignment)):
             self._discard()
         world = self._training = self._next or self._world(assignment)
         self._next = None
@@ -788,7 +786,6 @@ class ProcessCluster:
     def _change(self, world: HostsOfWorld, decided: Decision | None) -> None:
         # Ends a world for the next one, if that is decided on, and is prepared. What is
         # about to go does not wait.
-        self._preempt(world.preempted)
         loses_memory = any(self._slices[number].is_leaving for number in world.slices)
         is_planned = isinstance(decided, Train)
         if self._hands_over and not is_planned and (decided or loses_memory):
@@ -813,7 +810,9 @@ class ProcessCluster:
 
     def _prepare(self, world: HostsOfWorld, decided: Train) -> bool:
         # Prepares the world that is decided on; returns whether it is.
-        following = Assignment(number=world.assignment.number + 1, work=decided)
+        following = self._completed(
+            Assignment(number=world.assignment.number + 1, work=decided)
+        )
         if self._next is None or not _is_for(self._next, following):
             self._discard()
             self._next = self._world(following)
@@ -926,7 +925,12 @@ class ProcessCluster:
 
 
 def _is_for(world: HostsOfWorld, assignment: Assignment) -> bool:
-    # Whether its hosts are those of an assignment, whatever is spare.
+    # Whether its hosts are those of an assignment, whatever is spare, and are checked
+    # if they have to be.
     mine = world.assignment
     work = dataclasses.replace(assignment.work, spares=mine.work.spares)
-    return (mine.number, mine.work) == (assignment.number, work)
+    return (
+        mine.number == assignment.number
+        and mine.work == work
+        and mine.unchecked >= assignment.unchecked
+    )
