@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Literal, get_args
 
 from elastic_ckpt.core import errors
@@ -71,31 +71,21 @@ class Work:
     """The rows of a batch, from which each world gets its `rows` and `microbatches`.
 
     Attributes:
+      devices_per_slice: the number of devices of a slice.
       num_slices: the number of slices for which `rows` was chosen.
       rows: rows of a global batch on `num_slices`; `Policy.batch` says what becomes of
-        them on another number.
-      devices_per_slice: the number of devices of a slice.
+        them on another number. By default the run chooses its rows itself.
       max_rows_per_device: the most rows that fit into a device at a time; with more, it
         computes its rows in several microbatches.
       objection: a function of a number of slices and of rows that returns why the data
         cannot be divided so, or None if it can; such a world is not formed.
     """
 
-    num_slices: int
-    rows: int
     devices_per_slice: int
-    max_rows_per_device: int
+    num_slices: int = 1
+    rows: int = 0
+    max_rows_per_device: int = 1
     objection: Objection = lambda *_: None
-
-    @classmethod
-    def of_any_rows(cls, devices_per_slice: int) -> Work:
-        """For a run that chooses its rows itself, on any number of slices."""
-        return cls(
-            num_slices=1,
-            rows=0,
-            devices_per_slice=devices_per_slice,
-            max_rows_per_device=1,
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -283,6 +273,5 @@ def _parts(rows: int, max_rows: int) -> int:
     )
 
 
-def _count(slices: Iterable[int]) -> str:
-    numbers = sorted(slices)
-    return f"slices {numbers}" if numbers else "no slice"
+def _count(slices: Collection[int]) -> str:
+    return f"slices {sorted(slices)}" if slices else "no slice"

@@ -116,8 +116,8 @@ class Machines:
     def address(self, machine: int) -> str:
         """The address that a machine has reserved for host 0 of the next world."""
         # If it was just lost, any will do: its hosts count as killed.
-        is_far = machine in self._links
-        hello = self._links[machine].hello if is_far else self.own.hello
+        far = self._links.get(machine)
+        hello = self.own.hello if far is None else far.hello
         return f"{hello['interface']}:{hello['port']}"
 
     def order(self, machine: int, **order: Any) -> None:
@@ -848,8 +848,9 @@ class ProcessCluster:
             each.is_leaving = False
 
     def _order_fault(self, kind: faults.Kind, number: int) -> None:
-        machine = self._machines.of_slice(number)
-        self._machines.order(machine, fault=kind.value, slice=number)
+        self._machines.order(
+            self._machines.of_slice(number), fault=kind.value, slice=number
+        )
 
     def _refuse(self, slices: Iterable[int], why: str) -> None:
         for number in sorted(slices):

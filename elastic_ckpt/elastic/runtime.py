@@ -82,7 +82,7 @@ def run(
         return
     fixed_policy = Policy() if policy is None or callable(policy) else policy
     present_policy = policy if callable(policy) else lambda: fixed_policy
-    work = work or Work.of_any_rows(cluster.devices_per_slice)
+    work = work or Work(devices_per_slice=cluster.devices_per_slice)
 
     def lead_here(cluster: Cluster, emit: events.Emit) -> None:
         lead(train, cluster, present_policy, work, emit)
