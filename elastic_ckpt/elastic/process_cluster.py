@@ -615,11 +615,12 @@ class ProcessCluster:
         there = {
             n: each for n, each in self._slices.items() if each.since_secs <= now_secs
         }
-        lasting = {
-            n for n, each in there.items() if each.since_secs <= self._began_secs
-        }
         return Slices(
-            current=current & lasting,
+            current=frozenset(
+                number
+                for number in current & there.keys()
+                if there[number].since_secs <= self._began_secs
+            ),
             present_secs={
                 number: now_secs - each.since_secs
                 for number, each in there.items()
@@ -914,8 +915,6 @@ class ProcessCluster:
                     world.signal(hosts, signal.SIGKILL)
                 case faults.Kind.HANG_HOST:
                     world.signal(hosts, signal.SIGSTOP)
-                case faults.Kind.PREEMPT_SLICE:
-                    self._preempt([target])
                 case faults.Kind.KILL_SLICE:
                     self._slices[target].is_away = True
                     world.signal(hosts, signal.SIGKILL)
