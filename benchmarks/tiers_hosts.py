@@ -177,7 +177,6 @@ def run(program: Program, place: Place, *, num_hosts: int = HOSTS) -> turns.Secs
     own = _Station(
         host_process.Hardware(hosts=num_hosts, slices=num_hosts),
         log_directory=f"{place.results}/logs",
-        grace_secs=0.0,
     )
     own.on_host = on_host
     machines = process_cluster.Machines(own)

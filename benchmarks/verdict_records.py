@@ -22,7 +22,6 @@ from elastic_ckpt.elastic import (
     decision,
     device_check,
     failures,
-    process_cluster,
     watch,
 )
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
@@ -99,13 +98,14 @@ class ScriptedCluster:
             draw=self._draw, emit=emit, hosts=self.hosts, host=self.host, step=self.step
         )
         failed = self._records.pop(0)(world)
-        error = process_cluster.error_of(failed, self.hosts, described="lost")
-        if isinstance(error, failures.WorldLostError) and self._gone:
-            self._absent.add(self.host)
-            error.gone = frozenset([self.host])
-            if self._is_machine:
-                error.machines = frozenset([self.host])
-        raise error
+        gone = [self.host] if self._gone else []
+        self._absent.update(gone)
+        raise failures.WorldLostError(
+            failed,
+            num_hosts=self.hosts,
+            gone=gone,
+            machines=gone if self._is_machine else [],
+        )
 
     def wait(self, secs: float) -> None:
         """See `Cluster`."""

@@ -16,12 +16,11 @@ from elastic_ckpt.elastic.host import Hardware
 class Station(station.Station):
     """Its hosts run one program of a member and a channel, which may join or not."""
 
-    def __init__(self, program, *, num_hosts, log_directory, limits=None):
+    def __init__(self, program, *, num_hosts, log_directory):
         self._program = program
         super().__init__(
             Hardware(hosts=num_hosts, slices=num_hosts),
             log_directory=str(log_directory),
-            grace_secs=(limits or watch.unlimited()).grace_secs,
         )
 
     def program(self, assignment):
@@ -41,9 +40,7 @@ def assignment(number, num_hosts):
 def opened(program, *, num_hosts, log_directory, limits=None, injected=()):
     """A cluster whose hosts run a program."""
     limits = limits or watch.unlimited()
-    own = Station(
-        program, num_hosts=num_hosts, log_directory=log_directory, limits=limits
-    )
+    own = Station(program, num_hosts=num_hosts, log_directory=log_directory)
     with contextlib.closing(own):
         machines = process_cluster.Machines(own)
         with process_cluster.ProcessCluster(

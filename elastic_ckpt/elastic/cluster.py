@@ -80,9 +80,10 @@ class Cluster(Protocol):
           Whether the run is over; False if the hosts have left for another world.
 
         Raises:
-          WorldLostError: if hosts or devices were lost; `slices` then lacks theirs.
+          WorldLostError: if hosts failed, also if `train` raised; `slices` then lacks
+            those that are lost.
           StoppedError: if the run was asked to end, and did not end in time.
-          RunError: if `train` raised, with its error.
+          RunError: as above, of a cluster of one controller, with the error of `train`.
         """
         ...
 

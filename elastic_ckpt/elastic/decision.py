@@ -14,8 +14,9 @@ Two batch policies, both exact:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Literal, get_args
 
 from elastic_ckpt.core import errors
@@ -70,31 +71,21 @@ class Work:
     """The rows of a batch, from which each world gets its `rows` and `microbatches`.
 
     Attributes:
+      devices_per_slice: the number of devices of a slice.
       num_slices: the number of slices for which `rows` was chosen.
       rows: rows of a global batch on `num_slices`; `Policy.batch` says what becomes of
-        them on another number.
-      devices_per_slice: the number of devices of a slice.
+        them on another number. By default the run chooses its rows itself.
       max_rows_per_device: the most rows that fit into a device at a time; with more, it
         computes its rows in several microbatches.
       objection: a function of a number of slices and of rows that returns why the data
         cannot be divided so, or None if it can; such a world is not formed.
     """
 
-    num_slices: int
-    rows: int
     devices_per_slice: int
-    max_rows_per_device: int
+    num_slices: int = 1
+    rows: int = 0
+    max_rows_per_device: int = 1
     objection: Objection = lambda *_: None
-
-    @classmethod
-    def of_any_rows(cls, devices_per_slice: int) -> Work:
-        """For a run that chooses its rows itself, on any number of slices."""
-        return cls(
-            num_slices=1,
-            rows=0,
-            devices_per_slice=devices_per_slice,
-            max_rows_per_device=1,
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,33 +101,6 @@ class Failure:
     at_secs: float
 
 
-def quarantined(failures: Iterable[Failure], policy: Policy) -> frozenset[int]:
-    """The slices that fail repeatedly: too often within the window of the policy.
-
-    A slice stays quarantined, because its failures stay.
-
-    Args:
-      failures: of the run, in any order.
-      policy: of the run.
-    """
-    most = policy.quarantine_failures
-    if not most:
-        return frozenset()
-    by_slice: dict[int, list[float]] = {}
-    for failure in failures:
-        by_slice.setdefault(failure.slice, []).append(failure.at_secs)
-    return frozenset(
-        number
-        for number, at_secs in by_slice.items()
-        if any(
-            last - first <= policy.quarantine_secs
-            for first, last in zip(
-                sorted(at_secs), sorted(at_secs)[most - 1 :], strict=False
-            )
-        )
-    )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slices:
     """The slices that a run may use.
@@ -145,16 +109,34 @@ class Slices:
       current: of the world that runs, or ran last, without those that were lost; empty
         at the start.
       present_secs: by slice that is alive, how long it has been.
-      quarantined: alive, and not to be used.
-      failures: of all slices in this run; a cluster need not give `quarantined`.
+      failures: of all slices in this run, in any order.
       slow: the slices that have slow hosts.
     """
 
     current: frozenset[int] = frozenset()
     present_secs: dict[int, float]
-    quarantined: frozenset[int] = frozenset()
     failures: tuple[Failure, ...] = ()
     slow: frozenset[int] = frozenset()
+
+    def quarantined(self, policy: Policy) -> frozenset[int]:
+        """Those that fail repeatedly: too often within the window of the policy.
+
+        A slice stays quarantined, because its failures stay.
+        """
+        most = policy.quarantine_failures
+        by_slice: dict[int, list[float]] = collections.defaultdict(list)
+        for failure in self.failures if most else ():
+            by_slice[failure.slice].append(failure.at_secs)
+        return frozenset(
+            number
+            for number, at_secs in by_slice.items()
+            if any(
+                last - first <= policy.quarantine_secs
+                for first, last in zip(
+                    sorted(at_secs), sorted(at_secs)[most - 1 :], strict=False
+                )
+            )
+        )
 
     def usable(self, policy: Policy) -> list[int]:
         """The slices to train on, best first: those of the current world, then others.
@@ -162,7 +144,7 @@ class Slices:
         A slice that has just come back counts only once it has settled, unless there is
         no training that it could disturb: at the start, and below `min_slices`.
         """
-        healthy = self.present_secs.keys() - self.quarantined
+        healthy = self.present_secs.keys() - self.quarantined(policy)
         settled = {
             number
             for number in healthy
@@ -196,25 +178,14 @@ class Wait:
 
     Attributes:
       why: what is missing.
-      within_secs: how long, at most.
+      within_secs: how long, at most; if it is 0, save and end.
     """
 
     why: str
     within_secs: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stop:
-    """Save and end.
-
-    Attributes:
-      why: what is missing.
-    """
-
-    why: str
-
-
-Decision = Train | Wait | Stop
+Decision = Train | Wait
 
 
 def decide(
@@ -236,8 +207,15 @@ def decide(
       waited_secs: how long the run has waited already.
     """
     if slices.slow and policy.leave_out_slow:
-        left_out = slices.quarantined | slices.slow
-        others = dataclasses.replace(slices, quarantined=left_out, slow=frozenset())
+        others = dataclasses.replace(
+            slices,
+            present_secs={
+                number: secs
+                for number, secs in slices.present_secs.items()
+                if number not in slices.slow
+            },
+            slow=frozenset(),
+        )
         decided = decide(others, policy, work, waited_secs=waited_secs)
         if isinstance(decided, Train):
             return decided
@@ -262,13 +240,10 @@ def decide(
         if most < policy.min_slices
         else f"no number of the {_count(usable)} fits: {'; '.join(objections)}"
     )
-    excluded = slices.quarantined & slices.present_secs.keys()
+    excluded = slices.quarantined(policy) & slices.present_secs.keys()
     if excluded:
         missing += f"; {_count(excluded)} quarantined after repeated failures"
-    left_secs = policy.wait_secs - waited_secs
-    if left_secs > 0:
-        return Wait(why=missing, within_secs=left_secs)
-    return Stop(why=f"{missing}, for {waited_secs:.0f} s")
+    return Wait(why=missing, within_secs=max(0.0, policy.wait_secs - waited_secs))
 
 
 def _batch(number: int, policy: Policy, work: Work) -> tuple[int, int] | str:
@@ -298,6 +273,5 @@ def _parts(rows: int, max_rows: int) -> int:
     )
 
 
-def _count(slices: Iterable[int]) -> str:
-    numbers = sorted(slices)
-    return f"slices {numbers}" if numbers else "no slice"
+def _count(slices: Collection[int]) -> str:
+    return f"slices {sorted(slices)}" if slices else "no slice"

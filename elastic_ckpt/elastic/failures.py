@@ -87,6 +87,13 @@ class HostFailure:
     log: str = ""
     log_file: str = ""
 
+    def lines(self) -> list[str]:
+        """What happened, and the end of the log."""
+        log = [f"  | {line}" for line in self.log.splitlines()]
+        if log:
+            log.insert(0, f"the end of its log, {self.log_file}:")
+        return [f"host {self.host} failed: {self.message}", *log]
+
 
 def of_exception(host: int, error: BaseException) -> HostFailure:
     """The failure of a host whose program has raised an exception."""
@@ -186,37 +193,31 @@ def oom_kills() -> int:
 
 
 class WorldLostError(errors.RunError):
-    """A world ended because hosts or devices were lost; another world may go on.
+    """A world ended because hosts failed; another world may go on (see `judge`).
 
     Attributes:
-      hosts: the hosts that died; empty if devices failed and all processes lived.
-      hung: those of them that were ended because they hung.
-      at_secs: the time of the first failure, on the machine's monotonic clock.
-      failures: of all hosts that failed.
+      failures: of all hosts that failed, one at least.
       num_hosts: of the world.
-      gone: the slices that are gone with their memory; a cluster adds them.
-      machines: the machines of these slices, if the run has several; likewise.
+      hosts: whose slices are lost; empty if the program or the network failed.
+      gone: the slices that are gone with their memory.
+      machines: the machines of these slices, if the run has several.
     """
 
     def __init__(
         self,
-        message: str,
+        failures: Sequence[HostFailure],
         *,
-        hosts: frozenset[int],
-        hung: frozenset[int] = frozenset(),
-        at_secs: float,
-        failures: Sequence[HostFailure] = (),
         num_hosts: int = 1,
-        gone: frozenset[int] = frozenset(),
+        gone: Collection[int] = (),
+        machines: Collection[int] = (),
     ) -> None:
-        super().__init__(message)
-        self.hosts = hosts
-        self.hung = hung
-        self.at_secs = at_secs
+        judged = judge(failures, num_hosts=num_hosts)
+        super().__init__("\n".join(judged.lead.lines()))
         self.failures = tuple(failures)
         self.num_hosts = num_hosts
-        self.gone = gone
-        self.machines: frozenset[int] = frozenset()
+        self.hosts = judged.hosts
+        self.gone = frozenset(gone)
+        self.machines = frozenset(machines)
 
 
 class ProgramFailedError(errors.RunError):
@@ -225,18 +226,14 @@ class ProgramFailedError(errors.RunError):
     The traceback of the user's program is a note of the error, if it has one.
 
     Attributes:
-      failures: of all hosts that failed.
-      num_hosts: of the world.
+      failures: of all hosts that failed, one at least.
     """
 
-    def __init__(
-        self, message: str, *, failures: Sequence[HostFailure], num_hosts: int = 1
-    ) -> None:
+    def __init__(self, message: str, *, failures: Sequence[HostFailure]) -> None:
         super().__init__(message)
         self.failures = tuple(failures)
-        self.num_hosts = num_hosts
-        first = first_failure(failures) if failures else None
-        if first is not None and first.traceback and not first.is_ours:
+        first = first_failure(failures)
+        if first.traceback and not first.is_ours:
             self.add_note(f"\n{first.traceback}")
 
 
@@ -259,15 +256,16 @@ def first_failure(failures: Sequence[HostFailure]) -> HostFailure:
     )
 
 
-def lost_hosts(failures: Sequence[HostFailure]) -> frozenset[int] | None:
-    """The hosts whose death ended a world; None if the program itself failed.
+def lost_hosts(failures: Sequence[HostFailure]) -> frozenset[int]:
+    """The hosts that died, or compute wrong values, and ended a world by that.
 
     A host that JAX aborts has lost the coordination service. It is not a cause if
     another host died otherwise, or if the program failed before on host 0, which ends
     the service. If host 0 is aborted, too, the others have lost it.
     """
     silent = [failure for failure in failures if failure.is_silent]
-    causes = [failure for failure in silent if not failure.is_consequence]
+    causes = [each for each in failures if "DeviceWrongError" in each.error]
+    causes = causes or [each for each in silent if not each.is_consequence]
     has_failed_before = any(
         each.host == 0
         and not each.is_silent
@@ -278,25 +276,7 @@ def lost_hosts(failures: Sequence[HostFailure]) -> frozenset[int] | None:
     )
     if not causes and silent and not has_failed_before:
         causes = [each for each in silent if each.host == 0] or silent[:1]
-    if causes:
-        return frozenset(failure.host for failure in causes)
-    if failures and all(failure.is_of_devices for failure in failures):
-        return frozenset()
-    return None
-
-
-def hosts_of_bad_devices(
-    failures: Sequence[HostFailure], num_hosts: int
-) -> frozenset[int]:
-    """The hosts whose devices failed, if others only lost their connections to them.
-
-    Args:
-      failures: all of them reported by JAX, for devices.
-      num_hosts: of the world.
-    """
-    verdict = judge(failures, num_hosts=num_hosts)
-    is_left_out = verdict.action == LEAVE_OUT and len(verdict.hosts) < num_hosts
-    return verdict.hosts if is_left_out else frozenset()
+    return frozenset(failure.host for failure in causes)
 
 
 class Kind(NamedTuple):
@@ -427,7 +407,7 @@ KINDS = (
     Kind("not_importable", "program", STOP, "cannot be imported",
          "ImportError|SyntaxError", advice="install what it imports on all machines"),
     Kind("not_importable", "program", STOP, "cannot be imported", "exit all in:start",
-         advice="install what it imports on all machines"),
+         advice="see what each host printed to standard error"),
     Kind("program_exits", "program", STOP, "ended on all hosts before the run did",
          "exit all", advice="remove calls of `os._exit`, or of `exit` in native code"),
     Kind("host_exited", "host", RESTART, "ended before the run did", "exit",
@@ -453,7 +433,7 @@ class Verdict:
       how: in which way it failed, and after which step, to compare worlds.
       step: the steps that the world had done.
       action: what the run does.
-      hosts: that have failed.
+      hosts: that are lost: they died, or their devices alone failed.
       evidence: facts, each as it was recorded.
     """
 
@@ -474,12 +454,14 @@ class Verdict:
             return lead.message
         said = lead.message.partition("\n")[0].rstrip(".")
         said = _BYTES.sub(lambda found: f"{int(found[1]) / 2**30:,.2f} GiB", said)
-        return (
+        log = lead.lines()[1:] if lead.is_silent else []
+        last = "" if log or not lead.log_file else f"; its log is {lead.log_file}"
+        words = (
             f"host {lead.host} failed: the {kind.what} {kind.meaning}"
             f"{lead.place and ' at '}{lead.place}: {said}"
-            f"{kind.advice and '; '}{kind.advice}"
-            f"{lead.log_file and '; its log is '}{lead.log_file}"
+            f"{kind.advice and '; '}{kind.advice}{last}"
         )
+        return "\n".join([words, *log])
 
     def fields(self) -> dict[str, Any]:
         """The fields of the event `verdict`, but the world."""
@@ -529,7 +511,7 @@ def judge(
     """
     causes = [each for each in failures if not _is_connection(each)] or list(failures)
     died = lost_hosts(causes)
-    causes = [each for each in causes if died and each.host in died] or causes
+    causes = [each for each in causes if each.host in died] or causes
     lead = first_failure(causes)
     alike = [each for each in causes if _how(each) == _how(lead)]
     hosts = frozenset(each.host for each in alike)
@@ -585,6 +567,7 @@ def judge(
         "host": _listed(hosts),
     }
     others = "" if is_all else f"of host {_listed(hosts)}"
+    is_left_out = kind.action == LEAVE_OUT and len(hosts) < num_hosts
     return Verdict(
         kind=kind,
         which=which.get(kind.what, others),
@@ -592,7 +575,7 @@ def judge(
         how=how,
         step=step,
         action=kind.action if is_lost else STOP,
-        hosts=hosts,
+        hosts=died or (hosts if is_left_out else frozenset()),
         evidence=(
             *map(_fact, sorted(failures, key=lambda each: each.at_secs)),
             *(fact for fact, is_so in facts.items() if is_so),

@@ -4,8 +4,6 @@
 
 * `kill_slice`: a slice dies with its hosts' memory, and is absent from then on.
 * `return_slice`: a slice is there again, with empty memory.
-* `preempt_slice`: the hosts of a slice get SIGTERM, as on a machine that is about to be
-  preempted; it is absent, with its memory, once they have left.
 * `break_slice`: the devices of a slice compute wrong values when they are checked.
 * `kill_host`: the process of a host is killed; the memory of its machine stays.
 * `hang_host`: a host stops (SIGSTOP), and its connections stay open.
@@ -32,7 +30,6 @@ class Kind(enum.StrEnum):
 
     KILL_SLICE = "kill_slice"
     RETURN_SLICE = "return_slice"
-    PREEMPT_SLICE = "preempt_slice"
     BREAK_SLICE = "break_slice"
     KILL_HOST = "kill_host"
     HANG_HOST = "hang_host"
@@ -46,8 +43,8 @@ class Fault:
     """A fault to inject into a run, or the return of a slice.
 
     Attributes:
-      kind: what happens: `"kill_slice"`, `"return_slice"`, `"preempt_slice"`,
-        `"break_slice"`, `"kill_host"` or `"hang_host"`.
+      kind: what happens: `"kill_slice"`, `"return_slice"`, `"break_slice"`,
+        `"kill_host"` or `"hang_host"`.
       target: the number of the slice or host.
       at_step: the number of steps that have to be done before it happens.
     """

@@ -61,8 +61,7 @@ class LeaderClaims:
         default this one.
 
     Attributes:
-      machine: as given.
-      lost_secs: as given.
+      directory: where the claims are.
     """
 
     def __init__(
@@ -74,31 +73,27 @@ class LeaderClaims:
         owner: process.Process | None = None,
     ) -> None:
         # Records have the key of the links between supervisors.
-        directory = storage.absolute(shared) / DIRECTORY
-        self._records = records.Records(directory, mode=_MODE)
-        self.machine = machine
-        self.lost_secs = lost_secs
+        self.directory = storage.absolute(shared) / DIRECTORY
+        self._records = records.Records(self.directory, mode=_MODE)
+        self._machine = machine
+        self._lost_secs = lost_secs
         self._owner = owner or process.this()
-        self._newest: records.Record | None = None
         # The newest claim and its count, and since when they are known.
         self._seen = (0, 0)
-        self._since_secs = self._asked_secs = clock.monotonic()
+        self._since_secs = clock.monotonic()
         # By claim whose holder is known to have ended: by what.
         self._ended: dict[int, str] = {}
         self._held: records.Held | None = None
-
-    @property
-    def directory(self) -> str:
-        """Where the claims are."""
-        return str(self._records.directory)
 
     @property
     def has_lead(self) -> bool:
         """Whether this machine holds the claim, as far as its last renewal showed."""
         return self._held is not None and not self._held.is_lost
 
-    def look(self) -> None:
-        """Reads the newest claim.
+    def look(self) -> Leader | None:
+        """The machine that leads, or led; None if nobody does, or gave it back.
+
+        The claim may be taken if there is none, or if it counts as lost.
 
         Raises:
           CheckpointError: if it cannot be read.
@@ -106,10 +101,23 @@ class LeaderClaims:
         """
         # An answer that is late shows what was there when it was asked for.
         asked_secs = clock.monotonic()
-        number, self._newest = self._records.newest()
-        if self._newest is not None:
-            self.note(number, self._newest.count)
-        self._asked_secs = asked_secs
+        term, there = self._records.newest()
+        if there is not None:
+            self.note(term, there.count)
+        # A request of this process may have been carried out, though it failed.
+        if there is None or not there.secs or there.process == self._owner:
+            return None
+        lost = self._ended.get(term, "")
+        if asked_secs - self._since_secs >= there.secs:
+            lost = f"its claim was not renewed for {there.secs:g} s"
+        elif there.process.is_dead:
+            lost = f"{there.process} has ended"
+        return Leader(
+            **there.fields,
+            term=term,
+            claim=str(self._records.path(term)),
+            lost=lost,
+        )
 
     def note(self, term: int, count: int) -> None:
         """Notes that the newest claim was seen with a count of renewals."""
@@ -120,27 +128,6 @@ class LeaderClaims:
     def note_end(self, term: int, why: str) -> None:
         """Notes that the process which holds a claim has ended."""
         self._ended[term] = why
-
-    def leader(self) -> Leader | None:
-        """The machine that leads, or led; None if nobody does, or gave it back.
-
-        The claim may be taken if there is none, or if it counts as lost.
-        """
-        there, (term, _) = self._newest, self._seen
-        # A request of this process may have been carried out, though it failed.
-        if there is None or not there.secs or there.process == self._owner:
-            return None
-        lost = self._ended.get(term, "")
-        if self._asked_secs - self._since_secs >= there.secs:
-            lost = f"its claim was not renewed for {there.secs:g} s"
-        elif there.process.is_dead:
-            lost = f"{there.process} has ended"
-        return Leader(
-            **there.fields,
-            term=term,
-            claim=str(self._records.path(term)),
-            lost=lost,
-        )
 
     def take(
         self, address: str, key: str, *, renewed_to: Callable[[int], None]
@@ -160,8 +147,8 @@ class LeaderClaims:
         record = records.Record(
             start=records.new_start(),
             process=self._owner,
-            secs=self.lost_secs,
-            fields={"machine": self.machine, "address": address, "key": key},
+            secs=self._lost_secs,
+            fields={"machine": self._machine, "address": address, "key": key},
         )
         held = self._records.take(term + 1, record, renewed=renewed_to)
         if held is not None:

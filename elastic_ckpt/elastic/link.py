@@ -3,6 +3,7 @@
 The machine that leads listens at a port, and writes its address and a new key into its
 claim; the others connect. What a link brings is JSON, which is never unpickled. Each
 side sends an empty message four times in the time after which a silent peer is lost.
+The first message of the one that connects says who it is.
 """
 
 from __future__ import annotations
@@ -34,15 +35,24 @@ class Link:
     Args:
       channel: a connection with a peer that has shown the key.
       lost_secs: the time without a message after which the peer is lost.
+      hello: who the peer is, if it has connected.
+
+    Attributes:
+      channel: as given.
+      hello: as given.
     """
 
-    def __init__(self, channel: connection.Connection, lost_secs: float) -> None:
-        self.channel = channel
+    def __init__(
+        self,
+        channel: connection.Connection,
+        lost_secs: float,
+        hello: dict[str, Any],
+    ) -> None:
+        self.channel, self.hello = channel, hello
         self._lost_secs = lost_secs
         self._heard_secs = time.monotonic()
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._is_given_up = False
         threading.Thread(target=self._beat, name="beats", daemon=True).start()
 
     def send(self, **message: Any) -> None:
@@ -66,15 +76,9 @@ class Link:
                 raise LinkLostError(str(error) or "it ended the connection") from None
         except ValueError as error:
             raise LinkLostError(f"it sends what is not JSON: {error}") from None
-        if self._is_given_up:
-            raise LinkLostError("it does not do what it was asked")
         if time.monotonic() - self._heard_secs > self._lost_secs:
             raise LinkLostError("it gives no sign")
         return [each for each in messages if each]
-
-    def give_up(self) -> None:
-        """Takes the peer for lost, whatever it sends: `receive` raises."""
-        self._is_given_up = True
 
     def close(self) -> None:
         """Ends the link."""
@@ -107,21 +111,21 @@ class Listener:
         self.address = f"{interface}:{self._socket.getsockname()[1]}"
         self.key = secrets.token_hex(32)
         self.accepted: queue.SimpleQueue[Link] = queue.SimpleQueue()
-        # Guards what `close` ends against a peer that is about to be accepted.
-        self._lock = threading.Lock()
         self._ended = threading.Event()
         self._accepting = threading.Thread(target=self._accept, name="listener")
         self._accepting.start()
 
     def close(self) -> None:
         """Accepts no more, and ends the links that nobody has taken."""
-        with self._lock:
-            self._ended.set()
+        self._ended.set()
         with contextlib.suppress(OSError):
             # Closing the socket would not wake the thread.
             self._socket.shutdown(socket.SHUT_RDWR)
         self._accepting.join()
         self._socket.close()
+        self._drop()
+
+    def _drop(self) -> None:
         while not self.accepted.empty():
             self.accepted.get().close()
 
@@ -141,18 +145,23 @@ class Listener:
         try:
             connection.deliver_challenge(channel, self.key.encode())
             connection.answer_challenge(channel, self.key.encode())
-        except (EOFError, OSError, multiprocessing.AuthenticationError):
+            hello = dict(json.loads(channel.recv_bytes()))
+        except (EOFError, OSError, ValueError, multiprocessing.AuthenticationError):
             channel.close()
             return
-        with self._lock:
-            if self._ended.is_set():
-                channel.close()
-            else:
-                self.accepted.put(Link(channel, self.lost_secs))
+        self.accepted.put(Link(channel, self.lost_secs, hello))
+        if self._ended.is_set():
+            self._drop()
 
 
-def connect(address: str, key: str, lost_secs: float) -> Link:
+def connect(address: str, key: str, lost_secs: float, **hello: Any) -> Link:
     """A link to the listener at `address`, which has to show the key, too.
+
+    Args:
+      address: `host:port`.
+      key: that the listener has.
+      lost_secs: see `Link`.
+      **hello: who this is.
 
     Raises:
       LinkLostError: if it cannot be had; from a ConnectionRefusedError, if nothing
@@ -164,9 +173,10 @@ def connect(address: str, key: str, lost_secs: float) -> Link:
         channel = _as_connection(reached, lost_secs)
         connection.answer_challenge(channel, key.encode())
         connection.deliver_challenge(channel, key.encode())
+        channel.send_bytes(json.dumps(hello).encode())
     except (EOFError, OSError, multiprocessing.AuthenticationError) as error:
         raise LinkLostError(str(error) or "it ended the connection") from error
-    return Link(channel, lost_secs)
+    return Link(channel, lost_secs, {})
 
 
 def _as_connection(connected: socket.socket, secs: float) -> connection.Connection:

@@ -13,19 +13,12 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing import connection
-from multiprocessing.connection import Connection
 from typing import Any
 
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, errors, events, storage
-from elastic_ckpt.elastic import (
-    faults,
-    leader_claim,
-    termination,
-    watch,
-)
+from elastic_ckpt.elastic import faults, leader_claim, termination, watch
 from elastic_ckpt.elastic import link as links
 from elastic_ckpt.elastic.decision import Policy
 from elastic_ckpt.elastic.process_cluster import (
@@ -43,8 +36,8 @@ _POLL_SECS = 0.3
 Lead = Callable[[ProcessCluster, events.Emit], None]
 
 
-class _ClaimsLostError(Exception):
-    """The claims of the run's leaders cannot be read or written."""
+class _UnreachableError(Exception):
+    """A leader, or the claims of the leaders, are out of reach; the message says it."""
 
 
 class MachineSupervisor:
@@ -86,15 +79,14 @@ class MachineSupervisor:
         self._claims = leader_claim.LeaderClaims(
             shared, machine=own.number, lost_secs=lost_secs
         )
-        # The machines to wait for, if this one leads; and the term of the leader that
-        # it followed last.
+        # The machines to wait for, if this one leads; the term of the leader that it
+        # followed last, -1 if it has led itself since; and since when no leader can be
+        # reached.
         self._expected, self._followed = {*range(own.num_machines)}, 0
-        # Since when no leader can be reached; when this machine, which leads, gives the
-        # claim back because slices are missing: others may reach more; and until when
-        # it leaves the claim to them. It does so once, until it has had a world.
         self._since_secs = time.monotonic()
-        self._gives_way_secs = math.inf
-        self._rests_until_secs = 0.0
+        # When this machine, which leads, gives the claim back because slices are
+        # missing: others may reach more. It does so once, until it has had a world.
+        self._gives_way_secs, self._may_give_way = math.inf, True
 
     def run(self) -> bool:
         """Returns whether the run, or this machine, was asked to end.
@@ -103,32 +95,13 @@ class MachineSupervisor:
           RunError: with the first failure of the run; or if no leader can be reached.
         """
         while True:
-            why, leader, ended = "a leader", None, None
+            why = "a leader"
             try:
-                with self._claiming():
-                    self._claims.look()
-                    leader = self._claims.leader()
-                if leader is not None and not leader.lost:
-                    ended = self._follow(leader)
-                elif time.monotonic() >= self._rests_until_secs:
-                    ended = self._lead(leader)
+                ended = self._lead_or_follow()
                 if ended is not None:
                     return ended
-            except _ClaimsLostError as error:
+            except _UnreachableError as error:
                 why = str(error)
-            except links.LinkLostError as error:
-                assert leader is not None
-                is_refused = isinstance(error.__cause__, ConnectionRefusedError)
-                if is_refused and self._followed == leader.term:
-                    # It listened there as long as it lived.
-                    end = f"nothing listens at {leader.address} any more"
-                    self._claims.note_end(leader.term, end)
-                why = (
-                    f"machine {leader.machine}, which leads the run, at"
-                    f" {leader.address} ({error}). Its claim is {leader.claim}, and is"
-                    " renewed: let the machines reach each other at all ports, or end"
-                    " that supervisor, and another machine leads"
-                )
             if time.monotonic() - self._since_secs > self._policy.wait_secs:
                 raise errors.RunError(
                     f"machine {self._own.number} has not reached, for"
@@ -136,29 +109,48 @@ class MachineSupervisor:
                 )
             time.sleep(random.uniform(0, _POLL_SECS))
 
+    def _lead_or_follow(self) -> bool | None:
+        # Returns whether the run, or this machine, was asked to end; None if another
+        # machine leads from now on.
+        with self._claiming():
+            leader = self._claims.look()
+        if leader is None or leader.lost:
+            return self._lead(leader)
+        try:
+            return self._follow(leader)
+        except links.LinkLostError as error:
+            is_refused = isinstance(error.__cause__, ConnectionRefusedError)
+            if is_refused and self._followed == leader.term:
+                # It listened there as long as it lived.
+                end = f"nothing listens at {leader.address} any more"
+                self._claims.note_end(leader.term, end)
+            raise _UnreachableError(
+                f"machine {leader.machine}, which leads the run, at"
+                f" {leader.address} ({error}). Its claim is {leader.claim}, and is"
+                " renewed: let the machines reach each other at all ports, or end"
+                " that supervisor, and another machine leads"
+            ) from error
+
     @contextlib.contextmanager
     def _claiming(self) -> Iterator[None]:
         # Of the claims alone: what else fails is a failure of the run.
         try:
             yield
         except (errors.CheckpointError, *bucket_clients.failures()) as error:
-            raise _ClaimsLostError(
+            raise _UnreachableError(
                 f"the claims of the run's leaders, {self._claims.directory}"
                 f" ({error}); bring the storage back, and start the machine again"
             ) from error
 
-    def _has_lead(self) -> bool:
-        return self._claims.has_lead and time.monotonic() < self._gives_way_secs
-
     def _lead(self, before: leader_claim.Leader | None) -> bool | None:
-        # Runs the run, and returns whether it was asked to end; None if this machine
-        # leads no more. The leader before was lost, unless it is None.
-        lost_secs = self._lost_secs
-        listener = links.Listener(self._own.interface, lost_secs)
+        # As `_lead_or_follow`. The leader before was lost, unless it is None.
+        listener = links.Listener(self._own.interface, self._lost_secs)
         machines = Machines(
             self._own,
             listener=listener,
-            has_lead=self._has_lead,
+            has_lead=lambda: (
+                self._claims.has_lead and time.monotonic() < self._gives_way_secs
+            ),
             configured=self._configured,
         )
 
@@ -167,21 +159,25 @@ class MachineSupervisor:
 
         with contextlib.closing(machines):
             with self._claiming():
-                address, key = listener.address, listener.key
-                has_lead = self._claims.take(address, key, renewed_to=tell)
-            if not has_lead:
-                return None
+                if not self._claims.take(
+                    listener.address, listener.key, renewed_to=tell
+                ):
+                    return None
             try:
                 is_stopped = self._train(machines, before)
-                machines.end(lost_secs, is_stopped=is_stopped)
+                machines.end(self._lost_secs, is_stopped=is_stopped)
                 return is_stopped
             except HandedOverError:
                 return True
             except LeadershipLostError:
-                self._rests_until_secs = time.monotonic() + lost_secs
+                if self._claims.has_lead:
+                    # It gives way, and leaves the claim to others for a while.
+                    machines.close()
+                    self._claims.give_back()
+                    time.sleep(self._lost_secs)
                 return None
             except BaseException as error:
-                left = machines.slices() - {*self._own.slices}
+                left = machines.slices(machines.connected - {self._own.number})
                 is_exit = isinstance(error, SystemExit)
                 if is_exit and len(left) >= self._policy.min_slices:
                     # SIGTERM between two worlds, and the others go on.
@@ -192,7 +188,7 @@ class MachineSupervisor:
                 stops = (errors.StoppedError, SystemExit, KeyboardInterrupt)
                 is_stopped = isinstance(error, stops)
                 failure = "" if is_stopped else str(error) or repr(error)
-                machines.end(lost_secs, is_stopped=is_stopped, failure=failure)
+                machines.end(self._lost_secs, is_stopped=is_stopped, failure=failure)
                 raise
             finally:
                 # The others take the claim when their links end.
@@ -200,28 +196,28 @@ class MachineSupervisor:
                 self._since_secs = time.monotonic()
 
     def _train(self, machines: Machines, before: leader_claim.Leader | None) -> bool:
-        number, lost_secs = self._own.number, self._lost_secs
-        is_stopped, self._gives_way_secs = False, math.inf
+        number, is_stopped = self._own.number, False
+        self._gives_way_secs = math.inf
 
         def report(name: str, **fields: storage.Json) -> None:
             nonlocal is_stopped
             is_stopped |= name == "run_stopped"
             if name == "world_started":
-                self._gives_way_secs = math.inf
-            elif name == "world_claimed":
-                self._rests_until_secs = 0.0
-            elif name == "waiting_for_slices" and not self._rests_until_secs:
-                self._gives_way_secs = time.monotonic() + 2 * lost_secs
+                self._gives_way_secs, self._may_give_way = math.inf, True
+            elif name == "waiting_for_slices" and self._may_give_way:
+                self._gives_way_secs = time.monotonic() + 2 * self._lost_secs
+                self._may_give_way = False
             emit(name, **fields)
 
         with self._kept() as emit:
             emit("leader_found", machine=number, leader=number)
             if before is not None:
                 emit("leader_lost", machine=before.machine, why=before.lost)
-            elif not self._followed and not self._rests_until_secs:
+            elif not self._followed:
                 self._begin()
+            self._followed = -1
             # Of those that it has heard of last.
-            machines.wait_until(lambda there: there >= self._expected, lost_secs)
+            machines.wait_until(lambda there: there >= self._expected, self._lost_secs)
             with ProcessCluster(
                 machines,
                 limits=self._limits,
@@ -232,39 +228,37 @@ class MachineSupervisor:
         return is_stopped
 
     def _follow(self, leader: leader_claim.Leader) -> bool | None:
-        # Carries out the leader's orders, and reports what becomes of them. Returns
-        # whether the run, or this machine, was asked to end; None if the leader is
-        # lost.
-        own, agents, until_secs = self._own, [], math.inf
-        link = links.connect(leader.address, leader.key, self._lost_secs)
+        # Carries out the leader's orders, and reports what becomes of them.
+        own, until_secs = self._own, math.inf
+        # Of the leader, which are known once it has this machine follow.
+        agents: list[str] | None = None
+        link = links.connect(
+            *(leader.address, leader.key, self._lost_secs),
+            **{"machine": own.number, "configured": self._configured, **own.hello},
+        )
         with contextlib.closing(link), termination.Notice() as notice:
-            hello = {"machine": self._own.number, "configured": self._configured}
-            link.send(**hello, **own.hello)
             try:
                 # One that was asked to end waits for its hosts.
                 while until_secs == math.inf or (
-                    own.channels and time.monotonic() < until_secs
+                    own.hosts and time.monotonic() < until_secs
                 ):
-                    channels, noticed = own.channels, notice.fileno()
-                    waited = [link.channel, noticed, *channels]
-                    for ready in connection.wait(waited, _LOOK_SECS):
-                        if ready == noticed and notice.received():
-                            # The leader asks all hosts to save and leave.
-                            link.send(leaving=True)
-                            until_secs = time.monotonic() + own.grace_secs
-                        elif isinstance(ready, Connection) and ready in channels:
-                            link.send(**own.read(ready, channels[ready]))
+                    for message in own.wait(_LOOK_SECS, link.channel, notice):
+                        link.send(**message)
+                    if notice.is_coming() and notice.received():
+                        # The leader asks all hosts to save and leave.
+                        link.send(leaving=True)
+                        until_secs = time.monotonic() + self._limits.grace_secs
                     own.stand_by()
                     for message in link.receive():
-                        agents = message.get("agents", agents)
-                        for answer in own.do(message):
-                            link.send(**answer)
                         self._hear(leader, message)
                         if "over" in message:
                             return bool(message["is_stopped"])
+                        agents = message.get("agents", agents)
+                        for answer in own.do(message):
+                            link.send(**answer)
                 return True
             except links.LinkLostError:
-                if self._followed != leader.term:
+                if agents is None:
                     raise
                 own.do({"forget": agents})
                 self._since_secs = time.monotonic()
@@ -287,5 +281,4 @@ class MachineSupervisor:
             self._expected = {*message["machines"]} - {leader.machine}
         if "agents" in message and self._followed != leader.term:
             self._followed = leader.term
-            number = self._own.number
-            self._show("leader_found", machine=number, leader=leader.machine)
+            self._show("leader_found", machine=self._own.number, leader=leader.machine)

@@ -244,13 +244,7 @@ class Pathways:
             for number in lost:
                 self._lose(number, why=message)
             traceback.clear_frames(error.__traceback__)
-            return WorldLostError(
-                message,
-                hosts=frozenset(),
-                at_secs=told.at_secs,
-                failures=[told],
-                gone=frozenset(lost),
-            )
+            return WorldLostError([told], gone=lost)
         if isinstance(error, errors.RunError):
             return error
         if not told.is_ours:

@@ -19,28 +19,25 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
 import pathlib
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from multiprocessing import connection
 from typing import Any, Self
 
 from elastic_ckpt.core import codec, errors, events, process, storage
-from elastic_ckpt.elastic import (
-    device_check,
-    failures,
-    faults,
-    link,
-    termination,
-    watch,
-)
-from elastic_ckpt.elastic import host as host_process
+from elastic_ckpt.elastic import failures, faults, link, termination, watch
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction, leaving_for
 from elastic_ckpt.elastic.decision import Decision, Failure, Slices, Train
 from elastic_ckpt.elastic.failures import HostFailure, WorldLostError
-from elastic_ckpt.elastic.host import BEGIN, LEAVE, LOSE_MEMORY, STOP, Member
+from elastic_ckpt.elastic.host import (
+    BEGIN,
+    LEAVE,
+    LOSE_MEMORY,
+    STOP,
+    Member,
+    check_sent,
+)
 from elastic_ckpt.elastic.station import Station
 from elastic_ckpt.tiers.persistent import claims
 
@@ -49,8 +46,6 @@ _LOOK_SECS = 0.1
 # After a failure others may follow, or report the cause: how long to wait for them if a
 # host was killed or hangs; if it raised; and if devices failed, or JAX aborted it.
 _TOGETHER_SECS, _GRACE_SECS, _DEVICES_GRACE_SECS = 0.1, 0.5, 4.0
-# How long a machine that has connected may take to say which it is.
-_HELLO_SECS = 1.0
 # How long hosts that hang have to write their stacks.
 _STACKS_SECS = 0.5
 # The longest time for the hosts of a prepared world to join.
@@ -61,9 +56,6 @@ _RETRY_SECS, _MOST_RETRY_SECS = 30.0, 3600.0
 # the time must not keep the run from training.
 _MOST_ABANDONED = 3
 _SHOWN_LOG_LINES = 15
-_LATE = "its hosts do not join the others in time"
-# What hosts are not told, but killed for.
-_ABANDON = b"abandon"
 
 
 class LeadershipLostError(errors.StoppedError):
@@ -88,6 +80,7 @@ class Machines:
       number: of this machine.
       has_lead: as given.
       are_several: whether the run has other machines.
+      lost_secs: the time after which a machine that does not answer is lost.
     """
 
     def __init__(
@@ -100,39 +93,32 @@ class Machines:
     ) -> None:
         self.own, self.number = own, own.number
         self.are_several = listener is not None
+        self.lost_secs = math.inf if listener is None else listener.lost_secs
         self.has_lead = has_lead
         self._listener = listener
         self._configured = configured
         self._links: dict[int, link.Link] = {}
-        self._hello: dict[int, dict[str, Any]] = {}
-        # Machines that are about to go, and take no more hosts.
-        self._leaving: set[int] = set()
 
     @property
     def connected(self) -> set[int]:
-        """The machines that are there, those about to go included."""
+        """The machines that are there."""
         return {self.number, *self._links}
 
     def of_slice(self, number: int) -> int:
         """The machine that has a slice."""
         return number // len(self.own.slices)
 
-    def slices(self, machines: Collection[int] | None = None) -> set[int]:
-        """The slices of machines; by default of all that are there to stay."""
+    def slices(self, machines: Iterable[int]) -> set[int]:
+        """The slices of machines."""
         each = len(self.own.slices)
-        there = self.connected - self._leaving if machines is None else machines
-        return {number * each + slice_ for number in there for slice_ in range(each)}
+        return {n * each + slice_ for n in machines for slice_ in range(each)}
 
     def address(self, machine: int) -> str:
         """The address that a machine has reserved for host 0 of the next world."""
-        # One that was just lost has its last one, and its hosts count as killed.
-        hello = self.own.hello if machine == self.number else self._hello[machine]
+        # If it was just lost, any will do: its hosts count as killed.
+        far = self._links.get(machine)
+        hello = self.own.hello if far is None else far.hello
         return f"{hello['interface']}:{hello['port']}"
-
-    @property
-    def lost_secs(self) -> float:
-        """The time after which a machine that does not answer is lost."""
-        return math.inf if self._listener is None else self._listener.lost_secs
 
     def order(self, machine: int, **order: Any) -> None:
         """Gives an order to a machine, unless it is lost."""
@@ -146,7 +132,7 @@ class Machines:
         for each in list(self._links.values()):
             each.send(**message)
 
-    def wait(self, secs: float, *extra: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    def wait(self, secs: float, *extra: Any) -> Iterator[tuple[int, dict[str, Any]]]:
         """Waits for messages; yields those that have come, with their machines.
 
         Of a machine that is lost the last one is `{"lost": True}`. It may be back at
@@ -154,31 +140,30 @@ class Machines:
 
         Args:
           secs: how long, at most.
-          *extra: descriptors that end the waiting when they are readable.
+          *extra: what ends the waiting when it is readable.
         """
-        channels = self.own.channels
         links = [each.channel for each in self._links.values()]
-        for ready in connection.wait([*channels, *links, *extra], secs):
-            if isinstance(ready, connection.Connection) and ready in channels:
-                yield self.number, self.own.read(ready, channels[ready])
+        for message in self.own.wait(secs, *links, *extra):
+            yield self.number, message
         for number, each in list(self._links.items()):
             try:
                 for message in each.receive():
                     if "port" in message:
-                        self._hello[number] |= message
-                    elif "leaving" in message:
-                        self._leaving.add(number)
+                        each.hello |= message
                     yield number, message
             except link.LinkLostError:
-                self._forget(number)
+                self.forget(number)
                 yield number, {"lost": True}
         while self._listener is not None and not self._listener.accepted.empty():
             self._admit(self._listener.accepted.get())
 
-    def give_up(self, machine: int) -> None:
+    def forget(self, machine: int) -> None:
         """Takes another machine for lost; it may connect again."""
         if machine in self._links:
-            self._links[machine].give_up()
+            lost = self._links.pop(machine)
+            lost.close()
+            for each in self.connected:
+                self.order(each, forget=lost.hello["agents"])
 
     def wait_until(self, is_so: Callable[[set[int]], bool], secs: float) -> None:
         """Waits until it is so of the machines that are there, or time is over."""
@@ -194,8 +179,14 @@ class Machines:
           is_stopped: whether the run was asked to end.
           failure: why it failed; empty if it did not.
         """
-        self.tell(over=True, is_stopped=is_stopped, failure=failure)
-        self.wait_until(lambda there: there == {self.number}, secs)
+
+        def are_told(there: set[int]) -> bool:
+            # Another may have come just now.
+            self.tell(over=True, is_stopped=is_stopped, failure=failure)
+            return there == {self.number}
+
+        list(self.wait(0.0))
+        self.wait_until(are_told, secs)
 
     def close(self) -> None:
         """Ends the links; machines that know of no end look for the next leader."""
@@ -205,35 +196,21 @@ class Machines:
             self._links.popitem()[1].close()
 
     def _admit(self, accepted: link.Link) -> None:
-        # It has shown the key, and says at once who it is.
-        connection.wait([accepted.channel], _HELLO_SECS)
-        with contextlib.suppress(link.LinkLostError, KeyError, TypeError):
-            for hello in accepted.receive()[:1]:
-                number = hello["machine"]
-                if hello["configured"] != self._configured:
-                    failure = (
-                        f"machine {number} has another configuration than machine"
-                        f" {self.number}, which leads; start all with the same one"
-                    )
-                    accepted.send(over=True, is_stopped=False, failure=failure)
-                elif number not in range(self.own.num_machines):
-                    why = f"the run has no machine {number}"
-                    accepted.send(refused=why)
-                elif number in self.connected:
-                    why = f"another supervisor of machine {number} is there"
-                    accepted.send(refused=why)
-                else:
-                    self._links[number], self._hello[number] = accepted, hello
-                    agents = self.own.hello["agents"]
-                    accepted.send(agents=agents, machines=sorted(self.connected))
-                    return
+        number, own = accepted.hello.get("machine", -1), self.own
+        if accepted.hello.get("configured") != self._configured:
+            failure = (
+                f"machine {number} has another configuration than machine"
+                f" {self.number}, which leads; start all with the same one"
+            )
+            accepted.send(over=True, is_stopped=False, failure=failure)
+        elif number in self.connected:
+            accepted.send(refused=f"another supervisor of machine {number} is there")
+        else:
+            self._links[number] = accepted
+            machines = sorted(self.connected)
+            accepted.send(agents=own.hello["agents"], machines=machines)
+            return
         accepted.close()
-
-    def _forget(self, number: int) -> None:
-        self._links.pop(number).close()
-        self._leaving.discard(number)
-        for machine in self.connected:
-            self.order(machine, forget=self._hello[number]["agents"])
 
 
 class HostsOfWorld:
@@ -268,19 +245,18 @@ class HostsOfWorld:
         machines: Machines,
         limits: watch.Limits,
     ) -> None:
-        per_slice = machines.own.hosts_per_slice
         self.assignment = assignment
         self.emit: events.Emit = events.nobody
-        self.slices = [n for n in assignment.work.slices for _ in range(per_slice)]
+        hosts_of_slice = range(machines.own.hosts_per_slice)
+        self.slices = [n for n in assignment.work.slices for _ in hosts_of_slice]
         self.alive = set(range(len(self.slices)))
         self.failures: list[HostFailure] = []
         self.deadline_secs = math.inf
         self.is_running = self.has_stepped = False
         self.preempted: set[int] = set()
         self._key, self._machines, self._limits = key, machines, limits
-        # What they were asked last: an order to all, or `_ABANDON`; empty for nothing.
+        # What they were asked last; empty for nothing.
         self._asked = b""
-        self._heard: set[int] = set()
         self._ready: set[int] = set()
         # Hosts that stop before their last step report both ends; which of them is the
         # reason is known when all have ended.
@@ -293,14 +269,14 @@ class HostsOfWorld:
         # A new directory: this may be a second start of a run that is alive.
         self._logs = storage.make_unique_directory(machines.own.log_directory)
         address = machines.address(machines.of_slice(self.slices[0]))
-        for host in range(len(self.slices)):
-            member = Member(address=address, num_hosts=len(self.slices), host=host)
+        for number in range(len(self.slices)):
+            member = Member(address=address, num_hosts=len(self.slices), host=number)
             self._order(
-                host,
-                start=[key, host],
+                "start",
+                [number],
                 assignment=codec.encode(assignment),
                 member=codec.encode(member),
-                log=os.path.basename(self._logs),
+                log=self._logs,
             )
         for machine in self.machines - machines.connected:
             self.lose(machine)
@@ -313,8 +289,12 @@ class HostsOfWorld:
     @property
     def is_prepared(self) -> bool:
         """Whether `begin` need not be waited for: all have joined, or one fails."""
-        is_late = time.monotonic() > self._join_until_secs
-        return is_late or bool(self.failures) or len(self._ready) == len(self.slices)
+        have_joined = len(self._ready) == len(self.slices)
+        return have_joined or bool(self.failures) or self._is_late
+
+    @property
+    def _is_late(self) -> bool:
+        return time.monotonic() > self._join_until_secs
 
     @property
     def unfit(self) -> frozenset[int]:
@@ -322,17 +302,20 @@ class HostsOfWorld:
         hosts: Collection[int] = ()
         if self.failures:
             # Others may have failed because of these.
-            hosts = failures.lost_hosts(self.failures) or {self.cause.host}
-        elif time.monotonic() > self._join_until_secs:
+            cause = failures.first_failure(self.failures)
+            hosts = failures.lost_hosts(self.failures) or {cause.host}
+        elif self._is_late:
             # Some do not join, or do not finish the check of their devices.
             missing = {*range(len(self.slices))} - self._ready
             hosts = self._hangs.behind() or (missing if self._ready else set())
-        return frozenset(self.slices[host] for host in hosts)
+        return frozenset(self.slices[each] for each in hosts)
 
     @property
-    def cause(self) -> HostFailure:
-        """The failure that has caused the others."""
-        return failures.first_failure(self.failures)
+    def why_unfit(self) -> str:
+        """What keeps it from being prepared."""
+        if not self.failures:
+            return "its hosts do not join the others in time"
+        return failures.first_failure(self.failures).message
 
     @property
     def is_over(self) -> bool:
@@ -343,74 +326,63 @@ class HostsOfWorld:
     def begin(self, emit: events.Emit) -> None:
         """Has the hosts begin, which wait for this once they have joined."""
         self.emit = emit
-        now_secs = time.monotonic()
-        self._hangs.start_again(now_secs=now_secs)
-        self.slow = watch.SlowHosts(now_secs=now_secs)
-        self._tell(BEGIN)
+        self._hangs.start_again(now_secs=time.monotonic())
+        self._order("tell", self.alive, text=BEGIN.decode())
 
     def signal(self, hosts: Iterable[int], number: int) -> None:
         """Sends hosts a signal."""
-        for host in hosts:
-            self._order(host, signal=[self._key, host], number=int(number))
+        self._order("signal", hosts, number=int(number))
 
     def kill(self) -> None:
         """Ends the hosts at once."""
         self.signal(self.alive, signal.SIGKILL)
 
-    def leave(self, *, loses_memory: bool) -> bool:
-        """Asks the hosts to save and leave after a step that they agree on.
+    def leave(self, step: int, *, loses_memory: bool, may_abandon: bool) -> bool:
+        """Has the hosts leave for another world.
 
-        Args:
-          loses_memory: whether the memory of some of them is lost then.
-
-        Returns:
-          Whether they are asked now; False if they have been, or cannot be yet.
-        """
-        if not self.is_running or self._asked:
-            return False
-        self._ask(LOSE_MEMORY if loses_memory else LEAVE)
-        return True
-
-    def abandon(self, step: int) -> bool:
-        """Ends the hosts for another world at once, if they have done no step.
-
-        They have nothing to save, and may be about to compile for long.
+        They save, and leave after a step that they agree on. If they have done none,
+        they may be ended at once instead: they have nothing to save, and may be about
+        to compile for long.
 
         Args:
           step: that the run has reached.
+          loses_memory: whether the memory of some of them is lost then.
+          may_abandon: whether they may be ended at once.
 
         Returns:
-          Whether they are ended.
+          Whether they leave from now on; False if they do, or cannot be asked yet.
         """
-        if self.has_stepped:
+        is_abandoned = may_abandon and not self.has_stepped
+        if self._asked or not (is_abandoned or self.is_running):
             return False
-        self._asked, self._ends["world_left"] = _ABANDON, {"step": step}
-        self.end()
+        if is_abandoned:
+            self._asked, self._ends["world_left"] = LEAVE, {"step": step}
+            self.deadline_secs = time.monotonic()
+        else:
+            self._ask(LOSE_MEMORY if loses_memory else LEAVE)
         return True
 
-    def end(self) -> None:
-        """Ends the hosts now, whatever they have not saved."""
-        self.deadline_secs = time.monotonic()
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the hosts were asked to end, because the run does."""
+        return self._asked == STOP
 
     def stop(self) -> None:
         """Asks the hosts to save and end within the grace period: the run ends."""
-        if self._asked == STOP:
+        if self.is_stopping:
             return
-        is_leaving, self._asked = bool(self._asked), STOP
         grace_secs = self._limits.grace_secs if self.is_running else 0.0
         # Hosts that are left after a failure have less time.
         until_secs = time.monotonic() + grace_secs
         self.deadline_secs = min(self.deadline_secs, until_secs)
         if self.is_running:
             self.emit("stop_requested", within_secs=grace_secs)
-            # Hosts that are about to leave have got the signal.
-            (self._tell if is_leaving else self._ask)(STOP)
+            self._ask(STOP)
+        self._asked = STOP
 
     def take(self, host: int, message: Mapping[str, Any]) -> None:
         """Takes in a message of a host, or its end."""
         now_secs = time.monotonic()
-        if "exit" not in message:
-            self._heard.add(host)
         match message:
             case {"exit": int(code)}:
                 self._end(host, code)
@@ -461,16 +433,32 @@ class HostsOfWorld:
         """Returns whether the run is over; False if the hosts left for another world.
 
         Raises:
-          WorldLostError: if hosts or devices were lost.
-          RunError: if the program has failed.
+          WorldLostError: if hosts have failed.
           StoppedError: if hosts did not end in time, or died, after SIGTERM.
         """
         if self.failures:
-            raise self._error()
-        if self.alive and self._asked != _ABANDON:
-            raise errors.StoppedError(self._describe_stop())
+            lost = WorldLostError(self.failures, num_hosts=len(self.slices))
+            if lost.hosts and self.is_stopping:
+                raise errors.StoppedError(
+                    f"{lost}\nafter {termination.cause()} to the run, so its last step"
+                    " may not have been saved"
+                )
+            raise lost
+        if self.alive and self.is_stopping and not self.is_running:
+            raise errors.StoppedError(
+                f"ended by {termination.cause()} before the first step"
+            )
+        if self.alive and self.is_stopping:
+            hosts = ", ".join(map(str, sorted(self.alive)))
+            raise errors.StoppedError(
+                f"hosts {hosts} did not save and end within"
+                f" {self._limits.grace_secs:g} s of {termination.cause()} and were"
+                " killed; raise Limits.grace_secs (in a configuration"
+                " termination_grace_period_seconds) if saving takes longer and the"
+                " launcher waits for it"
+            )
         # The training may have ended before the hosts could leave.
-        has_left = self._asked not in (b"", STOP) and "world_left" in self._ends
+        has_left = not self.is_stopping and "world_left" in self._ends
         name = "world_left" if has_left else "run_stopped"
         if name in self._ends:
             self.emit(name, **self._ends[name])
@@ -479,18 +467,17 @@ class HostsOfWorld:
     def _machine(self, host: int) -> int:
         return self._machines.of_slice(self.slices[host])
 
-    def _order(self, host: int, **order: Any) -> None:
-        self._machines.order(self._machine(host), **order)
-
-    def _tell(self, message: bytes) -> None:
-        for host in self.alive:
-            self._order(host, tell=[self._key, host], text=message.decode())
+    def _order(self, kind: str, hosts: Iterable[int], **more: Any) -> None:
+        for host in hosts:
+            order = {kind: [self._key, host], **more}
+            self._machines.order(self._machine(host), **order)
 
     def _ask(self, order: bytes) -> None:
+        self._order("tell", self.alive, text=order.decode())
+        if not self._asked:
+            # JAX's preemption service handles the signal.
+            self.signal(self.alive, signal.SIGTERM)
         self._asked = order
-        self._tell(order)
-        # JAX's preemption service handles the signal.
-        self.signal(self.alive, signal.SIGTERM)
 
     def _end(self, host: int, exit_code: int) -> None:
         self.alive.discard(host)
@@ -515,7 +502,7 @@ class HostsOfWorld:
         if failure.is_hang or failure.message.startswith("killed by SIGKILL"):
             # Nothing else has caused it; the other hosts hang, or will.
             secs = _TOGETHER_SECS
-        elif failure.is_of_devices or failure.is_consequence or host not in self._heard:
+        elif failure.is_of_devices or failure.is_consequence or phase == "start":
             # What a host cannot import, others cannot, soon.
             secs = _DEVICES_GRACE_SECS
         else:
@@ -523,79 +510,34 @@ class HostsOfWorld:
         if is_first or (failure.is_signal and not failure.is_consequence):
             self.deadline_secs = time.monotonic() + secs
 
-    def _error(self) -> errors.RunError:
-        described = self._describe(self.cause)
-        error = error_of(self.failures, len(self.slices), described=described)
-        if not isinstance(error, WorldLostError):
-            return error
-        for each in self.failures:
-            if each.is_silent and each.host in error.hosts:
-                self.emit("host_lost", host=each.host, why=each.message)
-        if self._asked == STOP:
-            return errors.StoppedError(
-                f"{error}\nafter {termination.cause()} to the run, so its last step may"
-                " not have been saved"
-            )
-        return error
 
-    def _describe(self, failure: HostFailure) -> str:
-        ended = {each.host for each in self.failures if not each.is_signal}
-        if len(ended) == len(self.slices) and not self._heard:
-            return (
-                f"no host process could begin: host {failure.host} {failure.message}."
-                " Each imports the program that starts the run, and what it printed is"
-                " on standard error"
-            )
-        if failure.is_ours or (failure.traceback and not failure.is_of_devices):
-            return failures.judge([failure], num_hosts=len(self.slices)).words
-        why = f"host {failure.host} failed: {failure.message}"
-        lines = [f"  | {line}" for line in failure.log.splitlines()]
-        return "\n".join([why, f"the end of its log, {failure.log_file}:", *lines])
+@dataclasses.dataclass(kw_only=True)
+class _Slice:
+    """What is known of a slice.
 
-    def _describe_stop(self) -> str:
-        if not self.is_running:
-            return f"ended by {termination.cause()} before the first step"
-        hosts = ", ".join(map(str, sorted(self.alive)))
-        return (
-            f"hosts {hosts} did not save and end within {self._limits.grace_secs:g} s"
-            f" of {termination.cause()} and were killed; raise Limits.grace_secs (in a"
-            " configuration termination_grace_period_seconds) if saving takes longer"
-            " and the launcher waits for it"
-        )
-
-
-def error_of(
-    failed: Sequence[HostFailure], num_hosts: int, *, described: str
-) -> errors.RunError:
-    """The error of a world whose hosts failed.
-
-    Args:
-      failed: of its hosts.
-      num_hosts: of the world.
-      described: its message.
+    Attributes:
+      since_secs: since when it is there; infinite if it is not.
+      is_away: whether it is not used until its machine has come back.
+      is_leaving: whether the world under way has to do without it from now on.
+      is_unchecked: whether it is new, or has crashed, and is to be checked.
+      is_slow: whether it has slow hosts.
+      refused_until_secs: when it may be used, after it was refused.
+      refusals: how often it was.
     """
-    failure = failures.first_failure(failed)
-    # The program is not to blame for a device that computes wrong values.
-    wrong = frozenset(
-        each.host
-        for each in failed
-        if device_check.DeviceWrongError.__name__ in each.error
-    )
-    lost = wrong or failures.lost_hosts(failed)
-    if lost is None and "ReplacedError" in failure.error:
-        return errors.ReplacedError(described)
-    if lost is None:
-        return failures.ProgramFailedError(
-            described, failures=failed, num_hosts=num_hosts
-        )
-    return WorldLostError(
-        described,
-        hosts=lost or failures.hosts_of_bad_devices(failed, num_hosts),
-        hung=frozenset(each.host for each in failed if each.is_hang),
-        at_secs=min(each.at_secs for each in failed),
-        failures=failed,
-        num_hosts=num_hosts,
-    )
+
+    since_secs: float
+    is_away: bool = False
+    is_leaving: bool = False
+    is_unchecked: bool = False
+    is_slow: bool = False
+    refused_until_secs: float = 0.0
+    refusals: int = 0
+
+    def settle_again(self) -> None:
+        """Has it show that it stays, and is sound, before it is used."""
+        self.is_unchecked = True
+        if self.since_secs < math.inf:
+            self.since_secs = time.monotonic()
 
 
 class ProcessCluster:
@@ -629,22 +571,20 @@ class ProcessCluster:
         self._worlds: dict[int, HostsOfWorld] = {}
         self._training: HostsOfWorld | None = None
         self._next: HostsOfWorld | None = None
-        # By slice that is there, since when; and when the last world began.
-        self._since = dict.fromkeys(machines.slices(), time.monotonic())
+        # Those of machines that follow at the start are there from it on.
+        self._slices = {
+            number: _Slice(since_secs=math.inf)
+            for number in sorted(machines.slices(range(machines.own.num_machines)))
+        }
+        for number in machines.slices(machines.connected):
+            self._slices[number].since_secs = time.monotonic()
+        # When the last world began.
         self._began_secs = math.inf
-        # Slices that are kept away; that are about to go, with their memory; that are
-        # new, or have crashed, and are to be checked; that have slow hosts.
-        self._absent: set[int] = set()
-        self._leaving: set[int] = set()
-        self._unchecked: set[int] = set()
-        self._slow: set[int] = set()
-        # By slice that was refused: until when, and how often.
-        self._refused: dict[int, tuple[float, int]] = {}
         self._failures: list[Failure] = []
         # How many worlds in a row were abandoned; and the steps that are done.
         self._num_abandoned = self._step = 0
-        # Whether this machine was asked to end, and others may go on.
-        self._hands_over = False
+        # Whether this machine was asked to end; and whether others may go on.
+        self._is_ending = self._hands_over = False
 
     def __enter__(self) -> Self:
         return self
@@ -661,29 +601,33 @@ class ProcessCluster:
     def slices(self, current: frozenset[int]) -> Slices:
         """See `Cluster`."""
         now_secs = time.monotonic()
-        there = self._machines.slices() - self._absent - self._leaving
-        training = () if self._training is None else self._training.slices
-        for number in sorted(self._since.keys() - there):
-            del self._since[number]
-            if number not in {*training, *self._absent, *self._leaving}:
-                # Otherwise its world is lost, too, and that is reported.
-                self._emit("slice_lost", slice=number, why="its machine is lost")
-        for number in sorted(there - self._since.keys()):
-            self._since[number] = now_secs
-            self._refused.pop(number, None)
-            self._unchecked.add(number)
-            self._slow.discard(number)
-            self._emit("slice_returned", slice=number)
-        lasting = {n for n, secs in self._since.items() if secs <= self._began_secs}
+        connected = self._machines.slices(self._machines.connected)
+        for number, each in self._slices.items():
+            is_there = number in connected and not (each.is_away or each.is_leaving)
+            if is_there and each.since_secs == math.inf:
+                self._slices[number] = _Slice(since_secs=now_secs, is_unchecked=True)
+                self._emit("slice_returned", slice=number)
+            elif not is_there and each.since_secs < math.inf:
+                each.since_secs = math.inf
+                if not each.is_away and number not in self._busy:
+                    # Otherwise its world is lost, too, and that is reported.
+                    self._emit("slice_lost", slice=number, why="its machine is lost")
+        there = {
+            n: each for n, each in self._slices.items() if each.since_secs <= now_secs
+        }
         return Slices(
-            current=current & lasting,
+            current=frozenset(
+                number
+                for number in current & there.keys()
+                if there[number].since_secs <= self._began_secs
+            ),
             present_secs={
-                number: now_secs - since_secs
-                for number, since_secs in self._since.items()
-                if now_secs >= self._refused.get(number, (0.0, 0))[0]
+                number: now_secs - each.since_secs
+                for number, each in there.items()
+                if now_secs >= each.refused_until_secs
             },
             failures=tuple(self._failures),
-            slow=frozenset(self._slow),
+            slow=frozenset(number for number, each in there.items() if each.is_slow),
         )
 
     def run_world(
@@ -695,24 +639,26 @@ class ProcessCluster:
         has_changed: Callable[[], Decision | None],
     ) -> bool:
         """See `Cluster`; in the main thread it reacts to SIGTERM."""
-        host_process.check_sent(train)
+        check_sent(train)
         self._machines.own.train = train
         self._emit = emit
         with termination.Notice() as notice:
             world = self._begun(assignment)
             try:
                 while not world.is_over:
-                    self._take_messages(_LOOK_SECS, notice.fileno())
+                    self._take_messages(_LOOK_SECS, notice)
                     if notice.is_coming() and notice.received():
                         self._terminate(world)
                     self._look(world)
                     # What ends this process may have been sent to the hosts, too: then
                     # they are not about to leave without it.
-                    if not notice.is_coming():
-                        self._change(world, has_changed)
+                    if not notice.is_coming() and world.deadline_secs == math.inf:
+                        self._preempt(world.preempted)
+                        self._change(world, has_changed())
                 if world.has_stepped:
                     # Their devices have passed the check.
-                    self._unchecked -= {*world.slices}
+                    for number in world.slices:
+                        self._slices[number].is_unchecked = False
                 is_over = world.result()
             except (WorldLostError, errors.StoppedError) as error:
                 if isinstance(error, WorldLostError):
@@ -743,25 +689,30 @@ class ProcessCluster:
             world.kill()
         self._machines.own.end_hosts()
 
+    @property
+    def _busy(self) -> Collection[int]:
+        # The slices of the world that trains.
+        return () if self._training is None else self._training.slices
+
+    def _completed(self, assignment: Assignment) -> Assignment:
+        return dataclasses.replace(
+            assignment,
+            claimant=self._claimant,
+            unchecked=frozenset(
+                n for n in assignment.work.slices if self._slices[n].is_unchecked
+            ),
+        )
+
     def _world(self, assignment: Assignment) -> HostsOfWorld:
         key = next(self._keys)
-        unchecked = self._unchecked.intersection(assignment.work.slices)
-        assignment = dataclasses.replace(
-            assignment, claimant=self._claimant, unchecked=frozenset(unchecked)
-        )
         self._worlds[key] = HostsOfWorld(key, assignment, self._machines, self._limits)
         return self._worlds[key]
 
     def _begun(self, assignment: Assignment) -> HostsOfWorld:
         # The world of an assignment, which has begun; it may be prepared.
         self._began_secs = time.monotonic()
-        prepared = self._next
-        unchecked = self._unchecked.intersection(assignment.work.slices)
-        if prepared and (
-            prepared.failures
-            or not _is_for(prepared, assignment)
-            or not unchecked <= prepared.assignment.unchecked
-        ):
+        assignment = self._completed(assignment)
+        if self._next and (self._next.failures or not _is_for(self._next, assignment)):
             self._discard()
         world = self._training = self._next or self._world(assignment)
         self._next = None
@@ -781,31 +732,35 @@ class ProcessCluster:
         while any(each.alive for each in killed):
             self._take_messages(_LOOK_SECS)
             if time.monotonic() > until_secs:
-                for machine in set().union(*(each.machines for each in killed)):
-                    self._machines.give_up(machine)
+                late = set().union(*(each.machines for each in killed))
+                for machine in late - {self._machines.number}:
+                    self._machines.forget(machine)
+                    self._lose(machine)
 
-    def _take_messages(self, secs: float, *extra: int) -> None:
+    def _take_messages(self, secs: float, *extra: termination.Notice) -> None:
         if not self._machines.has_lead():
             raise LeadershipLostError("the machine does not lead the run any more")
         for machine, message in self._machines.wait(secs, *extra):
             if "leaving" in message:
                 self._preempt(self._machines.slices([machine]))
             elif "lost" in message:
-                for world in self._worlds.values():
-                    world.lose(machine)
-                # Those of the world that trains are forgotten when it has ended.
-                training = () if self._training is None else self._training.slices
-                self._leaving -= self._machines.slices([machine]) - {*training}
+                self._lose(machine)
             elif "host" in message:
-                key, host = message["host"]
+                key, number = message["host"]
                 if key in self._worlds:
-                    self._worlds[key].take(host, message)
+                    self._worlds[key].take(number, message)
         # A prepared world waits, for any time; one that is killed ends.
         if self._training is not None:
             self._training.look()
         for key, world in list(self._worlds.items()):
             if not world.alive and world not in (self._training, self._next):
                 del self._worlds[key]
+
+    def _lose(self, machine: int) -> None:
+        for world in self._worlds.values():
+            world.lose(machine)
+        for number in self._machines.slices([machine]):
+            self._slices[number].is_away = False
 
     def _receive(self, world: int, name: str, /, **fields: Any) -> None:
         self._emit(name, **fields)
@@ -826,122 +781,123 @@ class ProcessCluster:
             self._machines.own.stand_by()
         for slow in world.slow.newly_slow(now_secs=time.monotonic()):
             number = world.slices[slow.host]
-            self._slow.add(number)
+            self._slices[number].is_slow = True
             self._emit("slow_host", slice=number, **dataclasses.asdict(slow))
 
-    def _change(
-        self, world: HostsOfWorld, has_changed: Callable[[], Decision | None]
-    ) -> None:
+    def _change(self, world: HostsOfWorld, decided: Decision | None) -> None:
         # Ends a world for the next one, if that is decided on, and is prepared. What is
         # about to go does not wait.
-        if world.deadline_secs < math.inf:
-            return
-        # The memory of a slice of this machine, which stays, is lost with the slice.
-        self._absent |= world.preempted.intersection(self._machines.own.slices)
-        self._preempt(world.preempted)
-        decided = has_changed()
-        loses_memory = not self._leaving.isdisjoint(world.slices)
-        is_left, is_planned = False, isinstance(decided, Train)
+        loses_memory = any(self._slices[number].is_leaving for number in world.slices)
+        is_planned = isinstance(decided, Train)
         if self._hands_over and not is_planned and (decided or loses_memory):
             # The other machines are too few, or have got SIGTERM, too.
             self._hands_over = False
             world.stop()
-        elif self._hands_over and not world.is_running:
-            world.end()
-        elif not isinstance(decided, Train):
+            return
+        if isinstance(decided, Train) and not self._hands_over:
+            is_due = self._prepare(world, decided) or loses_memory
+        else:
             self._discard()
-            if decided or self._hands_over:
-                is_left = world.leave(loses_memory=loses_memory)
-        elif self._hands_over or self._prepare(world, decided) or loses_memory:
-            may_abandon = not loses_memory and self._num_abandoned < _MOST_ABANDONED
-            is_abandoned = may_abandon and world.abandon(self._step)
-            self._num_abandoned += is_abandoned
-            is_left = is_abandoned or world.leave(loses_memory=loses_memory)
-        if is_left:
+            is_due = self._hands_over or bool(decided)
+        is_abandoned_often = self._num_abandoned >= _MOST_ABANDONED
+        may_abandon = is_planned and not (loses_memory or is_abandoned_often)
+        # A machine that goes does not wait until its hosts have something to save.
+        may_abandon |= self._hands_over and not world.is_running
+        if is_due and world.leave(
+            self._step, loses_memory=loses_memory, may_abandon=may_abandon
+        ):
+            self._num_abandoned += not world.has_stepped
             self._emit("world_leaving", slices=leaving_for(decided))
 
     def _prepare(self, world: HostsOfWorld, decided: Train) -> bool:
         # Prepares the world that is decided on; returns whether it is.
-        following = Assignment(number=world.assignment.number + 1, work=decided)
+        following = self._completed(
+            Assignment(number=world.assignment.number + 1, work=decided)
+        )
         if self._next is None or not _is_for(self._next, following):
             self._discard()
             self._next = self._world(following)
         if unfit := self._next.unfit - {*world.slices}:
-            has_failed = bool(self._next.failures)
-            self._refuse(unfit, self._next.cause.message if has_failed else _LATE)
+            self._refuse(unfit, self._next.why_unfit)
             self._discard()
             return False
         return self._next.is_prepared
 
     def _terminate(self, world: HostsOfWorld) -> None:
         # SIGTERM to this machine, or once more.
-        if self._machines.are_several and not self._hands_over:
+        is_first = not (self._hands_over or world.is_stopping)
+        if self._machines.are_several and is_first:
             # All hosts leave, and the next leader starts others without this machine.
-            self._hands_over = True
+            self._is_ending = self._hands_over = True
             self._preempt(self._machines.own.slices)
         else:
             world.stop()
 
-    def _preempt(self, slices: Collection[int]) -> None:
-        for number in sorted({*slices} - self._leaving):
-            self._leaving.add(number)
-            self._since.pop(number, None)
-            self._emit("slice_preempted", slice=number)
+    def _preempt(self, slices: Iterable[int]) -> None:
+        for number in sorted(slices):
+            each = self._slices[number]
+            if not (each.is_away or each.is_leaving):
+                each.is_away, each.is_leaving = True, number in self._busy
+                each.since_secs = math.inf
+                self._emit("slice_preempted", slice=number)
 
     def _lose_memory(self) -> None:
-        # That of a machine that was asked to end may be there at the next start.
-        for number in self._leaving & self._absent:
-            self._order_fault(faults.Kind.KILL_SLICE, number)
-        self._leaving.clear()
+        # Of this machine, unless it was asked to end: the next start may find it.
+        for number, each in self._slices.items():
+            is_own = number in self._machines.own.slices
+            if each.is_leaving and is_own and not self._is_ending:
+                self._order_fault(faults.Kind.KILL_SLICE, number)
+            each.is_leaving = False
 
     def _order_fault(self, kind: faults.Kind, number: int) -> None:
-        machine = self._machines.of_slice(number)
-        self._machines.order(machine, fault=kind.value, slice=number)
+        self._machines.order(
+            self._machines.of_slice(number), fault=kind.value, slice=number
+        )
 
     def _refuse(self, slices: Iterable[int], why: str) -> None:
         for number in sorted(slices):
-            _, times = self._refused.get(number, (0.0, 0))
-            secs = min(_RETRY_SECS * 2**times, _MOST_RETRY_SECS)
-            self._refused[number] = time.monotonic() + secs, times + 1
-            self._settle_again(number)
-            self._fail(number)
+            each = self._slices[number]
+            secs = min(_RETRY_SECS * 2**each.refusals, _MOST_RETRY_SECS)
+            each.refused_until_secs = time.monotonic() + secs
+            each.refusals += 1
+            each.settle_again()
+            self._note_failure(number)
             self._emit("slice_refused", slice=number, why=why)
 
-    def _fail(self, number: int) -> None:
+    def _note_failure(self, number: int) -> None:
         self._failures.append(Failure(slice=number, at_secs=time.monotonic()))
 
-    def _settle_again(self, number: int) -> None:
-        self._unchecked.add(number)
-        if number in self._since:
-            self._since[number] = time.monotonic()
-
     def _note_lost(self, error: WorldLostError, world: HostsOfWorld) -> None:
-        there = self._machines.slices() - self._absent
-        error.gone = frozenset({*world.slices} - there)
-        if self._machines.are_several:
-            error.machines = frozenset(map(self._machines.of_slice, error.gone))
-        gone = error.gone - self._leaving
-        lost = {world.slices[host] for host in error.hosts}
-        hung = {world.slices[host] for host in error.hung}
-        wrong = {
-            world.slices[each.host]: each.message
-            for each in error.failures
-            if device_check.DeviceWrongError.__name__ in each.error
-        }
-        why = str(error).partition("\n")[0]
-        for number in sorted(lost | gone):
-            told = why if number in lost else "it is gone at the same time"
-            self._emit("slice_lost", slice=number, why=told)
-            self._unchecked.add(number)
-            # Of the others nothing but processes was lost, which are started again.
-            if number in gone:
-                self._since.pop(number, None)
-            elif number in hung:
-                self._settle_again(number)
-            if number in wrong:
-                self._refuse([number], wrong[number])
-            elif number not in self._leaving:
-                self._fail(number)
+        # Of slices that are not lost nothing but processes was, which are started anew.
+        connected = self._machines.connected
+        machines = {number: self._machines.of_slice(number) for number in world.slices}
+        error.gone = frozenset(
+            number
+            for number, machine in machines.items()
+            if machine not in connected or self._slices[number].is_away
+        )
+        error.machines = frozenset(machines.values()) - connected
+        lost: dict[int, HostFailure] = {}
+        for failure in error.failures:
+            if failure.host in error.hosts:
+                lost[world.slices[failure.host]] = failure
+                if failure.is_silent:
+                    self._emit("host_lost", host=failure.host, why=failure.message)
+        for number in sorted(lost.keys() | error.gone):
+            each, cause = self._slices[number], lost.get(number)
+            if each.is_leaving and cause is None:
+                continue
+            why = "it is gone at the same time" if cause is None else str(error)
+            self._emit("slice_lost", slice=number, why=why.partition("\n")[0])
+            each.is_unchecked = True
+            if number in error.gone:
+                each.since_secs = math.inf
+            elif cause is not None and cause.is_hang:
+                each.settle_again()
+            if cause is not None and "DeviceWrongError" in cause.error:
+                self._refuse([number], cause.message)
+            elif not each.is_leaving:
+                self._note_failure(number)
 
     def _inject(self, world: HostsOfWorld) -> None:
         for fault in faults.due(self._faults, self._step):
@@ -960,20 +916,22 @@ class ProcessCluster:
                     world.signal(hosts, signal.SIGKILL)
                 case faults.Kind.HANG_HOST:
                     world.signal(hosts, signal.SIGSTOP)
-                case faults.Kind.PREEMPT_SLICE:
-                    self._absent.add(target)
-                    self._preempt([target])
                 case faults.Kind.KILL_SLICE:
-                    self._absent.add(target)
+                    self._slices[target].is_away = True
                     world.signal(hosts, signal.SIGKILL)
                 case faults.Kind.RETURN_SLICE:
-                    self._absent.discard(target)
+                    self._slices[target].is_away = False
             if not of_hosts:
                 self._order_fault(kind, target)
 
 
 def _is_for(world: HostsOfWorld, assignment: Assignment) -> bool:
-    # Whether its hosts are those of an assignment, whatever is spare.
+    # Whether its hosts are those of an assignment, whatever is spare, and are checked
+    # if they have to be.
     mine = world.assignment
     work = dataclasses.replace(assignment.work, spares=mine.work.spares)
-    return (mine.number, mine.work) == (assignment.number, work)
+    return (
+        mine.number == assignment.number
+        and mine.work == work
+        and mine.unchecked >= assignment.unchecked
+    )

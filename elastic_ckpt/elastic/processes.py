@@ -172,6 +172,12 @@ class Processes(ProcessCluster):
                 f"Processes(hardware={hardware!r}): host processes are started on 'cpu'"
                 " and 'gpu'; for TPUs use ec.elastic.Pathways"
             )
+        for fault in injected:
+            if fault.kind not in faults.OF_HOSTS and fault.target >= slices:
+                raise errors.ConfigError(
+                    f"Processes(injected=[{fault}]): the run has slices 0 to"
+                    f" {slices - 1}; name one of them"
+                )
         if run is not None and (not run or run != os.path.basename(run)):
             raise errors.ConfigError(
                 f"Processes(run={run!r}): give a name that a directory can have, such"
@@ -216,7 +222,6 @@ class Processes(ProcessCluster):
             slices=None if own is None else own.slices,
             memory=memory,
             log_directory=os.path.abspath(logs),
-            grace_secs=limits.grace_secs,
             interface=station.LOOPBACK if own is None else own.interface,
         )
         super().__init__(

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastic_ckpt.core import errors, events
@@ -24,11 +24,9 @@ from elastic_ckpt.elastic.decision import (
     Decision,
     Policy,
     Slices,
-    Stop,
     Train,
     Work,
     decide,
-    quarantined,
 )
 from elastic_ckpt.elastic.failures import ProgramFailedError, WorldLostError
 from elastic_ckpt.monitoring import goodput, progress
@@ -84,7 +82,7 @@ def run(
         return
     fixed_policy = Policy() if policy is None or callable(policy) else policy
     present_policy = policy if callable(policy) else lambda: fixed_policy
-    work = work or Work.of_any_rows(cluster.devices_per_slice)
+    work = work or Work(devices_per_slice=cluster.devices_per_slice)
 
     def lead_here(cluster: Cluster, emit: events.Emit) -> None:
         lead(train, cluster, present_policy, work, emit)
@@ -130,7 +128,7 @@ def lead(
             else:
                 if is_over:
                     return
-                led.leave()
+                led.begin_recovery(led.asked_secs)
     except process_cluster.LeadershipLostError:
         # The next leader goes on.
         raise
@@ -144,6 +142,9 @@ class _Run:
 
     A run makes progress if a world passes the newest step, or begins at a later one
     than the world before: steps may be lost, and trained again.
+
+    Attributes:
+      asked_secs: when the hosts of a world were asked to leave, the last time.
     """
 
     def __init__(
@@ -160,15 +161,14 @@ class _Run:
         self._work = work
         self._emit = emit
         self._clock = clock
-        self._began_secs = self._asked_secs = clock()
+        self._began_secs = self.asked_secs = clock()
         self._account = goodput.Account(time=clock())
         self._quarantined: frozenset[int] = frozenset()
         self._world = 0
         self._slices: list[int] = []
-        # The steps done in this world, and by the run; those that the world began with,
-        # and its first one.
-        self._step = self._done = self._start = 0
-        self._newest = self._first = -1
+        # The steps done in this world, and by the run; those that the world began with;
+        # and its first one, or that of the world before.
+        self._step = self._done = self._start = self._first = 0
         # The worlds that were lost without progress, and how the last one was.
         self._lost: list[WorldLostError] = []
         self._how = ""
@@ -184,15 +184,17 @@ class _Run:
             _, now = self._decide(frozenset(self._slices), waited_secs=waited_secs)
             if isinstance(now, Train):
                 return now
-            if isinstance(now, Stop):
+            if not now.within_secs:
                 raise errors.RunError(
-                    f"{now.why}; bring slices back and start the run again, or lower"
-                    " min_slices (elastic_min_slice_count in a configuration)"
+                    f"{now.why}, for {waited_secs:.0f} s; bring slices back and start"
+                    " the run again, or lower min_slices (elastic_min_slice_count in a"
+                    " configuration)"
                 )
             if now.why != waiting_for:
                 waiting_for = now.why
-                within_secs = now.within_secs
-                self.emit("waiting_for_slices", why=now.why, within_secs=within_secs)
+                self.emit(
+                    "waiting_for_slices", why=now.why, within_secs=now.within_secs
+                )
             self._cluster.wait(now.within_secs)
 
     def change(self, chosen: Train) -> Decision | None:
@@ -209,13 +211,12 @@ class _Run:
     ) -> tuple[Slices, Decision]:
         policy = self._present_policy()
         slices = self._cluster.slices(current)
-        excluded = slices.quarantined | quarantined(slices.failures, policy)
+        excluded = slices.quarantined(policy)
         for number in sorted(excluded - self._quarantined):
             count = sum(failure.slice == number for failure in slices.failures)
             why = f"it has failed {count} times in this run"
             self.emit("slice_quarantined", slice=number, why=why)
         self._quarantined |= excluded
-        slices = dataclasses.replace(slices, quarantined=excluded)
         decided = decide(slices, policy, self._work, waited_secs=waited_secs)
         if policy is not self._policy:
             self._policy = policy
@@ -231,22 +232,29 @@ class _Run:
             fields["secs"] = now - self._began_secs
         self._emit(name, **fields)
         told = "step" if name == "step_done" else name
+        newest = self._account.newest_step
         self._account = goodput.after(self._account, told, fields, time=now)
-        if name == "world_started":
-            self._world, self._slices, self._step = fields["world"], fields["slices"], 0
-        elif name == "world_leaving":
-            self._asked_secs = now
-        elif name in ("run_started", "restored_from"):
-            self._start = fields.get("start_step", fields.get("step"))
-        elif told == "step":
-            self._note_step(fields["step"])
+        match told:
+            case "world_started":
+                self._world, self._slices, self._step = (
+                    fields["world"],
+                    fields["slices"],
+                    0,
+                )
+            case "world_leaving":
+                self.asked_secs = now
+            case "run_started":
+                self._start = fields["start_step"]
+            case "restored_from":
+                self._start = fields["step"]
+            case "step":
+                self._note_step(fields["step"], newest)
 
-    def _note_step(self, step: int) -> None:
-        if step > (self._newest if self._step else self._first):
+    def _note_step(self, step: int, newest: int) -> None:
+        if step > (newest if self._step else self._first):
             self._lost.clear()
         if not self._step:
             self._first = step
-        self._newest = max(self._newest, step)
         recovered = self._account.recovered()
         if recovered is not None:
             self._account = dataclasses.replace(self._account, before=None)
@@ -254,21 +262,29 @@ class _Run:
             self._emit("recovered", world=self._world, steps_lost=lost, **recovered)
         self._step = self._done = step
 
-    def leave(self) -> None:
-        """Notes that the hosts have left for another world."""
-        self._begin_recovery(self._asked_secs)
-
     def lose(self, error: WorldLostError) -> None:
         """Notes that a world was lost.
 
         Raises:
           RunError: if the run ends with it.
         """
-        self._begin_recovery(error.at_secs)
+        self.begin_recovery(min(each.at_secs for each in error.failures))
         self._lost.append(error)
         most = self._policy.max_retries
+        judged = self._judge(
+            error.failures,
+            num_hosts=error.num_hosts,
+            gone=error.gone,
+            machines=error.machines,
+            is_lost=len(self._lost) <= most,
+        )
+        self._how = judged.how
         end: errors.RunError | None = None
-        if not most:
+        if judged.kind.name == "replaced":
+            end = errors.ReplacedError(judged.words)
+        elif judged.kind.action == failures.STOP:
+            end = ProgramFailedError(judged.words, failures=error.failures)
+        elif not most:
             end = error
         elif len(self._lost) > most:
             end = errors.RunError(
@@ -277,37 +293,22 @@ class _Run:
                 " remove the cause of the first loss and start the run again:"
                 f" {self._lost[0]}"
             )
-        if error.failures:
-            judged = self._judge(
-                error, is_lost=end is None, gone=error.gone, machines=error.machines
-            )
-            self._how = judged.how
-            if judged.action == failures.STOP and end is None:
-                is_told = judged.lead.traceback
-                end = ProgramFailedError(
-                    judged.words if is_told else f"{judged.words}\n{error}",
-                    failures=error.failures,
-                    num_hosts=error.num_hosts,
-                )
-            self._judged = end
+        self._judged = end
         if end is not None:
             raise end from (error.__cause__ if end is error else error)
 
     def end(self, error: errors.ElasticCkptError) -> None:
         """Adds the verdict on the error with which the run ends."""
-        if error is self._judged:
-            return
-        if not isinstance(error, ProgramFailedError):
-            told = [failures.of_exception(0, error)]
-            error = ProgramFailedError("", failures=told)
-        self._judge(error, is_lost=False)
+        if error is not self._judged:
+            is_program = isinstance(error, ProgramFailedError)
+            told = error.failures if is_program else [failures.of_exception(0, error)]
+            self._judge(told, num_hosts=1, is_lost=False)
 
     def _judge(
-        self, error: WorldLostError | ProgramFailedError, **of_this: Any
+        self, failed: Sequence[failures.HostFailure], **of_this: Any
     ) -> failures.Verdict:
         judged = failures.judge(
-            error.failures,
-            num_hosts=error.num_hosts,
+            failed,
             slices=self._slices,
             step=self._step,
             before=self._how,
@@ -316,5 +317,10 @@ class _Run:
         self._emit("verdict", world=self._world, **judged.fields())
         return judged
 
-    def _begin_recovery(self, since: float) -> None:
+    def begin_recovery(self, since: float) -> None:
+        """Notes that a world has ended.
+
+        Args:
+          since: when a host was missing, or all were asked to leave.
+        """
         self._account = goodput.lost(self._account, since=since, time=self._clock())

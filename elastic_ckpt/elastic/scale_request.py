@@ -44,24 +44,28 @@ class ScaledPolicy:
     def __init__(self, run_directory: epath.PathLike, policy: Policy) -> None:
         self._path = storage.absolute(run_directory) / FILE
         self._configured = self._policy = policy
+        self._content = b""
         self._next_secs = 0.0
 
     def __call__(self) -> Policy:
-        """The policy, which is another object after each change."""
+        """The policy, which is another object after each request."""
         if time.monotonic() < self._next_secs:
             return self._policy
         self._next_secs = time.monotonic() + _LOOK_SECS
-        least = self._configured.min_slices
         try:
-            fields = checked_json.parse(
-                self._path.read_bytes(), what="request", version=_VERSION
-            )
-            slices = fields["slices"]
-            most = max(least, min(slices, self._configured.max_slices or slices))
-            if most != self._policy.max_slices:
-                self._policy = dataclasses.replace(self._configured, max_slices=most)
+            content = self._path.read_bytes()
+            if content != self._content:
+                # It is read once, also if it is none that can be.
+                self._content = content
+                self._policy = self._requested(content)
         except FileNotFoundError:
             pass
         except (checked_json.UnreadableError, *bucket_clients.failures()) as error:
             logging.warning("%s is not read: %s", self._path, error)
         return self._policy
+
+    def _requested(self, content: bytes) -> Policy:
+        fields = checked_json.parse(content, what="request", version=_VERSION)
+        slices, bounds = fields["slices"], self._configured
+        most = max(bounds.min_slices, min(slices, bounds.max_slices or slices))
+        return dataclasses.replace(bounds, max_slices=most)

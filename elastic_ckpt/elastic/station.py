@@ -23,21 +23,18 @@ import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection, forkserver, process
 from typing import Any, TypeAlias
 
 from elastic_ckpt.core import codec, storage
-from elastic_ckpt.elastic import (
-    executables,
-    termination,
-)
-from elastic_ckpt.elastic import host as host_process
+from elastic_ckpt.elastic import executables, host, termination
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.faults import Kind
-from elastic_ckpt.elastic.host import Hardware, Member
+from elastic_ckpt.elastic.host import Hardware
 from elastic_ckpt.tiers.peers import agent
 from elastic_ckpt.tiers.persistent import run_files
 from elastic_ckpt.tiers.ram import machine
@@ -72,23 +69,18 @@ class HostProcess:
       channel: with its messages; it ends when the process has ended.
     """
 
-    def __init__(self, example: host_process.Task | None = None) -> None:
+    def __init__(self, example: host.Task | None = None) -> None:
         context = multiprocessing.get_context("forkserver")
         self.channel, sender = context.Pipe()
         self._process: process.BaseProcess = context.Process(
-            target=host_process.stand_by, args=(sender, example)
+            target=host.stand_by, args=(sender, example)
         )
         with termination.held():
             self._process.start()
         sender.close()
 
-    def begin(self, task: host_process.Task) -> None:
-        """Has the process do a task, unless it has ended."""
-        with contextlib.suppress(OSError):
-            self.channel.send(task)
-
     def tell(self, message: bytes) -> None:
-        """Sends the process a message, unless it has ended."""
+        """Sends the process its task, or a message, unless it has ended."""
         with contextlib.suppress(OSError):
             self.channel.send_bytes(message)
 
@@ -116,11 +108,13 @@ class Station:
       slices: the numbers of those of this machine; None if it has all.
       memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
       log_directory: for the output of hosts.
-      grace_secs: how long hosts may take to save and end after SIGTERM.
       interface: the address by which other machines reach this one.
 
     Attributes:
       train: what each host of a world runs; whoever leads or follows sets it.
+      number: of this machine, from 0; each has as many slices.
+      num_machines: of the run.
+      hosts: those that have not ended.
     """
 
     train: TrainFunction
@@ -130,9 +124,8 @@ class Station:
         hardware: Hardware,
         *,
         slices: Sequence[int] | None = None,
-        memory: host_process.SliceMemory | None = None,
+        memory: host.SliceMemory | None = None,
         log_directory: str,
-        grace_secs: float,
         interface: str = LOOPBACK,
     ) -> None:
         num_slices = min(hardware.hosts, hardware.slices)
@@ -140,22 +133,23 @@ class Station:
         self.hosts_per_slice = hardware.hosts // num_slices
         self.hardware = hardware
         self.log_directory = log_directory
-        self.grace_secs = grace_secs
         self.interface = interface
         self._memory = memory
         self._most_hosts = len(self.slices) * self.hosts_per_slice
+        self.number = self.slices[0] // len(self.slices)
+        self.num_machines = num_slices // len(self.slices)
         self._agents: dict[int, agent.AgentProcess] = {}
-        self._hosts: dict[Key, HostProcess] = {}
+        self.hosts: dict[Key, HostProcess] = {}
         self._standing_by: collections.deque[HostProcess] = collections.deque()
         # Of the host that was started last, and of one that has trained a step.
-        self._last: host_process.Program | None = None
-        self._example: host_process.Program | None = None
+        self._last: host.Program | None = None
+        self._example: host.Program | None = None
         # Slices whose devices are to compute wrong values: a fault.
         self._broken: frozenset[int] = frozenset()
         self._ports: list[socket.socket] = []
         with contextlib.ExitStack() as resources:
             resources.callback(self._end_all)
-            self._owned = host_process.Owned(
+            self._owned = host.Owned(
                 memory=memory,
                 kept=resources.enter_context(executables.kept()),
                 most_hosts=self._most_hosts,
@@ -167,16 +161,6 @@ class Station:
             self._resources = resources.pop_all()
 
     @property
-    def number(self) -> int:
-        """The number of this machine, from 0; each has as many slices."""
-        return self.slices[0] // len(self.slices)
-
-    @property
-    def num_machines(self) -> int:
-        """The number of machines of the run."""
-        return self.hardware.hosts // self._most_hosts
-
-    @property
     def hello(self) -> dict[str, Any]:
         """What a leader has to know of this machine."""
         return {
@@ -185,23 +169,18 @@ class Station:
             "port": self._ports[-1].getsockname()[1],
         }
 
-    @property
-    def channels(self) -> dict[connection.Connection, Key]:
-        """The channels of the hosts, for `connection.wait`."""
-        return {each.channel: key for key, each in self._hosts.items()}
-
     def do(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Carries out an order; returns the messages that it leads to."""
         match order:
-            case {"start": [int(world), int(host)]}:
-                self._start((world, host), order)
-                if host == 0:
+            case {"start": [int(world), int(number)]}:
+                self._start((world, number), order)
+                if number == 0:
                     self._reserve()
                     return [{"port": self.hello["port"]}]
-            case {"tell": key, "text": str(text)} if tuple(key) in self._hosts:
-                self._hosts[tuple(key)].tell(text.encode())
-            case {"signal": key, "number": int(number)} if tuple(key) in self._hosts:
-                self._hosts[tuple(key)].signal(number)
+            case {"tell": key, "text": str(text)} if tuple(key) in self.hosts:
+                self.hosts[tuple(key)].tell(text.encode())
+            case {"signal": key, "number": int(number)} if tuple(key) in self.hosts:
+                self.hosts[tuple(key)].signal(number)
             case {"fault": Kind.KILL_SLICE, "slice": number} if number in self._agents:
                 self._drop_memory(number)
             case {"fault": Kind.RETURN_SLICE, "slice": int(number)}:
@@ -212,38 +191,50 @@ class Station:
                 self._forget(agents)
         return []
 
-    def read(self, channel: connection.Connection, key: Key) -> dict[str, Any]:
-        """The next message of a host, or its end."""
+    def wait(self, secs: float, *extra: Any) -> Iterator[dict[str, Any]]:
+        """Waits for messages of hosts, or their ends; yields those that have come.
+
+        Args:
+          secs: how long, at most.
+          *extra: what ends the waiting when it is readable.
+        """
+        channels = {each.channel: key for key, each in self.hosts.items()}
+        ready = connection.wait([*channels, *extra], secs)
+        for channel, key in channels.items():
+            if channel in ready:
+                yield {"host": [*key], **self._read(channel, key)}
+
+    def _read(self, channel: connection.Connection, key: Key) -> dict[str, Any]:
         try:
             message = json.loads(channel.recv_bytes())
         except (EOFError, OSError):
-            return {"host": [*key], "exit": self._hosts.pop(key).wait()}
+            return {"exit": self.hosts.pop(key).wait()}
         if "stepped" in message:
             self._example = self._last
-        return {"host": [*key], **message}
+        return message
 
     def stand_by(self) -> None:
         """Starts a process for the next world, if there are too few; called often."""
         if self._example is not None and len(self._standing_by) < self._most_hosts:
-            example = functools.partial(host_process.run, self._example)
+            example = functools.partial(host.run, self._example)
             self._standing_by.append(HostProcess(example))
 
     def end_hosts(self) -> None:
         """Ends all hosts at once."""
-        for host in self._hosts.values():
-            host.signal(signal.SIGKILL)
-        while self._hosts:
-            self._hosts.popitem()[1].wait()
+        for each in self.hosts.values():
+            each.signal(signal.SIGKILL)
+        while self.hosts:
+            self.hosts.popitem()[1].wait()
 
     def close(self) -> None:
         """Ends the hosts and agents, and removes the executables."""
         self._resources.close()
 
-    def program(self, assignment: Assignment) -> host_process.Program:
+    def program(self, assignment: Assignment) -> host.Program:
         """What each host of this machine does in a world."""
         owned = dataclasses.replace(self._owned, broken=self._broken)
         return functools.partial(
-            host_process.run_host, self.train, self.hardware, assignment, owned
+            host.run_host, self.train, self.hardware, assignment, owned
         )
 
     def _start(self, key: Key, order: Mapping[str, Any]) -> None:
@@ -251,12 +242,12 @@ class Station:
         directory = f"{self.log_directory}/{os.path.basename(order['log'])}"
         storage.make_directory(directory)
         assignment = codec.decode(Assignment, order["assignment"])
-        member = codec.decode(Member, order["member"])
+        member = codec.decode(host.Member, order["member"])
         self._last = self.program(assignment)
-        host = self._waiting()
+        self.hosts[key] = self._waiting()
         log = f"{directory}/host-{member.host}.log"
-        host.begin(functools.partial(host_process.run, self._last, member, log))
-        self._hosts[key] = host
+        task = functools.partial(host.run, self._last, member, log)
+        self.hosts[key].tell(pickle.dumps(task))
 
     def _waiting(self) -> HostProcess:
         # A process without a task: one that stood by, unless it has died, or a new one.
@@ -306,11 +297,9 @@ class Station:
             run_files.forget_agent(self._memory.root(number), url)
 
     def _end_all(self) -> None:
-        for each in self._standing_by:
-            each.signal(signal.SIGKILL)
+        # Those that stand by end as hosts do.
+        self.hosts |= {(0, -n): each for n, each in enumerate(self._standing_by)}
         self.end_hosts()
-        while self._standing_by:
-            self._standing_by.popleft().wait()
         while self._agents:
             self._agents.popitem()[1].close()
         while self._ports:

@@ -311,12 +311,9 @@ class SimulatedCluster(cluster.Cluster):
             )
             emit("host_lost", host=killed.host, why=killed.message)
             raise WorldLostError(
-                killed.message,
-                hosts=frozenset({killed.host}),
-                at_secs=at_secs,
-                failures=[killed],
+                [killed],
                 num_hosts=len(work.slices) * plan.hosts_per_slice,
-                gone=frozenset(self._lost.intersection(work.slices)),
+                gone=self._lost.intersection(work.slices),
             ) from None
         finally:
             self._world = frozenset()

@@ -316,7 +316,7 @@ def work(config: schema.Config, groups: Groups) -> decision.Work:
     full = groups.some(number)
     if config.world.hardware != "cpu" and config.world.hosts == 1:
         # It has the devices that JAX finds; only the host itself may look.
-        return decision.Work.of_any_rows(full.devices)
+        return decision.Work(devices_per_slice=full.devices)
     rows = batch_size.global_batch_size(config.data, full)
     return decision.Work(
         num_slices=number,

@@ -119,7 +119,6 @@ def on_hosts(
                 config.world,
                 memory=memory,
                 log_directory=journal.logs_of(config),
-                grace_secs=limits.grace_secs,
                 **there,
             )
         )

@@ -508,8 +508,8 @@ class ElasticSection:
     faults: str = key(
         "",
         "Failures to inject, for tests and demonstrations: [{kill_slice: 1, at_step:"
-        " 40}, {return_slice: 1, at_step: 80}]. Others are preempt_slice, break_slice,"
-        " kill_host and hang_host.",
+        " 40}, {return_slice: 1, at_step: 80}]. Others are break_slice, kill_host and"
+        " hang_host.",
         lists="any",
     )
 

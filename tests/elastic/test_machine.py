@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import types
+from multiprocessing import connection
 
 import pytest
 
@@ -30,8 +31,7 @@ class Station:
     """Of a machine without hosts; it notes the agents that are gone."""
 
     interface = "127.0.0.1"
-    grace_secs = 600
-    channels = types.MappingProxyType({})
+    hosts = types.MappingProxyType({})
 
     def __init__(self, number):
         self.number, self.num_machines = number, 2
@@ -39,6 +39,10 @@ class Station:
         self.hello = {"agents": [f"http://m{number}"], "port": 1}
         self.hello |= {"interface": self.interface}
         self.forgotten = []
+
+    def wait(self, secs, *extra):
+        connection.wait(extra, secs)
+        return ()
 
     def do(self, order):
         self.forgotten += order.get("forget", [])
@@ -177,8 +181,7 @@ def test_a_leader_that_stood_still_follows_the_one_that_has_its_claim(machines):
     stale = machines.start(0, await_other, lost_secs=4.0)
     machines.await_event(0, "leader_found")
     second = machines.supervisor(1, await_other)
-    second._claims.look()
-    second._claims.note_end(second._claims.leader().term, "it has ended")
+    second._claims.note_end(second._claims.look().term, "it has ended")
     # As `start` does.
     second.run()
     machines.join()
@@ -207,7 +210,7 @@ def test_the_next_leader_comes_at_once_when_nothing_listens_any_more(machines):
 
 
 def test_a_leader_that_waits_in_vain_gives_way_to_one_that_reaches_more(machines):
-    first = machines.supervisor(0, None)
+    first = machines.supervisor(0, None, lost_secs=0.1)
 
     def lead(cluster, emit):
         emit("waiting_for_slices", why="there are too few", within_secs=600.0)
@@ -218,48 +221,61 @@ def test_a_leader_that_waits_in_vain_gives_way_to_one_that_reaches_more(machines
     first._lead_run, first._expected = lead, {0}
     first._claims.look()
     assert first._lead(None) is None
-    # It leaves the claim to others for a while, and does so once.
-    assert first._rests_until_secs > time.monotonic()
+    # It does so once.
+    assert not first._may_give_way
     assert not first._claims.has_lead
+
+
+@contextlib.contextmanager
+def led(machines, meet):
+    """Machine 0 holds the claim, and meets each machine that connects."""
+    first = machines.supervisor(0, None)
+    listener = link.Listener("127.0.0.1", 600)
+    first._claims.look()
+    assert first._claims.take(listener.address, listener.key, renewed_to=print)
+
+    def lead():
+        while near := listener.accepted.get():
+            near.send(**meet())
+            near.close()
+
+    thread = threading.Thread(target=lead)
+    thread.start()
+    yield listener
+    listener.accepted.put(None)
+    thread.join()
+    listener.close()
+    first._claims.give_back()
+
+
+TAKEN = {"agents": [], "machines": [0, 1]}
 
 
 def test_sigterm_while_the_hosts_of_a_lost_leader_end_ends_the_machine(machines):
     before = signal.signal(signal.SIGTERM, lambda *_: None)
-    listener = link.Listener("127.0.0.1", 600)
-    first = machines.supervisor(0, None)
-    first._claims.look()
-    assert first._claims.take(listener.address, listener.key, renewed_to=print)
     second = machines.supervisor(1, None)
     second._own.end_hosts = lambda: os.kill(os.getpid(), signal.SIGTERM)
-    second._claims.look()
-
-    def lead():
-        near = listener.accepted.get()
-        near.send(agents=[], machines=[0, 1])
-        near.close()
-
-    thread = threading.Thread(target=lead)
-    thread.start()
-    assert second._follow(second._claims.leader()) is True
-    thread.join()
-    first._claims.give_back()
-    listener.close()
+    with led(machines, lambda: TAKEN):
+        assert second._follow(second._claims.look()) is True
     signal.signal(signal.SIGTERM, before)
 
 
+def test_a_machine_that_is_refused_after_it_has_followed_gives_up(machines):
+    answers = [TAKEN]
+    with (
+        led(machines, lambda: answers.pop() if answers else {"refused": "two of it"}),
+        pytest.raises(errors.RunError, match="two of it"),
+    ):
+        machines.supervisor(1, None, wait_secs=0.5).run()
+
+
 def test_a_leader_that_cannot_be_reached_is_named_with_its_claim(machines):
-    first = machines.supervisor(0, None)
-    listener = link.Listener("127.0.0.1", 600)
-    first._claims.look()
-    assert first._claims.take(listener.address, listener.key, renewed_to=print)
-    listener.close()
-    second = machines.supervisor(1, None, wait_secs=0.0)
-    with pytest.raises(errors.RunError) as refused:
-        second.run()
-    first._claims.give_back()
-    leader = f"machine 0, which leads the run, at {listener.address}"
+    with led(machines, dict) as listener:
+        listener.close()
+        with pytest.raises(errors.RunError) as refused:
+            machines.supervisor(1, None, wait_secs=0.0).run()
     said = str(refused.value)
-    assert leader in said
+    assert f"machine 0, which leads the run, at {listener.address}" in said
     assert "Connection refused" in said
     claim = machines.directory / leader_claim.DIRECTORY / "1.json"
     assert f"Its claim is {claim}, and is renewed" in said

@@ -1,12 +1,10 @@
 """The loop of an elastic run, over a cluster whose slices come and go by a script."""
 
-import time
-
 import pytest
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import decision, runtime
-from elastic_ckpt.elastic.failures import WorldLostError
+from elastic_ckpt.elastic.failures import WorldLostError, silent_death
 
 SETTLED = 1e6
 RATES = {"tokens": 9, "learning_rate": 0.1}
@@ -69,9 +67,7 @@ def loses(*numbers, returned_secs=None, step=None):
             del cluster.present[number]
             if returned_secs is not None:
                 cluster.present[number] = returned_secs
-        lost = frozenset(numbers)
-        at_secs = time.monotonic()
-        raise WorldLostError(f"the loss of {numbers}", hosts=lost, at_secs=at_secs)
+        raise WorldLostError([silent_death(0, -9)], num_hosts=9, gone=numbers)
 
     return world
 
@@ -164,15 +160,60 @@ def test_worlds_have_the_slices_that_are_decided_on(name):
     assert "max_slices" not in policy or not cluster.waited
 
 
-def test_a_run_waits_for_slices_and_ends_if_none_comes():
-    cluster = ScriptedCluster(range(2), [loses(0)])
-    events = []
-    message = r"slices \[1\] usable, and min_slices=2, for 0 s; bring slices back"
+def trains(first, until):
+    """A world that trains some steps, and loses hosts, but no slice."""
+
+    def world(cluster):
+        for step in range(first, until):
+            cluster.emit("step_done", step=step)
+        raise WorldLostError([silent_death(0, -9)], num_hosts=9)
+
+    return world
+
+
+def raises(cluster):
+    del cluster
+    raise errors.RunError("ZeroDivisionError")
+
+
+# The slices there are, what happens in each world, the policy, how many worlds run, and
+# the error.
+QUARANTINE = {"min_slices": 2, "quarantine_failures": 1, "wait_secs": 0}
+ENDS = {
+    "no slice comes": (
+        *(2, [loses(0)], {"min_slices": 2, "wait_secs": 0.02}, 1),
+        r"slices \[1\] usable, and min_slices=2, for 0 s; bring slices back",
+    ),
+    "slices are quarantined": (
+        *(2, [loses(1, **BACK)], QUARANTINE, 1),
+        r"slices \[1\] quarantined after repeated failures, for 0 s; bring",
+    ),
+    "worlds are lost without a new step": (
+        *(4, [loses(0), loses(1), loses(2), ends], {"max_retries": 2}, 3),
+        "3 worlds in a row were lost without a new step, .* run again: host 0",
+    ),
+    "worlds fail before a save": (
+        *(1, [trains(11, 14)] * 4, {"max_retries": 2}, 3),
+        "3 worlds in a row",
+    ),
+    "there are no retries": (
+        *(4, [loses(3)], {"max_retries": 0}, 1),
+        "^host 0 failed: killed by SIGKILL",
+    ),
+    "the training fails": (4, [raises, ends], {"max_retries": 5}, 1, "ZeroDivision"),
+}
+
+
+@pytest.mark.parametrize("why", ENDS)
+def test_a_run_ends_if(why):
+    present, worlds, policy, count, message = ENDS[why]
+    cluster, events = ScriptedCluster(range(present), worlds), []
     with pytest.raises(errors.RunError, match=message):
-        run(cluster, events, min_slices=2, wait_secs=0.02)
-    assert cluster.waited
-    waiting = [fields for name, fields in events if name == "waiting_for_slices"]
-    assert len(waiting) == 1
+        run(cluster, events, **policy)
+    assert len(cluster.ran) == count
+    is_told = why == "no slice comes"
+    assert bool(cluster.waited) == is_told
+    assert len(named(events, "waiting_for_slices")) == is_told
 
 
 def test_a_run_with_too_few_slices_has_a_verdict_before_its_first_world():
@@ -184,38 +225,12 @@ def test_a_run_with_too_few_slices_has_a_verdict_before_its_first_world():
     assert (judged["world"], judged["step"]) == (0, 0)
 
 
-def test_worlds_that_are_lost_without_a_new_step_end_the_run_with_the_first_cause():
-    cluster = ScriptedCluster(range(4), [loses(0), loses(1), loses(2), ends])
-    message = "3 worlds in a row were lost without a new step, .* run again: the loss"
-    with pytest.raises(errors.RunError, match=message) as error:
-        run(cluster, max_retries=2)
-    assert "(0,)" in str(error.value)
-    assert len(cluster.ran) == 3
-
-
-def trains(first, until):
-    """A world that trains some steps, and loses hosts, but no slice."""
-
-    def world(cluster):
-        for step in range(first, until):
-            cluster.emit("step_done", step=step)
-        raise WorldLostError("killed", hosts=frozenset([0]), at_secs=time.monotonic())
-
-    return world
-
-
 def test_a_run_goes_on_while_each_world_begins_later_than_the_lost_one_did():
     # The slice with the newest steps is lost, and its memory.
     again = [trains(first, first + 200) for first in range(4001, 5001, 200)]
     cluster = ScriptedCluster(range(1), [trains(4900, 5001), *again, ends])
     run(cluster, max_retries=2)
     assert len(cluster.ran) == 7
-
-
-def test_a_world_that_fails_again_before_a_save_is_not_progress():
-    cluster = ScriptedCluster(range(1), [trains(11, 14)] * 4)
-    with pytest.raises(errors.RunError, match="3 worlds in a row"):
-        run(cluster, max_retries=2)
 
 
 def test_what_a_change_of_slices_took_is_told_after_the_first_step():
@@ -239,30 +254,6 @@ def test_what_a_change_of_slices_took_is_told_after_the_first_step():
     assert finished["secs"] >= recovered["secs"] > 0
     names = [name for name, _ in events]
     assert names[names.index("recovered") - 1] == "step_done"
-
-
-def test_without_retries_the_loss_itself_is_raised():
-    cluster = ScriptedCluster(range(4), [loses(3)])
-    with pytest.raises(WorldLostError, match="the loss of"):
-        run(cluster, max_retries=0)
-
-
-def test_an_error_of_the_training_is_not_retried():
-    def raises(cluster):
-        del cluster
-        raise errors.RunError("ZeroDivisionError")
-
-    cluster = ScriptedCluster(range(4), [raises, ends])
-    with pytest.raises(errors.RunError, match="ZeroDivisionError"):
-        run(cluster, max_retries=5)
-    assert len(cluster.ran) == 1
-
-
-def test_a_run_that_lacks_slices_because_of_a_quarantine_names_them_in_its_error():
-    cluster = ScriptedCluster(range(2), [loses(1, returned_secs=SETTLED)])
-    message = r"slices \[1\] quarantined after repeated failures, for 0 s; bring"
-    with pytest.raises(errors.RunError, match=message):
-        run(cluster, min_slices=2, quarantine_failures=1, wait_secs=0)
 
 
 def requests(scaled):
@@ -298,7 +289,7 @@ def test_slices_that_are_preempted_are_left_even_if_the_others_have_to_wait():
     cluster = ScriptedCluster(range(2), [preempts(1)])
     with pytest.raises(errors.RunError, match="min_slices=2, for 0 s"):
         run(cluster, min_slices=2, wait_secs=0.01)
-    assert isinstance(cluster.decided, decision.Wait | decision.Stop)
+    assert isinstance(cluster.decided, decision.Wait)
 
 
 def test_without_retries_a_run_ends_when_a_slice_is_preempted():

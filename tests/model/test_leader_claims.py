@@ -48,12 +48,11 @@ def machine(directory, number):
 
 def take(claims):
     """Looks, and takes the claim if it is free."""
-    claims.look()
     return is_free(claims) and claims.take("a:1", "key", renewed_to=lambda _: None)
 
 
 def is_free(claims):
-    leader = claims.leader()
+    leader = claims.look()
     return leader is None or bool(leader.lost)
 
 
@@ -86,7 +85,6 @@ class Claims(RuleBasedStateMachine):
         claims = self.machines[number]
         if claims.has_lead:
             return
-        claims.look()
         self.free[number] = is_free(claims)
         if self.free[number] and not self.is_back:
             # Never before the claim has lapsed.
@@ -189,8 +187,7 @@ def test_a_leader_that_stands_still_within_a_change_of_its_claim_has_lost_it(
             if act == "renew":
                 assert not first.check()
             assert second.check()
-            third.look()
-            assert third.leader().machine == 1
+            assert third.look().machine == 1
             second.give_back()
             assert take(third)
             assert not first.check()
@@ -229,18 +226,16 @@ def test_a_crash_within_any_change_of_a_claim_leaves_one_that_can_be_taken(tmp_p
                 turn(first, virtual)
             lapse(second, virtual)
             assert take(second)
-            third.look()
-            assert third.leader().machine == 1
+            assert third.look().machine == 1
 
 
 def test_a_process_that_has_ended_is_not_waited_for(tmp_path):
     with simulated():
         first, second = machine(tmp_path, 0), machine(tmp_path, 1)
         assert take(first)
-        second.look()
-        assert not second.leader().lost
-        second.note_end(second.leader().term, "nothing listens at a:1 any more")
-        assert second.leader().lost == "nothing listens at a:1 any more"
+        assert not second.look().lost
+        second.note_end(second.look().term, "nothing listens at a:1 any more")
+        assert second.look().lost == "nothing listens at a:1 any more"
         assert take(second)
         # The next one is another process.
         assert not take(first)
@@ -269,10 +264,7 @@ def test_a_request_that_was_carried_out_though_it_failed_is_no_leader(
             patch.setattr(storage, "create", fail)
             with pytest.raises(OSError):  # noqa: PT011
                 first.take("a:1", "key", renewed_to=lambda _: None)
-        first.look()
-        assert first.leader() is None
-        second.look()
-        assert second.leader().machine == 0
+        assert first.look() is None
+        assert second.look().machine == 0
         assert take(first)
-        second.look()
-        assert second.leader().term == 3
+        assert second.look().term == 3

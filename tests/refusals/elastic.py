@@ -46,6 +46,10 @@ REFUSALS = {
     "processes: no slice": Refusal(
         processes(slices=0), r"slices=0\): give a whole number of at least 1"
     ),
+    "processes: a fault of no slice": Refusal(
+        processes(slices=2, injected=[faults.Fault(kind="kill_slice", target=2)]),
+        "the run has slices 0 to 1; name one of them",
+    ),
     "processes: on TPUs": Refusal(
         processes(slices=2, hardware="tpu"), r"use ec\.elastic\.Pathways"
     ),
