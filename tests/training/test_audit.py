@@ -1,5 +1,6 @@
 """An audit passes what a run on one host trains on, and finds every other log."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -7,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_ckpt.core import jsonlog
 from elastic_ckpt.data import rows, stages
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.training import audit, step_log
 from tests import conftest, formats
 from tests.formats import of_stage
@@ -50,9 +53,7 @@ def logged(batches, *, first=0, **changes):
 
 
 def audited(attempts, data, **options):
-    return audit.audit(
-        attempts, lambda _: data, num_records=data.num_records, **options
-    )
+    return audit.audit(attempts, lambda _: data, **options)
 
 
 def test_one_host_run_passes_over_several_epochs(data, batches):
@@ -234,7 +235,7 @@ def parts(tmp_path_factory):
 
 def check_one_host_run(run):
     """The rows that the audit reads again are those of the run, byte for byte."""
-    outcome = audit.audit(run.attempts, run.data.__getitem__)
+    outcome = audit.audit(run.attempts, run.data_of)
     assert outcome.passed, outcome
     assert outcome.num_identical_steps == outcome.num_steps
 
@@ -274,19 +275,63 @@ def test_rows_that_were_read_ahead_may_have_been_trained_before_in_other_batches
 
 
 def test_attempts_whose_files_are_missing_are_a_difference(data, batches):
-    world = [0, 1, 2, 3]
     # The last one has retrained steps of those before it, so that no step is missing.
     first, second, third = (
-        logged(batches[n : n + 6], first=n, attempt=n, world=world[n])
-        for n in (1, 2, 3)
+        logged(batches[begin:stop], first=begin, attempt=n, world=n)
+        for n, begin, stop in ((1, 1, 8), (2, 2, 8), (3, 3, 9))
     )
     first = dataclasses.replace(logged(batches[:8], world=1), attempt=1)
-    assert audited([first, second, third], data, newest_world=3).passed
+    noted = {"num_attempts": 3, "newest_world": 3}
+    assert audited([first, second, third], data, **noted).passed
     for left, problem in (
         ([second, third], "attempt 1 is missing"),
         ([first, third], "attempt 2 is missing"),
-        ([first, second], "world 3 saved steps, but the newest attempt is of 2"),
+        ([first, second], "attempt 3 is missing"),
     ):
-        outcome = audited(left, data, newest_world=3)
+        outcome = audited(left, data, **noted)
         assert not outcome.passed
         assert problem in outcome.first_difference
+
+
+CLAIMED = [{"event": "world_claimed", "world": 1}, {"event": "save_started"}]
+CLAIMS = [*CLAIMED, {"event": "world_claimed", "world": 2}]
+
+
+@pytest.mark.parametrize(
+    ("program", "events", "problem"),
+    [
+        ("loop", [{"event": "run_started"}] * 2, "attempt 2 is missing"),
+        ("train", [{"event": "run_started"}] * 2, ""),
+        # The second start may have been killed before its attempt.
+        ("train", CLAIMS, ""),
+        ("train", [*CLAIMS, {"event": "save_started"}], "world 2 saved steps, but"),
+    ],
+)
+def test_newest_attempt_that_was_lost_is_known_by_the_events(
+    tmp_path, corpus, batches, program, events, problem
+):
+    settings = {"data_shuffle_seed": 7, "max_target_length": 16}
+    record = run_files.RunRecord(
+        run="lost",
+        program=program,
+        steps_directory=str(tmp_path / "checkpoints"),
+        every=0,
+        at_end=False,
+        ram=(),
+        first_step=1,
+        data={**settings, "grain_train_files": corpus, "grain_num_threads": 0},
+        settings={},
+    )
+    run_files.write(tmp_path, record)
+    attempt = logged(batches[:3], world=1, data=record.data)
+    header = {"version": step_log.VERSION, **dataclasses.asdict(attempt)}
+    steps = header.pop("records")
+    path = tmp_path / step_log.DIRECTORY / "attempt-00001.jsonl"
+    assert jsonlog.create(path, header)
+    for log, lines in ((path, steps), (tmp_path / run_files.EVENTS, events)):
+        with contextlib.closing(jsonlog.writer(log)) as writing:
+            for line in lines:
+                writing.append(line)
+    outcome = audit.RunAudit(str(tmp_path)).outcome()
+    assert outcome.passed == (not problem), outcome
+    assert problem in outcome.first_difference
