@@ -240,7 +240,6 @@ class SimulatedCluster(cluster.Cluster):
         # The slices of the world that runs, and those lost since it began.
         self._world: frozenset[int] = frozenset()
         self._lost: set[int] = set()
-        self._has_trained = False
         self._step = self._newest_step = 0
         self._saves = Saves(plan)
 
@@ -262,7 +261,6 @@ class SimulatedCluster(cluster.Cluster):
 
     def wait(self, secs: float) -> None:
         """Lets time pass, at most until the slices may have changed."""
-        self._has_trained = False
         moment = self._next_moment()
         if moment == math.inf:
             raise _TimeIsUpError
@@ -271,12 +269,13 @@ class SimulatedCluster(cluster.Cluster):
     def restart(self) -> None:
         """Prepares another start of the run, which has ended, and forgets its failures.
 
-        If it ended for want of slices, the next start waits for a change of them.
+        Without enough slices the next start waits for a change of them.
         """
         self._failures.clear()
-        if not self._has_trained:
+        present, plan = self.slices(frozenset()), self._plan
+        decided = decision.decide(present, plan.policy, plan.work)
+        if not isinstance(decided, decision.Train):
             self.wait(math.inf)
-        self._has_trained = False
 
     def run_world(
         self,
@@ -289,7 +288,7 @@ class SimulatedCluster(cluster.Cluster):
         """Trains in virtual time until the steps are done, or the slices change."""
         del train
         plan, work = self._plan, assignment.work
-        self._world, self._has_trained = frozenset(work.slices), True
+        self._world = frozenset(work.slices)
         self._lost.clear()
         try:
             self._start(emit)
@@ -309,7 +308,6 @@ class SimulatedCluster(cluster.Cluster):
                 is_silent=True,
                 at_secs=at_secs,
             )
-            emit("host_lost", host=killed.host, why=killed.message)
             raise WorldLostError(
                 killed.message,
                 hosts=frozenset({killed.host}),
@@ -358,15 +356,14 @@ class SimulatedCluster(cluster.Cluster):
             self.counts["rows"] += max(0, self._step - self._newest_step) * work.rows
             self._newest_step = max(self._newest_step, self._step)
             emit("step", step=self._step)
-            return Save(self._step, held)
-
-        def save_if_due(save: Save) -> None:
+            save = Save(self._step, held)
             if self._step % plan.period == 0:
                 secs = self._saves.begin(save, now=self.now)
                 self._advance(secs)
                 emit("save_blocked", step=self._step, secs=secs)
+            return save
 
-        save_if_due(do_steps(1, plan.costs.first_step_secs))
+        do_steps(1, plan.costs.first_step_secs)
         while self._step < plan.steps:
             moment = self._next_moment()
             # Until the next save, the end, the first new step, or the moment.
@@ -377,13 +374,13 @@ class SimulatedCluster(cluster.Cluster):
                 again or math.inf,
                 max(1, (moment - self.now) // step_secs),
             )
-            save_if_due(do_steps(int(count), int(count) * step_secs))
+            do_steps(int(count), int(count) * step_secs)
             is_done = self._step >= plan.steps
             if self.now >= moment and not is_done and (decided := has_changed()):
                 # The hosts agree on a step, save it, and leave.
                 emit("world_leaving", slices=cluster.leaving_for(decided))
                 save = do_steps(1, step_secs)
-                self._advance(plan.costs.leave_secs)
+                self._advance(plan.costs.end_secs)
                 self._saves.finish(save, now=self.now)
                 emit("world_left", step=self._step)
                 return False

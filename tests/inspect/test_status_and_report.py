@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from elastic_ckpt.cli import status as verb
 from elastic_ckpt.core import metrics, storage
 from elastic_ckpt.inspect import page, run_files, status
-from elastic_ckpt.tiers import find, source
 from elastic_ckpt.monitoring import goodput
+from elastic_ckpt.tiers import find, source
 from elastic_ckpt.training import report
 from tests.tiers import saved_worlds
 
