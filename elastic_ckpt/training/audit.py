@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import json
 import os
 import pkgutil
@@ -279,13 +278,14 @@ def _lost_file(
     numbers = {each.attempt for each in attempts}
     absent = set(range(1, max(*numbers, num_attempts) + 1)) - numbers
     world = max(each.world for each in attempts)
-    if absent:
-        what = f"attempt {min(absent)} is missing"
-    elif newest_world > world:
-        what = f"world {newest_world} saved steps, but the newest attempt is of {world}"
-    else:
+    problems = [f"attempt {number} is missing" for number in sorted(absent)]
+    if newest_world > world:
+        problems.append(
+            f"world {newest_world} saved steps, but the newest attempt is of {world}"
+        )
+    if not problems:
         return ""
-    return f"the step log is incomplete: {what}; restore its files from a copy"
+    return f"the step log is incomplete: {problems[0]}; restore its files from a copy"
 
 
 def _num_within(ids: np.ndarray, ranges: state.Ranges) -> int:
@@ -427,8 +427,7 @@ def _named(name: str) -> elastic_data.ElasticData:
     sys.path.insert(0, own)
     try:
         data = pkgutil.resolve_name(name)
-        if callable(data):
-            inspect.signature(data).bind()
+        data = data() if callable(data) else data
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise errors.ConfigError(
             f"--data {name}: {error}; write MODULE:NAME, of a module that can be"
@@ -438,7 +437,5 @@ def _named(name: str) -> elastic_data.ElasticData:
     finally:
         if own in sys.path:
             sys.path.remove(own)
-    if callable(data):
-        data = data()
     elastic_data.check(data, caller=f"--data {name}")
     return data

@@ -385,13 +385,11 @@ class Provenance:
         for number, read_cursors in self._saved:
             cursor = read_cursors([turn.shard])[turn.shard]
             until = provenance.read_until(cursor, name, is_exact=True)
-            if until is None or until > turn.at:
-                continue
-            opened = self._opened(
-                turn.shard, number, read_cursors, watched=(name, turn.number)
-            )
-            with opened as followed:
-                followed.next()
+            if until is not None and until <= turn.at:
+                watched = name, turn.number
+                start = turn.shard, number, read_cursors
+                with self._opened(*start, watched=watched) as followed:
+                    followed.next()
                 # Rows before the state may have a part of what is read at once.
                 if not followed.is_read:
                     return number, read_cursors
