@@ -13,7 +13,6 @@ order has.
 
 from __future__ import annotations
 
-import bisect
 import collections
 import contextlib
 import dataclasses
@@ -179,7 +178,8 @@ class Provenance:
         sizes = (each.rows for each in read[:-1])
         self._histories = [*itertools.accumulate(sizes, rows.after, initial=())]
         # The states between these batches, by the pipeline that made them, the newest
-        # first: the number of the next batch, and the cursors of shards.
+        # first: the number of the next batch, and the cursors of shards. At last the
+        # beginning.
         self._saved: list[tuple[int, elastic_data.ReadCursors]] = []
         numbers = {history: n for n, history in enumerate(self._histories)}
         by_row = sorted(saved, key=lambda each: -each[0].row)
@@ -191,6 +191,7 @@ class Provenance:
                 number = numbers.get(state.history_of(each.position), 0)
                 if number and each.pipeline == self._data[number - 1].identity():
                     self._saved.append((number, read_cursors))
+        self._saved.append((0, dict.fromkeys))
 
     @classmethod
     def of_run(cls, run: audit.RunAudit) -> Provenance:
@@ -276,11 +277,10 @@ class Provenance:
                 )
                 found[place - batch.row] = (piece,)
             return tuple(found)
-        before = (saved for saved in self._saved if saved[0] <= number)
-        first, read_cursors = next(before, (0, None))
+        start = next(saved for saved in self._saved if saved[0] <= number)
         for shard in {*self._shards(number).tolist()}:
-            with self._opened(shard, first, read_cursors) as followed:
-                through = range(first, number + 1)
+            with self._opened(shard, *start) as followed:
+                through = range(start[0], number + 1)
                 for at, row, pieces in self._rows(followed, shard, through):
                     if at == number:
                         found[row] = tuple(pieces or ())
@@ -296,12 +296,12 @@ class Provenance:
         self,
         shard: int,
         number: int,
-        read_cursors: elastic_data.ReadCursors | None,
+        read_cursors: elastic_data.ReadCursors,
         *,
         watched: tuple[str, int] | None = None,
     ) -> contextlib.closing[provenance.FollowedShard]:
         # A shard before a batch.
-        cursor = read_cursors([shard])[shard] if read_cursors else None
+        cursor = read_cursors([shard])[shard]
         data = _sharded(self._data[number])
         row = rows.emitted(data.num_shards, self._histories[number])[shard]
         return contextlib.closing(
@@ -331,9 +331,9 @@ class Provenance:
         for place in range(min(stop, len(data.order))):
             if data.order[place] != wanted:
                 continue
-            batch = self._batches[bisect.bisect(self._batches, place, key=_row) - 1]
-            is_read = place < batch.stop
-            uses = self._uses(batch, place - batch.row) if is_read else []
+            batch = next(b for b in reversed(self._batches) if b.row <= place)
+            row = place - batch.row
+            uses = self._uses(batch, row) if row < batch.rows else []
             yield Found(
                 dataset="",
                 file=data.files[at],
@@ -380,20 +380,19 @@ class Provenance:
 
     def _start(
         self, name: str, turn: records.Turn
-    ) -> tuple[int, elastic_data.ReadCursors | None]:
+    ) -> tuple[int, elastic_data.ReadCursors]:
         # The batch, and the cursors before it, from which a record is followed.
-        for number, read_cursors in self._saved:
-            cursor = read_cursors([turn.shard])[turn.shard]
+        watched = name, turn.number
+        for start in self._saved[:-1]:
+            cursor = start[1]([turn.shard])[turn.shard]
             until = provenance.read_until(cursor, name, is_exact=True)
             if until is not None and until <= turn.at:
-                watched = name, turn.number
-                start = turn.shard, number, read_cursors
-                with self._opened(*start, watched=watched) as followed:
+                with self._opened(turn.shard, *start, watched=watched) as followed:
                     followed.next()
                 # Rows before the state may have a part of what is read at once.
                 if not followed.is_read:
-                    return number, read_cursors
-        return 0, None
+                    return start
+        return self._saved[-1]
 
     def _followed(self, name: str, part: records.Records, turn: records.Turn) -> Found:
         start, watched = self._start(name, turn), (name, turn.number)
@@ -440,10 +439,6 @@ class Provenance:
             document_tokens=tokens,
             uses=tuple(sorted(uses, key=lambda use: (use.attempt, use.step))),
         )
-
-
-def _row(batch: Record) -> int:
-    return batch.row
 
 
 def _sharded(data: elastic_data.ElasticData) -> sharded_data.ShardedData:
