@@ -134,9 +134,9 @@ class UsedBatch:
 class Provenance:
     """Answers questions about the documents of a run.
 
-    It knows the batches of the run as it is, those that it left out, and those after
-    its last step that an earlier attempt has trained. Batches in another place of the
-    stream, such as those of another size that were trained again, are not followed.
+    It knows the batches of the run as it is, and those that it left out. Batches that
+    only an attempt that went back has trained in the place of others, or beyond the
+    last step of the run, are not followed.
 
     Args:
       attempts: the step log.
@@ -164,18 +164,10 @@ class Provenance:
         self._trained: dict[int, list[Record]] = collections.defaultdict(list)
         for record in itertools.chain.from_iterable(a.records for a in attempts):
             self._trained[record.row].append(record)
-        read = [batch.record for batch in audit.stream(attempts, data_of)]
-        self._current_end = read[-1].stop
-        # The origins of rows depend on the sizes of all batches before them: an attempt
-        # goes on from a batch only if it has trained the same one.
-        for attempt in reversed(attempts):
-            for before, later in itertools.pairwise(attempt.records):
-                if (before.row, before.digest) == (read[-1].row, read[-1].digest):
-                    read.append(later)
-        self._batches = read
-        self._data = [*map(data_of, read)]
+        self._batches = [each.record for each in audit.stream(attempts, data_of)]
+        self._data = [*map(data_of, self._batches)]
         # The sizes of the batches before each.
-        sizes = (each.rows for each in read[:-1])
+        sizes = (each.rows for each in self._batches[:-1])
         self._histories = [*itertools.accumulate(sizes, rows.after, initial=())]
         # The states between these batches, by the pipeline that made them, the newest
         # first: the number of the next batch, and the cursors of shards. At last the
@@ -254,13 +246,13 @@ class Provenance:
             trained = itertools.chain.from_iterable(self._trained.values())
             steps = {each.step + self._first_step for each in trained}
             why = (
-                "and the run went back before it and trained again in batches of"
-                " another size; it is not followed"
+                ", and the run went back before it; only what was trained again, or left"
+                " out, is followed"
                 if step in steps
-                else f"by no attempt of the run; its steps are {min(steps)} to"
+                else f" by no attempt of the run; its steps are {min(steps)} to"
                 f" {max(steps)}"
             )
-            raise errors.DataError(f"step {step} was trained {why}")
+            raise errors.DataError(f"step {step} was trained{why}")
 
     def _documents(self, number: int) -> tuple[tuple[provenance.Piece, ...], ...]:
         # Of each row of a batch.
@@ -327,20 +319,20 @@ class Provenance:
     ) -> Iterator[Found]:
         ((_, at),) = _located({"": data.files}, file)
         wanted = next(records.turns(_texts(data), at, record)).number
-        stop = -(-self._current_end // data.num_records) * data.num_records
+        end = self._batches[-1].stop
+        stop = -(-end // data.num_records) * data.num_records
         for place in range(min(stop, len(data.order))):
             if data.order[place] != wanted:
                 continue
             batch = next(b for b in reversed(self._batches) if b.row <= place)
-            row = place - batch.row
-            uses = self._uses(batch, row) if row < batch.rows else []
+            uses = self._uses(batch, place - batch.row) if place < end else []
             yield Found(
                 dataset="",
                 file=data.files[at],
                 record=record,
                 epoch=place // data.num_records,
                 shard=None,
-                outcome=self._outcome(uses, place),
+                outcome=_outcome(uses) if place < end else "not_yet_used",
                 document_tokens=None,
                 uses=tuple(uses),
             )
@@ -361,11 +353,6 @@ class Provenance:
             for record in self._trained.get(batch.row, ())
             if record.digest == batch.digest
         ]
-
-    def _outcome(self, uses: Sequence[Use], row: int) -> Outcome:
-        if any(use.is_current for use in uses):
-            return "used"
-        return "left_out" if row < self._current_end else "not_yet_used"
 
     def _named(self, file: str) -> list[tuple[str, int, records.Records]]:
         # The parts of the run that have a file, and the number of the file in each.
@@ -397,15 +384,15 @@ class Provenance:
     def _followed(self, name: str, part: records.Records, turn: records.Turn) -> Found:
         start, watched = self._start(name, turn), (name, turn.number)
         uses: list[Use] = []
-        places: list[int] = []
-        num_tokens, is_over = 0, False
+        has_rows = is_over = False
+        num_tokens = 0
         with self._opened(turn.shard, *start, watched=watched) as followed:
             numbers = range(start[0], len(self._batches))
             read = self._rows(followed, turn.shard, numbers)
             for some in iter(lambda: [*itertools.islice(read, _CHECK_ROWS)], []):
                 for number, row, pieces in some:
+                    has_rows |= bool(pieces)
                     for piece in pieces or ():
-                        places.append(self._batches[number].row)
                         uses += self._uses(self._batches[number], row, piece)
                         num_tokens += piece.num_tokens or 0
                 number, _, pieces = some[-1]
@@ -420,8 +407,8 @@ class Provenance:
                     break
         tokens = followed.watched_tokens
         outcome: Outcome = "read_ahead"
-        if places:
-            outcome = self._outcome(uses, min(places))
+        if has_rows:
+            outcome = _outcome(uses)
         elif not followed.is_read:
             outcome = "corrupt" if is_over else "not_yet_used"
         elif tokens is not None and tokens < 2:
@@ -439,6 +426,11 @@ class Provenance:
             document_tokens=tokens,
             uses=tuple(sorted(uses, key=lambda use: (use.attempt, use.step))),
         )
+
+
+def _outcome(uses: Iterable[Use]) -> Outcome:
+    # Of what is in rows.
+    return "used" if any(use.is_current for use in uses) else "left_out"
 
 
 def _sharded(data: elastic_data.ElasticData) -> sharded_data.ShardedData:
