@@ -246,8 +246,8 @@ class Provenance:
             trained = itertools.chain.from_iterable(self._trained.values())
             steps = {each.step + self._first_step for each in trained}
             why = (
-                ", and the run went back before it; only what was trained again, or left"
-                " out, is followed"
+                ", and the run went back before it; only what was trained again or left"
+                " out is followed"
                 if step in steps
                 else f" by no attempt of the run; its steps are {min(steps)} to"
                 f" {max(steps)}"
