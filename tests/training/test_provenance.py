@@ -5,6 +5,7 @@ so that the rows of a step say which documents they are made of.
 """
 
 import collections
+import contextlib
 import dataclasses
 
 import grain
@@ -93,20 +94,12 @@ def check_steps(run, name, steps, **more):
 
 def known(run):
     """The attempts and steps whose batches lie in the stream of the run."""
-    asking = run.provenance()
-    return {
-        (attempt, step)
-        for step in {step for _, step in run.inputs}
-        for batch in is_known(asking, step)
-        for attempt in batch.attempts
-    }
-
-
-def is_known(asking, step):
-    try:
-        return list(asking.step(step))
-    except errors.DataError:
-        return []
+    asking, found = run.provenance(), set()
+    for step in {step for _, step in run.inputs}:
+        with contextlib.suppress(errors.DataError):
+            for batch in asking.step(step):
+                found |= {(attempt, step) for attempt in batch.attempts}
+    return found
 
 
 def uses_of_all(run, name):
@@ -290,41 +283,27 @@ def test_rows_of_positional_data_are_its_records_in_their_order(corpus, size):
     data = conftest.data_of(corpus)
     run = Run().attempt(data, [8] * 17)
     run.attempt(data, [size] * 2, start=15, skip=8)
-    order = data.order
-    asking = run.provenance()
-    of_stream = known(run)
-    expected = collections.defaultdict(list)
-    for attempt in run.attempts:
-        position = 0 if attempt.attempt == 1 else 15 * 8 + 8
-        for record in attempt.records:
-            if (attempt.attempt, record.step) not in of_stream:
-                # Its rows were read again in a batch of another size.
-                assert (attempt.attempt, record.step) == (1, 16)
-                continue
-            (batch,) = [
-                each
-                for each in asking.step(record.step)
-                if attempt.attempt in each.attempts
-            ]
-            assert batch.position == position
-            for row, (piece,) in enumerate(batch.rows):
-                assert piece.record == order[position + row]
-                assert piece.epoch == (position + row) // data.num_records
-                use = attempt.attempt, record.step, row, 0
-                expected[piece.record, piece.epoch].append(use)
-            position += record.rows
-    left_out, end = range(120, 128), position
-    order = [order[n] for n in range(2 * data.num_records + 1)]
+    asking, order, uses = run.provenance(), data.order, collections.defaultdict(list)
+    # The rows of step 16 of the first attempt were read again in a larger batch.
+    assert known(run) == {(1, n) for n in range(16)} | {(2, 15), (2, 16)}
+    for attempt, step in known(run):
+        begin = 8 * step if attempt == 1 else 128 + size * (step - 15)
+        (batch,) = (each for each in asking.step(step) if attempt in each.attempts)
+        assert batch.position == begin
+        for row, (piece,) in enumerate(batch.rows):
+            expected = order[begin + row], (begin + row) // data.num_records
+            assert (piece.record, piece.epoch) == expected
+            uses[expected].append((attempt, step, row, 0))
+    end = 128 + 2 * size
+    places = [order[n] for n in range(2 * data.num_records + 1)]
     for record in {order[n] for n in (0, 120, 127, 128, end - 1, end)}:
         for epoch, found in enumerate(asking.find(corpus, record)):
             assert (found.record, found.epoch) == (record, epoch)
-            uses = [
-                (use.attempt, use.step, use.row, use.first_token) for use in found.uses
-            ]
-            assert sorted(uses) == sorted(expected[record, epoch])
-            place = order.index(record, epoch * data.num_records)
+            named = [(u.attempt, u.step, u.row, u.first_token) for u in found.uses]
+            assert sorted(named) == sorted(uses[record, epoch])
+            place = places.index(record, epoch * data.num_records)
             outcome = "used" if place < end else "not_yet_used"
-            assert found.outcome == ("left_out" if place in left_out else outcome)
+            assert found.outcome == ("left_out" if 120 <= place < 128 else outcome)
         assert epoch == (end - 1) // data.num_records
 
 
@@ -355,11 +334,6 @@ def test_code_of_the_users_after_the_tokens_is_refused(parts):
         asked(run.provenance(), 1)
 
 
-def without_records(attempt, number):
-    """An attempt whose log ends early."""
-    return dataclasses.replace(attempt, records=attempt.records[:number])
-
-
 @pytest.fixture(scope="module")
 def curriculum(parts):
     """Other weights from step 3 on, other rows from step 6 on, shorter ones from 8."""
@@ -380,7 +354,8 @@ def test_rows_that_no_step_has_are_those_of_the_next_steps(curriculum):
     run.attempt(curriculum, [6] * 7, start=1, goes_back=True)
     # A crash before the log had them, and one before it had any.
     for number in (3, 1):
-        run.attempts[0] = without_records(run.attempts[0], number)
+        first = run.attempts[0]
+        run.attempts[0] = dataclasses.replace(first, records=first.records[:number])
         found = asked(run.provenance(), 6)
         assert found[2] == trained(run, 6, is_named=True)[2]
 
