@@ -133,10 +133,12 @@ class Save:
     Attributes:
       step: that is saved; 0 for the beginning of a run.
       holders: the sets of slices that each hold a part in RAM.
+      done_at: by tier, when it is complete there, perhaps later than now.
     """
 
     step: int = 0
     holders: frozenset[frozenset[int]] = frozenset()
+    done_at: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Saves:
@@ -147,67 +149,64 @@ class Saves:
     """
 
     def __init__(self, plan: RunPlan) -> None:
-        costs, mib = plan.costs, plan.host_mib
+        self._plan = plan
         self._first = "ram" if plan.in_ram else "storage"
-        self._secs = {
-            "ram": mib / costs.ram_mib_per_sec,
-            "storage": mib / plan.work.num_slices / costs.storage_mib_per_sec,
-        }
-        self._block_secs = costs.block_secs + mib / costs.capture_mib_per_sec
-        self._backup_steps = plan.backup_steps
-        self._saved = {"none": Save()}
-        # By tier, when the save under way is complete.
-        self._under_way: dict[str, tuple[float, Save]] = {}
+        # By time. The first is the beginning of the run, which needs no save.
+        self._saves = [Save(done_at={"none": 0.0, "storage": 0.0})]
 
     def begin(self, save: Save, *, now: float) -> float:
         """Begins a save; returns the seconds for which the loop is held up."""
-        free_at, _ = self._under_way.get(self._first, (now, None))
-        wait = max(0.0, free_at - now)
-        self._settle(now + wait)
-        block = wait + self._block_secs
-        self._under_way[self._first] = (now + block + self._secs[self._first], save)
+        plan, costs, mib = self._plan, self._plan.costs, self._plan.host_mib
+        secs = {
+            "ram": mib / costs.ram_mib_per_sec,
+            "storage": mib / plan.work.num_slices / costs.storage_mib_per_sec,
+        }
+        wait = max(0.0, self._saves[-1].done_at.get(self._first, now) - now)
+        block = wait + costs.block_secs + mib / costs.capture_mib_per_sec
+        done = now + block + secs[self._first]
+        last = [each for each in self._saves if "storage" in each.done_at][-1]
+        is_due = save.step // plan.backup_steps > last.step // plan.backup_steps
+        if is_due and last.done_at["storage"] <= done:
+            save.done_at["storage"] = done + secs["storage"]
+        save.done_at[self._first] = done
+        complete = self._complete(now).values()
+        under_way = (e for e in self._saves if max(e.done_at.values()) > now)
+        self._saves = [*dict.fromkeys((*complete, *under_way)), save]
         return block
 
     def finish(self, save: Save, *, now: float) -> None:
         """Completes the last save of a world whose hosts leave."""
         self.end_world(now=now)
-        self._saved[self._first] = save
+        save.done_at[self._first] = now
+        self._saves.append(save)
 
     def lose(self, number: int, *, now: float) -> None:
-        """Notes that a slice has lost its memory."""
-        self._settle(now)
-        under_way = (save for _, save in self._under_way.values())
-        for save in {*self._saved.values(), *under_way}:
+        """Notes that a slice has lost its memory, and what is uploaded from there."""
+        for save in self._saves:
             save.holders = frozenset(each - {number} for each in save.holders)
+            is_uploading = self._plan.in_ram and save.done_at.get("storage", now) > now
+            if is_uploading and not all(save.holders):
+                del save.done_at["storage"]
 
     def end_world(self, *, now: float) -> None:
         """Drops the save that a world had not completed; an upload from RAM goes on."""
-        self._settle(now)
-        self._under_way.pop(self._first, None)
+        self._saves = [e for e in self._saves if e.done_at.get(self._first, now) <= now]
 
     def newest(self, *, now: float) -> tuple[str, Save]:
         """The newest save that can be restored, and where it is."""
-        self._settle(now)
-        left = {
-            tier: save
-            for tier, save in self._saved.items()
-            if tier != "ram" or all(save.holders)
-        }
-        return max(left.items(), key=lambda each: (each[1].step, each[0] == "ram"))
+        complete = self._complete(now)
+        if not all(complete.get("ram", Save()).holders):
+            del complete["ram"]
+        return max(complete.items(), key=lambda each: (each[1].step, each[0] == "ram"))
 
-    def _settle(self, now: float) -> None:
-        # Completes what is done by now. What is committed in RAM may be uploaded.
-        for tier in ("storage", "ram", "storage"):
-            done, save = self._under_way.get(tier, (math.inf, Save()))
-            if done > now:
-                continue
-            del self._under_way[tier]
-            if tier == self._first or all(save.holders):
-                self._saved[tier] = save
-            stored = self._saved.get("storage", Save()).step // self._backup_steps
-            is_due = tier == "ram" and save.step // self._backup_steps > stored
-            if is_due and "storage" not in self._under_way:
-                self._under_way["storage"] = (done + self._secs["storage"], save)
+    def _complete(self, now: float) -> dict[str, Save]:
+        # By tier, the newest one.
+        return {
+            tier: save
+            for save in self._saves
+            for tier, done in save.done_at.items()
+            if done <= now
+        }
 
 
 class SimulatedCluster(cluster.Cluster):
