@@ -33,7 +33,7 @@ from absl import logging
 from etils import epath
 from jax import monitoring
 
-from elastic_ckpt.core import errors, jsonlog, metrics
+from elastic_ckpt.core import jsonlog, metrics
 
 NUM_SINGLE = 1000
 INTERVAL_SECS = 10.0
@@ -95,11 +95,6 @@ def json_lines(path: epath.PathLike) -> Iterator[Write]:
             return all_opened.enter_context(contextlib.closing(jsonlog.writer(path)))
 
         def write(batch: Sequence[Summary]) -> None:
-            try:
-                log().check()
-            except errors.RunError:
-                # Somebody has removed the file: the next lines begin another one.
-                log.cache_clear()
             for summary in sorted(batch, key=lambda each: each["time"]):
                 log().append(summary)
             log().sync()

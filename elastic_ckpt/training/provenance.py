@@ -20,7 +20,6 @@ import functools
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent import futures
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -45,8 +44,6 @@ from elastic_ckpt.training.step_log import Record
 
 # After how many rows it is checked whether a document can still come.
 _CHECK_ROWS = 32
-# Data states that are read at once.
-_READERS = 16
 
 # A data state in storage, and what reads its cursors.
 Saved: TypeAlias = tuple[state.DataState, elastic_data.ReadCursors]
@@ -189,12 +186,10 @@ class Provenance:
     def of_run(cls, run: audit.RunAudit) -> Provenance:
         """That of a run in a directory."""
         steps = foreign_steps.steps(run.record.steps_directory)
-        with futures.ThreadPoolExecutor(_READERS) as pool:
-            found = list(pool.map(_saved_at, steps.values()))
         return cls(
             run.attempts,
             run.data_of,
-            saved=itertools.chain.from_iterable(found),
+            saved=itertools.chain.from_iterable(map(_saved_at, steps.values())),
             first_step=run.record.first_step,
         )
 
@@ -268,14 +263,14 @@ class Provenance:
                     dataset="", file=file, record=record, epoch=epoch
                 )
                 found[place - batch.row] = (piece,)
-            return tuple(found)
-        start = next(saved for saved in self._saved if saved[0] <= number)
-        for shard in {*self._shards(number).tolist()}:
-            with self._opened(shard, *start) as followed:
-                through = range(start[0], number + 1)
-                for at, row, pieces in self._rows(followed, shard, through):
-                    if at == number:
-                        found[row] = tuple(pieces or ())
+        else:
+            start = next(saved for saved in self._saved if saved[0] <= number)
+            for shard in {*self._shards(number).tolist()}:
+                with self._opened(shard, *start) as followed:
+                    through = range(start[0], number + 1)
+                    for at, row, pieces in self._rows(followed, shard, through):
+                        if at == number:
+                            found[row] = tuple(pieces or ())
         return tuple(found)
 
     def _shards(self, number: int) -> np.ndarray:
@@ -476,13 +471,14 @@ def _located(files: Mapping[str, Sequence[str]], file: str) -> list[tuple[str, i
     return [(name, number) for name, number, _ in found]
 
 
-def _saved_at(path: epath.Path) -> list[Saved]:
+def _saved_at(path: epath.Path) -> Iterator[Saved]:
     # The data states of a step that can be read, nearly always one.
-    found: list[Saved] = []
     for file in path.glob(f"*/{state.FILE_NAME}"):
+        directory = file.parent
         # An older state serves, too.
         with contextlib.suppress(errors.DataError):
-            saved = state.read(file.parent)
-            read = functools.partial(cursors.read, file.parent, position=saved.position)
-            found.append((saved, read))
-    return found
+            found = state.read(directory)
+            yield (
+                found,
+                functools.partial(cursors.read, directory, position=found.position),
+            )

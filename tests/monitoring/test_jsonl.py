@@ -1,5 +1,3 @@
-import shutil
-
 from elastic_ckpt.core import jsonlog, metrics, storage
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.monitoring import summaries
@@ -36,15 +34,6 @@ def test_line_is_spelt_as_it_was(tmp_path):
     path.write_text(LINE + LINE[:30])
     write(path, summary(8.0))
     assert [line["sum"] for line in jsonlog.read(path)] == [32.0, 8.0]
-
-
-def test_a_file_that_was_removed_is_written_again(tmp_path):
-    path = tmp_path / "metrics" / "host-00000.jsonl"
-    with summaries.json_lines(path) as sink:
-        sink([summary(8.0)])
-        shutil.rmtree(path.parent)
-        sink([summary(2.0)])
-    assert [line["sum"] for line in jsonlog.read(path)] == [2.0]
 
 
 def test_in_a_bucket_each_batch_is_uploaded_once(bucket, monkeypatch):
