@@ -62,8 +62,8 @@ def draw(
         number = int(random.integers(slices))
         back = time + random.exponential(repair_hours * 3600.0)
         if time >= back_at[number]:
-            events.append(Event(time, "slice_lost", number))
-            events.append(Event(back, "slice_returned", number))
+            lost = Event(time, "slice_lost", number)
+            events += [lost, Event(back, "slice_returned", number)]
             back_at[number] = back
     return sorted(events)
 

@@ -125,21 +125,21 @@ class StepLog:
         left_out: state.Ranges = (),
     ) -> None:
         directory = storage.absolute(run_directory) / DIRECTORY
-        header: dict[str, Any] = {
-            "version": VERSION,
-            "attempt": max(map(_attempt_number, _files(run_directory)), default=0),
-            "start_step": step,
-            **dataclasses.asdict(world),
-            "data": data,
-            "world": claim,
-            "left_out": [list(each) for each in left_out],
-        }
-        is_new = False
+        newest = max(map(_attempt_number, _files(run_directory)), default=0)
         # Another start may create its file at the same time.
-        while not is_new:
-            header["attempt"] += 1
-            self._path = directory / f"attempt-{header['attempt']:05d}.jsonl"
-            is_new = jsonlog.create(self._path, header)
+        for number in itertools.count(newest + 1):
+            self._path = directory / f"attempt-{number:05d}.jsonl"
+            header: dict[str, Any] = {
+                "version": VERSION,
+                "attempt": number,
+                "start_step": step,
+                **dataclasses.asdict(world),
+                "data": data,
+                "world": claim,
+                "left_out": [list(each) for each in left_out],
+            }
+            if jsonlog.create(self._path, header):
+                break
         self._log = jsonlog.writer(self._path)
 
     def write(
