@@ -59,8 +59,6 @@ class Audit:
         went back (and count once).
       num_left_out: rows that the run left out after it went back.
       hosts: the number of hosts of each attempt.
-      stage_steps: the steps at which the stages of the newest step's data begin;
-        empty if it has none.
       first_difference: a description of the first step that differs; empty if none
         does.
       missing_checkpoint: a description of a checkpoint that was due but is not in
@@ -76,7 +74,6 @@ class Audit:
     num_redone_steps: int
     num_left_out: int
     hosts: tuple[int, ...]
-    stage_steps: tuple[int, ...]
     first_difference: str
     missing_checkpoint: str
 
@@ -253,7 +250,6 @@ def audit(
     first_difference = differences[min(differences)] if differences else ""
     last = data_of(lineage[max(lineage)]) if lineage else None
     of_epoch = last.num_records if isinstance(last, positional_data.TextData) else 0
-    begun = last.stages if isinstance(last, stages.StagedData) else ()
     return Audit(
         num_steps=num_steps,
         num_examples=num_examples,
@@ -264,7 +260,6 @@ def audit(
         num_redone_steps=sum(len(each.records) for each in attempts) - num_steps,
         num_left_out=num_left_out,
         hosts=tuple(attempt.hosts for attempt in attempts),
-        stage_steps=tuple(each.begin + first_step for each in begun),
         first_difference=_lost_file(attempts, num_attempts, newest_world)
         or first_difference,
         missing_checkpoint=missing_checkpoint,
