@@ -22,7 +22,7 @@ from elastic_ckpt.data import (
     sharded_data,
     stages,
 )
-from elastic_ckpt.training import step_log
+from elastic_ckpt.training import audit, step_log
 from tests import conftest, corpora, formats
 from tests.formats import of_stage
 from tests.training.recorded_run import SIZES, Run, pieces_of
@@ -80,6 +80,9 @@ def trained(run, step, *, is_named):
 
 def check_steps(run, name, steps, **more):
     """Checks the documents of steps, of each attempt whose batches are known."""
+    # What the audit reads anew are the rows of the run, byte for byte.
+    audited = audit.audit(run.attempts, run.data_of)
+    assert audited.passed, audited
     asking = run.provenance(**more)
     lineage = step_log.lineage(run.attempts)
     for step in steps:
@@ -364,6 +367,24 @@ def test_documents_of_a_run_that_was_given_stages(curriculum):
     run = Run().attempt(curriculum.stages[0].data, [12] * 4, saves=(2, 3))
     run.attempt(curriculum, [12] * 4 + [6] * 3, start=3, saves=(4, 6, 7))
     check_steps(run, "mixture", (6, 9))
+
+
+def test_run_that_goes_back_to_before_other_weights(parts):
+    before, after = (
+        of_stage(parts["parquet"], weights=weights)
+        for weights in ({"web": 0.7, "code": 0.3}, {"web": 0.1, "code": 0.9})
+    )
+    run = Run().attempt(before, [12] * 4).attempt(after, [12] * 3, start=4)
+    run.attempt(after, [12] * 5, start=2, goes_back=True)
+    check_steps(run, "mixture", (4, 6))
+
+
+def test_rows_that_were_read_ahead_may_have_been_trained_before_in_other_batches(parts):
+    # A batch of 8 is read and never trained, over rows of the first attempt.
+    data = formats.data(parts["parquet"], "chunk")
+    run = Run().attempt(data, [4] * 16).attempt(data, [8] * 3, start=4)
+    _, *run.end = run._read(data, 8, *run.end)
+    check_steps(run.attempt(data, [8] * 3, start=4, goes_back=True), "chunk", (6,))
 
 
 def test_documents_of_stages_that_end(parts):
