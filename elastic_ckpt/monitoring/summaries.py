@@ -23,7 +23,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -170,7 +169,8 @@ class _Pending:
         self._counts: collections.Counter[str] = collections.Counter()
         # The steps that are done, and the world that is claimed.
         self._at: dict[str, int] = {}
-        self._summaries: dict[str, list[Summary]] = {}
+        # By metric and number of the value.
+        self._summaries: dict[tuple[str, int], Summary] = {}
 
     def add(self, metric: metrics.Metric, value: float) -> None:
         value, name = float(value), metric.name
@@ -190,18 +190,19 @@ class _Pending:
                 **self._at,
             }
             self._counts[name] += 1
-            pending = self._summaries.setdefault(name, [])
-            if pending and self._counts[name] > NUM_SINGLE + 1:
-                before = pending.pop()
+            # All later values have one place.
+            place = name, min(self._counts[name], NUM_SINGLE + 1)
+            before = self._summaries.get(place)
+            if before is not None:
                 summary |= {
                     "count": before["count"] + 1,
                     "sum": before["sum"] + value,
                     "min": min(before["min"], value),
                     "max": max(before["max"], value),
                 }
-            pending.append(summary)
+            self._summaries[place] = summary
 
     def take(self) -> list[Summary]:
         with self._lock:
             taken, self._summaries = self._summaries, {}
-        return list(itertools.chain.from_iterable(taken.values()))
+        return list(taken.values())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import pkgutil
@@ -344,19 +345,19 @@ class RunAudit:
         # The reference trainer claims its world before it begins an attempt; a loop of
         # the user's own may claim it with the first save, but begins its attempt first.
         is_own = record.program != "train"
-        started = [e for e in events if e["event"] == "run_started" and is_own]
-        claimed = newest_world = 0
-        for event in events:
-            if event["event"] == "world_claimed":
-                claimed = event["world"]
-            elif event["event"] == "save_started" and not is_own:
-                newest_world = claimed
+        started = [e for e in events if e["event"] == "run_started"]
+        told = [e for e in events if e["event"] in ("world_claimed", "save_started")]
+        saving = [
+            one["world"]
+            for one, other in itertools.pairwise(told)
+            if (one["event"], other["event"]) == ("world_claimed", "save_started")
+        ]
         return audit(
             attempts,
             self.data_of,
             num_saved_steps=saved + 1 - record.first_step,
-            num_attempts=len(started),
-            newest_world=newest_world,
+            num_attempts=len(started) if is_own else 0,
+            newest_world=0 if is_own else max(saving, default=0),
             first_step=record.first_step,
             missing_checkpoint=missing_checkpoint(
                 period=record.every,

@@ -382,8 +382,8 @@ class Provenance:
         has_rows = is_over = False
         num_tokens = 0
         with self._opened(turn.shard, *start, watched=watched) as followed:
-            numbers = range(start[0], len(self._batches))
-            read = self._rows(followed, turn.shard, numbers)
+            later = range(start[0], len(self._batches))
+            read = self._rows(followed, turn.shard, later)
             for some in iter(lambda: [*itertools.islice(read, _CHECK_ROWS)], []):
                 for number, row, pieces in some:
                     has_rows |= bool(pieces)
@@ -457,10 +457,10 @@ def _located(files: Mapping[str, Sequence[str]], file: str) -> list[tuple[str, i
         if each in (file, whole) or each.endswith(end)
     ]
     if not found:
-        every = itertools.chain.from_iterable(files.values())
-        names = errors.first_of(sorted({os.path.basename(each) for each in every}))
+        names = {os.path.basename(e) for of_data in files.values() for e in of_data}
         raise errors.DataError(
-            f"{file} is not a file of the run's data, which has {names}; give the path"
+            f"{file} is not a file of the run's data, which has"
+            f" {errors.first_of(sorted(names))}; give the path"
             " of one of them, or the end of it"
         )
     if len({name for name, _, _ in found}) < len(found):
