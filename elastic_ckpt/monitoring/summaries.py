@@ -139,7 +139,8 @@ def listening(
         with warning(), sink as write:
             while not is_last:
                 run_secs = time.monotonic() - began_secs
-                is_last = closing.wait(pause_secs(run_secs, interval_secs))
+                pause_secs = max(interval_secs, run_secs / _INTERVALS_A_RUN)
+                is_last = closing.wait(pause_secs)
                 with warning():
                     if batch := pending.take():
                         write(batch)
@@ -154,11 +155,6 @@ def listening(
         thread.join(_CLOSE_SECS)
         if thread.is_alive():
             warn(f"no answer in {_CLOSE_SECS:.0f} s")
-
-
-def pause_secs(run_secs: float, interval_secs: float = INTERVAL_SECS) -> float:
-    """The time until the next batch of a process that has run for so long."""
-    return max(interval_secs, run_secs / _INTERVALS_A_RUN)
 
 
 class _Pending:

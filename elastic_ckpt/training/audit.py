@@ -32,7 +32,6 @@ from elastic_ckpt.data import (
     positional_data,
     rows,
     stages,
-    state,
 )
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.inspect import run_files
@@ -216,7 +215,10 @@ def audit(
     ) as one_host:
         for batch, ids, wanted in one_host:
             record = batch.record
-            noted = _num_within(ids, left_out)
+            noted = sum(
+                int(np.count_nonzero((start <= ids) & (ids < stop)))
+                for start, stop in left_out
+            )
             if not batch.is_used:
                 num_left_out += noted
                 num_lost += len(ids) - noted
@@ -282,12 +284,6 @@ def _lost_file(
     if not problems:
         return ""
     return f"the step log is incomplete: {problems[0]}; restore its files from a copy"
-
-
-def _num_within(ids: np.ndarray, ranges: state.Ranges) -> int:
-    return sum(
-        int(np.count_nonzero((ids >= start) & (ids < stop))) for start, stop in ranges
-    )
 
 
 class RunAudit:

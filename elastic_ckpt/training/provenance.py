@@ -442,8 +442,9 @@ def _sharded(data: elastic_data.ElasticData) -> sharded_data.ShardedData:
 
 def _texts(data: positional_data.TextData) -> records.Records:
     # In the order of the files.
-    texts = arrayrecord.ArrayRecord(files=data.files)
-    return records.Records(texts, shard=0, num_shards=1)
+    return records.Records(
+        arrayrecord.ArrayRecord(files=data.files), shard=0, num_shards=1
+    )
 
 
 def _located(files: Mapping[str, Sequence[str]], file: str) -> list[tuple[str, int]]:

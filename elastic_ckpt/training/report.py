@@ -239,9 +239,8 @@ def _interruptions(record: Record) -> Section:
 
 def _goodput_percent(record: Record) -> str:
     spent = record.goodput_secs
-    if not spent:
-        return "none"
-    return f"{100 * spent.get('productive', 0) / sum(spent.values()):.1f} %"
+    productive = spent.get("productive", 0) / max(sum(spent.values()), 1e-9)
+    return f"{100 * productive:.1f} %" if spent else "none"
 
 
 def _goodput(record: Record) -> Section:
@@ -442,8 +441,8 @@ def _of_lines(
 
 
 def _details(event: Event) -> str:
-    fields = {key: event[key] for key in event if key not in ("time", "event")}
-    return ", ".join(f"{key}: {value}" for key, value in fields.items())
+    hidden = ("time", "event")
+    return ", ".join(f"{key}: {event[key]}" for key in event if key not in hidden)
 
 
 def _utc(secs: float) -> str:
