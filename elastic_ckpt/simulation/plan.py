@@ -161,8 +161,8 @@ def of_config(
     tiers = Chosen.from_choices(configured.tiers(config, persistent=directory))
     local, peers, persistent = tiers.local, tiers.peers, tiers.persistent
     assert persistent is not None
-    minutes_in_steps = 60 * (persistent.every_minutes or 0.0) / costs.step_secs
-    every = persistent.every or max(1, round(minutes_in_steps))
+    every_secs = 60 * (persistent.every_minutes or 0.0)
+    every = persistent.every or max(1, round(every_secs / costs.step_secs))
     work = configured.work(config, groups)
     if why := work.objection(work.num_slices, work.rows):
         raise errors.ConfigError(why)

@@ -223,14 +223,7 @@ class SimulatedCluster(cluster.Cluster):
 
     def __init__(self, plan: RunPlan, trace: Sequence[Event]) -> None:
         self._plan = plan
-        # When a slice that has returned has settled, the decision may change, too.
-        settle_secs = plan.policy.settle_secs + _MOMENT_SECS
-        settled = [
-            Event(event.time + settle_secs, "slice_settled", event.slice)
-            for event in trace
-            if event.name == "slice_returned"
-        ]
-        self._events = collections.deque(sorted([*trace, *settled]))
+        self._events = collections.deque(trace)
         self.now = 0.0
         self.counts: collections.Counter[str] = collections.Counter()
         # By slice that is there, since when.
@@ -372,7 +365,7 @@ class SimulatedCluster(cluster.Cluster):
             )
             do_steps(int(count), int(count) * step_secs)
             is_done = self._step >= plan.steps
-            if self.now >= moment and not is_done and (decided := has_changed()):
+            if not is_done and (decided := has_changed()):
                 # The hosts agree on a step, save it, and leave.
                 emit("world_leaving", slices=cluster.leaving_for(decided))
                 save = do_steps(1, step_secs)

@@ -173,7 +173,6 @@ def _facts(record: Record) -> list[Fact]:
     losses = [loss for _, loss in record.losses(is_counted=True)]
     since, loss = (f"loss, from {losses[0]:.4f}", losses[-1]) if losses else ("loss", 0)
     changes = record.named("recovered")
-    lost = sum(each["steps_lost"] for each in changes)
     outcome, outcome_mood = _outcome(record.audit)
     facts: list[tuple[str, str, Mood]] = [
         ("the run", phase, moods.get(phase, "")),
@@ -182,7 +181,7 @@ def _facts(record: Record) -> list[Fact]:
         ("goodput", _goodput_percent(record), ""),
         ("verdicts", f"{len(record.named('verdict')):,}", ""),
         ("changes of slices", f"{len(changes):,}", ""),
-        ("steps trained again", f"{lost:,}", ""),
+        ("steps trained again", f"{sum(e['steps_lost'] for e in changes):,}", ""),
         ("sample order", outcome or "not audited", outcome_mood),
     ]
     # Only bad news are news.
