@@ -240,6 +240,9 @@ class SimulatedCluster(cluster.Cluster):
         """See `Work`."""
         return self._plan.work.devices_per_slice
 
+    def close(self) -> None:
+        """Does nothing."""
+
     def slices(self, current: frozenset[int]) -> decision.Slices:
         """The slices that are there at this time."""
         return decision.Slices(
