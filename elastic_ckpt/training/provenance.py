@@ -1,11 +1,11 @@
 """Which steps used a document, and which documents a step used.
 
-The step log places each batch in the stream of rows, those of attempts that went back
-included. The sizes of the batches so far determine the rows of each logical shard
-(`data.rows`), and these name their documents when the shard's pipeline is executed once
-more (`data.provenance`), from the beginning or from the last saved data state before
-them. Which shard reads a record, and when, is a pure function of numbers, so a search
-reads one shard for each epoch.
+The step log places each batch in the stream of rows, those that the run left out
+included. The sizes of the batches so far determine which logical shard each row is from
+(`data.rows`), and the rows name their documents when the shard's pipeline is executed
+once more (`data.provenance`), from the beginning or from the last saved data state
+before them. Which shard reads a record, and when, is a pure function of numbers, so a
+search reads one shard for each epoch.
 
 The texts of positional data are not read: each row is one record, whose number their
 order has.
