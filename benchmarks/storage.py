@@ -161,16 +161,15 @@ def _moved_by_metrics(directory: str) -> float:
         for _ in range(_BATCHES):
             write(
                 [
-                    summaries.Summary(
-                        metric=metrics.TRAIN_STEP.name,
-                        time=float(number),
-                        number=number,
-                        count=10,
-                        sum=12.3,
-                        min=1.0,
-                        max=2.0,
-                        last=1.2,
-                    )
+                    {
+                        "time": float(number),
+                        "metric": metrics.TRAIN_STEP.name,
+                        "count": 10,
+                        "sum": 12.3,
+                        "min": 1.0,
+                        "max": 2.0,
+                        "last": 1.2,
+                    }
                     for number in range(20)
                 ]
             )

@@ -74,14 +74,12 @@ def describe(outcome: audit.Audit) -> str:
     hosts = " -> ".join(map(str, outcome.hosts))
     epochs = f", {outcome.num_epochs:.2f} epochs" if outcome.num_epochs else ""
     problem = outcome.first_difference or outcome.missing_checkpoint
-    begins = ", ".join(map(str, outcome.stage_steps))
     lines = {
         f"{outcome.num_steps} steps took {outcome.num_examples:,} rows{epochs}; hosts:"
         f" {hosts}": True,
         f"lost: {outcome.num_lost} rows; repeated: {outcome.num_repeated}": True,
         f"batches of the one-host run: {outcome.num_identical_steps} of"
         f" {outcome.num_steps}": True,
-        f"stages of the data begin at steps {begins}": begins,
         "steps trained again after an interruption:"
         f" {outcome.num_redone_steps}": outcome.num_redone_steps,
         "rows left out where the run went back to an older step:"

@@ -82,6 +82,7 @@ class FollowedShard:
       make_shard: makes the pipeline of a shard, also that of a stage of a run.
       shard: the shard's number.
       cursor: where to begin; None for the beginning.
+      row: the rows of the shard before the first one, if the cursor is behind it.
       watched: the name of a dataset, and the number of one of its records in the list
         of all epochs. Then rows have only the pieces of this record.
 
@@ -101,6 +102,7 @@ class FollowedShard:
         shard: int,
         cursor: cursors.Cursor = None,
         *,
+        row: int = 0,
         watched: tuple[str, int] | None = None,
     ) -> None:
         self.parts: dict[str, records.Records] = {}
@@ -109,7 +111,7 @@ class FollowedShard:
         # The dataset and the record of each document that is numbered, and its tokens.
         self._documents: list[tuple[str, int]] = []
         self._num_tokens: list[int | None] = []
-        self._shard, self._row = shard, shard_rows.row_of(cursor)
+        self._shard, self._row = shard, max(row, shard_rows.row_of(cursor))
         self._open(make_shard, cursor)
 
     def _open(self, make_shard: shard_steps.MakeShard, cursor: cursors.Cursor) -> None:

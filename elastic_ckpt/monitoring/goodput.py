@@ -95,8 +95,8 @@ class Account:
         if self.before is None or self.phase:
             return None
         spent = {cause: self.secs[cause] - self.before[cause] for cause in CAUSES}
-        spent |= {"decide": spent["decide"] + spent["wait"]}
-        spent |= {"step": spent["first_step"]}
+        spent["decide"] += spent["wait"]
+        spent["step"] = spent["first_step"]
         phases = {f"{phase}_secs": spent[phase] for phase in PHASES}
         return {"secs": sum(phases.values()), **phases}
 
@@ -140,9 +140,11 @@ def lost(account: Account, *, since: float, time: float) -> Account:
       time: now.
     """
     ended = _ended(account, "end", time)
-    before = {**ended.secs, "end": ended.secs["end"] - (time - since)}
     # A world that was lost before its first step is a part of the same recovery.
-    before = account.before or before
+    before = account.before or {
+        **ended.secs,
+        "end": ended.secs["end"] - (time - since),
+    }
     return dataclasses.replace(ended, phase="choosing slices", before=before)
 
 

@@ -36,7 +36,7 @@ _SAVES = {
 class _Words(string.Formatter):
     """Formats the texts of events.
 
-    `{n:count host}` is "1 host" or "2 hosts", `{n:bytes}` is "3 MiB", and lists are
+    `{n:count host}` is "1 host" or "2 hosts", `{n:bytes}` is "3.0 MiB", and lists are
     separated by commas. What is nothing is left out: `{n:after , spare: }` puts a text
     before a value, `{n:bytes of RAM}` and `{secs:phase end}` are parts of a list.
     """
@@ -51,8 +51,9 @@ class _Words(string.Formatter):
         if kind == "phase":
             return f", {text} {value:.1f}" if value >= 0.05 else ""
         if kind == "bytes":
-            part = f", {_bytes(value)} {text}" if value else ""
-            return part if text else _bytes(value)
+            size = f"{value / 2**20:,.1f} MiB"
+            part = f", {size} {text}" if value else ""
+            return part if text else size
         if isinstance(value, list | tuple):
             return ", ".join(map(str, value))
         return super().format_field(value, format_spec)
@@ -220,11 +221,3 @@ class Progress:
             self._causes.add(event["cause"])
         advice = storage_cause.advice(event["why"])
         return "{tier} tier, step {step}: {why}" + (f"; {advice}" if advice else "")
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.4g} {unit}"
-        number /= 1024
-    return f"{number:.4g} TiB"

@@ -38,7 +38,9 @@ def serving(*, port: int, interface: str = "127.0.0.1") -> Iterator[int]:
     Raises:
       ConfigError: if the extra is not installed, or the port cannot be opened.
     """
-    client = library()
+    client = extras.module(
+        "prometheus_client", extra="prometheus", otherwise="set prometheus_port=0"
+    )
     registry, lock = client.CollectorRegistry(), threading.Lock()
     recorder = functools.cache(functools.partial(_recorder, client, registry=registry))
     for metric in metrics.METRICS.values():
@@ -64,17 +66,6 @@ def serving(*, port: int, interface: str = "127.0.0.1") -> Iterator[int]:
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-def library() -> Any:
-    """`prometheus_client`.
-
-    Raises:
-      ConfigError: if it is not installed.
-    """
-    return extras.module(
-        "prometheus_client", extra="prometheus", otherwise="set prometheus_port=0"
-    )
 
 
 def spelling(metric: metrics.Metric) -> str:

@@ -22,8 +22,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
-import itertools
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,7 @@ from absl import logging
 from etils import epath
 from jax import monitoring
 
-from elastic_ckpt.core import errors, jsonlog, metrics
+from elastic_ckpt.core import jsonlog, metrics
 
 NUM_SINGLE = 1000
 INTERVAL_SECS = 10.0
@@ -71,46 +70,10 @@ def subscribed(callback: Callable[[metrics.Metric, float], None]) -> Iterator[No
                 unregister(listener)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Summary:
-    """The aggregate of one value of a metric, or of several consecutive ones.
-
-    Attributes:
-      time: the time of the last value, in seconds since the epoch.
-      metric: the name of the metric.
-      count: how many values are aggregated.
-      sum: the sum of the values.
-      min: the smallest value.
-      max: the largest value.
-      last: the last value.
-      step: how many steps were done at the last value; None if this process does not
-        record it.
-      claim: the number of the world that was claimed by then; None before the first.
-      number: the number of the last value among all of the metric, from 1.
-    """
-
-    time: float
-    metric: str
-    count: int
-    sum: float
-    min: float
-    max: float
-    last: float
-    step: int | None = None
-    claim: int | None = None
-    number: int
-
-    def followed_by(self, later: Summary) -> Summary:
-        """This one together with one of later values."""
-        return dataclasses.replace(
-            later,
-            count=self.count + later.count,
-            sum=self.sum + later.sum,
-            min=min(self.min, later.min),
-            max=max(self.max, later.max),
-        )
-
-
+# A line of a file. Keys are `time`, of the last value, in seconds since the epoch;
+# `metric`, its name; `count`, `sum`, `min`, `max` and `last` of the values; and if this
+# process knows them `step` and `claim`, at the last value.
+Summary: TypeAlias = dict[str, Any]
 # Stores summaries, in the order of time for each metric; may raise.
 Write: TypeAlias = Callable[[Sequence[Summary]], None]
 # The thread that writes opens and closes it.
@@ -124,26 +87,16 @@ def json_lines(path: epath.PathLike) -> Iterator[Write]:
     Args:
       path: of the log, local or in an object store.
     """
-    log: jsonlog.JsonLog | None = None
-
-    def write(batch: Sequence[Summary]) -> None:
-        nonlocal log
-        log = log or opened()
-        try:
-            log.check()
-        except errors.RunError:
-            # Somebody has removed the file: the next lines begin another one.
-            log = opened()
-        for summary in sorted(batch, key=lambda each: each.time):
-            fields = dataclasses.asdict(summary).items()
-            shown = {k: v for k, v in fields if v is not None and k != "number"}
-            log.append(shown)
-        log.sync()
-
     with contextlib.ExitStack() as all_opened:
 
-        def opened() -> jsonlog.JsonLog:
+        @functools.cache
+        def log() -> jsonlog.JsonLog:
             return all_opened.enter_context(contextlib.closing(jsonlog.writer(path)))
+
+        def write(batch: Sequence[Summary]) -> None:
+            for summary in sorted(batch, key=lambda each: each["time"]):
+                log().append(summary)
+            log().sync()
 
         yield write
 
@@ -186,7 +139,8 @@ def listening(
         with warning(), sink as write:
             while not is_last:
                 run_secs = time.monotonic() - began_secs
-                is_last = closing.wait(pause_secs(run_secs, interval_secs))
+                pause_secs = max(interval_secs, run_secs / _INTERVALS_A_RUN)
+                is_last = closing.wait(pause_secs)
                 with warning():
                     if batch := pending.take():
                         write(batch)
@@ -203,23 +157,19 @@ def listening(
             warn(f"no answer in {_CLOSE_SECS:.0f} s")
 
 
-def pause_secs(run_secs: float, interval_secs: float = INTERVAL_SECS) -> float:
-    """The time until the next batch of a process that has run for so long."""
-    return max(interval_secs, run_secs / _INTERVALS_A_RUN)
-
-
 class _Pending:
     # The summaries since the last batch.
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._numbers: collections.Counter[str] = collections.Counter()
+        self._counts: collections.Counter[str] = collections.Counter()
         # The steps that are done, and the world that is claimed.
         self._at: dict[str, int] = {}
-        self._summaries: dict[str, list[Summary]] = {}
+        # By metric and number of the value.
+        self._summaries: dict[tuple[str, int], Summary] = {}
 
     def add(self, metric: metrics.Metric, value: float) -> None:
-        one: dict[str, Any] = dict.fromkeys(("sum", "min", "max", "last"), float(value))
+        value, name = float(value), metric.name
         with self._lock:
             if metric is metrics.TRAIN_STEPS:
                 if value == self._at.get("step"):
@@ -228,21 +178,27 @@ class _Pending:
                 self._at["step"] = int(value)
             elif metric is metrics.TRAIN_CLAIM:
                 self._at["claim"] = int(value)
-            self._numbers[metric.name] += 1
-            summary = Summary(
-                time=time.time(),
-                metric=metric.name,
-                count=1,
-                number=self._numbers[metric.name],
-                **one,
+            summary: Summary = {
+                "time": time.time(),
+                "metric": name,
+                "count": 1,
+                **dict.fromkeys(("sum", "min", "max", "last"), value),
                 **self._at,
-            )
-            pending = self._summaries.setdefault(metric.name, [])
-            if pending and pending[-1].number > NUM_SINGLE:
-                summary = pending.pop().followed_by(summary)
-            pending.append(summary)
+            }
+            self._counts[name] += 1
+            # All later values have one place.
+            place = name, min(self._counts[name], NUM_SINGLE + 1)
+            before = self._summaries.get(place)
+            if before is not None:
+                summary |= {
+                    "count": before["count"] + 1,
+                    "sum": before["sum"] + value,
+                    "min": min(before["min"], value),
+                    "max": max(before["max"], value),
+                }
+            self._summaries[place] = summary
 
     def take(self) -> list[Summary]:
         with self._lock:
             taken, self._summaries = self._summaries, {}
-        return list(itertools.chain.from_iterable(taken.values()))
+        return list(taken.values())

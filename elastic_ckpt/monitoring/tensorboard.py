@@ -10,6 +10,7 @@ TensorBoard drop the points of steps which are trained again, so the series goes
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -41,6 +42,8 @@ def event_file(directory: epath.PathLike) -> Iterator[summaries.Write]:
     make_writer = _module("event_file_writer").EventsWriter
     event, proto = _module("proto.event_pb2"), _module("proto.summary_pb2").Summary
     writer: Any = None
+    # How many values of each metric there were.
+    counts: collections.Counter[str] = collections.Counter()
 
     def write(batch: Sequence[summaries.Summary]) -> None:
         nonlocal writer
@@ -49,18 +52,18 @@ def event_file(directory: epath.PathLike) -> Iterator[summaries.Write]:
             writer = make_writer(str(path))
             mark = event.SessionLog(status=event.SessionLog.START)
             # TensorBoard drops what comes after this step from another start.
-            steps = [each.step for each in batch if each.step is not None]
-            first = min(steps or map(_step, batch))
+            first = min((each["step"] for each in batch if "step" in each), default=1)
             writer.write_event(event.Event(step=first, session_log=mark))
         for summary in batch:
+            name, count = summary["metric"], summary["count"]
+            counts[name] += count
             point = proto.Value(
-                tag=summary.metric.removeprefix("/"),
-                simple_value=summary.sum / summary.count,
+                tag=name.removeprefix("/"), simple_value=summary["sum"] / count
             )
             writer.write_event(
                 event.Event(
-                    wall_time=summary.time,
-                    step=_step(summary),
+                    wall_time=summary["time"],
+                    step=summary.get("step", counts[name]),
                     summary=proto(value=[point]),
                 )
             )
@@ -71,10 +74,6 @@ def event_file(directory: epath.PathLike) -> Iterator[summaries.Write]:
     finally:
         if writer is not None:
             writer.close()
-
-
-def _step(summary: summaries.Summary) -> int:
-    return summary.number if summary.step is None else summary.step
 
 
 def _module(name: str) -> Any:

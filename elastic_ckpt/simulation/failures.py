@@ -62,8 +62,8 @@ def draw(
         number = int(random.integers(slices))
         back = time + random.exponential(repair_hours * 3600.0)
         if time >= back_at[number]:
-            events.append(Event(time, "slice_lost", number))
-            events.append(Event(back, "slice_returned", number))
+            lost = Event(time, "slice_lost", number)
+            events += [lost, Event(back, "slice_returned", number)]
             back_at[number] = back
     return sorted(events)
 
@@ -85,31 +85,29 @@ def of_log(
     lines = list(log)
     events: list[Event] = []
     world: Sequence[int] = range(slices)
-    # By slice, the place of the event of a host that this world has lost.
-    missed: dict[int, int] = {}
+    # By slice, the place of its last event in this world.
+    last: dict[int, int] = {}
     for line in lines:
         name, time = line["event"], line["time"] - lines[0]["time"]
         if name == "world_started":
-            world, missed = line["slices"], {}
+            world, last = line["slices"], {}
         elif name in ("slice_lost", "slice_returned", "host_lost"):
             is_host = name == "host_lost"
-            named = line["host" if is_host else "slice"]
-            of_world = [n for n in world for _ in range(hosts_per_slice)]
-            known = of_world if is_host else range(slices)
-            number = known[named] if named < len(known) else slices
-            if number >= slices:
+            place = line["host"] // hosts_per_slice if is_host else line["slice"]
+            known = world if is_host else range(slices)
+            if place >= len(known) or known[place] >= slices:
+                what = f"host {line['host']}" if is_host else f"slice {place}"
                 raise errors.ConfigError(
-                    f"--trace: {name} of {'host' if is_host else 'slice'} {named}, and"
-                    f" the configured slices are 0 to {slices - 1}, of"
-                    f" {hosts_per_slice} hosts each; set hosts and slices as in the run"
+                    f"--trace: {name} of {what}, and the configured slices are 0 to"
+                    f" {slices - 1}, of {hosts_per_slice} hosts each; set hosts and"
+                    " slices as in the run"
                 )
-            if number in missed and name != "slice_returned":
+            number = known[place]
+            before = events[last[number]].name if number in last else ""
+            if name == "slice_returned" or before in ("", "slice_returned"):
+                last[number] = len(events)
+                events.append(Event(time, name, number))
+            elif name == "slice_lost":
                 # Its hosts are missed before it is: one loss.
-                if name == "slice_lost":
-                    place = missed[number]
-                    events[place] = events[place]._replace(name=name)
-                continue
-            if is_host:
-                missed[number] = len(events)
-            events.append(Event(time, name, number))
+                events[last[number]] = events[last[number]]._replace(name=name)
     return sorted(events)

@@ -28,8 +28,8 @@ class Costs:
 
     Attributes:
       step_secs: a step on all slices that train at most.
-      end_secs: from a loss until its world has ended.
-      leave_secs: from the last step of a world that others join until it has ended.
+      end_secs: from a loss, or from the last step before a change, until the world has
+        ended.
       start_secs: until the processes of the next world have joined.
       prepare_secs: until the job is assembled, and the newest step is found.
       restore_secs: of a restore, besides reading the state.
@@ -43,7 +43,6 @@ class Costs:
 
     step_secs: float = 1.72
     end_secs: float = 0.38
-    leave_secs: float = 2.0
     start_secs: float = 0.25
     prepare_secs: float = 0.40
     restore_secs: float = 0.27
@@ -69,12 +68,10 @@ class Costs:
         return dataclasses.replace(self, **values)
 
 
-# The costs that are a field of `recovered`, besides those of a world's end.
+# The costs that are a field of `recovered`.
 _PHASES = {
-    "start_secs": "start_secs",
-    "prepare_secs": "prepare_secs",
-    "restore_secs": "restore_secs",
-    "compile_secs": "compile_secs",
+    **{f"{phase}_secs": f"{phase}_secs" for phase in ("end", "start", "prepare")},
+    **{"restore_secs": "restore_secs", "compile_secs": "compile_secs"},
     "first_step_secs": "step_secs",
 }
 
@@ -92,12 +89,9 @@ def measured(
       RunError: if the run has trained no step.
     """
     taken: dict[str, list[float]] = collections.defaultdict(list)
-    end = "end_secs"
     for event in events:
-        if event["event"] in ("host_lost", "world_left"):
-            end = "leave_secs" if event["event"] == "world_left" else "end_secs"
-        elif event["event"] == "recovered":
-            for cost, field in {**_PHASES, end: "end_secs"}.items():
+        if event["event"] == "recovered":
+            for cost, field in _PHASES.items():
                 taken[cost].append(event[field])
     causes = [metrics.GOODPUT_SECS[cause].name for cause in ("productive", "again")]
     steps = [line for line in lines if line["metric"] in causes]
@@ -167,8 +161,8 @@ def of_config(
     tiers = Chosen.from_choices(configured.tiers(config, persistent=directory))
     local, peers, persistent = tiers.local, tiers.peers, tiers.persistent
     assert persistent is not None
-    minutes_in_steps = 60 * (persistent.every_minutes or 0.0) / costs.step_secs
-    every = persistent.every or max(1, round(minutes_in_steps))
+    every_secs = 60 * (persistent.every_minutes or 0.0)
+    every = persistent.every or max(1, round(every_secs / costs.step_secs))
     work = configured.work(config, groups)
     if why := work.objection(work.num_slices, work.rows):
         raise errors.ConfigError(why)

@@ -133,10 +133,12 @@ class Save:
     Attributes:
       step: that is saved; 0 for the beginning of a run.
       holders: the sets of slices that each hold a part in RAM.
+      done_at: by tier, when it is complete there, perhaps later than now.
     """
 
     step: int = 0
     holders: frozenset[frozenset[int]] = frozenset()
+    done_at: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Saves:
@@ -147,67 +149,64 @@ class Saves:
     """
 
     def __init__(self, plan: RunPlan) -> None:
-        costs, mib = plan.costs, plan.host_mib
+        self._plan = plan
         self._first = "ram" if plan.in_ram else "storage"
-        self._secs = {
-            "ram": mib / costs.ram_mib_per_sec,
-            "storage": mib / plan.work.num_slices / costs.storage_mib_per_sec,
-        }
-        self._block_secs = costs.block_secs + mib / costs.capture_mib_per_sec
-        self._backup_steps = plan.backup_steps
-        self._saved = {"none": Save()}
-        # By tier, when the save under way is complete.
-        self._under_way: dict[str, tuple[float, Save]] = {}
+        # By time. The first is the beginning of the run, which needs no save.
+        self._saves = [Save(done_at={"none": 0.0, "storage": 0.0})]
 
     def begin(self, save: Save, *, now: float) -> float:
         """Begins a save; returns the seconds for which the loop is held up."""
-        free_at, _ = self._under_way.get(self._first, (now, None))
-        wait = max(0.0, free_at - now)
-        self._settle(now + wait)
-        block = wait + self._block_secs
-        self._under_way[self._first] = (now + block + self._secs[self._first], save)
+        plan, costs, mib = self._plan, self._plan.costs, self._plan.host_mib
+        secs = {
+            "ram": mib / costs.ram_mib_per_sec,
+            "storage": mib / plan.work.num_slices / costs.storage_mib_per_sec,
+        }
+        wait = max(0.0, self._saves[-1].done_at.get(self._first, now) - now)
+        block = wait + costs.block_secs + mib / costs.capture_mib_per_sec
+        done = now + block + secs[self._first]
+        last = [each for each in self._saves if "storage" in each.done_at][-1]
+        is_due = save.step // plan.backup_steps > last.step // plan.backup_steps
+        if is_due and last.done_at["storage"] <= done:
+            save.done_at["storage"] = done + secs["storage"]
+        save.done_at[self._first] = done
+        complete = self._complete(now).values()
+        under_way = (e for e in self._saves if max(e.done_at.values()) > now)
+        self._saves = [*dict.fromkeys((*complete, *under_way)), save]
         return block
 
     def finish(self, save: Save, *, now: float) -> None:
         """Completes the last save of a world whose hosts leave."""
         self.end_world(now=now)
-        self._saved[self._first] = save
+        save.done_at[self._first] = now
+        self._saves.append(save)
 
     def lose(self, number: int, *, now: float) -> None:
-        """Notes that a slice has lost its memory."""
-        self._settle(now)
-        under_way = (save for _, save in self._under_way.values())
-        for save in {*self._saved.values(), *under_way}:
+        """Notes that a slice has lost its memory, and what is uploaded from there."""
+        for save in self._saves:
             save.holders = frozenset(each - {number} for each in save.holders)
+            is_uploading = self._plan.in_ram and save.done_at.get("storage", now) > now
+            if is_uploading and not all(save.holders):
+                del save.done_at["storage"]
 
     def end_world(self, *, now: float) -> None:
         """Drops the save that a world had not completed; an upload from RAM goes on."""
-        self._settle(now)
-        self._under_way.pop(self._first, None)
+        self._saves = [e for e in self._saves if e.done_at.get(self._first, now) <= now]
 
     def newest(self, *, now: float) -> tuple[str, Save]:
         """The newest save that can be restored, and where it is."""
-        self._settle(now)
-        left = {
-            tier: save
-            for tier, save in self._saved.items()
-            if tier != "ram" or all(save.holders)
-        }
-        return max(left.items(), key=lambda each: (each[1].step, each[0] == "ram"))
+        complete = self._complete(now)
+        if not all(complete.get("ram", Save()).holders):
+            del complete["ram"]
+        return max(complete.items(), key=lambda each: (each[1].step, each[0] == "ram"))
 
-    def _settle(self, now: float) -> None:
-        # Completes what is done by now. What is committed in RAM may be uploaded.
-        for tier in ("storage", "ram", "storage"):
-            done, save = self._under_way.get(tier, (math.inf, Save()))
-            if done > now:
-                continue
-            del self._under_way[tier]
-            if tier == self._first or all(save.holders):
-                self._saved[tier] = save
-            stored = self._saved.get("storage", Save()).step // self._backup_steps
-            is_due = tier == "ram" and save.step // self._backup_steps > stored
-            if is_due and "storage" not in self._under_way:
-                self._under_way["storage"] = (done + self._secs["storage"], save)
+    def _complete(self, now: float) -> dict[str, Save]:
+        # By tier, the newest one.
+        return {
+            tier: save
+            for save in self._saves
+            for tier, done in save.done_at.items()
+            if done <= now
+        }
 
 
 class SimulatedCluster(cluster.Cluster):
@@ -224,14 +223,7 @@ class SimulatedCluster(cluster.Cluster):
 
     def __init__(self, plan: RunPlan, trace: Sequence[Event]) -> None:
         self._plan = plan
-        # When a slice that has returned has settled, the decision may change, too.
-        settle_secs = plan.policy.settle_secs + _MOMENT_SECS
-        settled = [
-            Event(event.time + settle_secs, "slice_settled", event.slice)
-            for event in trace
-            if event.name == "slice_returned"
-        ]
-        self._events = collections.deque(sorted([*trace, *settled]))
+        self._events = collections.deque(trace)
         self.now = 0.0
         self.counts: collections.Counter[str] = collections.Counter()
         # By slice that is there, since when.
@@ -240,7 +232,6 @@ class SimulatedCluster(cluster.Cluster):
         # The slices of the world that runs, and those lost since it began.
         self._world: frozenset[int] = frozenset()
         self._lost: set[int] = set()
-        self._has_trained = False
         self._step = self._newest_step = 0
         self._saves = Saves(plan)
 
@@ -262,7 +253,6 @@ class SimulatedCluster(cluster.Cluster):
 
     def wait(self, secs: float) -> None:
         """Lets time pass, at most until the slices may have changed."""
-        self._has_trained = False
         moment = self._next_moment()
         if moment == math.inf:
             raise _TimeIsUpError
@@ -271,12 +261,13 @@ class SimulatedCluster(cluster.Cluster):
     def restart(self) -> None:
         """Prepares another start of the run, which has ended, and forgets its failures.
 
-        If it ended for want of slices, the next start waits for a change of them.
+        Without enough slices the next start waits for a change of them.
         """
         self._failures.clear()
-        if not self._has_trained:
+        present, plan = self.slices(frozenset()), self._plan
+        decided = decision.decide(present, plan.policy, plan.work)
+        if not isinstance(decided, decision.Train):
             self.wait(math.inf)
-        self._has_trained = False
 
     def run_world(
         self,
@@ -289,7 +280,7 @@ class SimulatedCluster(cluster.Cluster):
         """Trains in virtual time until the steps are done, or the slices change."""
         del train
         plan, work = self._plan, assignment.work
-        self._world, self._has_trained = frozenset(work.slices), True
+        self._world = frozenset(work.slices)
         self._lost.clear()
         try:
             self._start(emit)
@@ -309,7 +300,6 @@ class SimulatedCluster(cluster.Cluster):
                 is_silent=True,
                 at_secs=at_secs,
             )
-            emit("host_lost", host=killed.host, why=killed.message)
             raise WorldLostError(
                 [killed],
                 num_hosts=len(work.slices) * plan.hosts_per_slice,
@@ -355,15 +345,14 @@ class SimulatedCluster(cluster.Cluster):
             self.counts["rows"] += max(0, self._step - self._newest_step) * work.rows
             self._newest_step = max(self._newest_step, self._step)
             emit("step", step=self._step)
-            return Save(self._step, held)
-
-        def save_if_due(save: Save) -> None:
+            save = Save(self._step, held)
             if self._step % plan.period == 0:
                 secs = self._saves.begin(save, now=self.now)
                 self._advance(secs)
                 emit("save_blocked", step=self._step, secs=secs)
+            return save
 
-        save_if_due(do_steps(1, plan.costs.first_step_secs))
+        do_steps(1, plan.costs.first_step_secs)
         while self._step < plan.steps:
             moment = self._next_moment()
             # Until the next save, the end, the first new step, or the moment.
@@ -374,13 +363,13 @@ class SimulatedCluster(cluster.Cluster):
                 again or math.inf,
                 max(1, (moment - self.now) // step_secs),
             )
-            save_if_due(do_steps(int(count), int(count) * step_secs))
+            do_steps(int(count), int(count) * step_secs)
             is_done = self._step >= plan.steps
-            if self.now >= moment and not is_done and (decided := has_changed()):
+            if not is_done and (decided := has_changed()):
                 # The hosts agree on a step, save it, and leave.
                 emit("world_leaving", slices=cluster.leaving_for(decided))
                 save = do_steps(1, step_secs)
-                self._advance(plan.costs.leave_secs)
+                self._advance(plan.costs.end_secs)
                 self._saves.finish(save, now=self.now)
                 emit("world_left", step=self._step)
                 return False

@@ -13,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
-import inspect
+import itertools
 import json
 import os
+import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -32,16 +32,14 @@ from elastic_ckpt.data import (
     positional_data,
     rows,
     stages,
-    state,
 )
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.training import step_log
 from elastic_ckpt.training.step_log import Attempt, Record
 
-# Returns the configured data of an attempt, given its number: the same object for
-# attempts with the same settings.
-DataOf: TypeAlias = Callable[[int], elastic_data.ElasticData]
+# Returns the data of a step, in its stage: equal if the same made it.
+DataOf: TypeAlias = Callable[[Record], elastic_data.ElasticData]
 _NO_DIGEST = "00" * 16
 
 
@@ -61,8 +59,6 @@ class Audit:
         went back (and count once).
       num_left_out: rows that the run left out after it went back.
       hosts: the number of hosts of each attempt.
-      stage_steps: the steps at which the stages of the newest attempt's data begin;
-        empty if it has none.
       first_difference: a description of the first step that differs; empty if none
         does.
       missing_checkpoint: a description of a checkpoint that was due but is not in
@@ -78,7 +74,6 @@ class Audit:
     num_redone_steps: int
     num_left_out: int
     hosts: tuple[int, ...]
-    stage_steps: tuple[int, ...]
     first_difference: str
     missing_checkpoint: str
 
@@ -91,15 +86,23 @@ class Audit:
         return not (self.first_difference or self.missing_checkpoint)
 
 
-def stream(
-    attempts: Sequence[Attempt], data_of: DataOf
-) -> Iterator[tuple[list[Record], Record]]:
-    """The steps of the run as it is, by their rows, with the batches before each.
+class Batch(NamedTuple):
+    """A batch that a run has read.
 
-    Those are batches that no step of it has used: steps of an attempt that went back,
-    or a batch that was read and never trained on. A step that uses rows again begins
-    before the end of the step before it.
+    Attributes:
+      record: of the step that was trained on it; if none was, with no digest.
+      first: the first of its rows that no batch before it has.
+      is_used: whether it is of a step of the run as it is. Otherwise its steps are of
+        attempts that went back, or it was read and never trained on.
     """
+
+    record: Record
+    first: int
+    is_used: bool
+
+
+def stream(attempts: Sequence[Attempt], data_of: DataOf) -> Iterator[Batch]:
+    """The batches of the run as it is, and those that it left out, by their rows."""
     trained: dict[int, Record] = {}
     for attempt in attempts:
         if attempt.records:
@@ -110,89 +113,73 @@ def stream(
     current = step_log.lineage(attempts).values()
     position, last = 0, None
     for record in sorted(current, key=lambda each: (each.row, each.step)):
-        unused = []
         while position < record.row:
-            between = trained.get(position)
-            if between is None or between.stop > record.row:
-                after = last or dataclasses.replace(record, step=-1)
-                between = _after(after, position, record.row, data_of)
-            unused.append(between)
-            position, last = between.stop, between
-        yield unused, record
+            batch = trained.get(position)
+            if batch is None or batch.stop > record.row:
+                # That of no step, after the last one.
+                last = last or dataclasses.replace(record, step=-1)
+                batch = dataclasses.replace(
+                    last, step=last.step + 1, row=position, digest=_NO_DIGEST
+                )
+                course = stages.Course(data=data_of(batch), base_size=last.rows)
+                size = min(course.size, record.row - position)
+                batch = dataclasses.replace(batch, rows=size)
+            yield Batch(batch, position, is_used=False)
+            position, last = batch.stop, batch
+        yield Batch(record, min(position, record.stop), is_used=True)
         position, last = max(position, record.stop), record
 
 
-def _after(last: Record, row: int, stop: int, data_of: DataOf) -> Record:
-    # The batch of no step after another one.
-    step = last.step + 1
-    data = stages.at(data_of(last.attempt), step)
-    size = stages.Course(data=data, base_size=last.rows).size
-    size = min(size, stop - row)
-    return dataclasses.replace(last, step=step, row=row, rows=size, digest=_NO_DIGEST)
+def one_host_run(
+    batches: Iterable[Batch], data_of: DataOf
+) -> Generator[tuple[Batch, np.ndarray, str], None, None]:
+    """Reads the rows of a run anew, on one host.
 
-
-def pipeline_of(
-    record: Record, data_of: DataOf
-) -> tuple[Any, elastic_data.ElasticData]:
-    """What made a batch: a key that two batches of the same have, and the data."""
-    whole = data_of(record.attempt)
-    data = stages.at(whole, record.step)
-    of_stages = stages.of(data)
-    return (id(whole), of_stages.number if of_stages else 0), data
-
-
-class OneHostRun:
-    """The run on one host: it reads a batch in the place of each one of the run.
-
-    Args:
-      data_of: the data of the run.
+    Yields:
+      Each batch, with the ids of its rows that no batch before it has, without padding,
+      and the digest of these rows.
     """
+    made_by, opened = None, None
+    try:
+        for batch in batches:
+            size = batch.record.stop - batch.first
+            if not size:
+                yield batch, np.empty(0, np.uint64), _NO_DIGEST
+                continue
+            makes = data_of(batch.record), size
+            if opened is None or made_by != makes:
+                opened, made_by = _continued(opened, *makes), makes
+            content = next(opened)
+            ids = example_id.joined(content[elastic_data.EXAMPLE_ID])
+            tokens = np.concatenate(digest.row_features(content), axis=1)
+            found = step_log.batch_digest(ids, digest.row_digests(tokens))
+            yield batch, ids[ids != np.uint64(example_id.NONE)], found
+    finally:
+        if opened is not None:
+            opened.close()
 
-    def __init__(self, data_of: DataOf) -> None:
-        self._data_of = data_of
-        # What makes the batches, and their rows.
-        self._made_by: tuple[Any, int] | None = None
-        self._batches: elastic_data.HostBatches | None = None
 
-    def read(self, record: Record) -> tuple[np.ndarray, str]:
-        """The ids of the next rows, without padding, and the digest of their batch."""
-        key, data = pipeline_of(record, self._data_of)
-        made_by = key, record.rows
-        if self._batches is None or self._made_by != made_by:
-            self._made_by, self._batches = made_by, self._opened(data, record.rows)
-        batch = next(self._batches)
-        ids = example_id.joined(batch[elastic_data.EXAMPLE_ID])
-        tokens = np.concatenate(digest.row_features(batch), axis=1)
-        found = step_log.batch_digest(ids, digest.row_digests(tokens))
-        return ids[ids != np.uint64(example_id.NONE)], found
-
-    def close(self) -> None:
-        """Stops reading ahead."""
-        if self._batches:
-            self._batches.close()
-
-    def _opened(
-        self, data: elastic_data.ElasticData, size: int
-    ) -> elastic_data.HostBatches:
-        placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
-        batches = data.host_batches(placement)
-        if self._batches:
-            cursors = self._batches.shard_cursors()
-            batches.go_to(
-                self._batches.position(),
-                lambda shards: {shard: cursors[shard] for shard in shards},
-            )
-        self.close()
-        return batches
+def _continued(
+    before: elastic_data.HostBatches | None, data: elastic_data.ElasticData, size: int
+) -> elastic_data.HostBatches:
+    # The batches of `size` rows after those of another pipeline, or from the beginning.
+    batches = data.host_batches(
+        rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
+    )
+    if before is not None:
+        cursors = before.shard_cursors()
+        batches.go_to(before.position(), lambda _: cursors)
+        before.close()
+    return batches
 
 
 def audit(
     attempts: Sequence[Attempt],
     data_of: DataOf,
     *,
-    num_records: int | None = None,
     num_saved_steps: int = 0,
     missing_checkpoint: str = "",
+    num_attempts: int = 0,
     newest_world: int = 0,
     first_step: int = 0,
 ) -> Audit:
@@ -204,14 +191,13 @@ def audit(
     Args:
       attempts: the step log.
       data_of: of the run.
-      num_records: the number of records in an epoch, if each of them is an example.
       num_saved_steps: the run's newest checkpoint; if the log ends before it, its last
         steps were lost.
       missing_checkpoint: see `Audit`.
+      num_attempts: the attempts that the run has begun at least.
       newest_world: the newest claimed world that has saved a step; 0 if none has.
       first_step: the number of a run's first step in descriptions; the log has 0.
     """
-    starts = {each.attempt: each.start_step for each in attempts}
     # A later attempt has noted what those before it left out, too.
     left_out = attempts[-1].left_out
     differences: dict[int, str] = {}
@@ -221,92 +207,83 @@ def audit(
         text = f"step {record.step + first_step} ({place}): {what}"
         differences.setdefault(record.step, text)
 
-    num_examples = num_lost = num_repeated = num_left_out = position = 0
+    num_examples = num_lost = num_repeated = num_left_out = 0
     # The step that should have used the next rows.
     expected = attempts[0].start_step
-    with contextlib.closing(OneHostRun(data_of)) as one_host:
-        for unused, record in stream(attempts, data_of):
-            for batch in unused:
-                ids, _ = one_host.read(batch)
-                noted = _num_within(ids, left_out)
+    with contextlib.closing(
+        one_host_run(stream(attempts, data_of), data_of)
+    ) as one_host:
+        for batch, ids, wanted in one_host:
+            record = batch.record
+            noted = sum(
+                int(np.count_nonzero((start <= ids) & (ids < stop)))
+                for start, stop in left_out
+            )
+            if not batch.is_used:
                 num_left_out += noted
                 num_lost += len(ids) - noted
                 expected += noted < len(ids)
-            position = max(position, record.row)
-            if position > record.row:
-                repeated = min(position, record.stop) - record.row
-                num_repeated += repeated
-                num_examples += repeated
-                is_start = (record.row, record.step) == (0, starts[record.attempt])
-                hint = "; was the data loaded at the resume?" * is_start
+                continue
+            repeated = batch.first - record.row
+            num_repeated += repeated
+            num_examples += repeated + len(ids)
+            if repeated:
+                hint = "; was the data loaded at the resume?" * (record.row == 0)
                 differs(record, f"other steps have used {repeated} of them{hint}")
             elif record.step != expected:
                 differs(record, f"they are those of step {expected + first_step}")
-            if position < record.stop:
-                expected += 1
-                size = record.stop - position
-                rest = dataclasses.replace(record, row=position, rows=size)
-                position = record.stop
-                ids, wanted = one_host.read(rest)
-                num_examples += len(ids)
-                if noted := _num_within(ids, left_out):
-                    differs(record, f"{noted} of them were noted as left out")
-                if record.digest != wanted:
-                    differs(
-                        record,
-                        "the batch of the one-host run has other examples, tokens or"
-                        f" another order (digest {wanted}, not {record.digest})",
-                    )
+            expected += repeated < record.rows
+            if noted:
+                differs(record, f"{noted} of them were noted as left out")
+            if record.digest != wanted:
+                differs(
+                    record,
+                    "the batch of the one-host run has other examples, tokens or"
+                    f" another order (digest {wanted}, not {record.digest})",
+                )
     lineage = step_log.lineage(attempts)
     start_step, num_steps = attempts[0].start_step, len(lineage)
     num_identical, logged = num_steps - len(differences), start_step + num_steps
-    missing = set(range(start_step, logged)) - lineage.keys()
-    if num_saved_steps > logged and not missing:
-        missing.add(logged)
-    for step in missing:
-        text = f"step {step + first_step} is missing from the step log"
-        if step == logged:
-            text += (
+    for step in {*range(start_step, max(logged, num_saved_steps))} - lineage.keys():
+        differences[step] = f"step {step + first_step} is missing from the step log"
+        if step >= logged:
+            differences[step] += (
                 f", whose end was lost: checkpoint {num_saved_steps} was saved after it"
             )
-        differences[step] = text
     first_difference = differences[min(differences)] if differences else ""
-    of_stages = stages.of(data_of(attempts[-1].attempt))
-    begins = [each.begin for each in of_stages.stages] if of_stages else []
+    last = data_of(lineage[max(lineage)]) if lineage else None
+    of_epoch = last.num_records if isinstance(last, positional_data.TextData) else 0
     return Audit(
         num_steps=num_steps,
         num_examples=num_examples,
-        num_epochs=num_examples / num_records if num_records else None,
+        num_epochs=num_examples / of_epoch if of_epoch else None,
         num_lost=num_lost,
         num_repeated=num_repeated,
         num_identical_steps=num_identical,
         num_redone_steps=sum(len(each.records) for each in attempts) - num_steps,
         num_left_out=num_left_out,
         hosts=tuple(attempt.hosts for attempt in attempts),
-        stage_steps=tuple(begin + first_step for begin in begins),
-        first_difference=_lost_file(attempts, newest_world) or first_difference,
+        first_difference=_lost_file(attempts, num_attempts, newest_world)
+        or first_difference,
         missing_checkpoint=missing_checkpoint,
     )
 
 
-def _lost_file(attempts: Sequence[Attempt], newest_world: int) -> str:
+def _lost_file(
+    attempts: Sequence[Attempt], num_attempts: int, newest_world: int
+) -> str:
     # Attempts are numbered in a row, and each world that saves a step has one.
     numbers = {each.attempt for each in attempts}
-    absent = sorted(set(range(1, max(numbers))) - numbers)
+    absent = set(range(1, max(*numbers, num_attempts) + 1)) - numbers
     world = max(each.world for each in attempts)
-    if absent:
-        what = f"attempt {absent[0]} is missing"
-    elif newest_world > world:
-        what = f"world {newest_world} saved steps, but the newest attempt is of {world}"
-    else:
+    problems = [f"attempt {number} is missing" for number in sorted(absent)]
+    if newest_world > world:
+        problems.append(
+            f"world {newest_world} saved steps, but the newest attempt is of {world}"
+        )
+    if not problems:
         return ""
-    return f"the step log is incomplete: {what}; restore its files from a copy"
-
-
-def _num_within(ids: np.ndarray, ranges: state.Ranges) -> int:
-    return sum(
-        int(np.count_nonzero((ids >= start) & (ids < stop))) for start, stop in ranges
-    )
+    return f"the step log is incomplete: {problems[0]}; restore its files from a copy"
 
 
 class RunAudit:
@@ -345,41 +322,45 @@ class RunAudit:
         self._configured = functools.cache(_configured)
         self._settings = {each.attempt: each.data for each in self.attempts}
 
-    def data_of(self, attempt: int) -> elastic_data.ElasticData:
-        """The configured data of an attempt."""
-        if self._own is not None:
-            return self._own
-        return self._configured(json.dumps(self._settings[attempt], sort_keys=True))
+    def data_of(self, record: Record) -> elastic_data.ElasticData:
+        """The data of a step, in its stage."""
+        data = self._own
+        if data is None:
+            settings = self._settings[record.attempt]
+            data = self._configured(json.dumps(settings, sort_keys=True))
+        return stages.at(data, record.step)
 
     def outcome(self) -> Audit:
         """Compares the run with one host that reads its data."""
         record, attempts = self.record, self.attempts
-        saved = max(foreign_steps.steps(record.steps_directory), default=None)
+        steps = foreign_steps.steps(record.steps_directory)
+        saved = max(steps, default=record.first_step - 1)
         events = run_files.read_events(self._directory)
-        last = self.data_of(attempts[-1].attempt)
-        is_text = isinstance(last, positional_data.TextData)
         start_step = attempts[0].start_step
         done = start_step + len(step_log.lineage(attempts))
         # The reference trainer claims its world before it begins an attempt; a loop of
-        # the user's own may claim it with the first save.
-        worlds = [
-            event.get("claim", 0)
-            for event in events
-            if event["event"] == "save_started" and record.program == "train"
+        # the user's own may claim it with the first save, but begins its attempt first.
+        is_own = record.program != "train"
+        started = [e for e in events if e["event"] == "run_started"]
+        told = [e for e in events if e["event"] in ("world_claimed", "save_started")]
+        saving = [
+            one["world"]
+            for one, other in itertools.pairwise(told)
+            if (one["event"], other["event"]) == ("world_claimed", "save_started")
         ]
         return audit(
             attempts,
             self.data_of,
-            num_records=last.num_records if is_text else None,
-            num_saved_steps=0 if saved is None else saved + 1 - record.first_step,
-            newest_world=max(worlds, default=0),
+            num_saved_steps=saved + 1 - record.first_step,
+            num_attempts=len(started) if is_own else 0,
+            newest_world=0 if is_own else max(saving, default=0),
             first_step=record.first_step,
             missing_checkpoint=missing_checkpoint(
                 period=record.every,
                 at_end=record.at_end,
                 finished=[e["event"] for e in events[-1:]] == ["run_finished"],
                 num_steps=done - 1 + record.first_step,
-                saved=saved or 0,
+                saved=max(saved, 0),
                 start_step=start_step,
             ),
         )
@@ -419,11 +400,10 @@ def missing_checkpoint(
     due = 0
     if finished and at_end:
         due = num_steps
-    elif finished and period:
-        due = num_steps - num_steps % period
     elif period:
+        newest = num_steps - num_steps % period
         first = start_step - start_step % period + period
-        due = first if num_steps >= first + period else 0
+        due = newest if finished else min(first, newest - period)
     if saved >= due or due <= start_step:
         return ""
     newest = f"the newest is {saved}" if saved else "there is none"
@@ -434,14 +414,12 @@ def missing_checkpoint(
 
 
 def _named(name: str) -> elastic_data.ElasticData:
-    module, _, attribute = name.partition(":")
     # As `python -m` does. The module may change sys.path, too.
     own = os.getcwd()
     sys.path.insert(0, own)
     try:
-        data = getattr(importlib.import_module(module), attribute)
-        if callable(data):
-            inspect.signature(data).bind()
+        data = pkgutil.resolve_name(name)
+        data = data() if callable(data) else data
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise errors.ConfigError(
             f"--data {name}: {error}; write MODULE:NAME, of a module that can be"
@@ -451,7 +429,5 @@ def _named(name: str) -> elastic_data.ElasticData:
     finally:
         if own in sys.path:
             sys.path.remove(own)
-    if callable(data):
-        data = data()
     elastic_data.check(data, caller=f"--data {name}")
     return data

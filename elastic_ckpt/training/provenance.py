@@ -1,11 +1,11 @@
 """Which steps used a document, and which documents a step used.
 
-The step log places each batch in the stream of rows, those of attempts that went back
-included. The sizes of the batches so far determine the rows of each logical shard
-(`data.rows`), and these name their documents when the shard's pipeline is executed once
-more (`data.provenance`), from the beginning or from the last saved data state before
-them. Which shard reads a record, and when, is a pure function of numbers, so a search
-reads one shard for each epoch.
+The step log places each batch in the stream of rows, those that the run left out
+included. The sizes of the batches so far determine which logical shard each row is from
+(`data.rows`), and the rows name their documents when the shard's pipeline is executed
+once more (`data.provenance`), from the beginning or from the last saved data state
+before them. Which shard reads a record, and when, is a pure function of numbers, so a
+search reads one shard for each epoch.
 
 The texts of positional data are not read: each row is one record, whose number their
 order has.
@@ -13,17 +13,14 @@ order has.
 
 from __future__ import annotations
 
-import bisect
 import collections
 import contextlib
 import dataclasses
 import functools
 import itertools
 import os
-import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent import futures
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from etils import epath
@@ -37,7 +34,6 @@ from elastic_ckpt.data import (
     provenance,
     records,
     rows,
-    shard_rows,
     sharded_data,
     stages,
     state,
@@ -48,14 +44,9 @@ from elastic_ckpt.training.step_log import Record
 
 # After how many rows it is checked whether a document can still come.
 _CHECK_ROWS = 32
-# Data states that are read at once.
-_READERS = 16
 
-# A shard that is followed, and of its next row the batch, the number in the shard, and
-# the documents.
-_Read: TypeAlias = Iterator[
-    tuple[provenance.FollowedShard, int, int, list[provenance.Piece] | None]
-]
+# A data state in storage, and what reads its cursors.
+Saved: TypeAlias = tuple[state.DataState, elastic_data.ReadCursors]
 Outcome = Literal[
     "used",
     "left_out",
@@ -137,32 +128,12 @@ class UsedBatch:
     rows: tuple[tuple[provenance.Piece, ...], ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SavedData:
-    """The data state of a saved step.
-
-    Attributes:
-      state: its data state.
-      cursors: reads the cursors of shards.
-    """
-
-    state: state.DataState
-    cursors: Callable[[Iterable[int]], Mapping[int, cursors.Cursor]]
-
-
-class _Batch(NamedTuple):
-    # A batch, what made it, and what two batches that the same made have alike.
-    record: Record
-    key: Any
-    data: elastic_data.ElasticData
-
-
 class Provenance:
     """Answers questions about the documents of a run.
 
-    It knows the batches of the run as it is, those that it left out, and those after
-    its last step that an earlier attempt has trained. Batches in another place of the
-    stream, such as those of another size that were trained again, are not followed.
+    It knows the batches of the run as it is, and those that it left out. Batches that
+    only an attempt that went back has trained in the place of others, or beyond the
+    last step of the run, are not followed.
 
     Args:
       attempts: the step log.
@@ -179,7 +150,7 @@ class Provenance:
         attempts: Sequence[step_log.Attempt],
         data_of: audit.DataOf,
         *,
-        saved: Iterable[SavedData] = (),
+        saved: Iterable[Saved] = (),
         first_step: int = 0,
     ) -> None:
         self._first_step = first_step
@@ -190,43 +161,35 @@ class Provenance:
         self._trained: dict[int, list[Record]] = collections.defaultdict(list)
         for record in itertools.chain.from_iterable(a.records for a in attempts):
             self._trained[record.row].append(record)
-        read: list[Record] = []
-        for unused, record in audit.stream(attempts, data_of):
-            read += [*unused, record]
-        self._current_end = read[-1].stop
-        # The origins of rows depend on the sizes of all batches before them: an attempt
-        # goes on from a batch only if it has trained the same one.
-        ends = {
-            (each.attempt, each.stop, each.digest)
-            for of_row in self._trained.values()
-            for each in of_row
-        }
-        while later := [
-            each
-            for each in self._trained.get(read[-1].stop, ())
-            if (each.attempt, each.row, read[-1].digest) in ends
-        ]:
-            read.append(later[-1])
-        self._batches = [_Batch(e, *audit.pipeline_of(e, data_of)) for e in read]
-        # The sizes of the batches before each, and of all.
-        sizes = (each.rows for each in read)
+        self._batches = [each.record for each in audit.stream(attempts, data_of)]
+        self._data = [*map(data_of, self._batches)]
+        # The sizes of the batches before each.
+        sizes = (each.rows for each in self._batches[:-1])
         self._histories = [*itertools.accumulate(sizes, rows.after, initial=())]
-        self._saved = sorted(saved, key=lambda each: -each.state.row)
-        if self._saved:
-            last, newest = data_of(attempts[-1].attempt), self._saved[0].state
-            state.check_same_pipeline(newest, last.engine, last.identity())
-        self._saved = [each for each in self._saved if self._is_of_these(each.state)]
+        # The states between these batches, by the pipeline that made them, the newest
+        # first: the number of the next batch, and the cursors of shards. At last the
+        # beginning.
+        self._saved: list[tuple[int, elastic_data.ReadCursors]] = []
+        numbers = {history: n for n, history in enumerate(self._histories)}
+        by_row = sorted(saved, key=lambda each: -each[0].row)
+        for each, _ in by_row[:1]:
+            last = data_of(self._lineage[max(self._lineage)])
+            state.check_same_pipeline(each, last.engine, last.identity())
+        for each, read_cursors in by_row:
+            if "batches" in each.position:
+                number = numbers.get(state.history_of(each.position), 0)
+                if number and each.pipeline == self._data[number - 1].identity():
+                    self._saved.append((number, read_cursors))
+        self._saved.append((0, dict.fromkeys))
 
     @classmethod
     def of_run(cls, run: audit.RunAudit) -> Provenance:
         """That of a run in a directory."""
         steps = foreign_steps.steps(run.record.steps_directory)
-        with futures.ThreadPoolExecutor(_READERS) as pool:
-            found = list(pool.map(_saved_at, steps.values()))
         return cls(
             run.attempts,
             run.data_of,
-            saved=itertools.chain.from_iterable(found),
+            saved=itertools.chain.from_iterable(map(_saved_at, steps.values())),
             first_step=run.record.first_step,
         )
 
@@ -240,7 +203,7 @@ class Provenance:
         Raises:
           DataError: if there is no such record, or it cannot be followed.
         """
-        data = self._batches[-1].data
+        data = self._data[-1]
         if isinstance(data, positional_data.TextData):
             yield from self._find_text(data, file, record)
             return
@@ -262,156 +225,115 @@ class Provenance:
         Raises:
           DataError: if no attempt trained it, or its rows cannot be followed.
         """
-        of_step = [
-            (number, uses)
-            for number, batch in enumerate(self._batches)
-            if (uses := [u for u in self._uses(batch) if u.step == step])
-        ]
-        trained = itertools.chain.from_iterable(self._trained.values())
-        if not of_step and step - self._first_step in {each.step for each in trained}:
-            raise errors.DataError(
-                f"step {step} was trained, and the run went back before it and trained"
-                " again in batches of another size; it is not followed"
+        is_followed = False
+        for number, batch in enumerate(self._batches):
+            uses = [use for use in self._uses(batch) if use.step == step]
+            if uses:
+                is_followed = True
+                yield UsedBatch(
+                    step=step,
+                    attempts=tuple(use.attempt for use in uses),
+                    is_current=any(use.is_current for use in uses),
+                    position=batch.row,
+                    rows=self._documents(number),
+                )
+        if not is_followed:
+            trained = itertools.chain.from_iterable(self._trained.values())
+            steps = {each.step + self._first_step for each in trained}
+            why = (
+                ", and the run went back before it; only what was trained again or left"
+                " out is followed"
+                if step in steps
+                else f" by no attempt of the run; its steps are {min(steps)} to"
+                f" {max(steps)}"
             )
-        if not of_step:
-            steps = [each.record.step + self._first_step for each in self._batches]
-            raise errors.DataError(
-                f"no attempt of the run trained step {step}; its steps are"
-                f" {min(steps)} to {max(steps)}"
-            )
-        for number, uses in of_step:
-            batch = self._batches[number]
-            is_text = isinstance(batch.data, positional_data.TextData)
-            yield UsedBatch(
-                step=step,
-                attempts=tuple(use.attempt for use in uses),
-                is_current=any(use.is_current for use in uses),
-                position=batch.record.row,
-                rows=self._text_rows(batch) if is_text else self._sharded_rows(number),
-            )
+            raise errors.DataError(f"step {step} was trained{why}")
 
-    @property
-    def num_shards(self) -> int:
-        """The number of logical shards, the same in all stages."""
-        return _sharded(self._batches[0].data).num_shards
-
-    def _number_at(self, row: int) -> int:
-        # The number of the batch that has a row, or of the one after the last.
-        if row >= self._batches[-1].record.stop:
-            return len(self._batches)
-        return bisect.bisect(self._batches, row, key=lambda each: each.record.row) - 1
-
-    def _is_of_these(self, saved: state.DataState) -> bool:
-        # Whether a state lies between these batches, by the pipeline that made them.
-        number = self._number_at(saved.row)
-        data = self._batches[max(0, number - 1)].data
-        if not data.num_shards or saved.pipeline != data.identity():
-            return False
-        return state.history_of(saved.position) == self._histories[number]
-
-    def _sharded_rows(self, number: int) -> tuple[tuple[provenance.Piece, ...], ...]:
-        record = self._batches[number].record
-        found: list[tuple[provenance.Piece, ...]] = [()] * record.rows
-        of_shard: dict[int, dict[int, int]] = collections.defaultdict(dict)
-        for row, (shard, index) in enumerate(zip(*self._origins(number), strict=True)):
-            of_shard[int(shard)][int(index)] = row
-        states = (each for each in self._saved if each.state.row <= record.row)
-        saved = next(states, None)
-        for shard, wanted in of_shard.items():
-            before = self._rows_before(shard)
-            for _, _, index, documents in self._follow(shard, saved, before):
-                if index in wanted:
-                    found[wanted.pop(index)] = tuple(documents or ())
-                if not wanted:
-                    break
-        return tuple(found)
-
-    def _origins(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        # The shard of each row of a batch, and the number of the row in it.
-        size, history = self._batches[number].record.rows, self._histories[number]
-        return rows.batch_origins(self.num_shards, history, size)
-
-    def _rows_before(self, shard: int) -> np.ndarray:
-        # The rows of a shard before each batch, and those of all.
-        before = [np.zeros(1, np.int64)]
-        for size, number in self._histories[-1]:
-            batches = np.arange(1, number + 1)
-            taken = rows.shard_rows(self.num_shards, shard, size, batches)
-            before.append(before[-1][-1] + taken)
-        return np.concatenate(before)
-
-    def _follow(
-        self,
-        shard: int,
-        saved: SavedData | None,
-        before: np.ndarray,
-        *,
-        watched: tuple[str, int] | None = None,
-    ) -> _Read:
-        # Follows a shard up to the last batch, or for one row in any case.
-        cursor = saved.cursors([shard])[shard] if saved is not None else None
-        begin = shard_rows.row_of(cursor)
-        # The batch that has a row of the shard.
-        stop = max(begin + 1, int(before[-1]))
-        numbers = np.searchsorted(before, np.arange(begin, stop), side="right") - 1
-        numbers = np.minimum(numbers, len(self._batches) - 1).tolist()
-        batch = self._batches[numbers[0]]
-        make_shard = _sharded(batch.data).make_shard
-        with contextlib.closing(
-            provenance.FollowedShard(make_shard, shard, cursor, watched=watched)
-        ) as followed:
-            for index, number in enumerate(numbers, begin):
-                if self._batches[number].key != batch.key:
-                    batch = self._batches[number]
-                    followed.go_on(_sharded(batch.data).make_shard)
-                yield followed, number, index, followed.next()
-
-    def _text_rows(self, batch: _Batch) -> tuple[tuple[provenance.Piece, ...], ...]:
-        data, found = batch.data, []
-        assert isinstance(data, positional_data.TextData)
-        texts = _texts(data)
-        for number in range(batch.record.row, batch.record.stop):
-            documents: tuple[provenance.Piece, ...] = ()
-            if number < len(data.order):
-                text = data.order[number]
-                assert text is not None
-                text += number // data.num_records * data.num_records
-                file, record, epoch = records.origin(texts, text)
+    def _documents(self, number: int) -> tuple[tuple[provenance.Piece, ...], ...]:
+        # Of each row of a batch.
+        batch, data = self._batches[number], self._data[number]
+        found: list[tuple[provenance.Piece, ...]] = [()] * batch.rows
+        if isinstance(data, positional_data.TextData):
+            texts = _texts(data)
+            order: Any = data.order
+            for place in range(batch.row, min(batch.stop, len(order))):
+                of_epochs = place // data.num_records * data.num_records
+                file, record, epoch = records.origin(texts, of_epochs + order[place])
                 piece = provenance.Piece(
                     dataset="", file=file, record=record, epoch=epoch
                 )
-                documents = (piece,)
-            found.append(documents)
+                found[place - batch.row] = (piece,)
+        else:
+            start = next(saved for saved in self._saved if saved[0] <= number)
+            for shard in {*self._shards(number).tolist()}:
+                with self._opened(shard, *start) as followed:
+                    through = range(start[0], number + 1)
+                    for at, row, pieces in self._rows(followed, shard, through):
+                        if at == number:
+                            found[row] = tuple(pieces or ())
         return tuple(found)
+
+    def _shards(self, number: int) -> np.ndarray:
+        # Of each row of a batch.
+        size, history = self._batches[number].rows, self._histories[number]
+        num_shards = _sharded(self._data[number]).num_shards
+        return rows.batch_shards(num_shards, size, rows.batches_of(history, size))
+
+    def _opened(
+        self,
+        shard: int,
+        number: int,
+        read_cursors: elastic_data.ReadCursors,
+        *,
+        watched: tuple[str, int] | None = None,
+    ) -> contextlib.closing[provenance.FollowedShard]:
+        # A shard before a batch.
+        cursor = read_cursors([shard])[shard]
+        data = _sharded(self._data[number])
+        row = rows.emitted(data.num_shards, self._histories[number])[shard]
+        return contextlib.closing(
+            provenance.FollowedShard(
+                data.make_shard, shard, cursor, row=int(row), watched=watched
+            )
+        )
+
+    def _rows(
+        self, followed: provenance.FollowedShard, shard: int, numbers: range
+    ) -> Iterator[tuple[int, int, list[provenance.Piece] | None]]:
+        # Of a shard in some batches: the batch, the row of it, and the documents.
+        data = self._data[numbers.start]
+        for number in numbers:
+            if self._data[number] != data:
+                data = self._data[number]
+                followed.go_on(_sharded(data).make_shard)
+            for row in np.flatnonzero(self._shards(number) == shard).tolist():
+                yield number, row, followed.next()
 
     def _find_text(
         self, data: positional_data.TextData, file: str, record: int
     ) -> Iterator[Found]:
         ((_, at),) = _located({"": data.files}, file)
         wanted = next(records.turns(_texts(data), at, record)).number
-        stop = -(-self._current_end // data.num_records) * data.num_records
-        for number in range(min(stop, len(data.order))):
-            if data.order[number] != wanted:
+        end = self._batches[-1].stop
+        stop = -(-end // data.num_records) * data.num_records
+        for place in range(min(stop, len(data.order))):
+            if data.order[place] != wanted:
                 continue
-            batches = self._batches[self._number_at(number) :][:1]
-            uses = [
-                use
-                for batch in batches
-                for use in self._uses(batch, number - batch.record.row)
-            ]
+            batch = next(b for b in reversed(self._batches) if b.row <= place)
+            uses = self._uses(batch, place - batch.row) if place < end else []
             yield Found(
                 dataset="",
                 file=data.files[at],
                 record=record,
-                epoch=number // data.num_records,
+                epoch=place // data.num_records,
                 shard=None,
-                outcome=self._outcome(uses, number),
+                outcome=_outcome(uses) if place < end else "not_yet_used",
                 document_tokens=None,
                 uses=tuple(uses),
             )
 
     def _uses(
-        self, batch: _Batch, row: int = 0, piece: provenance.Piece | None = None
+        self, batch: Record, row: int = 0, piece: provenance.Piece | None = None
     ) -> list[Use]:
         # The steps that were trained on a batch, for a piece in a row of it.
         return [
@@ -423,92 +345,93 @@ class Provenance:
                 first_token=piece.first_token if piece else 0,
                 num_tokens=piece.num_tokens if piece else None,
             )
-            for record in self._trained.get(batch.record.row, ())
-            if record.digest == batch.record.digest
+            for record in self._trained.get(batch.row, ())
+            if record.digest == batch.digest
         ]
-
-    def _outcome(self, uses: Sequence[Use], row: int) -> Outcome:
-        if any(use.is_current for use in uses):
-            return "used"
-        return "left_out" if row < self._current_end else "not_yet_used"
 
     def _named(self, file: str) -> list[tuple[str, int, records.Records]]:
         # The parts of the run that have a file, and the number of the file in each.
         parts: dict[str, records.Records] = {}
-        for data in {each.key: each.data for each in self._batches}.values():
-            of_stages = stages.of(data)
+        for data, _ in itertools.groupby(self._data):
             # Those of stages that have not begun, too.
-            every = [e.data for e in of_stages.stages] if of_stages else [data]
-            for each in every:
+            is_staged = isinstance(data, stages.StagedData)
+            for each in [e.data for e in data.stages] if is_staged else [data]:
                 parts |= provenance.parts(_sharded(each).make_shard(0))
         files = {name: records.files_of(part) for name, part in parts.items()}
         return [(name, number, parts[name]) for name, number in _located(files, file)]
 
+    def _start(
+        self, name: str, turn: records.Turn
+    ) -> tuple[int, elastic_data.ReadCursors]:
+        # The batch, and the cursors before it, from which a record is followed.
+        watched = name, turn.number
+        for start in self._saved[:-1]:
+            cursor = start[1]([turn.shard])[turn.shard]
+            until = provenance.read_until(cursor, name, is_exact=True)
+            if until is not None and until <= turn.at:
+                with self._opened(turn.shard, *start, watched=watched) as followed:
+                    followed.next()
+                # Rows before the state may have a part of what is read at once.
+                if not followed.is_read:
+                    return start
+        return self._saved[-1]
+
     def _followed(self, name: str, part: records.Records, turn: records.Turn) -> Found:
-        shard, watched = turn.shard, (name, turn.number)
-        before = self._rows_before(shard)
-        for saved in (*self._saved, None):
-            if saved is not None:
-                cursor = saved.cursors([shard])[shard]
-                until = provenance.read_until(cursor, name, is_exact=True)
-                if until is None or until > turn.at:
-                    continue
-            read = self._follow(shard, saved, before, watched=watched)
-            first = next(read)
-            followed = first[0]
-            # Rows before the state may have a part of what was read at once.
-            if saved is None or not followed.is_read:
-                break
+        start, watched = self._start(name, turn), (name, turn.number)
         uses: list[Use] = []
-        outcomes: set[Outcome] = set()
-        num_tokens, is_over, end = 0, False, int(before[-1])
-        for _, number, index, pieces in itertools.chain([first], read):
-            batch = self._batches[number]
-            # A later stage may have more of a shard that has ended.
-            is_over = pieces is None and batch.key == self._batches[-1].key
-            if is_over or index >= end:
-                break
-            for piece in pieces or ():
-                origins = np.equal(self._origins(number), ((shard,), (index,)))
-                row = int(origins.all(axis=0).argmax())
-                of_piece = self._uses(batch, row, piece)
-                outcomes.add(self._outcome(of_piece, batch.record.row))
-                uses += of_piece
-                num_tokens += piece.num_tokens or 0
-            is_over = bool(num_tokens) and num_tokens + 1 == followed.watched_tokens
-            if not is_over and (index % _CHECK_ROWS == 0 or index + 1 == end):
+        has_rows = is_over = False
+        num_tokens = 0
+        with self._opened(turn.shard, *start, watched=watched) as followed:
+            later = range(start[0], len(self._batches))
+            read = self._rows(followed, turn.shard, later)
+            for some in iter(lambda: [*itertools.islice(read, _CHECK_ROWS)], []):
+                for number, row, pieces in some:
+                    has_rows |= bool(pieces)
+                    for piece in pieces or ():
+                        uses += self._uses(self._batches[number], row, piece)
+                        num_tokens += piece.num_tokens or 0
+                number, _, pieces = some[-1]
                 until = provenance.read_until(followed.cursor(), name)
-                is_over = until is not None and until > turn.at
-            if is_over:
-                break
+                is_over = (
+                    num_tokens + 1 == followed.watched_tokens
+                    or (until is not None and until > turn.at)
+                    # A later stage may have more of a shard that has ended.
+                    or (pieces is None and self._data[number] == self._data[-1])
+                )
+                if is_over:
+                    break
         tokens = followed.watched_tokens
         outcome: Outcome = "read_ahead"
-        if outcomes:
-            outcome = min(outcomes, key=typing.get_args(Outcome).index)
+        if has_rows:
+            outcome = _outcome(uses)
         elif not followed.is_read:
             outcome = "corrupt" if is_over else "not_yet_used"
         elif tokens is not None and tokens < 2:
             outcome = "too_short"
         elif is_over or (followed.is_tokenized and not followed.is_document):
             outcome = "filtered"
-        file, record_in_file, epoch = records.origin(part, turn.number)
+        file, record, epoch = records.origin(part, turn.number)
         return Found(
             dataset=name,
             file=file,
-            record=record_in_file,
+            record=record,
             epoch=epoch,
-            shard=shard,
+            shard=turn.shard,
             outcome=outcome,
             document_tokens=tokens,
             uses=tuple(sorted(uses, key=lambda use: (use.attempt, use.step))),
         )
 
 
+def _outcome(uses: Iterable[Use]) -> Outcome:
+    # Of what is in rows.
+    return "used" if any(use.is_current for use in uses) else "left_out"
+
+
 def _sharded(data: elastic_data.ElasticData) -> sharded_data.ShardedData:
-    # The data, or that of the stage that it is in.
-    of_stages = stages.of(data)
-    if of_stages is not None:
-        return of_stages.sharded()
+    # That of the stage, if there are any.
+    if isinstance(data, stages.StagedData):
+        data = data.sharded()
     if not isinstance(data, sharded_data.ShardedData):
         raise errors.DataError(
             f"the documents of {type(data).__name__} cannot be told; use"
@@ -519,8 +442,9 @@ def _sharded(data: elastic_data.ElasticData) -> sharded_data.ShardedData:
 
 def _texts(data: positional_data.TextData) -> records.Records:
     # In the order of the files.
-    texts = arrayrecord.ArrayRecord(files=data.files)
-    return records.Records(texts, shard=0, num_shards=1)
+    return records.Records(
+        arrayrecord.ArrayRecord(files=data.files), shard=0, num_shards=1
+    )
 
 
 def _located(files: Mapping[str, Sequence[str]], file: str) -> list[tuple[str, int]]:
@@ -534,10 +458,10 @@ def _located(files: Mapping[str, Sequence[str]], file: str) -> list[tuple[str, i
         if each in (file, whole) or each.endswith(end)
     ]
     if not found:
-        every = itertools.chain.from_iterable(files.values())
-        names = errors.first_of(sorted({os.path.basename(each) for each in every}))
+        names = {os.path.basename(e) for of_data in files.values() for e in of_data}
         raise errors.DataError(
-            f"{file} is not a file of the run's data, which has {names}; give the path"
+            f"{file} is not a file of the run's data, which has"
+            f" {errors.first_of(sorted(names))}; give the path"
             " of one of them, or the end of it"
         )
     if len({name for name, _, _ in found}) < len(found):
@@ -548,14 +472,14 @@ def _located(files: Mapping[str, Sequence[str]], file: str) -> list[tuple[str, i
     return [(name, number) for name, number, _ in found]
 
 
-def _saved_at(path: epath.Path) -> list[SavedData]:
+def _saved_at(path: epath.Path) -> Iterator[Saved]:
     # The data states of a step that can be read, nearly always one.
-    found = []
-    for part in path.iterdir():
+    for file in path.glob(f"*/{state.FILE_NAME}"):
+        directory = file.parent
         # An older state serves, too.
         with contextlib.suppress(errors.DataError):
-            if (part / state.FILE_NAME).exists():
-                saved = state.read(part)
-                read = functools.partial(cursors.read, part, position=saved.position)
-                found.append(SavedData(state=saved, cursors=read))
-    return found
+            found = state.read(directory)
+            yield (
+                found,
+                functools.partial(cursors.read, directory, position=found.position),
+            )

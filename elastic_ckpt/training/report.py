@@ -15,9 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.core import errors, metrics
+from elastic_ckpt.core import events as run_events
 from elastic_ckpt.inspect import page, run_files, status
 from elastic_ckpt.inspect.page import COLOURS, Fact, Mood, Point, Section, Series
 from elastic_ckpt.inspect.status import Event, Files
+from elastic_ckpt.monitoring import goodput
 from elastic_ckpt.training import audit as audit_run
 from elastic_ckpt.training import step_log
 
@@ -29,16 +31,6 @@ _WORLD_ENDS = (
     *("slice_lost", "host_lost", "world_left"),
     *("run_finished", "run_stopped", "run_failed"),
 )
-# Phases of a change by the field of the event `recovered`.
-_PHASES = {
-    "end_secs": "end of the world",
-    "decide_secs": "decide",
-    "start_secs": "start and join",
-    "prepare_secs": "prepare",
-    "restore_secs": "restore",
-    "compile_secs": "load or compile",
-    "step_secs": "first step",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +44,7 @@ class Record:
       events: of `events.jsonl`.
       files: of metrics.
       attempts: of the step log, in order.
-      audit: the fields of the audit's outcome, and `passed`; a text if there is none.
+      audit: the outcome of the audit; a text if there is none.
       made_secs: when the report is made, since the epoch.
     """
 
@@ -62,7 +54,7 @@ class Record:
     events: Sequence[Event]
     files: Files
     attempts: Sequence[step_log.Attempt]
-    audit: Mapping[str, Any] | str
+    audit: audit_run.Audit | str
     made_secs: float
 
     def named(self, *names: str) -> list[Event]:
@@ -142,13 +134,12 @@ def collect(directory: str) -> Record:
     )
 
 
-def audit(directory: str) -> dict[str, Any] | str:
+def audit(directory: str) -> audit_run.Audit | str:
     """The outcome of an audit, which reads the run's data again; why not, if not."""
     try:
-        outcome = audit_run.RunAudit(directory).outcome()
+        return audit_run.RunAudit(directory).outcome()
     except errors.ElasticCkptError as error:
         return f"The run cannot be audited: {error}"
-    return dataclasses.asdict(outcome) | {"passed": outcome.passed}
 
 
 def report(record: Record) -> str:
@@ -182,7 +173,6 @@ def _facts(record: Record) -> list[Fact]:
     losses = [loss for _, loss in record.losses(is_counted=True)]
     since, loss = (f"loss, from {losses[0]:.4f}", losses[-1]) if losses else ("loss", 0)
     changes = record.named("recovered")
-    lost = sum(each["steps_lost"] for each in changes)
     outcome, outcome_mood = _outcome(record.audit)
     facts: list[tuple[str, str, Mood]] = [
         ("the run", phase, moods.get(phase, "")),
@@ -191,7 +181,7 @@ def _facts(record: Record) -> list[Fact]:
         ("goodput", _goodput_percent(record), ""),
         ("verdicts", f"{len(record.named('verdict')):,}", ""),
         ("changes of slices", f"{len(changes):,}", ""),
-        ("steps trained again", f"{lost:,}", ""),
+        ("steps trained again", f"{sum(e['steps_lost'] for e in changes):,}", ""),
         ("sample order", outcome or "not audited", outcome_mood),
     ]
     # Only bad news are news.
@@ -248,9 +238,8 @@ def _interruptions(record: Record) -> Section:
 
 def _goodput_percent(record: Record) -> str:
     spent = record.goodput_secs
-    if not spent:
-        return "none"
-    return f"{100 * spent.get('productive', 0) / sum(spent.values()):.1f} %"
+    productive = spent.get("productive", 0) / max(sum(spent.values()), 1e-9)
+    return f"{100 * productive:.1f} %" if spent else "none"
 
 
 def _goodput(record: Record) -> Section:
@@ -285,17 +274,16 @@ def _goodput(record: Record) -> Section:
 
 def _slices(record: Record) -> Section:
     title, slices = "Slices over time", 0
-    training: list[Point] = [(0.0, 0.0)]
-    for event in record.events:
-        minute, name = record.minute(event), event["event"]
-        if name == "run_started":
-            slices = event["slices"]
-        elif name in ("compiled", "executable_loaded") and not training[-1][1]:
-            training.append((minute, slices))
-        elif name in _WORLD_ENDS and training[-1][1]:
-            training.append((minute, 0.0))
     if not record.events:
         return Section(title=title, text="Nothing was recorded.")
+    training: list[Point] = [(0.0, 0.0)]
+    for event in record.events:
+        begins = run_events.NAMES[event["event"]].begins
+        if event["event"] == "run_started":
+            slices = event["slices"]
+        if begins:
+            number = slices if begins == "training" else 0
+            training.append((record.minute(event), number))
     training.append((record.minute(record.events[-1]), training[-1][1]))
     return Section(
         title=title,
@@ -304,7 +292,6 @@ def _slices(record: Record) -> Section:
             [Series(name="training", points=training, kind="area")],
             x="minutes since the first event",
             y="slices",
-            marks=_marks(record),
             from_zero=True,
         ),
         columns=("minute", "event", "details"),
@@ -355,23 +342,24 @@ def _recoveries(record: Record) -> Section:
     title, changes = "Time of each change", record.named("recovered")[-_MOST_ROWS:]
     if not changes:
         return Section(title=title, text="The slices did not change.")
+    fields = [f"{phase}_secs" for phase in goodput.PHASES]
     return Section(
         title=title,
         text="From the failure, or the request to leave, to the first step of the next"
         " world.",
         spec=page.bars(
             [
-                (f"to world {each['world']}", [each[phase] for phase in _PHASES])
+                (f"to world {each['world']}", [each[field] for field in fields])
                 for each in changes[-_MOST_BARS:]
             ],
-            page.coloured(list(_PHASES.values())),
+            page.coloured(goodput.PHASES),
             unit="s",
         ),
-        columns=("world", "steps lost", "seconds", *_PHASES.values()),
+        columns=("world", "steps lost", "seconds", *goodput.PHASES),
         rows=[
             (
                 *(str(each["world"]), str(each["steps_lost"])),
-                *(f"{each[name]:.2f}" for name in ("secs", *_PHASES)),
+                *(f"{each[name]:.2f}" for name in ("secs", *fields)),
             )
             for each in changes
         ],
@@ -409,24 +397,24 @@ def _sample_order(record: Record) -> Section:
     if isinstance(audit, str):
         return Section(title=title, text=audit, spec=spec)
     verdict, mood = _outcome(audit)
-    problem = audit["first_difference"] or audit["missing_checkpoint"]
     return Section(
         title=title,
         verdict=verdict,
         mood=mood,
-        text=problem
-        or f"Each of the {audit['num_steps']:,} steps used the examples and tokens of"
-        " the one-host run's batch, in its order. No example was lost or repeated.",
+        text=audit.first_difference
+        or audit.missing_checkpoint
+        or f"Each of the {audit.num_steps:,} steps used the examples and tokens of the"
+        " one-host run's batch, in its order. No example was lost or repeated.",
         spec=spec,
         columns=("figure of the audit", "value"),
-        rows=[(key, str(value)) for key, value in audit.items()],
+        rows=[(key, str(value)) for key, value in vars(audit).items()],
     )
 
 
-def _outcome(audit: Mapping[str, Any] | str) -> tuple[str, Mood]:
+def _outcome(audit: audit_run.Audit | str) -> tuple[str, Mood]:
     if isinstance(audit, str):
         return "", ""
-    return ("PASSED", "good") if audit["passed"] else ("FAILED", "bad")
+    return ("PASSED", "good") if audit.passed else ("FAILED", "bad")
 
 
 def _of_lines(
@@ -451,23 +439,9 @@ def _of_lines(
     )
 
 
-def _marks(record: Record) -> list[tuple[float, str]]:
-    # With a lost slice its hosts are lost.
-    lost = "slice_lost" if record.named("slice_lost") else "host_lost"
-    texts = {
-        lost: "slice {slice} lost" if lost == "slice_lost" else "host {host} lost",
-        "slow_host": "host {host} slow",
-        "run_failed": "failed",
-    }
-    return [
-        (record.minute(event), texts[event["event"]].format_map(event))
-        for event in record.named(*texts)
-    ]
-
-
 def _details(event: Event) -> str:
-    fields = {key: event[key] for key in event if key not in ("time", "event")}
-    return ", ".join(f"{key}: {value}" for key, value in fields.items())
+    hidden = ("time", "event")
+    return ", ".join(f"{key}: {event[key]}" for key in event if key not in hidden)
 
 
 def _utc(secs: float) -> str:

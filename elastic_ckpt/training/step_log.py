@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -125,21 +125,21 @@ class StepLog:
         left_out: state.Ranges = (),
     ) -> None:
         directory = storage.absolute(run_directory) / DIRECTORY
-        header: dict[str, Any] = {
-            "version": VERSION,
-            "attempt": max(map(_attempt_number, _files(run_directory)), default=0),
-            "start_step": step,
-            **dataclasses.asdict(world),
-            "data": data,
-            "world": claim,
-            "left_out": [list(each) for each in left_out],
-        }
-        is_new = False
+        newest = max(map(_attempt_number, _files(run_directory)), default=0)
         # Another start may create its file at the same time.
-        while not is_new:
-            header["attempt"] += 1
-            self._path = directory / f"attempt-{header['attempt']:05d}.jsonl"
-            is_new = jsonlog.create(self._path, header)
+        for number in itertools.count(newest + 1):
+            self._path = directory / f"attempt-{number:05d}.jsonl"
+            header: dict[str, Any] = {
+                "version": VERSION,
+                "attempt": number,
+                "start_step": step,
+                **dataclasses.asdict(world),
+                "data": data,
+                "world": claim,
+                "left_out": [list(each) for each in left_out],
+            }
+            if jsonlog.create(self._path, header):
+                break
         self._log = jsonlog.writer(self._path)
 
     def write(
@@ -178,11 +178,7 @@ class StepLog:
           RunError: if the file was removed meanwhile.
         """
         self._log.check()
-        try:
-            self._log.sync()
-        except bucket_clients.failures() as error:
-            return self._why_late(error)
-        return None
+        return self._why_late(self._log.sync)
 
     def close(self) -> None:
         """Syncs and closes the file.
@@ -191,21 +187,23 @@ class StepLog:
           OSError: if the steps cannot be flushed to the disk.
           RunError: if the disk or object store does not take them.
         """
-        try:
-            self._log.close()
-        except bucket_clients.failures() as error:
-            why = self._why_late(error)
+        why = self._why_late(self._log.close)
+        if why is not None:
             advice = storage_cause.advice(why) or "bring the storage back"
             raise errors.RunError(
                 f"{self._path}: the steps since the last checkpoint in storage cannot"
                 f" be logged: {why}; {advice}, and start the run once more"
-            ) from error
+            )
 
-    def _why_late(self, error: Exception) -> str:
-        # A disk that has taken all lines and cannot flush them may have lost them.
-        if not self._log.late_bytes:
-            raise error
-        return " ".join(str(error).split())
+    def _why_late(self, take: Callable[[], None]) -> str | None:
+        try:
+            take()
+        except bucket_clients.failures() as error:
+            # A disk that has taken all lines and cannot flush them may have lost them.
+            if not self._log.late_bytes:
+                raise
+            return " ".join(str(error).split())
+        return None
 
 
 def digested(batch: elastic_data.Batch) -> tuple[jax.Array, jax.Array]:

@@ -87,7 +87,7 @@ FAILED = ("run_failed", {"step": 0, "why": "x"})
         ),
         (
             [("state_kept", {"step": 4, "device_bytes": 2**21, "secs": 0.1})],
-            "kept step 4 in device memory: 2 MiB",
+            "kept step 4 in device memory: 2.0 MiB",
         ),
     ],
 )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from elastic_ckpt.cli import status as verb
 from elastic_ckpt.core import metrics, storage
 from elastic_ckpt.inspect import page, run_files, status
+from elastic_ckpt.monitoring import goodput
 from elastic_ckpt.tiers import find, source
 from elastic_ckpt.training import report
 from tests.tiers import saved_worlds
@@ -191,7 +192,7 @@ def test_interruption_is_shown_with_its_evidence_and_what_it_cost():
     judged = event("verdict", time=60.0, step=30, phase="train", since=59.0, **cause)
     survived = judged | {"time": 150.0, "what": "storage", "which": "", "why": "full"}
     back = event("recovered", time=90.0, world=2, steps_lost=5, secs=7.0)
-    back |= dict.fromkeys(report._PHASES, 1.0)
+    back |= {f"{phase}_secs": 1.0 for phase in goodput.PHASES}
     began = event("world_started", time=0.0, slices=[0], spares=[])
     told = report.report(record(events=[began, judged, back, survived], attempts=[]))
     told = told.replace("</td><td>", "|")

@@ -2,8 +2,6 @@ import contextlib
 import threading
 import time
 
-import pytest
-
 from elastic_ckpt.core import metrics
 from elastic_ckpt.monitoring import summaries
 
@@ -16,19 +14,15 @@ def test_later_values_are_summed_up_and_none_is_lost(monkeypatch):
         for value in (1, 2, 8, 4, 6):
             metrics.DATA_ROWS.record(value)
         metrics.DATA_WAIT.record(0.5)
-    rows = [s for s in kept if s.metric == metrics.DATA_ROWS.name]
-    assert [(s.number, s.count, s.sum, s.min, s.max, s.last) for s in rows] == [
-        (1, 1, 1.0, 1.0, 1.0, 1.0),
-        (2, 1, 2.0, 2.0, 2.0, 2.0),
-        (5, 3, 18.0, 4.0, 8.0, 6.0),
+    fields = ("count", "sum", "min", "max", "last")
+    rows = [s for s in kept if s["metric"] == metrics.DATA_ROWS.name]
+    assert [tuple(map(each.get, fields)) for each in rows] == [
+        (1, 1.0, 1.0, 1.0, 1.0),
+        (1, 2.0, 2.0, 2.0, 2.0),
+        (3, 18.0, 4.0, 8.0, 6.0),
     ]
     assert len(kept) == 4
-    assert all(before <= each.time <= time.time() for each in kept)
-
-
-def test_intervals_grow_with_the_run():
-    assert summaries.pause_secs(0.0) == 10.0
-    assert summaries.pause_secs(100_000.0) == pytest.approx(100.0)
+    assert all(before <= each["time"] <= time.time() for each in kept)
 
 
 def test_disk_that_hangs_holds_up_neither_recording_nor_the_end(monkeypatch, caplog):
@@ -53,4 +47,4 @@ def test_disk_that_hangs_holds_up_neither_recording_nor_the_end(monkeypatch, cap
     assert "no answer" in caplog.text
     answer.set()
     assert ended.wait(600)
-    assert [s.last for s in kept] == [1.0, 2.0]
+    assert [s["last"] for s in kept] == [1.0, 2.0]

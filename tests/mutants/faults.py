@@ -311,8 +311,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "an audit compares no digests",
         "elastic_ckpt/training/audit.py",
-        "                if record.digest != wanted:",
-        "                if not wanted:",
+        "            if record.digest != wanted:",
+        "            if not wanted:",
         ("tests/training/test_audit.py",),
     ),
     Fault(

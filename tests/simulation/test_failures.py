@@ -39,10 +39,12 @@ def test_failures_of_a_log_are_counted_once_and_numbered_as_in_the_cluster():
         {"time": 20.2, "event": "slice_lost", "slice": 2},
         {"time": 21.0, "event": "world_started", "slices": [0, 3]},
         {"time": 30.0, "event": "slice_returned", "slice": 2},
+        {"time": 35.0, "event": "slice_lost", "slice": 2},
         {"time": 40.0, "event": "host_lost", "host": 3},
     ]
     assert failures.of_log(log, slices=4, hosts_per_slice=2) == [
         Event(10.0, "slice_lost", 2),
         Event(20.0, "slice_returned", 2),
+        Event(25.0, "slice_lost", 2),
         Event(30.0, "host_lost", 3),
     ]

@@ -23,7 +23,7 @@ def test_costs_of_a_run_are_the_means_of_its_changes_and_steps():
         {"time": 25.0, "metric": name, "sum": 3.0, "count": 2},
     ]
     costs = plan.measured(events, lines)
-    assert (costs.step_secs, costs.end_secs, costs.leave_secs) == (1.4, 0.25, 1.5)
+    assert (costs.step_secs, costs.end_secs) == (1.4, 0.875)
     assert (costs.start_secs, costs.restore_secs) == (0.75, 0.75)
     assert costs.first_step_secs == 1.5
     assert costs.block_secs == plan.Costs().block_secs

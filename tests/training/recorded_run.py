@@ -135,16 +135,16 @@ class Run:
             progress=stages.Course.first(data, 1).at_step(step).progress,
         )
         self.saved.append(
-            provenance.SavedData(
-                state=saved,
-                cursors=lambda shards: {shard: cursors[shard] for shard in shards},
-            )
+            (saved, lambda shards: {shard: cursors[shard] for shard in shards})
         )
+
+    def data_of(self, record):
+        return stages.at(self.data[record.attempt], record.step)
 
     def provenance(self, *, saved=True, **more):
         return provenance.Provenance(
             self.attempts,
-            self.data.__getitem__,
+            self.data_of,
             saved=self.saved if saved else (),
             **more,
         )

@@ -1,5 +1,6 @@
 """An audit passes what a run on one host trains on, and finds every other log."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -7,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.data import rows, stages
+from elastic_ckpt.core import jsonlog
+from elastic_ckpt.data import rows
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.training import audit, step_log
-from tests import conftest, formats
-from tests.formats import of_stage
+from tests import conftest
 from tests.training import recorded_run
 
 BATCH, STEPS = 8, 6
@@ -50,9 +52,7 @@ def logged(batches, *, first=0, **changes):
 
 
 def audited(attempts, data, **options):
-    return audit.audit(
-        attempts, lambda _: data, num_records=data.num_records, **options
-    )
+    return audit.audit(attempts, lambda _: data, **options)
 
 
 def test_one_host_run_passes_over_several_epochs(data, batches):
@@ -123,30 +123,22 @@ def test_rows_that_no_step_used_are_counted(batches, data, skipped):
     assert outcome.passed == (not before)
 
 
-def test_first_difference_says_what_a_step_used(data, batches):
-    swapped = [batches[n] for n in (0, 2, 1)]
-    for used, difference in (
-        (swapped, "step 1 (rows 16 to 23 of the data): they are those of step 2"),
-        (
-            [batches[n] for n in (0, 2)],
-            "step 1 (rows 16 to 23 of the data): they are those of step 2",
-        ),
-        (
-            [batches[n] for n in (0, 1, 1)],
-            "step 2 (rows 8 to 15 of the data): other steps have used 8 of them",
-        ),
-    ):
-        assert audited([logged(used)], data).first_difference == difference
-
-
-def test_forged_digest_is_a_difference(data, batches):
-    attempt = logged(batches[:3])
+@pytest.mark.parametrize(
+    ("used", "difference"),
+    [
+        ((0, 2, 1), "step 1 (rows 16 to 23 of the data): they are those of step 2"),
+        ((0, 2), "step 1 (rows 16 to 23 of the data): they are those of step 2"),
+        ((0, 1, 1), "step 2 (rows 8 to 15 of the data): other steps have used 8"),
+        ((0, 1, "2"), "step 2 (rows 16 to 23 of the data): the batch of the one-host"),
+    ],
+)
+def test_first_difference_says_what_a_step_used(data, batches, used, difference):
+    attempt = logged([batches[int(n)] for n in used])
     *records, last = attempt.records
-    forged = dataclasses.replace(last, digest="0" * 32)
-    attempt = dataclasses.replace(attempt, records=(*records, forged))
-    difference = audited([attempt], data).first_difference
-    assert difference.startswith("step 2 (rows 16 to 23 of the data): the batch of")
-    assert difference.endswith(f"(digest {last.digest}, not {forged.digest})")
+    if used[-1] == "2":
+        last = dataclasses.replace(last, digest="0" * 32)
+    attempt = dataclasses.replace(attempt, records=(*records, last))
+    assert audited([attempt], data).first_difference.startswith(difference)
 
 
 def test_steps_that_were_trained_again_count_once(data, batches):
@@ -227,66 +219,64 @@ def test_checkpoint_that_did_not_reach_storage_is_named(actual, problem):
     assert problem in message
 
 
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    return formats.write(tmp_path_factory.mktemp("formats"), "parquet")
-
-
-def check_one_host_run(run):
-    """The rows that the audit reads again are those of the run, byte for byte."""
-    outcome = audit.audit(run.attempts, run.data.__getitem__)
-    assert outcome.passed, outcome
-    assert outcome.num_identical_steps == outcome.num_steps
-
-
-def test_run_that_goes_back_over_stages_twice_with_batches_of_other_sizes(parts):
-    data = stages.staged(
-        [
-            stages.Stage(begin=0, data=of_stage(parts, weights={"web": 1.0})),
-            stages.Stage(begin=3, data=of_stage(parts, weights={"books": 1.0})),
-            stages.Stage(begin=6, data=of_stage(parts, length=31)),
-        ]
-    )
-    run = recorded_run.Run().attempt(data, [12] * 6 + [6] * 2)
-    run.attempt(data, [18, 4, 4], start=5)
-    run.attempt(data, [18] * 4, start=2, goes_back=True)
-    run.attempt(data, [12] * 5, start=2, goes_back=True)
-    check_one_host_run(run)
-
-
-def test_run_that_goes_back_to_before_other_weights(parts):
-    before, after = (
-        of_stage(parts, weights=weights)
-        for weights in ({"web": 0.7, "code": 0.3}, {"web": 0.1, "code": 0.9})
-    )
-    run = recorded_run.Run().attempt(before, [12] * 4)
-    run.attempt(after, [12] * 3, start=4)
-    run.attempt(after, [12] * 5, start=2, goes_back=True)
-    check_one_host_run(run)
-
-
-def test_rows_that_were_read_ahead_may_have_been_trained_before_in_other_batches(parts):
-    # A batch of 8 is read and never trained, over rows of the first attempt.
-    data = formats.data(parts, "chunk")
-    run = recorded_run.Run().attempt(data, [4] * 16).attempt(data, [8] * 3, start=4)
-    _, *run.end = run._read(data, 8, *run.end)
-    check_one_host_run(run.attempt(data, [8] * 3, start=4, goes_back=True))
-
-
 def test_attempts_whose_files_are_missing_are_a_difference(data, batches):
-    world = [0, 1, 2, 3]
     # The last one has retrained steps of those before it, so that no step is missing.
     first, second, third = (
-        logged(batches[n : n + 6], first=n, attempt=n, world=world[n])
-        for n in (1, 2, 3)
+        logged(batches[begin:stop], first=begin, attempt=n, world=n)
+        for n, begin, stop in ((1, 1, 8), (2, 2, 8), (3, 3, 9))
     )
     first = dataclasses.replace(logged(batches[:8], world=1), attempt=1)
-    assert audited([first, second, third], data, newest_world=3).passed
+    noted = {"num_attempts": 3, "newest_world": 3}
+    assert audited([first, second, third], data, **noted).passed
     for left, problem in (
         ([second, third], "attempt 1 is missing"),
         ([first, third], "attempt 2 is missing"),
-        ([first, second], "world 3 saved steps, but the newest attempt is of 2"),
+        ([first, second], "attempt 3 is missing"),
     ):
-        outcome = audited(left, data, newest_world=3)
+        outcome = audited(left, data, **noted)
         assert not outcome.passed
         assert problem in outcome.first_difference
+
+
+CLAIMED = [{"event": "world_claimed", "world": 1}, {"event": "save_started"}]
+CLAIMS = [*CLAIMED, {"event": "world_claimed", "world": 2}]
+
+
+@pytest.mark.parametrize(
+    ("program", "events", "problem"),
+    [
+        ("loop", [{"event": "run_started"}] * 2, "attempt 2 is missing"),
+        ("train", [{"event": "run_started"}] * 2, ""),
+        # The second start may have been killed before its attempt.
+        ("train", CLAIMS, ""),
+        ("train", [*CLAIMS, {"event": "save_started"}], "world 2 saved steps, but"),
+    ],
+)
+def test_newest_attempt_that_was_lost_is_known_by_the_events(
+    tmp_path, corpus, batches, program, events, problem
+):
+    settings = {"data_shuffle_seed": 7, "max_target_length": 16}
+    record = run_files.RunRecord(
+        run="lost",
+        program=program,
+        steps_directory=str(tmp_path / "checkpoints"),
+        every=0,
+        at_end=False,
+        ram=(),
+        first_step=1,
+        data={**settings, "grain_train_files": corpus, "grain_num_threads": 0},
+        settings={},
+    )
+    run_files.write(tmp_path, record)
+    attempt = logged(batches[:3], world=1, data=record.data)
+    header = {"version": step_log.VERSION, **dataclasses.asdict(attempt)}
+    steps = header.pop("records")
+    path = tmp_path / step_log.DIRECTORY / "attempt-00001.jsonl"
+    assert jsonlog.create(path, header)
+    for log, lines in ((path, steps), (tmp_path / run_files.EVENTS, events)):
+        with contextlib.closing(jsonlog.writer(log)) as writing:
+            for line in lines:
+                writing.append(line)
+    outcome = audit.RunAudit(str(tmp_path)).outcome()
+    assert outcome.passed == (not problem), outcome
+    assert problem in outcome.first_difference

@@ -5,6 +5,7 @@ so that the rows of a step say which documents they are made of.
 """
 
 import collections
+import contextlib
 import dataclasses
 
 import grain
@@ -21,7 +22,7 @@ from elastic_ckpt.data import (
     sharded_data,
     stages,
 )
-from elastic_ckpt.training import step_log
+from elastic_ckpt.training import audit, step_log
 from tests import conftest, corpora, formats
 from tests.formats import of_stage
 from tests.training.recorded_run import SIZES, Run, pieces_of
@@ -79,6 +80,9 @@ def trained(run, step, *, is_named):
 
 def check_steps(run, name, steps, **more):
     """Checks the documents of steps, of each attempt whose batches are known."""
+    # What the audit reads anew are the rows of the run, byte for byte.
+    audited = audit.audit(run.attempts, run.data_of)
+    assert audited.passed, audited
     asking = run.provenance(**more)
     lineage = step_log.lineage(run.attempts)
     for step in steps:
@@ -93,20 +97,12 @@ def check_steps(run, name, steps, **more):
 
 def known(run):
     """The attempts and steps whose batches lie in the stream of the run."""
-    asking = run.provenance()
-    return {
-        (attempt, step)
-        for step in {step for _, step in run.inputs}
-        for batch in is_known(asking, step)
-        for attempt in batch.attempts
-    }
-
-
-def is_known(asking, step):
-    try:
-        return list(asking.step(step))
-    except errors.DataError:
-        return []
+    asking, found = run.provenance(), set()
+    for step in {step for _, step in run.inputs}:
+        with contextlib.suppress(errors.DataError):
+            for batch in asking.step(step):
+                found |= {(attempt, step) for attempt in batch.attempts}
+    return found
 
 
 def uses_of_all(run, name):
@@ -170,20 +166,14 @@ def check_outcome(found, size, name):
 def test_documents_of_a_step_and_steps_of_a_document(parts, name):
     sizes = [12, 12, 4, 24, 8, 12]
     run = Run().attempt(formats.data(parts["parquet"], name), sizes, saves=(2, 4))
-    check_steps(run, name, (5,))
+    # A saved state changes only what is read.
+    for saved in (True, False):
+        check_steps(run, name, (5,), saved=saved)
     check_found(run, name, samples=4)
     if name == "plain":
         for file_format in ("arrayrecord", "jsonl"):
             data = formats.data(parts[file_format], name)
             check_steps(Run().attempt(data, [12] * 2), name, (1,))
-
-
-def test_saved_state_changes_only_what_is_read(parts):
-    name = "window_shuffle"
-    data = formats.data(parts["parquet"], name)
-    run = Run().attempt(data, [12] * 10, saves=(2, 4, 8))
-    for saved in (True, False):
-        check_steps(run, name, (9,), saved=saved)
 
 
 @pytest.mark.parametrize(
@@ -208,26 +198,6 @@ def test_steps_that_the_run_left_out_had_batches_of_other_sizes(parts):
     run.attempt(data, [24, 6, 18], start=3, goes_back=True, saves=(5,))
     check_steps(run, "chunk", range(6))
     assert check_found(run, "chunk", samples=90)["left_out"]
-
-
-def test_documents_of_steps_that_the_run_went_back_from_are_not_yet_used(parts):
-    data = formats.data(parts["parquet"], "chunk")
-    run = Run().attempt(data, [12] * 5, saves=(3,))
-    asking = run.attempt(data, [12], start=3).provenance()
-    (batch,) = asking.step(4)
-    assert not batch.is_current
-    outcomes = set()
-    for piece in (piece for row in batch.rows for piece in row):
-        (found,) = (
-            each
-            for each in asking.find(piece.file, piece.record)
-            if each.epoch == piece.epoch
-        )
-        is_used = any(use.step < 4 for use in found.uses)
-        assert found.outcome == ("used" if is_used else "not_yet_used")
-        assert {use.row for use in found.uses} == {found.shard}
-        outcomes.add(found.outcome)
-    assert outcomes == {"used", "not_yet_used"}
 
 
 @pytest.mark.parametrize(("name", "size"), [("plain", 24), ("chunk", 4)])
@@ -310,41 +280,27 @@ def test_rows_of_positional_data_are_its_records_in_their_order(corpus, size):
     data = conftest.data_of(corpus)
     run = Run().attempt(data, [8] * 17)
     run.attempt(data, [size] * 2, start=15, skip=8)
-    order = data.order
-    asking = run.provenance()
-    of_stream = known(run)
-    expected = collections.defaultdict(list)
-    for attempt in run.attempts:
-        position = 0 if attempt.attempt == 1 else 15 * 8 + 8
-        for record in attempt.records:
-            if (attempt.attempt, record.step) not in of_stream:
-                # Its rows were read again in a batch of another size.
-                assert (attempt.attempt, record.step) == (1, 16)
-                continue
-            (batch,) = [
-                each
-                for each in asking.step(record.step)
-                if attempt.attempt in each.attempts
-            ]
-            assert batch.position == position
-            for row, (piece,) in enumerate(batch.rows):
-                assert piece.record == order[position + row]
-                assert piece.epoch == (position + row) // data.num_records
-                use = attempt.attempt, record.step, row, 0
-                expected[piece.record, piece.epoch].append(use)
-            position += record.rows
-    left_out, end = range(120, 128), position
-    order = [order[n] for n in range(2 * data.num_records + 1)]
+    asking, order, uses = run.provenance(), data.order, collections.defaultdict(list)
+    # The rows of step 16 of the first attempt were read again in a larger batch.
+    assert known(run) == {(1, n) for n in range(16)} | {(2, 15), (2, 16)}
+    for attempt, step in known(run):
+        begin = 8 * step if attempt == 1 else 128 + size * (step - 15)
+        (batch,) = (each for each in asking.step(step) if attempt in each.attempts)
+        assert batch.position == begin
+        for row, (piece,) in enumerate(batch.rows):
+            expected = order[begin + row], (begin + row) // data.num_records
+            assert (piece.record, piece.epoch) == expected
+            uses[expected].append((attempt, step, row, 0))
+    end = 128 + 2 * size
+    places = [order[n] for n in range(2 * data.num_records + 1)]
     for record in {order[n] for n in (0, 120, 127, 128, end - 1, end)}:
         for epoch, found in enumerate(asking.find(corpus, record)):
             assert (found.record, found.epoch) == (record, epoch)
-            uses = [
-                (use.attempt, use.step, use.row, use.first_token) for use in found.uses
-            ]
-            assert sorted(uses) == sorted(expected[record, epoch])
-            place = order.index(record, epoch * data.num_records)
+            named = [(u.attempt, u.step, u.row, u.first_token) for u in found.uses]
+            assert sorted(named) == sorted(uses[record, epoch])
+            place = places.index(record, epoch * data.num_records)
             outcome = "used" if place < end else "not_yet_used"
-            assert found.outcome == ("left_out" if place in left_out else outcome)
+            assert found.outcome == ("left_out" if 120 <= place < 128 else outcome)
         assert epoch == (end - 1) // data.num_records
 
 
@@ -355,7 +311,7 @@ def test_rows_of_positional_data_are_its_records_in_their_order(corpus, size):
         (lambda run: list(run.find("web-1.parquet", 1)), "has no record 1: its 1"),
         (
             lambda run: list(run.step(7)),
-            "no attempt of the run trained step 7",
+            "step 7 was trained by no attempt",
         ),
     ],
 )
@@ -373,11 +329,6 @@ def test_code_of_the_users_after_the_tokens_is_refused(parts):
     run = Run().attempt(data, [12] * 2)
     with pytest.raises(errors.DataError, match="of your own code, works on tokens"):
         asked(run.provenance(), 1)
-
-
-def without_records(attempt, number):
-    """An attempt whose log ends early."""
-    return dataclasses.replace(attempt, records=attempt.records[:number])
 
 
 @pytest.fixture(scope="module")
@@ -400,7 +351,8 @@ def test_rows_that_no_step_has_are_those_of_the_next_steps(curriculum):
     run.attempt(curriculum, [6] * 7, start=1, goes_back=True)
     # A crash before the log had them, and one before it had any.
     for number in (3, 1):
-        run.attempts[0] = without_records(run.attempts[0], number)
+        first = run.attempts[0]
+        run.attempts[0] = dataclasses.replace(first, records=first.records[:number])
         found = asked(run.provenance(), 6)
         assert found[2] == trained(run, 6, is_named=True)[2]
 
@@ -409,6 +361,24 @@ def test_documents_of_a_run_that_was_given_stages(curriculum):
     run = Run().attempt(curriculum.stages[0].data, [12] * 4, saves=(2, 3))
     run.attempt(curriculum, [12] * 4 + [6] * 3, start=3, saves=(4, 6, 7))
     check_steps(run, "mixture", (6, 9))
+
+
+def test_run_that_goes_back_to_before_other_weights(parts):
+    before, after = (
+        of_stage(parts["parquet"], weights=weights)
+        for weights in ({"web": 0.7, "code": 0.3}, {"web": 0.1, "code": 0.9})
+    )
+    run = Run().attempt(before, [12] * 4).attempt(after, [12] * 3, start=4)
+    run.attempt(after, [12] * 5, start=2, goes_back=True)
+    check_steps(run, "mixture", (4, 6))
+
+
+def test_rows_that_were_read_ahead_may_have_been_trained_before_in_other_batches(parts):
+    # A batch of 8 is read and never trained, over rows of the first attempt.
+    data = formats.data(parts["parquet"], "chunk")
+    run = Run().attempt(data, [4] * 16).attempt(data, [8] * 3, start=4)
+    _, *run.end = run._read(data, 8, *run.end)
+    check_steps(run.attempt(data, [8] * 3, start=4, goes_back=True), "chunk", (6,))
 
 
 def test_documents_of_stages_that_end(parts):
@@ -495,5 +465,7 @@ def test_steps_before_a_change_of_batch_size_are_not_given_other_documents(parts
     check_steps(run, "chunk", range(7))
     # Rows 40 on are those of the first attempt, in places that no batch of 8 leads to.
     for step in range(7, 16):
-        with pytest.raises(errors.DataError, match=f"step {step} .* of another size"):
+        with pytest.raises(
+            errors.DataError, match=f"step {step} was trained, and the run went"
+        ):
             list(run.provenance().step(step))
