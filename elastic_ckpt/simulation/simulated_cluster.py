@@ -365,7 +365,7 @@ class SimulatedCluster(cluster.Cluster):
             )
             do_steps(int(count), int(count) * step_secs)
             is_done = self._step >= plan.steps
-            if not is_done and (decided := has_changed()):
+            if self.now >= moment and not is_done and (decided := has_changed()):
                 # The hosts agree on a step, save it, and leave.
                 emit("world_leaving", slices=cluster.leaving_for(decided))
                 save = do_steps(1, step_secs)
@@ -376,8 +376,13 @@ class SimulatedCluster(cluster.Cluster):
         return True
 
     def _next_moment(self) -> float:
-        # When the decision may change.
-        return min(self._plan.secs, self._events[0].time if self._events else math.inf)
+        # When the decision may change: slices come and go, or have settled.
+        settle_secs = self._plan.policy.settle_secs + _MOMENT_SECS
+        settled = [since + settle_secs for since in self._since.values()]
+        coming = [self._plan.secs, *(each for each in settled if each > self.now)]
+        if self._events:
+            coming.append(self._events[0].time)
+        return min(coming)
 
     def _advance(self, secs: float) -> None:
         # Lets time pass, until a slice of the world is lost.
