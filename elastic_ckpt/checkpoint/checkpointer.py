@@ -168,6 +168,9 @@ class HostsCheckpointer:
         self._unloaded: frozenset[str] = frozenset()
         self._claimed = 0
         self._claims = self._root is not None and world.claimant is not None
+        # The last search, which the load of the newest step goes on from; nothing was
+        # saved, loaded or removed since.
+        self._search: restore.SearchOutcome | None = None
         self._search_again()
         if self._writer is not None:
             step = 0 if self._restored is None else self._restored.step
@@ -566,6 +569,7 @@ class HostsCheckpointer:
         """Continues from before the first step: the next save abandons all steps."""
         self.wait()
         with self._events.flushing():
+            self._end_search()
             newest = self._line.save
             self._own_line = None
             self._unloaded = frozenset()
@@ -800,6 +804,7 @@ class HostsCheckpointer:
         return self._stages.committed or self._restored
 
     def _complete(self) -> list[CheckpointMetadata]:
+        self._end_search()
         listed = list(self._hosts.first(HostReader.complete_steps))
         try:
             evaluated = self._evaluations()
@@ -827,6 +832,7 @@ class HostsCheckpointer:
         is_saving = not self._stages.committing.idle
         self._stages.committing.wait()
         self._stages.check()
+        self._end_search()
         self._claim()
         forced = force or overwrite
         line = self._line_for(step, overwrite=overwrite)
@@ -927,6 +933,7 @@ class HostsCheckpointer:
                 for name, tree in self._described(step).metadata.items()
                 if tree is not None
             }
+        search, self._search = self._search, None
         restored = restore.Restorer(
             self._hosts,
             self._relayout,
@@ -934,7 +941,7 @@ class HostsCheckpointer:
             abstract_checkpointables,
             partial=partial,
             layout=layout,
-        ).restore(step)
+        ).restore(step, search)
         checkpoint = restored.search.required
         left = self._newest if self._is_older(checkpoint) else None
         # The newest step that can be read is gone on from.
@@ -954,7 +961,8 @@ class HostsCheckpointer:
             newest_save = self._abandoning(checkpoint, newest_save)
         # The training goes on from the step that was loaded.
         self._is_placed, self._own_line = True, None
-        self._go_on_from(checkpoint, newest_save)
+        if restored.search is not search:
+            self._go_on_from(checkpoint, newest_save)
         self._stages.catch_up(checkpoint)
         if left:
             self._emit("went_back", step=left.step, to_step=checkpoint.step)
@@ -998,6 +1006,7 @@ class HostsCheckpointer:
         return save
 
     def _described(self, step: int | CheckpointMetadata | None) -> CheckpointMetadata:
+        self._end_search()
         search = restore.find(self._hosts, step, emit=self._emit)
         return restore.describe(self._hosts, search.required)
 
@@ -1008,10 +1017,16 @@ class HostsCheckpointer:
         search = restore.find(
             self._hosts, None, emit=self._emit, own_line=self._own_line
         )
-        if self._hosts.num_hosts > 1:
-            # It holds no messages while nothing is read.
-            self._hosts.all(HostReader.close_step)
         self._go_on_from(search.checkpoint, search.newest_save)
+        self._search = search
+        if self._chosen.is_read_only or search.checkpoint is None:
+            self._end_search()
+
+    def _end_search(self) -> None:
+        # Hosts hold no messages while nothing is read.
+        if self._search is not None and self._hosts.num_hosts > 1:
+            self._hosts.all(HostReader.close_step)
+        self._search = None
 
     def _remove(self, step: int, *, missing_ok: bool) -> bool:
         was_there = False

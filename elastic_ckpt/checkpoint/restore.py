@@ -290,12 +290,18 @@ class Restorer:
         self._wanted, self._partial, self._layout = wanted, partial, layout
         self._trees, self._stateful = component_io.split(wanted)
 
-    def restore(self, step: int | CheckpointMetadata | None) -> Restored:
+    def restore(
+        self,
+        step: int | CheckpointMetadata | None,
+        newest: SearchOutcome | None = None,
+    ) -> Restored:
         """Restores a step.
 
         Args:
           step: None takes the newest complete one; if it proves to be unreadable, the
             one before.
+          newest: the outcome of the last search of the hosts, if it was for that step
+            and still holds.
 
         Raises:
           CheckpointError: if there is no such step, it is of another model, or no good
@@ -305,8 +311,9 @@ class Restorer:
         with metrics.CHECKPOINT_LOAD.timed():
             without: dict[StepId, str] = {}
             while True:
-                search = find(self._hosts, step, without=without, emit=self._emit)
-                checkpoint = search.required
+                if newest is None or step is not None or without:
+                    newest = find(self._hosts, step, without=without, emit=self._emit)
+                search, checkpoint = newest, newest.required
                 if not checkpoint.save:
                     parts = self._restore_foreign(checkpoint)
                     return Restored(search, frozenset(), parts)
