@@ -39,6 +39,7 @@ with epy.lazy_imports():
     import jax
 
     from elastic_ckpt.core import addresses
+    from elastic_ckpt.data import compatibility
     from elastic_ckpt.data.lm import documents
 
 # What the fork server imports for any host, which would else do so in the pause of a
@@ -284,9 +285,10 @@ def stand_by(pipe: connection.Connection, example: Task | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if example is not None:
         # The pages of its objects become its own now, and not when a host needs them;
-        # and the files of its modules are looked at.
+        # and its files are looked at.
         gc.collect()
         executables.changed_modules(0)
+        compatibility.versions()
     # What was imported is never garbage, and a collection would copy all of its pages.
     gc.freeze()
     try:
