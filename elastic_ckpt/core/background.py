@@ -55,8 +55,8 @@ def wait(pending: Collection[futures.Future[Any]]) -> None:
 class BackgroundCalls(Generic[T]):
     """Calls a function in a background thread before its results are needed.
 
-    The first call is made at the first `take`, or at `begin`. Results and errors are returned in the
-    order of the calls.
+    The first call is made at the first `take`, or at `begin`. Results and errors are
+    returned in the order of the calls.
 
     Args:
       call: the function.

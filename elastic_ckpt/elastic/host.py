@@ -446,18 +446,18 @@ class _HostAnswers(Answers):
 def _begin_check(
     assignment: Assignment, owned: Owned, member: Member, compiled: Callable[..., Any]
 ) -> Callable[[], object]:
-    # Beside the restore; what it returns waits for its end, if it is needed.
+    # Beside the restore; what it returns waits for its end, if it is needed. Otherwise
+    # it is made beside the steps, for its program: after a crash that is loaded.
     slices = assignment.work.slices
     own = slices[member.host * len(slices) // member.num_hosts]
-    if own not in assignment.unchecked:
-        return lambda: None
     check = functools.partial(
         device_check.check_devices,
         jax.local_devices(),
         compiled,
         error=int(own in owned.broken),
     )
-    return background.in_thread(check, name="device-check").result
+    begin = functools.partial(background.in_thread, check, name="device-check")
+    return begin().result if own in assignment.unchecked else functools.cache(begin)
 
 
 def configure(world: Hardware, *, slot: int | None = None) -> None:
