@@ -213,9 +213,8 @@ class HostsCheckpointer:
         number = step_number(step)
         self._background.wait()
         self._events.flush()
-        is_saving = self.is_saving_in_progress()
         return self._is_new(number) and self._schedule.is_due(
-            self._current(number), is_saving=is_saving
+            self._current(number), is_saving=self.is_saving_in_progress()
         )
 
     def save_checkpointables_async(
@@ -381,10 +380,9 @@ class HostsCheckpointer:
           step: the number of the step; None takes the one that is being saved, if any.
         """
         if step is None:
-            begun = self.is_saving_in_progress()
-            is_saving = any(self._hosts.share("is_saving", begun))
+            begun = self._hosts.share("is_saving", self.is_saving_in_progress())
             self.wait()
-            step = self.latest if is_saving else None
+            step = self.latest if any(begun) else None
         if step is not None:
             self.delete(step, missing_ok=True)
 
@@ -437,10 +435,9 @@ class HostsCheckpointer:
         """
         held = self.checkpointables_metadata(step)
         if checkpointable_name is None:
-            contents = held.metadata.items()
-            trees = sorted(name for name, tree in contents if tree is not None)
-            named = [name for name in trees if name == "state"] or trees
-            checkpointable_name = named[0] if named else "state"
+            trees = [name for name, tree in held.metadata.items() if tree is not None]
+            first = min(trees, default="state")
+            checkpointable_name = "state" if "state" in trees else first
         if checkpointable_name not in held.metadata:
             raise errors.CheckpointError(
                 f"step {held.step} has no {checkpointable_name!r}; it has"
@@ -602,9 +599,8 @@ class HostsCheckpointer:
           CheckpointError: if a program reads it under a lease (`ec.lease`), or
             `checkpointable_name` is not None.
         """
-        name = checkpointable_name
         response = self.delete_async(
-            step, checkpointable_name=name, missing_ok=missing_ok
+            step, checkpointable_name=checkpointable_name, missing_ok=missing_ok
         )
         with self._events.flushing():
             return response.result()
@@ -925,8 +921,9 @@ class HostsCheckpointer:
     ) -> dict[str, Any]:
         if isinstance(abstract_checkpointables, CheckpointMetadata):
             abstract_checkpointables = abstract_checkpointables.metadata
-        given = abstract_checkpointables
-        _, stateful = component_io.split({} if given is None else given)
+        _, stateful = component_io.split(
+            {} if abstract_checkpointables is None else abstract_checkpointables
+        )
         if not abstract_checkpointables:
             abstract_checkpointables = {
                 name: None
@@ -1018,12 +1015,12 @@ class HostsCheckpointer:
             self._hosts, None, emit=self._emit, own_line=self._own_line
         )
         self._go_on_from(search.checkpoint, search.newest_save)
-        self._search = search
-        if self._chosen.is_read_only or search.checkpoint is None:
-            self._end_search()
+        # Others may save beside a program that only reads.
+        is_kept = search.checkpoint is not None and not self._chosen.is_read_only
+        self._search = search if is_kept else None
 
     def _end_search(self) -> None:
-        # Hosts hold no messages while nothing is read.
+        # Hosts hold no messages while steps are saved.
         if self._search is not None and self._hosts.num_hosts > 1:
             self._hosts.all(HostReader.close_step)
         self._search = None
