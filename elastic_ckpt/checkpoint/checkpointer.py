@@ -181,8 +181,7 @@ class HostsCheckpointer:
         """The directory of the steps in storage; without storage, that in RAM."""
         if self._root is not None:
             return self._root.path
-        ram_directory = self._chosen.read_ram or self._chosen.ram_directory()
-        return storage.absolute(ram_directory)
+        return storage.absolute(self._chosen.read_ram or self._chosen.ram_directory())
 
     @property
     def latest(self) -> CheckpointMetadata | None:
@@ -545,9 +544,12 @@ class HostsCheckpointer:
         go_back: bool = False,
     ) -> Response[Any]:
         """As `load`, in the background; other calls wait for it."""
-        wanted = {checkpointable_name: abstract_state}
         load = self._load_later(
-            step, wanted, partial=partial, layout=layout, go_back=go_back
+            step,
+            {checkpointable_name: abstract_state},
+            partial=partial,
+            layout=layout,
+            go_back=go_back,
         )
         return self._in_background(lambda: load()[checkpointable_name])
 
@@ -1003,8 +1005,10 @@ class HostsCheckpointer:
         return save
 
     def _described(self, step: int | CheckpointMetadata | None) -> CheckpointMetadata:
-        self._end_search()
-        search = restore.find(self._hosts, step, emit=self._emit)
+        search = self._search
+        if search is None or step is not None:
+            self._end_search()
+            search = restore.find(self._hosts, step, emit=self._emit)
         return restore.describe(self._hosts, search.required)
 
     def _search_again(self) -> None:

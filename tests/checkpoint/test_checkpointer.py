@@ -139,6 +139,7 @@ def test_a_start_searches_once_for_the_step_that_it_loads(make, monkeypatch):
 
     monkeypatch.setattr(HostReader, "survey", counted)
     with make() as checkpointer:
+        assert checkpointer.checkpointables_metadata().step == 1
         check(checkpointer, 1)
         assert len(searches) == 1
         save(checkpointer, 2)
