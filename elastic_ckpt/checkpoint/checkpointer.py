@@ -1019,12 +1019,13 @@ class HostsCheckpointer:
             self._hosts, None, emit=self._emit, own_line=self._own_line
         )
         self._go_on_from(search.checkpoint, search.newest_save)
+        self._search = search
         # Others may save beside a program that only reads.
-        is_kept = search.checkpoint is not None and not self._chosen.is_read_only
-        self._search = search if is_kept else None
+        if search.checkpoint is None or self._chosen.is_read_only:
+            self._end_search()
 
     def _end_search(self) -> None:
-        # Hosts hold no messages while steps are saved.
+        # Hosts hold no messages while nothing is to be read.
         if self._search is not None and self._hosts.num_hosts > 1:
             self._hosts.all(HostReader.close_step)
         self._search = None
@@ -1144,8 +1145,9 @@ def _clock(hosts: Hosts, every_minutes: float | None) -> BackupClock:
     # Goes on from the backup of another world: worlds may be shorter than the period.
     if every_minutes is None:
         return BackupClock()
-    since_secs = hosts.first(HostBackup.secs_since_backup)
-    return BackupClock(every_minutes, since_secs=since_secs)
+    return BackupClock(
+        every_minutes, since_secs=hosts.first(HostBackup.secs_since_backup)
+    )
 
 
 def _agree(hosts: Hosts, is_time: bool, skipped: int) -> tuple[bool, int]:

@@ -267,23 +267,27 @@ def _devices(arguments: Any) -> list[jax.Device]:
 
 def _abstract(arguments: Any) -> list[Any]:
     leaves, structure = jax.tree.flatten(arguments)
-    shapes = [f"{leaf.shape} {leaf.dtype} {leaf.sharding}" for leaf in leaves]
-    return [str(structure), _devices(arguments), shapes]
+    return [
+        str(structure),
+        _devices(arguments),
+        [f"{leaf.shape} {leaf.dtype} {leaf.sharding}" for leaf in leaves],
+    ]
 
 
 def _place() -> str:
     # An executable is of the host's place in its world, and of the versions. That this
     # world has devices may take a while.
-    place = [
-        topology.this_host(),
-        topology.num_hosts(),
-        [(d.id, d.process_index, d.device_kind) for d in jax.devices()],
-        jax.devices()[0].client.platform_version,
-        jax.__version__,
-        jaxlib.__version__,
-        sys.version,
-    ]
-    return _digest(place)
+    return _digest(
+        [
+            topology.this_host(),
+            topology.num_hosts(),
+            [(d.id, d.process_index, d.device_kind) for d in jax.devices()],
+            jax.devices()[0].client.platform_version,
+            jax.__version__,
+            jaxlib.__version__,
+            sys.version,
+        ]
+    )
 
 
 def _settings() -> list[Any]:
