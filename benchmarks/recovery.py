@@ -10,12 +10,12 @@ killed from outside, by their ids; all else is read from the run's events and me
   process is noticed.
 * `recover_over_bare_ratio`: what of it comes before the first step, over the time of a
   bare world of as many processes (`recovery_bare`).
-* `recover_cold_secs`: the same where the slice is not used again and the program for
-  the others is not compiled ahead; `recover_cold_over_compile_secs`: less the phases
+* `recover_cold_secs`: the same where the slice is not used again, and the program for
+  the others has yet to be compiled; `recover_cold_over_compile_secs`: less the phases
   `restore` and `compile`.
-* `shrink_pause_secs`: from the last step on four slices to the first on three, whose
-  program was compiled ahead, as `elastic-ckpt scale` requests; `grow_pause_secs`: from
-  three to four.
+* `shrink_pause_secs`: from the last step on four slices to the first on three, as
+  `elastic-ckpt scale` requests; the first of these pauses compiles the program for
+  three. `grow_pause_secs`: from three to four.
 * `steps_lost`: at a kill at a random time.
 * `ratio_full_restart_orbax`: a job on three processes that saves with plain Orbax, from
   the death of one to the first step when all were started anew, over `recover_secs`.
@@ -74,7 +74,7 @@ _COMMON = {
     "num_logical_shards": 24,
     "global_batch_size": 24,
     "elastic_enabled": True,
-    # Fewer are of no use to this suite, and need not be compiled for.
+    # Fewer are of no use to this suite.
     "elastic_min_slice_count": _HOSTS - 1,
     "enable_multi_tier_checkpointing": True,
     "local_checkpoint_period": _PERIOD,

@@ -168,6 +168,9 @@ class HostsCheckpointer:
         self._unloaded: frozenset[str] = frozenset()
         self._claimed = 0
         self._claims = self._root is not None and world.claimant is not None
+        # The last search, which the load of the newest step goes on from; nothing was
+        # saved, loaded or removed since.
+        self._search: restore.SearchOutcome | None = None
         self._search_again()
         if self._writer is not None:
             step = 0 if self._restored is None else self._restored.step
@@ -178,8 +181,7 @@ class HostsCheckpointer:
         """The directory of the steps in storage; without storage, that in RAM."""
         if self._root is not None:
             return self._root.path
-        ram_directory = self._chosen.read_ram or self._chosen.ram_directory()
-        return storage.absolute(ram_directory)
+        return storage.absolute(self._chosen.read_ram or self._chosen.ram_directory())
 
     @property
     def latest(self) -> CheckpointMetadata | None:
@@ -210,9 +212,8 @@ class HostsCheckpointer:
         number = step_number(step)
         self._background.wait()
         self._events.flush()
-        is_saving = self.is_saving_in_progress()
         return self._is_new(number) and self._schedule.is_due(
-            self._current(number), is_saving=is_saving
+            self._current(number), is_saving=self.is_saving_in_progress()
         )
 
     def save_checkpointables_async(
@@ -378,10 +379,9 @@ class HostsCheckpointer:
           step: the number of the step; None takes the one that is being saved, if any.
         """
         if step is None:
-            begun = self.is_saving_in_progress()
-            is_saving = any(self._hosts.share("is_saving", begun))
+            begun = self._hosts.share("is_saving", self.is_saving_in_progress())
             self.wait()
-            step = self.latest if is_saving else None
+            step = self.latest if any(begun) else None
         if step is not None:
             self.delete(step, missing_ok=True)
 
@@ -434,10 +434,9 @@ class HostsCheckpointer:
         """
         held = self.checkpointables_metadata(step)
         if checkpointable_name is None:
-            contents = held.metadata.items()
-            trees = sorted(name for name, tree in contents if tree is not None)
-            named = [name for name in trees if name == "state"] or trees
-            checkpointable_name = named[0] if named else "state"
+            trees = [name for name, tree in held.metadata.items() if tree is not None]
+            first = min(trees, default="state")
+            checkpointable_name = "state" if "state" in trees else first
         if checkpointable_name not in held.metadata:
             raise errors.CheckpointError(
                 f"step {held.step} has no {checkpointable_name!r}; it has"
@@ -545,9 +544,12 @@ class HostsCheckpointer:
         go_back: bool = False,
     ) -> Response[Any]:
         """As `load`, in the background; other calls wait for it."""
-        wanted = {checkpointable_name: abstract_state}
         load = self._load_later(
-            step, wanted, partial=partial, layout=layout, go_back=go_back
+            step,
+            {checkpointable_name: abstract_state},
+            partial=partial,
+            layout=layout,
+            go_back=go_back,
         )
         return self._in_background(lambda: load()[checkpointable_name])
 
@@ -566,6 +568,7 @@ class HostsCheckpointer:
         """Continues from before the first step: the next save abandons all steps."""
         self.wait()
         with self._events.flushing():
+            self._end_search()
             newest = self._line.save
             self._own_line = None
             self._unloaded = frozenset()
@@ -598,9 +601,8 @@ class HostsCheckpointer:
           CheckpointError: if a program reads it under a lease (`ec.lease`), or
             `checkpointable_name` is not None.
         """
-        name = checkpointable_name
         response = self.delete_async(
-            step, checkpointable_name=name, missing_ok=missing_ok
+            step, checkpointable_name=checkpointable_name, missing_ok=missing_ok
         )
         with self._events.flushing():
             return response.result()
@@ -800,6 +802,7 @@ class HostsCheckpointer:
         return self._stages.committed or self._restored
 
     def _complete(self) -> list[CheckpointMetadata]:
+        self._end_search()
         listed = list(self._hosts.first(HostReader.complete_steps))
         try:
             evaluated = self._evaluations()
@@ -827,6 +830,7 @@ class HostsCheckpointer:
         is_saving = not self._stages.committing.idle
         self._stages.committing.wait()
         self._stages.check()
+        self._end_search()
         self._claim()
         forced = force or overwrite
         line = self._line_for(step, overwrite=overwrite)
@@ -919,14 +923,16 @@ class HostsCheckpointer:
     ) -> dict[str, Any]:
         if isinstance(abstract_checkpointables, CheckpointMetadata):
             abstract_checkpointables = abstract_checkpointables.metadata
-        given = abstract_checkpointables
-        _, stateful = component_io.split({} if given is None else given)
+        _, stateful = component_io.split(
+            {} if abstract_checkpointables is None else abstract_checkpointables
+        )
         if not abstract_checkpointables:
             abstract_checkpointables = {
                 name: None
                 for name, tree in self._described(step).metadata.items()
                 if tree is not None
             }
+        search, self._search = self._search, None
         restored = restore.Restorer(
             self._hosts,
             self._relayout,
@@ -934,7 +940,7 @@ class HostsCheckpointer:
             abstract_checkpointables,
             partial=partial,
             layout=layout,
-        ).restore(step)
+        ).restore(step, search)
         checkpoint = restored.search.required
         left = self._newest if self._is_older(checkpoint) else None
         # The newest step that can be read is gone on from.
@@ -954,7 +960,8 @@ class HostsCheckpointer:
             newest_save = self._abandoning(checkpoint, newest_save)
         # The training goes on from the step that was loaded.
         self._is_placed, self._own_line = True, None
-        self._go_on_from(checkpoint, newest_save)
+        if restored.search is not search:
+            self._go_on_from(checkpoint, newest_save)
         self._stages.catch_up(checkpoint)
         if left:
             self._emit("went_back", step=left.step, to_step=checkpoint.step)
@@ -998,7 +1005,10 @@ class HostsCheckpointer:
         return save
 
     def _described(self, step: int | CheckpointMetadata | None) -> CheckpointMetadata:
-        search = restore.find(self._hosts, step, emit=self._emit)
+        search = self._search
+        if search is None or step is not None:
+            self._end_search()
+            search = restore.find(self._hosts, step, emit=self._emit)
         return restore.describe(self._hosts, search.required)
 
     def _search_again(self) -> None:
@@ -1008,10 +1018,17 @@ class HostsCheckpointer:
         search = restore.find(
             self._hosts, None, emit=self._emit, own_line=self._own_line
         )
-        if self._hosts.num_hosts > 1:
-            # It holds no messages while nothing is read.
-            self._hosts.all(HostReader.close_step)
         self._go_on_from(search.checkpoint, search.newest_save)
+        self._search = search
+        # Others may save beside a program that only reads.
+        if search.checkpoint is None or self._chosen.is_read_only:
+            self._end_search()
+
+    def _end_search(self) -> None:
+        # Hosts hold no messages while nothing is to be read.
+        if self._search is not None and self._hosts.num_hosts > 1:
+            self._hosts.all(HostReader.close_step)
+        self._search = None
 
     def _remove(self, step: int, *, missing_ok: bool) -> bool:
         was_there = False
@@ -1128,8 +1145,9 @@ def _clock(hosts: Hosts, every_minutes: float | None) -> BackupClock:
     # Goes on from the backup of another world: worlds may be shorter than the period.
     if every_minutes is None:
         return BackupClock()
-    since_secs = hosts.first(HostBackup.secs_since_backup)
-    return BackupClock(every_minutes, since_secs=since_secs)
+    return BackupClock(
+        every_minutes, since_secs=hosts.first(HostBackup.secs_since_backup)
+    )
 
 
 def _agree(hosts: Hosts, is_time: bool, skipped: int) -> tuple[bool, int]:

@@ -202,8 +202,10 @@ class InEveryProcess:
         others: Mapping[str, OtherTree],
     ) -> int:
         """See `Hosts`."""
-        wanted = host_trees.wanted(trees)
-        self._gather("check", lambda: self._reader.select(wanted, components, others))
+        self._gather(
+            "check",
+            lambda: self._reader.select(host_trees.wanted(trees), components, others),
+        )
         return 0
 
     def read(self, components: Sequence[str]) -> list[ReadParts]:

@@ -254,15 +254,6 @@ class Restored(NamedTuple):
     parts: dict[str, Any]
 
 
-class _Read(NamedTuple):
-    # The requested trees of the saved layout, the bytes read by nearness of their
-    # source, what each host has read, and all components of the step.
-    asked: structure.AskedTrees
-    num_bytes: dict[str, int]
-    hosts: Sequence[ReadParts]
-    components: frozenset[str]
-
-
 class Restorer:
     """Restores some pytrees and components of a step; all hosts call it alike.
 
@@ -290,12 +281,18 @@ class Restorer:
         self._wanted, self._partial, self._layout = wanted, partial, layout
         self._trees, self._stateful = component_io.split(wanted)
 
-    def restore(self, step: int | CheckpointMetadata | None) -> Restored:
+    def restore(
+        self,
+        step: int | CheckpointMetadata | None,
+        newest: SearchOutcome | None = None,
+    ) -> Restored:
         """Restores a step.
 
         Args:
           step: None takes the newest complete one; if it proves to be unreadable, the
             one before.
+          newest: the outcome of the last search of the hosts, if it was for that step
+            and still holds.
 
         Raises:
           CheckpointError: if there is no such step, it is of another model, or no good
@@ -305,13 +302,15 @@ class Restorer:
         with metrics.CHECKPOINT_LOAD.timed():
             without: dict[StepId, str] = {}
             while True:
-                search = find(self._hosts, step, without=without, emit=self._emit)
-                checkpoint = search.required
+                if newest is None or step is not None or without:
+                    newest = find(self._hosts, step, without=without, emit=self._emit)
+                search, checkpoint = newest, newest.required
                 if not checkpoint.save:
-                    parts = self._restore_foreign(checkpoint)
-                    return Restored(search, frozenset(), parts)
+                    return Restored(
+                        search, frozenset(), self._restore_foreign(checkpoint)
+                    )
                 try:
-                    read = self._read(checkpoint)
+                    components, make = self._read(checkpoint)
                 except (errors.CheckpointError, errors.ConfigError) as error:
                     # All drivers have this error; hosts may hold what they have read.
                     self._hosts.all(HostReader.close_step)
@@ -321,10 +320,13 @@ class Restorer:
                         raise
                     without[checkpoint.step_id] = str(error)
                     continue
-                return Restored(search, read.components, self._made(checkpoint, read))
+                return Restored(search, components, make())
 
-    def _read(self, checkpoint: CheckpointMetadata) -> _Read:
-        # Has all hosts read and verify what is wanted.
+    def _read(
+        self, checkpoint: CheckpointMetadata
+    ) -> tuple[frozenset[str], Callable[[], dict[str, Any]]]:
+        # Has all hosts read and verify what is wanted. Returns all components of the
+        # step, and what makes the wanted values.
         hosts = self._hosts
         hosts.all(HostReader.open_step, checkpoint.step_id)
         contents = hosts.opened()
@@ -350,27 +352,33 @@ class Restorer:
             for near in NEARNESS
         }
         num_bytes["persistent_bytes"] += read_here
-        components = frozenset(contents.components)
-        return _Read(asked, num_bytes, answers, components)
+        made = functools.partial(self._made, checkpoint, asked, num_bytes, answers)
+        return frozenset(contents.components), made
 
-    def _made(self, checkpoint: CheckpointMetadata, read: _Read) -> dict[str, Any]:
+    def _made(
+        self,
+        checkpoint: CheckpointMetadata,
+        asked: structure.AskedTrees,
+        num_bytes: Mapping[str, int],
+        answers: Sequence[ReadParts],
+    ) -> dict[str, Any]:
         # Makes what hosts have read, once bad copies of it are repaired.
         hosts = self._hosts
-        bad = tuple(copy for each in read.hosts for copy in each.bad)
+        bad = tuple(copy for each in answers for copy in each.bad)
         for each in bad:
             logging.warning(
                 "host %s, %s tier: %s %s", each.host, each.tier, each.name, each.why
             )
         repaired = hosts.all(HostReader.repair, bad) if bad else []
         fields = {
-            **read.num_bytes,
+            **num_bytes,
             "bad_copies": len(bad),
             "repaired": sum(map(len, repaired)),
         }
-        directory = read.hosts[hosts.own].directory
+        directory = answers[hosts.own].directory
         self._on_all("components_loaded", lambda: self._load_components(directory))
-        made = hosts.arrays(read.asked.read)
-        parts = {**made, **read.asked.filled(made), **self._stateful}
+        made = hosts.arrays(asked.read)
+        parts = {**made, **asked.filled(made), **self._stateful}
         if hosts.own == 0:
             # One host records for all.
             for near, metric in metrics.CHECKPOINT_READ.items():

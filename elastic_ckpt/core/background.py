@@ -55,8 +55,8 @@ def wait(pending: Collection[futures.Future[Any]]) -> None:
 class BackgroundCalls(Generic[T]):
     """Calls a function in a background thread before its results are needed.
 
-    The first call is made at the first `take`. Results and errors are returned in the
-    order of the calls.
+    The first call is made at the first `take`, or at `begin`. Results and errors are
+    returned in the order of the calls.
 
     Args:
       call: the function.
@@ -77,6 +77,11 @@ class BackgroundCalls(Generic[T]):
             daemon=True,
         )
         self._thread.start()
+
+    def begin(self) -> None:
+        """Begins the first call."""
+        if not self._pending:
+            self._pending.append(self.submit(self._call))
 
     def take(self) -> T:
         """Waits for the next result and returns it, or raises the call's error."""

@@ -299,6 +299,8 @@ def names(directory: epath.PathLike) -> list[str]:
     Raises:
       FileNotFoundError: if it does not exist; a bucket's may be empty instead.
     """
+    if is_local(directory):
+        return os.listdir(directory)
     return [child.name for child in epath.Path(directory).iterdir()]
 
 

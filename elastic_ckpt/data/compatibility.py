@@ -8,6 +8,7 @@ controllers to each other through JAX's coordination service.
 
 from __future__ import annotations
 
+import functools
 import platform
 import sys
 from collections.abc import Sequence
@@ -43,13 +44,19 @@ def local_facts(
     facts = {
         HOST: f"{role} ({platform.node()[:64]})" if role else host_name(),
         "Python": ".".join(map(str, sys.version_info[:2])),
-        # Without a local suffix, which a builder of images may add ("0.10.0+patched").
-        **{each: metadata.version(each).partition("+")[0] for each in _PACKAGES},
+        **versions(),
     }
     if data is not None:
         identity = digest.json_digest([data.engine, data.identity()])
         facts[PIPELINE] = identity[:16]
     return facts
+
+
+@functools.cache
+def versions() -> Facts:
+    """The versions of the packages on which the order of examples depends."""
+    # Without a local suffix, which a builder of images may add ("0.10.0+patched").
+    return {each: metadata.version(each).partition("+")[0] for each in _PACKAGES}
 
 
 def host_name() -> str:

@@ -218,6 +218,8 @@ class HostIterator:
         read = functools.partial(cursors.read, directory, position=saved.position)
         self._move(self.course.restored(saved), saved.position, read)
         self._loaded, self._read = saved.position, read
+        # A restore has more to do before the batch is taken.
+        self._rows.begin()
 
     def _move(
         self,

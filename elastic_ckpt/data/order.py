@@ -25,8 +25,10 @@ _MOST_SHUFFLED = 1024
 GROUP_SHARDS = 256
 # The chains of blocks of each group: at both ends it reads parts of one.
 _CHAINS_OF_GROUP = 2
-# The epochs whose order is kept: shards are not all in the same one.
-_MOST_EPOCHS = 3
+# The epochs whose order is kept, at least: shards are not all in the same one. A shard
+# that opens reads many epochs of a few blocks, and so do those that open after it.
+_LEAST_EPOCHS = 3
+_MOST_ORDERED = 2**15
 
 _ROUNDS = 6
 
@@ -87,7 +89,8 @@ class Order:
             "group": min(group, num_shards, GROUP_SHARDS),
             "lead": lead,
         }
-        self._epoch = functools.lru_cache(_MOST_EPOCHS)(self._blocks_in)
+        num_epochs = max(_LEAST_EPOCHS, _MOST_ORDERED // len(sizes))
+        self._epoch = functools.lru_cache(num_epochs)(self._blocks_in)
 
     def share(self, shard: int, epoch: int) -> range:
         """The places in an epoch of the records that a shard reads; see `share`."""

@@ -121,6 +121,11 @@ class Prefetched(Generic[T]):
         self._rows.go_to(position, read)
         self._position, self._cursors = position, self._rows.shard_cursors()
 
+    def begin(self) -> None:
+        """Begins to read the first batch, if it is to be read ahead."""
+        if self._calls:
+            self._calls.begin()
+
     def close(self) -> None:
         """Yields no more batches; waits for a read that hangs for at most 10 s."""
         self._next = background.closed

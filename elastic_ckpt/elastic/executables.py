@@ -60,6 +60,8 @@ _COLLECTIVE = re.compile(
 _MAC_BYTES = hashlib.sha256().digest_size
 # The most executables that a world loads before it asks for one: the newest.
 _MOST_PRELOADED = 4
+# Most of what a pickle has, and nothing of JAX.
+_PLAIN = (int, float, tuple, list, dict, type(None))
 
 _Compiled = Callable[..., Any]
 
@@ -265,23 +267,27 @@ def _devices(arguments: Any) -> list[jax.Device]:
 
 def _abstract(arguments: Any) -> list[Any]:
     leaves, structure = jax.tree.flatten(arguments)
-    shapes = [f"{leaf.shape} {leaf.dtype} {leaf.sharding}" for leaf in leaves]
-    return [str(structure), _devices(arguments), shapes]
+    return [
+        str(structure),
+        _devices(arguments),
+        [f"{leaf.shape} {leaf.dtype} {leaf.sharding}" for leaf in leaves],
+    ]
 
 
 def _place() -> str:
     # An executable is of the host's place in its world, and of the versions. That this
     # world has devices may take a while.
-    place = [
-        topology.this_host(),
-        topology.num_hosts(),
-        [(d.id, d.process_index, d.device_kind) for d in jax.devices()],
-        jax.devices()[0].client.platform_version,
-        jax.__version__,
-        jaxlib.__version__,
-        sys.version,
-    ]
-    return _digest(place)
+    return _digest(
+        [
+            topology.this_host(),
+            topology.num_hosts(),
+            [(d.id, d.process_index, d.device_kind) for d in jax.devices()],
+            jax.devices()[0].client.platform_version,
+            jax.__version__,
+            jaxlib.__version__,
+            sys.version,
+        ]
+    )
 
 
 def _settings() -> list[Any]:
@@ -335,6 +341,10 @@ class _Pickler(cloudpickle.Pickler):
 
     def persistent_id(self, obj: Any) -> Any:
         """A comparable stand-in for values of JAX, and for texts."""
+        if type(obj) in (str, bytes):
+            return _number(repr(obj))
+        if type(obj) in _PLAIN:
+            return None
         if isinstance(obj, jax.Device):
             return ("device", obj.id, obj.process_index)
         of = jax.sharding
@@ -344,8 +354,6 @@ class _Pickler(cloudpickle.Pickler):
             devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
             numbers = [(each.id, each.process_index) for each in devices]
             return _number(f"{obj!r} {numbers}")
-        if type(obj) in (str, bytes):
-            return _number(repr(obj))
         if isinstance(obj, jax.Array):
             raise pickle.PicklingError("it closes over an array")
         if isinstance(obj, type) and "<locals>" not in obj.__qualname__:

@@ -39,6 +39,7 @@ with epy.lazy_imports():
     import jax
 
     from elastic_ckpt.core import addresses
+    from elastic_ckpt.data import compatibility
     from elastic_ckpt.data.lm import documents
 
 # What the fork server imports for any host, which would else do so in the pause of a
@@ -285,9 +286,10 @@ def stand_by(pipe: connection.Connection, example: Task | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if example is not None:
         # The pages of its objects become its own now, and not when a host needs them;
-        # and the files of its modules are looked at.
+        # and its files are looked at.
         gc.collect()
         executables.changed_modules(0)
+        compatibility.versions()
     # What was imported is never garbage, and a collection would copy all of its pages.
     gc.freeze()
     try:
@@ -445,18 +447,18 @@ class _HostAnswers(Answers):
 def _begin_check(
     assignment: Assignment, owned: Owned, member: Member, compiled: Callable[..., Any]
 ) -> Callable[[], object]:
-    # Beside the restore; what it returns waits for its end, if it is needed.
+    # Beside the restore; what it returns waits for its end, if it is needed. Otherwise
+    # it is made beside the steps, for its program: after a crash that is loaded.
     slices = assignment.work.slices
     own = slices[member.host * len(slices) // member.num_hosts]
-    if own not in assignment.unchecked:
-        return lambda: None
     check = functools.partial(
         device_check.check_devices,
         jax.local_devices(),
         compiled,
         error=int(own in owned.broken),
     )
-    return background.in_thread(check, name="device-check").result
+    begin = functools.partial(background.in_thread, check, name="device-check")
+    return begin().result if own in assignment.unchecked else functools.cache(begin)
 
 
 def configure(world: Hardware, *, slot: int | None = None) -> None:

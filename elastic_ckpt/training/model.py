@@ -31,17 +31,26 @@ TrainState = dict[str, Any]
 Gather = Callable[[Params], Params]
 
 
-def init_params(key: jax.Array, sizes: schema.ModelSection) -> Params:
-    """Initial float32 parameters: LeCun's uniform distribution, variance 1 / fan-in."""
+def _shapes(sizes: schema.ModelSection) -> dict[str, tuple[int, ...]]:
+    # Of the parameters, by name.
     layers, emb = sizes.base_num_decoder_layers, sizes.base_emb_dim
     heads, mlp = sizes.base_num_query_heads * sizes.head_dim, sizes.base_mlp_dim
-    shapes = {
+    return {
         "embedding": (sizes.vocab_size, emb),
         "qkv": (layers, emb, 3 * heads),
         "attention_out": (layers, heads, emb),
         "mlp_in": (layers, emb, 2 * mlp),
         "mlp_out": (layers, mlp, emb),
+        "attention_norm": (layers, emb),
+        "mlp_norm": (layers, emb),
+        "final_norm": (emb,),
     }
+
+
+def init_params(key: jax.Array, sizes: schema.ModelSection) -> Params:
+    """Initial float32 parameters: LeCun's uniform distribution, variance 1 / fan-in."""
+    shapes = _shapes(sizes)
+    norms = {name: shapes.pop(name) for name in shapes.copy() if "norm" in name}
     # One draw for all parameters compiles in a quarter of the time of separate draws.
     # It is uniform because it rounds only in the last product, so weights have the same
     # bits on every mesh; the last bit of a normal draw depends on the compiler.
@@ -52,10 +61,7 @@ def init_params(key: jax.Array, sizes: schema.ModelSection) -> Params:
         name: values.reshape(shape) * (3 / shape[-2]) ** 0.5
         for values, (name, shape) in zip(drawn, shapes.items(), strict=True)
     }
-    params["attention_norm"] = jnp.ones((layers, emb))
-    params["mlp_norm"] = jnp.ones((layers, emb))
-    params["final_norm"] = jnp.ones((emb,))
-    return params
+    return params | {name: jnp.ones(shape) for name, shape in norms.items()}
 
 
 def logits(
@@ -241,7 +247,12 @@ def build(config: schema.Config, mesh: Mesh, *, microbatches: int = 1) -> Progra
             "step": state["step"] + 1,
         }, report
 
-    shapes = jax.eval_shape(init)
+    # Drawing them would have to be traced in each recovery.
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32)
+        for name, shape in _shapes(sizes).items()
+    }
+    shapes = jax.eval_shape(begin, params)
     shardings = jax.tree.map(lambda leaf: _state_sharding(leaf.shape, mesh), shapes)
     abstract_state = jax.tree.map(
         lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings

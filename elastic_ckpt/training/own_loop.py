@@ -264,8 +264,8 @@ class RunDirectory:
         if self._saved > done:
             # Its steps are trained again.
             self._saved = 0
+        # The first step does not wait for it, but its save does.
         self._submit(self._open, done, left_out)
-        self._wait()
 
     def _end(self, *raised: Any) -> None:
         has_failed = raised != (None, None, None)

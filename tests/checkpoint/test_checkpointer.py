@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt import frontend
+from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.core import checked_blobs, errors
 from elastic_ckpt.tiers.choices import Local, Persistent
 from elastic_ckpt.tiers.persistent import persistent_root
@@ -124,6 +125,31 @@ def test_restored_values_stay_when_files_are_used_again(make, tmp_path):
     assert steps_of(checkpointer) == [4]
     assert of_first & files()
     assert bits(restored) == bits(saved(1))
+
+
+def test_a_start_searches_once_for_the_step_that_it_loads(make, monkeypatch):
+    with make() as checkpointer:
+        save(checkpointer, 1)
+    survey, searches = HostReader.survey, []
+
+    @functools.wraps(survey)
+    def counted(reader):
+        searches.append(reader)
+        return survey(reader)
+
+    monkeypatch.setattr(HostReader, "survey", counted)
+    with make() as checkpointer:
+        assert checkpointer.checkpointables_metadata().step == 1
+        check(checkpointer, 1)
+        assert len(searches) == 1
+        save(checkpointer, 2)
+        check(checkpointer, 2)
+    with make() as checkpointer:
+        save(checkpointer, 3)
+        check(checkpointer, 3)
+    with make() as checkpointer:
+        checkpointer.begin_anew()
+        check(checkpointer, 3)
 
 
 def test_a_load_is_under_the_contexts_of_jax_of_its_caller(make):

@@ -59,6 +59,16 @@ def settled(one):
     return one.submit(lambda: None).result(SOON_SECS)
 
 
+def test_begin_makes_the_first_call_alone(start):
+    numbers = Numbers()
+    one = start(numbers)
+    one.begin()
+    one.begin()
+    settled(one)
+    assert numbers.made == [0]
+    assert [one.take(), one.take()] == [0, 1]
+
+
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_results_and_errors_come_in_order_and_never_further_ahead(start, depth):
     numbers = Numbers(at_1=KeyError(), at_3=StopIteration(), at_4=SystemExit())

@@ -182,7 +182,6 @@ class HostReader:
         if found is None:
             # It was not searched for, or does not arrive.
             found = find.of_save(self._world.tiers, step_id)
-        self._examined = {}
         domain = self._world.copy_policy.domain
         near = Nearness(found.table, self._world.own.host, domain=domain)
         self._restoring = _Restoring(found, VerifiedReader(found, near))
@@ -269,6 +268,8 @@ class HostReader:
                 for item in reader.of_leaf(number):
                     content = reader.values(item).tobytes()
                 storage.write_atomic(self._files() / leaf.path, content)
+        # No step of that search is opened once more.
+        self._examined = {}
         bad = tuple(dict.fromkeys(reader.bad))
         return ReadParts(num_bytes=read_bytes, directory=str(self._files()), bad=bad)
 

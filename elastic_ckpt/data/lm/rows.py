@@ -428,10 +428,10 @@ class RowsIterator(grain.DatasetIterator[Row]):
         groups, skip = [group.held for group in self._groups], self._skip
         if not groups:
             return _NOTHING
-        lengths = np.concatenate([each.lengths for each in groups])
+        lengths = _joined([each.lengths for each in groups])
         begin = int(lengths[:skip].sum())
         arrays = {
-            name: np.concatenate([each.arrays[name] for each in groups])[begin:]
+            name: _joined([each.arrays[name] for each in groups])[begin:]
             for name in groups[0].arrays
         }
         documents = [each for group in groups for each in group.documents]
@@ -529,6 +529,11 @@ class RowsIterator(grain.DatasetIterator[Row]):
         groups = self._groups
         while groups and self._skip >= len(groups[0].held.lengths):
             self._skip -= len(groups.pop(0).held.lengths)
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    # Memory of several megabytes, which is mostly that of one group.
+    return np.concatenate(arrays) if arrays[1:] else arrays[0]
 
 
 def _check_features(document: Any, names: Collection[str]) -> None:

@@ -10,6 +10,7 @@ followed, and the environment's proxies are ignored.
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import math
 import queue
@@ -108,15 +109,25 @@ class PeerClient:
         self.secret = (lambda: secret) if isinstance(secret, str) else secret
         self.timeout_secs = timeout_secs
         self.bound = Bandwidth(max_bytes_per_sec or math.inf)
-        self.needs_tls = tls_ca is not None
+        self._tls_ca = tls_ca
         self._endpoints: dict[str, Endpoint] = {}
+        if self.needs_tls:
+            _ = self.tls
+
+    @property
+    def needs_tls(self) -> bool:
+        """Whether agents without TLS are refused."""
+        return self._tls_ca is not None
+
+    @functools.cached_property
+    def tls(self) -> ssl.SSLContext:
+        """Verifies agents; made once, as reading the authorities takes a while."""
         try:
-            # Made once: to read the authorities takes longer than a request.
-            self.tls = ssl.create_default_context(cafile=tls_ca)
+            return ssl.create_default_context(cafile=self._tls_ca)
         except OSError as error:
             raise errors.ConfigError(
-                f"the certificates of peers cannot be verified with {tls_ca} ({error});"
-                " give a PEM file with that of their authority"
+                f"the certificates of peers cannot be verified with {self._tls_ca}"
+                f" ({error}); give a PEM file with that of their authority"
             ) from None
 
     def endpoint(self, url: str) -> Endpoint:
