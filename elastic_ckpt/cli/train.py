@@ -96,12 +96,14 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
 def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
     host.check_devices(config.world.hardware)
     config = _with_files(config)
+    directory = journal.path_of(config)
+    listeners = journal.listening(directory, config.metrics)
     if not topology.is_primary():
         shown.close()
-        with trainer.alone(config, events.nobody) as world, _in_words():
+        with listeners, trainer.alone(config, events.nobody) as world, _in_words():
             return trainer.train(config, world)
     with (
-        journal.kept(journal.path_of(config), shown) as emit,
+        journal.kept(directory, shown, listeners=listeners) as emit,
         trainer.alone(config, emit, ended=emit.stopped_early) as world,
         _in_words(),
     ):

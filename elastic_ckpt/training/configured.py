@@ -16,9 +16,8 @@ from typing import Any, cast
 
 from etils import epath, epy
 
-from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import decision, faults, host, watch
-from elastic_ckpt.inspect.run_files import RunRecord
 from elastic_ckpt.steps import layout, owners
 from elastic_ckpt.steps.retention import BestN, PreservationPolicy
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, Tier, TlsFiles
@@ -108,36 +107,29 @@ def saved(section: schema.CheckpointSection) -> run_saver.Saved:
     )
 
 
-def record(config: schema.Config, *, program: str = "train") -> RunRecord:
-    """What the directory of a run keeps of its configuration.
+def record(config: schema.Config, *, program: str = "train") -> dict[str, Any]:
+    """What a configuration adds to the `RunRecord` of its tiers.
 
     Args:
       config: of the run.
       program: `train` or `maxtext`, whose first saved step has the number 0.
-
-    Raises:
-      ConfigError: see `tiers`.
     """
-    steps = journal.steps_of(journal.path_of(config))
-    is_saved = config.checkpoint.enable_checkpointing
-    kept = tiers(config, persistent=steps) if is_saved else []
+    saves, name = config.checkpoint.enable_checkpointing, config.run.run_name
     base = config.tiers.local_checkpoint_directory
     numbers = range(config.world.slices)
-    in_ram = [base, *(layout.slice_directory(base, number) for number in numbers)]
-    return RunRecord(
-        run=config.run.run_name,
-        program=program,
-        steps_directory=steps,
-        every=cast(Persistent, kept[-1]).every if kept else 0,
-        at_end=is_saved and config.checkpoint.save_checkpoint_on_completion,
-        ram=tuple(
-            os.fspath(storage.absolute(os.path.join(each, config.run.run_name)))
-            for each in (in_ram if len(kept) > 1 else ())
-        ),
-        first_step=0 if program == "maxtext" else 1,
-        data=dataclasses.asdict(config.data),
-        settings=load.values(config),
-    )
+    in_ram = [base, *(layout.slice_directory(base, each) for each in numbers)]
+    if not saves or not config.tiers.enable_multi_tier_checkpointing:
+        in_ram = []
+    found = {
+        "run": name,
+        "program": program,
+        "at_end": saves and config.checkpoint.save_checkpoint_on_completion,
+        "ram": tuple(os.path.abspath(os.path.join(each, name)) for each in in_ram),
+        "first_step": 0 if program == "maxtext" else 1,
+        "data": dataclasses.asdict(config.data),
+        "settings": load.values(config),
+    }
+    return found if saves else found | {"every": 0}
 
 
 def num_bytes(section: schema.TiersSection, key: str) -> int:

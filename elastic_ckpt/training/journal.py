@@ -271,8 +271,10 @@ def _newest_step(directory: str) -> int:
     )
 
 
-def with_own_port(config: schema.Config, host: int | None = None) -> schema.Config:
-    """`config` for one of several processes of a machine: each has its own port.
+def listening_on_machine(
+    config: schema.Config, *, host: int | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """`listening` in one of several processes of a machine: each has its own port.
 
     All machines use the same ports, because the hosts of each are numbered in a row.
 
@@ -282,22 +284,13 @@ def with_own_port(config: schema.Config, host: int | None = None) -> schema.Conf
         follows those of the hosts.
     """
     section = config.metrics
-    if not section.prometheus_port:
-        return config
-    on_machine = config.world.hosts // config.elastic.elastic_machines
-    place = on_machine if host is None else host % on_machine
-    section = dataclasses.replace(
-        section, prometheus_port=section.prometheus_port + place
-    )
-    return dataclasses.replace(config, metrics=section)
-
-
-def listening_of_supervisor(
-    config: schema.Config,
-) -> contextlib.AbstractContextManager[None]:
-    """`listening` in the process that supervises the hosts of this machine."""
-    section = with_own_port(config).metrics
-    return listening(path_of(config), section, name="run")
+    if section.prometheus_port:
+        on_machine = config.world.hosts // config.elastic.elastic_machines
+        place = on_machine if host is None else host % on_machine
+        section = dataclasses.replace(
+            section, prometheus_port=section.prometheus_port + place
+        )
+    return listening(path_of(config), section, name="run" if host is None else None)
 
 
 @contextlib.contextmanager

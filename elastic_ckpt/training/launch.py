@@ -74,8 +74,13 @@ def warm_up() -> None:
 
 
 def train(config: schema.Config, world: World) -> None:
-    """Trains on one of several hosts of this machine."""
-    trainer.train(journal.with_own_port(config, topology.this_host()), world)
+    """Trains on a host of a world; picklable before JAX is imported."""
+    trainer.train(config, world)
+
+
+def _on_host(train: Train, config: schema.Config, world: World) -> None:
+    with journal.listening_on_machine(config, host=topology.this_host()):
+        train(config, world)
 
 
 def on_hosts(
@@ -105,6 +110,7 @@ def on_hosts(
         leader can be reached.
       StoppedError: if SIGTERM arrived, and the hosts did not end in time.
     """
+    of_host = functools.partial(_on_host, train)
     limits, groups = configured.limits(config), configured.groups(config)
     directory, injected = journal.path_of(config), faults.parse(config.elastic.faults)
     # Without it all hosts share one RAM disk, as those of one machine.
@@ -125,13 +131,13 @@ def on_hosts(
         )
 
     def kept() -> contextlib.AbstractContextManager[journal.Journal]:
-        listeners = journal.listening_of_supervisor(config)
+        listeners = journal.listening_on_machine(config)
         # A leader that is cut off, or frozen, would hold a lock.
         is_locked = place is None
         return journal.kept(directory, show, listeners=listeners, is_locked=is_locked)
 
     def lead(cluster: process_cluster.ProcessCluster, emit: events.Emit) -> None:
-        _run(config, cluster, train, groups=groups, emit=emit)
+        _run(config, cluster, of_host, groups=groups, emit=emit)
 
     if place is None:
         with (
@@ -148,7 +154,7 @@ def on_hosts(
             lead(cluster, emit)
             return emit.is_stopped
     with own_station() as own:
-        own.train = functools.partial(train, config)
+        own.train = functools.partial(of_host, config)
         return MachineSupervisor(
             own,
             lead,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -47,15 +48,16 @@ class Ended(NamedTuple):
     finding: Finding | None = None
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Loop:
     """Trains from a state to the last step, a decision, or the end of the data.
 
-    Args:
+    Attributes:
       data: says when to evaluate, and how many batches.
       world: of this host.
-      run: records the steps.
+      recorded: the directory of the run, which logs the steps.
       program: of the model.
-      batches: global batches, of the size of the first step.
+      batches: global batches, of the size of step 0.
       sizes: the batch size of each step.
       saver: None trains without checkpoints.
       evaluated: finite batches to evaluate; None evaluates never.
@@ -63,31 +65,21 @@ class Loop:
       callbacks: called for each step and evaluation; the loop ends with a decision.
     """
 
-    def __init__(
-        self,
-        *,
-        data: data_keys.DataKeys,
-        world: World,
-        run: RunDirectory,
-        program: model.Program,
-        batches: Batches,
-        sizes: batch_size.Schedule,
-        saver: RunSaver | None,
-        evaluated: Batches | None,
-        validation: ValidationSchedule | None,
-        callbacks: Callbacks,
-    ) -> None:
-        self._data = data
-        self._world = world
-        self._run = run
-        self._program = program
-        self._batches = batches
-        self._sizes = sizes
-        self._saver = saver
-        self._evaluated = evaluated
-        self._validation = validation
-        self._callbacks = callbacks
+    data: data_keys.DataKeys
+    world: World
+    recorded: RunDirectory
+    program: model.Program
+    batches: Batches
+    sizes: batch_size.Schedule
+    saver: RunSaver | None
+    evaluated: Batches | None
+    validation: ValidationSchedule | None
+    callbacks: Callbacks
+
+    def __post_init__(self) -> None:
         self._hosts = allgather.new()
+        # The step, from 0, of whose size the batches are.
+        self._sized = 0
         # The compiled step, by the shapes and dtypes of a batch.
         self._steps: dict[Any, Callable[..., Any]] = {}
         # The last step, until callbacks have seen it.
@@ -100,23 +92,20 @@ class Loop:
         Callbacks are called one step behind, too, and before a save, so that no step is
         saved that they have found to be bad.
         """
-        done, saved, leaving = start_step, -1, False
-        self._batches.begin_at(start_step)
-        while done < steps and not leaving and self._callbacks.decision is None:
-            self._world.begin("step")
-            if self._sizes.at(done) != self._sizes.at(max(done - 1, start_step)):
-                self._batches.resize(self._sizes.at(done))
-            try:
-                batch = next(self._batches)
-            except StopIteration:
+        done, leaving = start_step, False
+        self.batches.begin_at(start_step)
+        while done < steps and not leaving and self.callbacks.decision is None:
+            self.world.begin("step")
+            batch = self._next(done)
+            if batch is None:
                 self._catch_up()
-                self._run.emit("data_ended", step=done)
+                self.recorded.emit("data_ended", step=done)
                 break
             state, report = self._compiled(done + 1, state, batch)(state, batch)
             self._catch_up()
             done += 1
             self._pending = (done, report)
-            self._run.log(
+            self.recorded.log(
                 done,
                 batch,
                 loss=report.loss,
@@ -125,29 +114,42 @@ class Loop:
                 _gradient_norm=report.gradient_norm,
                 _rows=(report.example_id, report.row_digests),
             )
-            leaving = done < steps and self._world.leaving(done) is not None
+            leaving = done < steps and self.world.leaving(done) is not None
             if done == start_step + 1:
                 # With it a change of slices is over, and a bad state may be found.
                 self._catch_up()
             self._evaluate(done, state)
-            is_last = done == steps or leaving
-            saver = self._saver
-            saving = saver and (leaving or saver.is_due(done, last=done == steps))
-            self._validate(done, state, is_saving=bool(saving))
-            if saving:
+            is_due = self.saver is not None and (
+                leaving or self.saver.is_due(done, last=done == steps)
+            )
+            self._validate(done, state, is_saving=is_due)
+            if is_due:
                 self._catch_up()
-                if self._callbacks.decision is None:
-                    self._save(done, state, last=is_last)
-                    # If the data ends here, other tiers lack it.
-                    saved = done if is_last else -1
+                if self.callbacks.decision is None:
+                    self._save(done, state, last=done == steps or leaving)
         self._catch_up()
-        finding = self._callbacks.decision
+        finding = self.callbacks.decision
+        is_rollback = finding is not None and finding.action is Action.ROLLBACK
+        if is_rollback and done == self.callbacks.decided_step:
+            # Mostly one more batch was read before they decided. So it always is, and
+            # the run always goes on with the same batch.
+            self._next(done)
         # A run that was complete already, or whose data has ended, may lack its last
         # checkpoint in storage.
-        if done not in (0, saved) and self._is_end_due(done, finding):
+        if done and self._is_end_due(done, finding):
             self._validate(done, state, is_saving=True)
             self._save(done, state, last=True)
         return Ended(state, done, leaving, finding)
+
+    def _next(self, step: int) -> elastic_data.Batch | None:
+        # The batch of a step, from 0; None if the data has ended.
+        if self.sizes.at(step) != self.sizes.at(self._sized):
+            self.batches.resize(self.sizes.at(step))
+        self._sized = step
+        try:
+            return next(self.batches)
+        except StopIteration:
+            return None
 
     def _compiled(
         self, number: int, state: model.TrainState, batch: elastic_data.Batch
@@ -155,8 +157,8 @@ class Loop:
         # A stage of the data may have rows of another length.
         form = tuple((each.shape, each.dtype) for each in jax.tree.leaves(batch))
         if form not in self._steps:
-            step = self._program.step
-            self._steps[form] = self._world.compiled(step, state, batch, step=number)
+            step = self.program.step
+            self._steps[form] = self.world.compiled(step, state, batch, step=number)
             # A collective on CPU fails if a host is more than 30 s late.
             self._hosts.gather("compiled", None, timeout_secs=_COMPILE_TIMEOUT_SECS)
         return self._steps[form]
@@ -169,62 +171,62 @@ class Loop:
             return
         step, report = pending
         jax.block_until_ready(report.loss)
-        if self._callbacks.reads(step):
+        if self.callbacks.reads(step):
             numbers = Report(
                 loss=float(report.loss),
                 gradient_norm=float(report.gradient_norm),
                 tokens=int(report.tokens),
                 learning_rate=float(report.learning_rate),
             )
-            self._callbacks.after_step(step, numbers)
+            self.callbacks.after_step(step, numbers)
 
     def _evaluate(self, step: int, state: model.TrainState) -> None:
         # The mean loss in nats per target over the data from its beginning; padding in
         # the last batch is not counted.
-        batches, data = self._evaluated, self._data
-        if batches is None or step % data.eval_interval:
+        batches = self.evaluated
+        if batches is None or step % self.data.eval_interval:
             return
         self._catch_up()
-        if self._callbacks.is_distrusted:
+        if self.callbacks.is_distrusted:
             return
-        self._world.begin("evaluate")
+        self.world.begin("evaluate")
         began = time.monotonic()
         batches.reset()
         loss, targets, num_batches = 0.0, 0, 0
-        while not data.eval_steps or num_batches < data.eval_steps:
-            try:
-                summed, count = self._program.evaluate(state, next(batches))
-            except StopIteration:
-                break
+        for batch in batches:
+            summed, count = self.program.evaluate(state, batch)
             loss, targets = loss + float(summed), targets + int(count)
             num_batches += 1
+            if num_batches == self.data.eval_steps:
+                break
         mean, secs = loss / max(targets, 1), time.monotonic() - began
-        self._run.emit(
+        self.recorded.emit(
             "evaluated", step=step, loss=mean, batches=num_batches, secs=secs
         )
-        self._callbacks.after_evaluation(step, mean)
-        if self._saver:
-            self._saver.record(step, {EVAL_METRIC: mean})
+        self.callbacks.after_evaluation(step, mean)
+        if self.saver:
+            self.saver.record(step, {EVAL_METRIC: mean})
 
     def _is_end_due(self, step: int, finding: Finding | None) -> bool:
-        # Whether to save the step with which the loop ends; a bad one is not.
-        if self._saver is None:
+        # Whether to save the step with which the loop ends, if it was not saved as the
+        # last one yet; a bad one is not.
+        if self.saver is None or self.saver.last_step == step:
             return False
         if finding is None:
-            return self._saver.is_due(step, last=True)
+            return self.saver.is_due(step, last=True)
         return finding.action is Action.STOP and not finding.is_divergence
 
     def _validate(self, step: int, state: model.TrainState, *, is_saving: bool) -> None:
-        if self._validation and self._validation.is_due(step, is_saving=is_saving):
+        if self.validation and self.validation.is_due(step, is_saving=is_saving):
             self._catch_up()
-            self._world.begin("validate")
-            components = {COMPONENT: self._callbacks.get_state()}
-            self._validation.run(step, state, components=components)
+            self.world.begin("validate")
+            components = {COMPONENT: self.callbacks.get_state()}
+            self.validation.run(step, state, components=components)
 
     def _save(self, step: int, state: model.TrainState, *, last: bool) -> None:
-        assert self._saver is not None
-        self._world.begin("save")
+        assert self.saver is not None
+        self.world.begin("save")
         began = time.monotonic()
-        self._saver.save(step, state, last=last)
+        self.saver.save(step, state, last=last)
         secs = time.monotonic() - began
-        self._run.emit("save_blocked", step=step, secs=secs)
+        self.recorded.emit("save_blocked", step=step, secs=secs)

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 from absl import logging
@@ -32,6 +32,7 @@ from elastic_ckpt.core import (
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.elastic import termination, watch
 from elastic_ckpt.elastic.world import BetweenWorlds, World
+from elastic_ckpt.tiers.choices import Local, Persistent
 from elastic_ckpt.tiers.persistent import claims, leases
 from elastic_ckpt.training import (
     batch_size,
@@ -72,12 +73,10 @@ class Trainer:
     """
 
     def __init__(self, config: schema.Config, world: World) -> None:
-        self._config = config
-        self._world = world
-        self._emit = world.emit
+        self._config, self._world, self._emit = config, world, world.emit
         data, mesh, place = config.data, world.mesh, world.topology
         self._callbacks = callbacks.configured(config, emit=self._emit)
-        self._sizes = batch_size.schedule(data, place)
+        sizes = batch_size.schedule(data, place)
         self.program = model.build(config, mesh, microbatches=world.microbatches)
         batches_of = functools.partial(
             frontend.batches,
@@ -87,44 +86,47 @@ class Trainer:
             read_ahead=data.data_read_ahead_batches,
         )
         vocab_size = model.vocab_size(config)
-        self.batches = batches_of(
-            pipeline.from_config(data, vocab_size=vocab_size),
-            global_batch_size=self._sizes.at(0),
-        )
-        # They are closed after the saver, in reverse order.
-        self._parts = contextlib.ExitStack()
-        self._parts.callback(self.batches.close)
-        evaluated = None
-        if data.eval_interval:
-            rows = batch_size.global_batch_size(data, place)
-            of_eval = pipeline.eval_from_config(
-                data, global_batch_size=rows, vocab_size=vocab_size
-            )
-            evaluated = batches_of(of_eval, global_batch_size=rows)
-            self._parts.callback(evaluated.close)
         directory = journal.path_of(config)
-        tiers = configured.tiers(
-            config,
-            persistent=journal.steps_of(directory),
-            ram=world.ram_directory,
-        )
-        self.run = RunDirectory(
-            directory,
-            tiers=tiers,
-            steps=config.run.steps,
-            world=world,
-            _config=config,
-        )
-        self.saver, self.start_step = None, 0
         with contextlib.ExitStack() as on_error:
-            on_error.enter_context(self.run)
+            self._parts = on_error.enter_context(contextlib.ExitStack())
+            self.batches = batches_of(
+                pipeline.from_config(data, vocab_size=vocab_size),
+                global_batch_size=sizes.at(0),
+            )
+            self._parts.callback(self.batches.close)
+            evaluated = None
+            if data.eval_interval:
+                rows = batch_size.global_batch_size(data, place)
+                of_eval = pipeline.eval_from_config(
+                    data, global_batch_size=rows, vocab_size=vocab_size
+                )
+                evaluated = batches_of(of_eval, global_batch_size=rows)
+                self._parts.callback(evaluated.close)
+            tiers = configured.tiers(
+                config,
+                persistent=journal.steps_of(directory),
+                ram=world.ram_directory,
+            )
+            # The first step that is saved.
+            self._first_due = cast(Local | Persistent, tiers[0]).every or 0
+            self.run = on_error.enter_context(
+                RunDirectory(
+                    directory,
+                    tiers=tiers,
+                    steps=config.run.steps,
+                    world=world,
+                    _record=configured.record(config),
+                )
+            )
+            self.saver, self.start_step = None, 0
             if config.checkpoint.enable_checkpointing:
+                checkpointer = on_error.enter_context(
+                    world.checkpointer(
+                        tiers, run=config.run.run_name, emit=self.run.emit
+                    )
+                )
                 self.saver = run_saver.RunSaver(
-                    checkpointer=on_error.enter_context(
-                        world.checkpointer(
-                            tiers, run=config.run.run_name, emit=self.run.emit
-                        )
-                    ),
+                    checkpointer=checkpointer,
                     saved=configured.saved(config.checkpoint),
                     data=self.batches,
                     callbacks=self._callbacks or None,
@@ -136,7 +138,6 @@ class Trainer:
                     f" {self.start_step}: steps counts over all starts of a run; set it"
                     f" above {self.start_step} to continue, or choose another run_name"
                 )
-            self._resize(0, self.start_step)
             on_error.pop_all()
         self._validation = configured.validation(
             config.validation,
@@ -147,13 +148,15 @@ class Trainer:
                 else run_saver.preserve_newest(self.saver.checkpointer, up_to=up_to)
             ),
         )
+        # The step in storage that a distrusted restore is left for.
+        self._older: CheckpointMetadata | None = None
         self.loop = Loop(
             data=data,
             world=world,
-            run=self.run,
+            recorded=self.run,
             program=self.program,
             batches=self.batches,
-            sizes=self._sizes,
+            sizes=sizes,
             saver=self.saver,
             evaluated=evaluated,
             validation=self._validation,
@@ -182,10 +185,7 @@ class Trainer:
         if state is not None and self.saver.restore_data(self.start_step):
             return state
         state = self.saver.restore(abstract_state)
-        restored = self.saver.latest_step
-        assert restored is not None
-        _check_step(state, restored)
-        self._resize(self.start_step, restored)
+        _check_step(state, self.saver.latest_step)
         return state
 
     def train(self, state: model.TrainState) -> Ended:
@@ -199,9 +199,12 @@ class Trainer:
         Args:
           state: from `restore`; its buffers are donated.
         """
+        restored, within = int(state["step"]), self._config.divergence.distrust_steps
         if self.saver:
             self.saver.checkpointer.claim_world()
-        older = self._distrust_restore(int(state["step"]))
+            if restored and within:
+                look = functools.partial(self._is_to_go_back, self.saver, restored)
+                self._callbacks.distrust_until(restored + within, look)
         while True:
             start_step = int(state["step"])
             if self._validation and start_step:
@@ -211,20 +214,24 @@ class Trainer:
             steps = self._config.run.steps
             ended = self.loop.run(state, start_step=start_step, steps=steps)
             finding = ended.finding
-            if finding is None or finding.action in (Action.STOP, Action.ABORT):
-                if finding and finding.is_divergence and finding.action is Action.STOP:
-                    self._leave_newest_good(finding)
+            if finding is None or self.saver is None:
                 return ended
             if finding.action is Action.DISTRUST:
                 # It repeats the rows since then.
-                state = self._back_to(ended, older[-1], self._callbacks.rollbacks)
-                self.batches.resize(self._sizes.at(older[-1].step))
-                ended = Ended(state, older[-1].step, ended.is_stopped)
+                state = self._back_to(self.saver, ended, self._older)
+            elif finding.action is Action.ROLLBACK:
+                try:
+                    state = self._roll_back(self.saver, ended, finding, start_step)
+                except errors.DivergedError as error:
+                    finding = dataclasses.replace(finding, why=str(error))
+                    return ended._replace(finding=finding)
             else:
-                ended = self._go_back(ended, finding, began_at=start_step)
-            if ended.finding is not None or ended.is_stopped:
+                if finding.action is Action.STOP and finding.is_divergence:
+                    self._leave_newest_good(self.saver, ended, finding)
                 return ended
-            state = ended.state
+            if ended.is_stopped:
+                step = int(state["step"])
+                return Ended(state, step, is_stopped=True)
 
     def close(self) -> None:
         """Waits for all saves, and ends the parts, but `run`.
@@ -265,44 +272,35 @@ class Trainer:
             initial_weights(section, abstract["params"], self._emit)
         )
 
-    def _distrust_restore(self, restored: int) -> list[CheckpointMetadata]:
-        # Has the callbacks distrust the restored step; the step to go back to, later.
-        saver, within = self.saver, self._config.divergence.distrust_steps
-        older: list[CheckpointMetadata] = []
-        if saver is None or not (within and restored):
-            return older
-
-        def go_back(step: int, why: str) -> bool:
-            # It waits for saves and backups, which is no hang of a step.
-            self._world.begin("restore")
-            found = run_saver.stored_before(saver.checkpointer, restored)
-            self._emit(
-                "restore_distrusted",
-                step=step,
-                restored_step=restored,
-                to_step=None if found is None else found.step,
-                why=why,
-            )
-            if found is None:
-                self._world.begin("step")
-                return False
-            older.append(found)
-            return True
-
-        self._callbacks.distrust_until(restored + within, go_back)
-        return older
+    def _is_to_go_back(
+        self, saver: run_saver.RunSaver, restored: int, step: int, why: str
+    ) -> bool:
+        # Whether storage has an older step than one that is distrusted. It waits for
+        # saves and backups, which is no hang of a step.
+        self._world.begin("restore")
+        self._older = run_saver.stored_before(saver.checkpointer, restored)
+        self._emit(
+            "restore_distrusted",
+            step=step,
+            restored_step=restored,
+            to_step=None if self._older is None else self._older.step,
+            why=why,
+        )
+        if self._older is None:
+            self._world.begin("step")
+        return self._older is not None
 
     def _back_to(
         self,
+        saver: run_saver.RunSaver,
         ended: Ended,
         saved: CheckpointMetadata | None,
-        rollbacks: int,
         *,
         leaves_out: bool = False,
     ) -> model.TrainState:
-        # The state of a saved step, or of the beginning, in place of the present one.
-        saver = self.saver
-        assert saver is not None
+        # The state of a saved step, or of the beginning, in place of that with which a
+        # loop has ended. The data goes back, too, unless it leaves out what was read.
+        rollbacks = self._callbacks.rollbacks + leaves_out
         # The devices may not have room for two states.
         for leaf in jax.tree.leaves(ended.state):
             leaf.delete()
@@ -319,77 +317,49 @@ class Trainer:
         self._callbacks.rollbacks = rollbacks
         return state
 
-    def _leave_newest_good(self, finding: Finding) -> None:
+    def _leave_newest_good(
+        self, saver: run_saver.RunSaver, ended: Ended, finding: Finding
+    ) -> None:
         # Steps that were saved since the divergence are abandoned, so that the next
         # start does not continue from one of them.
         self._world.begin("restore")
-        saved = self._complete()
+        saved = _complete(saver)
         step = callbacks.good_step(list(saved), since=finding.since)
-        if self.saver and step is not None and step != max(saved):
-            state = self.saver.restore(self.program.abstract_state, saved[step])
-            self.saver.save_again(step, state)
+        if step is not None and step != max(saved):
+            saver.save_again(step, self._back_to(saver, ended, saved[step]))
 
-    def _go_back(self, ended: Ended, finding: Finding, *, began_at: int) -> Ended:
-        # As if the loop had ended with an older step, which is saved. If the run has to
-        # end instead, the finding has the reason.
+    def _roll_back(
+        self,
+        saver: run_saver.RunSaver,
+        ended: Ended,
+        finding: Finding,
+        began_at: int,
+    ) -> model.TrainState:
+        # The state of an older step, which is saved, as if the loop had ended with it.
         self._world.begin("restore")
-        called, saved = self._callbacks, self._complete()
-        began_secs = time.monotonic()
-        section, tiers = self._config.divergence, self._config.tiers
-        period = self._config.checkpoint.checkpoint_period
-        if tiers.enable_multi_tier_checkpointing:
-            period = tiers.local_checkpoint_period
-        try:
-            step = callbacks.step_to_go_back_to(
-                finding,
-                list(saved),
-                before=called.rollbacks,
-                began_at=began_at,
-                most=section.divergence_max_rollbacks,
-                margin=section.divergence_rollback_steps,
-                first_due=period,
-            )
-        except errors.DivergedError as error:
-            why = dataclasses.replace(finding, action=Action.ABORT, why=str(error))
-            return ended._replace(finding=why)
-        assert self.saver is not None
-        read = self._read_to(called.decided_step + 1, done=ended.step)
-        number = called.rollbacks + 1
-        state = self._back_to(ended, saved.get(step), number, leaves_out=True)
-        self._resize(read, step)
-        self.saver.save_again(step, state)
+        began_secs, saved = time.monotonic(), _complete(saver)
+        section = self._config.divergence
+        step = callbacks.step_to_go_back_to(
+            finding,
+            list(saved),
+            before=self._callbacks.rollbacks,
+            began_at=began_at,
+            most=section.divergence_max_rollbacks,
+            margin=section.divergence_rollback_steps,
+            first_due=self._first_due,
+        )
+        state = self._back_to(saver, ended, saved.get(step), leaves_out=True)
+        saver.save_again(step, state)
         first, last = self.batches.left_out[-1]
         self._emit(
             "rolled_back",
             step=ended.step,
             to_step=step,
             rows=last - first,
-            rollbacks=number,
+            rollbacks=self._callbacks.rollbacks,
             secs=time.monotonic() - began_secs,
         )
-        return Ended(state, step, ended.is_stopped)
-
-    def _complete(self) -> dict[int, CheckpointMetadata]:
-        # The saved steps, once all saves that have begun are done.
-        if self.saver is None:
-            return {}
-        self.saver.checkpointer.wait()
-        return {each.step: each for each in self.saver.checkpointer.checkpoints}
-
-    def _read_to(self, step: int, *, done: int) -> int:
-        # Returns the last step whose batch was read, from 0. Mostly the loop has read
-        # one more batch than callbacks have seen; so it always is, and the run always
-        # continues with the same batch.
-        for number in range(done, step):
-            self._resize(number - 1, number)
-            with contextlib.suppress(StopIteration):
-                next(self.batches)
-        return max(done, step) - 1
-
-    def _resize(self, before: int, step: int) -> None:
-        # Batches are of the size of step `before`.
-        if self._sizes.at(step) != self._sizes.at(before):
-            self.batches.resize(self._sizes.at(step))
+        return state
 
 
 def train(config: schema.Config, world: World) -> bool:
@@ -418,7 +388,8 @@ def train(config: schema.Config, world: World) -> bool:
         try:
             ended = trainer.train(trainer.restore())
             world.begin(watch.CLOSE)
-            world.put_state(ended.step, ended.state)
+            if ended.finding is None:
+                world.put_state(ended.step, ended.state)
             trainer.close()
         except Exception as error:
             trainer.abandon(error)
@@ -519,7 +490,13 @@ def _of_same_leaves(path: str, wanted: Any) -> Any:
         ) from None
 
 
-def _check_step(state: model.TrainState, step: int) -> None:
+def _complete(saver: run_saver.RunSaver) -> dict[int, CheckpointMetadata]:
+    # The saved steps, once all saves that have begun are done.
+    saver.checkpointer.wait()
+    return {each.step: each for each in saver.checkpointer.checkpoints}
+
+
+def _check_step(state: model.TrainState, step: int | None) -> None:
     saved = int(state["step"])
     if saved != step:
         raise errors.CheckpointError(

@@ -325,8 +325,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a step is saved that a callback has found to be bad",
         "elastic_ckpt/training/loop.py",
-        "                if self._callbacks.decision is None:",
-        "                if self._callbacks:",
+        "                if self.callbacks.decision is None:",
+        "                if self.callbacks:",
         ("tests/training/test_loop.py",),
     ),
     Fault(

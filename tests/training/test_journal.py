@@ -222,35 +222,26 @@ def test_json_lines_are_always_written_also_when_the_run_fails(tmp_path, config)
     assert (line["metric"], line["last"]) == (metrics.DATA_ROWS.name, 8.0)
 
 
-def test_hosts_have_ports_of_their_own_the_same_on_every_machine():
-    assert ports_of(hosts=3) == [9100, 9101, 9102]
-    nothing = schema.Config()
-    assert journal.with_own_port(nothing, 2) == nothing
-    assert ports_of(hosts=6, elastic_machines=2) == [9100, 9101, 9102] * 2
-    # A world without the first machine.
-    assert ports_of(hosts=6, elastic_machines=2, there=3) == [9100, 9101, 9102]
-
-
-def ports_of(*, hosts, elastic_machines=1, there=None):
-    """The ports of the hosts of a world, which has `there` of all hosts of the run."""
-    run = schema.Config(
-        metrics=schema.MetricsSection(prometheus_port=9100),
-        world=schema.WorldSection(hosts=hosts),
-        elastic=schema.ElasticSection(elastic_machines=elastic_machines),
-    )
-    processes = [journal.with_own_port(run, n) for n in range(there or hosts)]
-    return [process.metrics.prometheus_port for process in processes]
-
-
-def test_supervisor_has_files_and_a_port_beside_those_of_its_hosts(tmp_path):
+@pytest.mark.parametrize("machines", [1, 2])
+def test_processes_of_a_machine_have_files_and_ports_of_their_own(tmp_path, machines):
+    # The ports of the hosts of each machine are in a row, and the supervisor's follows.
     port = free_port()
-    section = schema.MetricsSection(enable_tensorboard=True, prometheus_port=port - 3)
-    three = configured(tmp_path, metrics=section, world=schema.WorldSection(hosts=3))
-    with journal.listening_of_supervisor(three):
+    section = schema.MetricsSection(enable_tensorboard=True, prometheus_port=port - 2)
+    config = configured(
+        tmp_path,
+        metrics=section,
+        world=schema.WorldSection(hosts=2 * machines),
+        elastic=schema.ElasticSection(elastic_machines=machines),
+    )
+    numbers = (0, 2 * machines - 1)
+    hosts = [journal.listening_on_machine(config, host=each) for each in numbers]
+    with hosts[0], hosts[1], journal.listening_on_machine(config):
         metrics.TRAIN_STEPS.record(40)
         metrics.GOODPUT.record(75)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
-            assert b"\nelastic_ckpt_goodput_percent 75.0\n" in page.read()
+        for number in range(3):
+            url = f"http://127.0.0.1:{port - number}/metrics"
+            with urllib.request.urlopen(url) as page:
+                assert b"\nelastic_ckpt_goodput_percent 75.0\n" in page.read()
     lines = jsonlog.read(tmp_path / "a" / "metrics" / "run.jsonl")
     assert [(line["last"], line["step"]) for line in lines] == [(40.0, 40), (75.0, 40)]
     assert event_file.scalars(tmp_path / "a" / "tensorboard" / "run") == [
@@ -268,5 +259,5 @@ def test_no_extra_is_asked_for_unless_it_is_needed(monkeypatch, tmp_path, config
         section = schema.MetricsSection(**{key: 9100 if extra == "p" else True})
         needed = configured(tmp_path, metrics=section)
         missing = pytest.raises(errors.ConfigError, match=rf"pip install '\.\[{extra}")
-        with missing, journal.listening_of_supervisor(needed):
+        with missing, journal.listening_on_machine(needed):
             raise AssertionError("it begins")
