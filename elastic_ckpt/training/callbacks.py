@@ -24,7 +24,7 @@ import functools
 import math
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from absl import logging
 
@@ -33,12 +33,13 @@ from elastic_ckpt.training import schema
 
 # The name of the component of a step with the states of all callbacks.
 COMPONENT = "callbacks"
-# The weight of the past in the average of the gradient norm.
+# The weight of the past in the averages of the loss and of the gradient norm.
+_PAST_LOSSES = 0.9
 _PAST_NORMS = 0.99
 
 
 class Action(enum.Enum):
-    """The action of a run on a finding.
+    """The action of a run on a finding; of two, the later one here is taken.
 
     WARN: goes on. ROLLBACK: goes back to a good step, and leaves out the data since
     then. STOP: saves, and ends; at a divergence the last good step stays the newest.
@@ -156,6 +157,7 @@ def step_to_go_back_to(
     return step
 
 
+@runtime_checkable
 class Callback(Protocol):
     """A callback; a run has any number, each under its own name."""
 
@@ -199,17 +201,14 @@ class Callbacks:
     ) -> None:
         self._callbacks = dict(callbacks or {})
         for name, callback in self._callbacks.items():
-            wanted = ("after_step", "after_evaluation", "get_state", "set_state")
-            missing = [each for each in wanted if not hasattr(callback, each)]
-            if missing or isinstance(callback, type):
+            if isinstance(callback, type) or not isinstance(callback, Callback):
                 raise errors.ConfigError(
-                    f"the callback {name!r}, a {type(callback).__name__}, has no"
-                    f" {', '.join(missing) or 'instance'}; give an instance with the"
-                    " methods of elastic_ckpt.training.callbacks.Callback"
+                    f"the callback {name!r}, a {type(callback).__name__}, is no"
+                    " instance with the methods after_step, after_evaluation, get_state"
+                    " and set_state; see elastic_ckpt.training.callbacks.Callback"
                 )
         self._emit = emit
-        self.decided_step = 0
-        self.rollbacks = 0
+        self.decided_step = self.rollbacks = 0
         self._fresh = self.get_state()["callbacks"]
         self.go_on()
 
@@ -308,7 +307,7 @@ class Callbacks:
 
     def _decide(self, step: int, finding: Finding) -> None:
         # The strongest action counts, and the earliest bad step.
-        found = [finding] if self.decision is None else [self.decision, finding]
+        found = [each for each in (self.decision, finding) if each is not None]
         strongest = max(found, key=lambda each: list(Action).index(each.action))
         since = min(each.since for each in found)
         self.decision = dataclasses.replace(strongest, since=since)
@@ -335,17 +334,12 @@ def non_finite(state: State, report: Report) -> str:
     """A rule: a step is bad if its loss or gradient norm is infinite or NaN."""
     del state
     values = {"loss": report.loss, "gradient norm": report.gradient_norm}
-    bad = [f"the {what} is {v}" for what, v in values.items() if not math.isfinite(v)]
-    return "".join(bad[:1])
+    bad = (f"the {what} is {v}" for what, v in values.items() if not math.isfinite(v))
+    return next(bad, "")
 
 
 def loss_above_best(
-    state: State,
-    report: Report,
-    *,
-    smoothing: float,
-    margin: float = 0.0,
-    factor: float = 0.0,
+    state: State, report: Report, *, smoothing: float, factor: float
 ) -> str:
     """A rule: a step is bad if the smoothed loss is far above its best value so far.
 
@@ -353,17 +347,14 @@ def loss_above_best(
       state: of the rule.
       report: of the step.
       smoothing: the weight of the past.
-      margin: how far above, in nats; 0 sets no such limit.
-      factor: how many times the best; 0 sets no such limit.
+      factor: how many times the best.
     """
     if not math.isfinite(report.loss):
         return f"the loss is {report.loss}"
     smoothed = _averaged(state, report.loss, smoothing)
     best = state.get("best", math.inf)
     state["best"] = min(best, smoothed)
-    limits = [best + margin] * bool(margin)
-    limits += [best * factor] * bool(factor and best > 0)
-    if smoothed <= min(limits, default=math.inf):
+    if best <= 0 or smoothed <= best * factor:
         return ""
     return f"the smoothed loss is {smoothed:.4g}, and was {best:.4g} at best"
 
@@ -493,29 +484,21 @@ def detectors(section: schema.DivergenceSection) -> dict[str, Callback]:
     """The configured detectors by name; none if their action is `off`."""
     if section.divergence_action == "off":
         return {}
-    margin, factor = section.divergence_loss_margin, section.divergence_loss_factor
     rules: dict[str, Rule] = {}
-    if margin or factor:
+    if factor := section.divergence_loss_factor:
         rules["loss_above_best"] = functools.partial(
-            loss_above_best,
-            smoothing=section.divergence_loss_smoothing,
-            margin=margin,
-            factor=factor,
+            loss_above_best, smoothing=_PAST_LOSSES, factor=factor
         )
-    if spike := section.divergence_gradient_norm_factor:
+    if factor := section.divergence_gradient_norm_factor:
         rules["gradient_norm"] = functools.partial(
-            gradient_spike, smoothing=_PAST_NORMS, factor=spike
+            gradient_spike, smoothing=_PAST_NORMS, factor=factor
         )
-    action = Action(section.divergence_action)
-    chosen: dict[str, Callback] = {
-        name: Detector(
-            rule,
-            action=action,
-            patience=section.divergence_patience_steps,
-            warmup=section.divergence_warmup_steps,
-        )
+    make = functools.partial(Detector, action=Action(section.divergence_action))
+    patience, warmup = (
+        section.divergence_patience_steps,
+        section.divergence_warmup_steps,
+    )
+    return {"non_finite": make(non_finite)} | {
+        name: make(rule, patience=patience, warmup=warmup)
         for name, rule in rules.items()
     }
-    if section.divergence_non_finite:
-        chosen["non_finite"] = Detector(non_finite, action=action)
-    return chosen

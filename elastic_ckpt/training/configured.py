@@ -378,12 +378,30 @@ def is_simulated(config: schema.Config) -> bool:
 
 
 def check_checkpoints(config: schema.Config) -> None:
-    """Raises a ConfigError if a run that is elastic saves nothing to go on from."""
-    if config.elastic.elastic_enabled and not config.checkpoint.enable_checkpointing:
+    """Raises a ConfigError for keys of checkpoints that contradict other keys."""
+    section = config.checkpoint
+    if config.elastic.elastic_enabled and not section.enable_checkpointing:
         raise errors.ConfigError(
             "elastic_enabled=true with enable_checkpointing=false: a run that loses a"
             " slice continues from a saved step, and without one it would start again"
             " at step 0; set enable_checkpointing=true or elastic_enabled=false"
+        )
+    kept = section.num_best_checkpoints_to_keep
+    is_ranked = (
+        config.data.eval_interval or section.best_checkpoint_metric != "eval_loss"
+    )
+    if (section.save_best_checkpoint or kept) and not is_ranked:
+        raise errors.ConfigError(
+            f"save_best_checkpoint={str(section.save_best_checkpoint).lower()} and"
+            f" num_best_checkpoints_to_keep={kept} have no effect with eval_interval=0:"
+            " nothing is evaluated, so no step is the best; set eval_interval, or leave"
+            " them out"
+        )
+    if kept and not section.max_num_checkpoints_to_keep:
+        raise errors.ConfigError(
+            f"num_best_checkpoints_to_keep={kept} has no effect with"
+            " max_num_checkpoints_to_keep=0, which keeps all steps; set it to the"
+            " number of newest steps to keep, too"
         )
 
 
