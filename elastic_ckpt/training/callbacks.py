@@ -493,12 +493,13 @@ def detectors(section: schema.DivergenceSection) -> dict[str, Callback]:
         rules["gradient_norm"] = functools.partial(
             gradient_spike, smoothing=_PAST_NORMS, factor=factor
         )
-    make = functools.partial(Detector, action=Action(section.divergence_action))
-    patience, warmup = (
-        section.divergence_patience_steps,
-        section.divergence_warmup_steps,
-    )
-    return {"non_finite": make(non_finite)} | {
-        name: make(rule, patience=patience, warmup=warmup)
-        for name, rule in rules.items()
-    }
+    action = Action(section.divergence_action)
+    found: dict[str, Callback] = {"non_finite": Detector(non_finite, action=action)}
+    for name, rule in rules.items():
+        found[name] = Detector(
+            rule,
+            action=action,
+            patience=section.divergence_patience_steps,
+            warmup=section.divergence_warmup_steps,
+        )
+    return found

@@ -206,16 +206,12 @@ def peers(section: schema.TiersSection) -> Peers:
     Raises:
       ConfigError: if keys are missing or exclude each other.
     """
-    tls = None
     given = [section.peer_tls_certificate, section.peer_tls_key, section.peer_tls_ca]
-    if any(given):
-        if not all(given):
-            raise errors.ConfigError(
-                f"peer_tls_certificate, peer_tls_key and peer_tls_ca are {given}: only"
-                " some of them are set; set all three, or none to send unencrypted"
-            )
-        certificate, key, authority = given
-        tls = TlsFiles(certificate=certificate, key=key, authority=authority)
+    if any(given) and not all(given):
+        raise errors.ConfigError(
+            f"peer_tls_certificate, peer_tls_key and peer_tls_ca are {given}: only some"
+            " of them are set; set all three, or none to send unencrypted"
+        )
     return Peers(
         copies=section.peer_copies,
         assume_data_parallelism=section.peer_assume_data_parallelism,
@@ -228,7 +224,15 @@ def peers(section: schema.TiersSection) -> Peers:
         secret_file=section.peer_secret_file or None,
         max_bytes_per_sec=section.peer_max_mib_per_sec * 2**20 or None,
         timeout_secs=section.peer_timeout_secs,
-        tls=tls,
+        tls=(
+            TlsFiles(
+                certificate=section.peer_tls_certificate,
+                key=section.peer_tls_key,
+                authority=section.peer_tls_ca,
+            )
+            if any(given)
+            else None
+        ),
     )
 
 
@@ -245,10 +249,12 @@ class Groups:
 
     Attributes:
       number: of the groups; `Cluster` has them as slices.
+      most: of them train; the others are spares.
       full: the topology of all of them.
     """
 
     number: int
+    most: int
     full: topology.Topology
 
     def some(self, number: int) -> topology.Topology:
@@ -263,34 +269,35 @@ class Groups:
         )
 
 
-def groups(config: schema.Config) -> Groups:
-    """The groups of hosts that are configured."""
-    world = config.world
-    full = topology.Topology(
+def groups(config: schema.Config, there: topology.Topology | None = None) -> Groups:
+    """The groups of hosts that are configured.
+
+    Args:
+      config: of the run.
+      there: what this process has found; by default, what is configured.
+    """
+    world, elastic = config.world, config.elastic
+    full = there or topology.Topology(
         hosts=world.hosts,
         slices=world.slices,
         devices=world.hosts * world.devices_per_host,
     )
-    is_controlled = config.elastic.elastic_enabled and world.enable_single_controller
-    if is_controlled or is_simulated(config):
-        return Groups(number=world.slices, full=full)
+    is_controlled = elastic.elastic_enabled and world.enable_single_controller
     # A host that simulates several slices is lost with all of them.
-    return Groups(number=min(world.hosts, world.slices), full=full)
-
-
-def num_used(config: schema.Config, groups: Groups) -> int:
-    """The number of groups that train at most; the others are spares."""
-    return min(groups.number, config.elastic.elastic_max_slice_count or groups.number)
+    number = min(world.hosts, world.slices)
+    if is_controlled or is_simulated(config):
+        number = world.slices
+    most = min(number, elastic.elastic_max_slice_count or number)
+    return Groups(number=number, most=most, full=full)
 
 
 def policy(config: schema.Config, groups: Groups) -> decision.Policy:
     """The policy of a run for groups that are lost and come back."""
     section = config.elastic
     # A run that is not elastic saves and ends when one of its hosts is asked to.
-    most = num_used(config, groups)
-    least = section.elastic_min_slice_count if section.elastic_enabled else most
+    least = section.elastic_min_slice_count if section.elastic_enabled else groups.most
     return decision.Policy(
-        min_slices=least or most,
+        min_slices=least or groups.most,
         max_slices=section.elastic_max_slice_count or None,
         batch="keep_global" if config.data.global_batch_size else "keep_per_device",
         wait_secs=section.elastic_timeout_seconds,
@@ -304,16 +311,15 @@ def policy(config: schema.Config, groups: Groups) -> decision.Policy:
 
 def work(config: schema.Config, groups: Groups) -> decision.Work:
     """The work of a step, on as many groups as train at most."""
-    number = num_used(config, groups)
-    full = groups.some(number)
+    full = groups.some(groups.most)
     if config.world.hardware != "cpu" and config.world.hosts == 1:
         # It has the devices that JAX finds; only the host itself may look.
         return decision.Work.of_any_rows(full.devices)
     rows = batch_size.global_batch_size(config.data, full)
     return decision.Work(
-        num_slices=number,
+        num_slices=groups.most,
         rows=rows,
-        devices_per_slice=full.devices // number,
+        devices_per_slice=full.devices // groups.most,
         max_rows_per_device=rows // full.devices,
         objection=functools.partial(_objection, config, groups),
     )
@@ -331,21 +337,17 @@ def _objection(
     return None
 
 
-def grace_secs(config: schema.Config) -> float:
-    """How long a run may take to save and end after SIGTERM."""
-    # The rest of the time is for the report.
-    return 0.9 * config.run.termination_grace_period_seconds
-
-
 def limits(config: schema.Config) -> watch.Limits:
-    """How long hosts may take."""
+    """How long hosts may take, and until they have saved and ended after SIGTERM."""
     section = config.elastic
+    # The rest of the time is for the report.
+    grace_secs = 0.9 * config.run.termination_grace_period_seconds
     if not section.elastic_enabled:
-        return watch.unlimited(grace_secs=grace_secs(config))
+        return watch.unlimited(grace_secs=grace_secs)
     return watch.Limits(
         most_secs=section.elastic_hang_timeout_seconds,
         heartbeat_secs=section.elastic_heartbeat_timeout_seconds,
-        grace_secs=grace_secs(config),
+        grace_secs=grace_secs,
     )
 
 
@@ -421,7 +423,7 @@ def check_slices(config: schema.Config, number: int | None = None) -> None:
       number: of the slices; by default as many as it uses at most.
     """
     available = groups(config)
-    chosen, most = policy(config, available), num_used(config, available)
+    chosen, most = policy(config, available), available.most
     available.some(most).check()
     number = number or most
     if not chosen.min_slices <= number <= most:
@@ -454,21 +456,21 @@ def check_local(config: schema.Config) -> None:
             " only on CPUs and GPUs; start one process per host with Slurm or a"
             " JobSet, or set hosts=1"
         )
-    is_elastic, used = config.elastic.elastic_enabled, groups(config)
+    is_elastic = config.elastic.elastic_enabled
     for fault in faults.parse(config.elastic.faults):
-        hosts = fault.kind in faults.OF_HOSTS
-        there = world.hosts if hosts else used.number
         if world.hosts == 1 and not is_elastic:
             raise errors.ConfigError(
                 "faults with hosts=1 and elastic_enabled=false: nothing supervises the"
                 " only host, and nothing would fail; set elastic_enabled=true, or"
                 " faults=[]"
             )
-        if fault.target >= there:
+        kind, number = "slices", groups(config).number
+        if fault.kind in faults.OF_HOSTS:
+            kind, number = "hosts", world.hosts
+        if fault.target >= number:
             raise errors.ConfigError(
-                f"faults has {fault.kind} {fault.target}, but the run has"
-                f" {'hosts' if hosts else 'slices'} 0 to {there - 1}; choose one of"
-                " these, or set faults=[]"
+                f"faults has {fault.kind} {fault.target}, but the run has {kind} 0 to"
+                f" {number - 1}; choose one of these, or set faults=[]"
             )
     is_split = world.slices > world.hosts and not is_simulated(config)
     if is_elastic and is_split:

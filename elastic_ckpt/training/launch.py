@@ -115,9 +115,7 @@ def on_hosts(
     directory, injected = journal.path_of(config), faults.parse(config.elastic.faults)
     # Without it all hosts share one RAM disk, as those of one machine.
     memory = configured.memory(config) if config.elastic.elastic_enabled else None
-    there: dict[str, Any] = {}
-    if place is not None:
-        there = {"slices": place.slices, "interface": place.interface}
+    there: dict[str, Any] = {} if place is None else place._asdict()
 
     def own_station() -> contextlib.closing[station.Station]:
         return contextlib.closing(
@@ -204,11 +202,11 @@ def on_slices(config: schema.Config, show: events.Emit) -> bool:
         with pathways.Pathways(
             slices,
             injected=faults.parse(config.elastic.faults),
-            grace_secs=configured.grace_secs(config),
+            grace_secs=configured.limits(config).grace_secs,
             ended=emit.stopped_early,
             emit=emit,
         ) as cluster:
-            groups = Groups(number=number, full=topology.present(number))
+            groups = configured.groups(config, topology.present(number))
             _run(config, cluster, trainer.train, groups=groups, emit=emit)
             return emit.is_stopped
 
@@ -252,12 +250,6 @@ def place(config: schema.Config, environment: Mapping[str, str]) -> Place:
             f"elastic_machines={section.elastic_machines} with"
             " enable_single_controller=true: only runs with a process per host have"
             " supervisors on several machines; set elastic_machines=1"
-        )
-    if world.hosts % world.slices:
-        raise errors.ConfigError(
-            f"slices={world.slices} with hosts={world.hosts} cannot be divided evenly"
-            f" among {section.elastic_machines} machines; set hosts to a multiple of"
-            " slices"
         )
     number = section.elastic_machine
     return processes.place(

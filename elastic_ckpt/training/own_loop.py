@@ -249,9 +249,8 @@ class RunDirectory:
         # Begins an attempt, whose first step is the one after `done`.
         self._catch_up()
         self._done = done
-        if self._saved > done:
-            # Its steps are trained again.
-            self._saved = 0
+        # Steps after it are trained again.
+        self._saved = min(self._saved, done)
         if self._journal is None:
             return
         self._close_log()

@@ -3,7 +3,7 @@ import pytest
 
 from elastic_ckpt.core import events
 from elastic_ckpt.data import data_keys
-from elastic_ckpt.training import batch_size, callbacks, loop, model
+from elastic_ckpt.training import batch_size, callbacks, model, schema, trainer
 from elastic_ckpt.training.callbacks import Action
 
 NO_CALLBACKS = callbacks.Callbacks().get_state()
@@ -135,13 +135,13 @@ def looped(parts, *, steps=3, **changes):
     """The end of a loop with these parts, but for those that are changed."""
     names = ("world", "recorded", "program", "saver", "batches")
     others = {
-        "data": data_keys.DataKeys(),
+        "config": schema.Config(),
         "sizes": batch_size.Schedule(stages=((0, 8),)),
         "evaluated": None,
         "validation": None,
         "callbacks": callbacks.Callbacks(),
     }
-    made = loop.Loop(**(dict.fromkeys(names, parts) | others | changes))
+    made = trainer.Loop(**(dict.fromkeys(names, parts) | others | changes))
     return made.run(0, start_step=0, steps=steps)
 
 
@@ -270,8 +270,9 @@ def test_evaluation_is_the_mean_over_all_targets_each_time_anew(
     parts, max_batches, loss
 ):
     data = data_keys.DataKeys(eval_interval=2, eval_steps=max_batches)
+    config = schema.Config(data=data)
     called = callbacks.Callbacks({"one": Recorded(parts)})
-    looped(parts, evaluated=parts, data=data, steps=4, callbacks=called)
+    looped(parts, evaluated=parts, config=config, steps=4, callbacks=called)
     # Before the step is saved.
     assert parts.called("evaluated", "called after", "record", "save") == [
         line
@@ -299,8 +300,8 @@ def test_loop_that_distrusts_its_state_ends_without_a_save_or_an_evaluation(
     parts, asked = Diverging(), []
     none = callbacks.Callbacks()
     none.distrust_until(2, lambda step, why: asked.append((step, why)) or goes_back)
-    data = data_keys.DataKeys(eval_interval=2)
-    ended = looped(parts, callbacks=none, evaluated=parts, data=data)
+    config = schema.Config(data=data_keys.DataKeys(eval_interval=2))
+    ended = looped(parts, callbacks=none, evaluated=parts, config=config)
     assert asked == [(2, "the loss is nan")]
     if goes_back:
         assert (ended.step, ended.finding.action) == (2, Action.DISTRUST)
