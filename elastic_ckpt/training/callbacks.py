@@ -237,11 +237,6 @@ class Callbacks:
         """Whether the numbers of a step are needed."""
         return bool(self._callbacks) or step <= self._distrusted_until
 
-    @property
-    def is_distrusted(self) -> bool:
-        """Whether the decision is to go back to storage."""
-        return self.decision is not None and self.decision.action is Action.DISTRUST
-
     def after_step(self, step: int, report: Report) -> None:
         """Passes the numbers of a step to all callbacks."""
         if not math.isfinite(report.loss):

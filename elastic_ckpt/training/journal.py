@@ -310,11 +310,6 @@ def listening(
     """
     name = name or f"host-{topology.this_host():05d}"
     lines = os.path.join(directory, run_files.METRICS, f"{name}.jsonl")
-    sinks = {lines: summaries.json_lines(lines)}
-    if section.enable_tensorboard:
-        tensorboard.library()
-        board = os.path.join(directory, run_files.TENSORBOARD, name)
-        sinks[board] = tensorboard.event_file(board)
     with contextlib.ExitStack() as running:
         if section.prometheus_port:
             running.enter_context(
@@ -323,6 +318,11 @@ def listening(
                     interface=section.prometheus_interface,
                 )
             )
-        for place, sink in sinks.items():
-            running.enter_context(summaries.listening(sink, name=place))
+        if section.enable_tensorboard:
+            tensorboard.library()
+            board = os.path.join(directory, run_files.TENSORBOARD, name)
+            sink = tensorboard.event_file(board)
+            running.enter_context(summaries.listening(sink, name=board))
+        sink = summaries.json_lines(lines)
+        running.enter_context(summaries.listening(sink, name=lines))
         yield

@@ -75,32 +75,40 @@ class Ended(NamedTuple):
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Loop:
-    """Trains from a state to the last step, a decision, or the end of the data.
+class Trainer:
+    """A run in one world: `restore`, then `train`, then `close`, within `with run:`.
+
+    Every host of the world has one, and calls its methods in the same order.
 
     Attributes:
       config: of the run.
-      world: of this host.
-      recorded: the directory of the run, which logs the steps.
+      world: of this host; its events are emitted on the primary host alone.
+      run: the directory of the run, which logs the steps and records the end.
       program: of the model.
       batches: global batches, of the size of step 0.
       sizes: the batch size of each step.
       saver: None trains without checkpoints.
+      start_step: the steps that are done already; 0 for a new run.
+      first_due: the first step that is saved.
       evaluated: finite batches to evaluate; None evaluates never.
       validation: compares the copies of the state; None does not.
-      callbacks: called for each step and evaluation; the loop ends with a decision.
+      callbacks: called for each step and evaluation.
+      parts: closes the batches.
     """
 
     config: schema.Config
     world: World
-    recorded: RunDirectory
+    run: RunDirectory
     program: model.Program
     batches: Batches
     sizes: batch_size.Schedule
     saver: run_saver.RunSaver | None
+    start_step: int = 0
+    first_due: int = 0
     evaluated: Batches | None
     validation: validation_schedule.ValidationSchedule | None
     callbacks: Callbacks
+    parts: contextlib.ExitStack
 
     def __post_init__(self) -> None:
         self._hosts = allgather.new()
@@ -110,8 +118,80 @@ class Loop:
         self._steps: dict[Any, Callable[..., Any]] = {}
         # The last step, until callbacks have seen it.
         self._pending: tuple[int, model.StepReport] | None = None
+        # The step in storage that a distrusted restore is left for.
+        self._older: CheckpointMetadata | None = None
 
-    def run(self, state: model.TrainState, *, start_step: int, steps: int) -> Ended:
+    def restore(self) -> model.TrainState:
+        """The state after `start_step` steps, sharded over the mesh.
+
+        If that step proves to be unreadable, the state is that of the step before it. A
+        new run begins with the weights of `init_from`, or draws them.
+
+        Raises:
+          CheckpointError: if the newest step is of another model, or none can be read.
+          DataError: if its data state is of another pipeline.
+          ConfigError: if the layout of `init_from` does not fit.
+        """
+        self.world.begin("restore")
+        # A run that has gone back to its beginning has a step 0.
+        if self.saver is None or self.saver.latest_step is None:
+            return self._new_state()
+        if path := self.config.model.init_from:
+            self.world.emit("weights_skipped", path=path, step=self.start_step)
+        abstract_state = self.program.abstract_state
+        state = self.world.take_state(self.start_step, abstract_state)
+        if state is not None and self.saver.restore_data(self.start_step):
+            return state
+        state = self.saver.restore(abstract_state)
+        _check_step(state, self.saver.latest_step)
+        return state
+
+    def train(self, state: model.TrainState) -> Ended:
+        """Trains from `state` to the last step, or until the hosts leave.
+
+        When a callback has found a divergence the run may go back to an older step, and
+        continue from there with the data that comes next. Within `distrust_steps` of a
+        restore it goes back to an older step in storage first, and repeats the data
+        since then.
+
+        Args:
+          state: from `restore`; its buffers are donated.
+        """
+        restored, within = int(state["step"]), self.config.divergence.distrust_steps
+        if self.saver:
+            self.saver.checkpointer.claim_world()
+            if restored and within:
+                look = functools.partial(self._is_to_go_back, self.saver, restored)
+                self.callbacks.distrust_until(restored + within, look)
+        while True:
+            start_step = int(state["step"])
+            if self.validation and start_step:
+                self.validation.equal_step = start_step
+            # All hosts ask for it.
+            self.run._begin(start_step, left_out=self.batches.left_out)
+            steps = self.config.run.steps
+            ended = self.loop(state, start_step=start_step, steps=steps)
+            finding = ended.finding
+            if finding is None or self.saver is None:
+                return ended
+            if finding.action is Action.DISTRUST:
+                # It repeats the rows since then.
+                state = self._back_to(self.saver, ended, self._older)
+            elif finding.action is Action.ROLLBACK:
+                try:
+                    state = self._roll_back(self.saver, ended, finding, start_step)
+                except errors.DivergedError as error:
+                    finding = dataclasses.replace(finding, why=str(error))
+                    return ended._replace(finding=finding)
+            else:
+                if finding.action is Action.STOP and finding.is_divergence:
+                    self._leave_newest_good(self.saver, ended, finding)
+                return ended
+            if ended.is_stopped:
+                step = int(state["step"])
+                return Ended(state, step, is_stopped=True)
+
+    def loop(self, state: model.TrainState, *, start_step: int, steps: int) -> Ended:
         """Trains from `state`, which is donated, until `steps` steps are done.
 
         Steps are logged one step behind the devices, which never wait for the log.
@@ -125,13 +205,13 @@ class Loop:
             batch = self._next(done)
             if batch is None:
                 self._catch_up()
-                self.recorded.emit("data_ended", step=done)
+                self.run.emit("data_ended", step=done)
                 break
             state, report = self._compiled(done + 1, state, batch)(state, batch)
             self._catch_up()
             done += 1
             self._pending = (done, report)
-            self.recorded.log(
+            self.run.log(
                 done,
                 batch,
                 loss=report.loss,
@@ -166,6 +246,37 @@ class Loop:
             self._validate(done, state, is_saving=True)
             self._save(done, state, last=True)
         return Ended(state, done, leaving, finding)
+
+    def close(self) -> None:
+        """Waits for all saves, and ends the parts, but `run`.
+
+        Only after a `train` that returned: after an error the other hosts may be gone,
+        and closing waits for them.
+        """
+        with self.parts:
+            if self.saver:
+                self.saver.close()
+
+    def abandon(self, error: Exception) -> None:
+        """Ends the parts after an error; hosts may be gone, so their errors are logged.
+
+        A process that is alone finishes the saves in flight; one that goes on in
+        another world leaves them.
+        """
+        saver = None if self.saver is None else self.saver.checkpointer
+        if self.world.devices is None and topology.num_hosts() > 1:
+            # This process ends at once, and what it wrote to is free.
+            if saver:
+                saver.let_others_write()
+            return
+        try:
+            with self.parts:
+                if saver and self.world.devices is None:
+                    saver.leave(error)
+                elif saver:
+                    saver.abandon()
+        except Exception as another:
+            logging.warning("a part of a failed run cannot be ended: %r", another)
 
     def _next(self, step: int) -> elastic_data.Batch | None:
         # The batch of a step, from 0; None if the data has ended.
@@ -213,7 +324,7 @@ class Loop:
         if batches is None or step % data.eval_interval:
             return
         self._catch_up()
-        if self.callbacks.is_distrusted:
+        if self.callbacks.decision is not None:
             return
         self.world.begin("evaluate")
         began = time.monotonic()
@@ -226,9 +337,7 @@ class Loop:
             if num_batches == data.eval_steps:
                 break
         mean, secs = loss / max(targets, 1), time.monotonic() - began
-        self.recorded.emit(
-            "evaluated", step=step, loss=mean, batches=num_batches, secs=secs
-        )
+        self.run.emit("evaluated", step=step, loss=mean, batches=num_batches, secs=secs)
         self.callbacks.after_evaluation(step, mean)
         if self.saver:
             self.saver.record(step, {EVAL_METRIC: mean})
@@ -255,230 +364,14 @@ class Loop:
         began = time.monotonic()
         self.saver.save(step, state, last=last)
         secs = time.monotonic() - began
-        self.recorded.emit("save_blocked", step=step, secs=secs)
-
-
-class Trainer:
-    """A run in one world: `restore`, then `train`, then `close`, within `with run:`.
-
-    Every host of the world makes one, and calls its methods in the same order.
-
-    Args:
-      config: of the run; the files of its data exist.
-      world: of this host; its events are emitted on the primary host alone.
-
-    Attributes:
-      run: the directory of the run, which records its end.
-      program: of the model.
-      batches: of the data.
-      loop: over the devices of the world.
-      saver: None if the run has no checkpoints.
-      start_step: the steps that are done already; 0 for a new run.
-
-    Raises:
-      ConfigError: if parts, devices or the number of steps do not fit together.
-      DataError: if the data cannot be read.
-      RunError: if another run uses the RAM disk, or hosts cannot be reached.
-    """
-
-    def __init__(self, config: schema.Config, world: World) -> None:
-        self._config, self._world, self._emit = config, world, world.emit
-        data, mesh, place = config.data, world.mesh, world.topology
-        self._callbacks = callbacks.configured(config, emit=self._emit)
-        sizes = batch_size.schedule(data, place)
-        self.program = model.build(config, mesh, microbatches=world.microbatches)
-        batches_of = functools.partial(
-            frontend.batches,
-            mesh=mesh,
-            # In this process it cannot run under a single controller.
-            colocated=data.colocated_python_data_input or None,
-            read_ahead=data.data_read_ahead_batches,
-        )
-        vocab_size = model.vocab_size(config)
-        directory = journal.path_of(config)
-        with contextlib.ExitStack() as on_error:
-            self._parts = on_error.enter_context(contextlib.ExitStack())
-            self.batches = batches_of(
-                pipeline.from_config(data, vocab_size=vocab_size),
-                global_batch_size=sizes.at(0),
-            )
-            self._parts.callback(self.batches.close)
-            evaluated = None
-            if data.eval_interval:
-                rows = batch_size.global_batch_size(data, place)
-                of_eval = pipeline.eval_from_config(
-                    data, global_batch_size=rows, vocab_size=vocab_size
-                )
-                evaluated = batches_of(of_eval, global_batch_size=rows)
-                self._parts.callback(evaluated.close)
-            tiers = configured.tiers(
-                config,
-                persistent=journal.steps_of(directory),
-                ram=world.ram_directory,
-            )
-            # The first step that is saved.
-            self._first_due = cast(Local | Persistent, tiers[0]).every or 0
-            self.run = on_error.enter_context(
-                RunDirectory(
-                    directory,
-                    tiers=tiers,
-                    steps=config.run.steps,
-                    world=world,
-                    _record=configured.record(config),
-                )
-            )
-            self.saver, self.start_step = None, 0
-            if config.checkpoint.enable_checkpointing:
-                checkpointer = on_error.enter_context(
-                    world.checkpointer(
-                        tiers, run=config.run.run_name, emit=self.run.emit
-                    )
-                )
-                self.saver = run_saver.RunSaver(
-                    checkpointer=checkpointer,
-                    saved=configured.saved(config.checkpoint),
-                    data=self.batches,
-                    callbacks=self._callbacks or None,
-                )
-                self.start_step = self.saver.latest_step or 0
-            if self.start_step > config.run.steps:
-                raise errors.ConfigError(
-                    f"steps={config.run.steps}, but {directory} is already at step"
-                    f" {self.start_step}: steps counts over all starts of a run; set it"
-                    f" above {self.start_step} to continue, or choose another run_name"
-                )
-            on_error.pop_all()
-        self._validation = configured.validation(
-            config.validation,
-            self._emit,
-            preserve=lambda up_to: (
-                None
-                if self.saver is None
-                else run_saver.preserve_newest(self.saver.checkpointer, up_to=up_to)
-            ),
-        )
-        # The step in storage that a distrusted restore is left for.
-        self._older: CheckpointMetadata | None = None
-        self.loop = Loop(
-            config=config,
-            world=world,
-            recorded=self.run,
-            program=self.program,
-            batches=self.batches,
-            sizes=sizes,
-            saver=self.saver,
-            evaluated=evaluated,
-            validation=self._validation,
-            callbacks=self._callbacks,
-        )
-
-    def restore(self) -> model.TrainState:
-        """The state after `start_step` steps, sharded over the mesh.
-
-        If that step proves to be unreadable, the state is that of the step before it. A
-        new run begins with the weights of `init_from`, or draws them.
-
-        Raises:
-          CheckpointError: if the newest step is of another model, or none can be read.
-          DataError: if its data state is of another pipeline.
-          ConfigError: if the layout of `init_from` does not fit.
-        """
-        self._world.begin("restore")
-        # A run that has gone back to its beginning has a step 0.
-        if self.saver is None or self.saver.latest_step is None:
-            return self._new_state()
-        if path := self._config.model.init_from:
-            self._emit("weights_skipped", path=path, step=self.start_step)
-        abstract_state = self.program.abstract_state
-        state = self._world.take_state(self.start_step, abstract_state)
-        if state is not None and self.saver.restore_data(self.start_step):
-            return state
-        state = self.saver.restore(abstract_state)
-        _check_step(state, self.saver.latest_step)
-        return state
-
-    def train(self, state: model.TrainState) -> Ended:
-        """Trains from `state` to the last step, or until the hosts leave.
-
-        When a callback has found a divergence the run may go back to an older step, and
-        continue from there with the data that comes next. Within `distrust_steps` of a
-        restore it goes back to an older step in storage first, and repeats the data
-        since then.
-
-        Args:
-          state: from `restore`; its buffers are donated.
-        """
-        restored, within = int(state["step"]), self._config.divergence.distrust_steps
-        if self.saver:
-            self.saver.checkpointer.claim_world()
-            if restored and within:
-                look = functools.partial(self._is_to_go_back, self.saver, restored)
-                self._callbacks.distrust_until(restored + within, look)
-        while True:
-            start_step = int(state["step"])
-            if self._validation and start_step:
-                self._validation.equal_step = start_step
-            # All hosts ask for it.
-            self.run._begin(start_step, left_out=self.batches.left_out)
-            steps = self._config.run.steps
-            ended = self.loop.run(state, start_step=start_step, steps=steps)
-            finding = ended.finding
-            if finding is None or self.saver is None:
-                return ended
-            if finding.action is Action.DISTRUST:
-                # It repeats the rows since then.
-                state = self._back_to(self.saver, ended, self._older)
-            elif finding.action is Action.ROLLBACK:
-                try:
-                    state = self._roll_back(self.saver, ended, finding, start_step)
-                except errors.DivergedError as error:
-                    finding = dataclasses.replace(finding, why=str(error))
-                    return ended._replace(finding=finding)
-            else:
-                if finding.action is Action.STOP and finding.is_divergence:
-                    self._leave_newest_good(self.saver, ended, finding)
-                return ended
-            if ended.is_stopped:
-                step = int(state["step"])
-                return Ended(state, step, is_stopped=True)
-
-    def close(self) -> None:
-        """Waits for all saves, and ends the parts, but `run`.
-
-        Only after a `train` that returned: after an error the other hosts may be gone,
-        and closing waits for them.
-        """
-        with self._parts:
-            if self.saver:
-                self.saver.close()
-
-    def abandon(self, error: Exception) -> None:
-        """Ends the parts after an error; hosts may be gone, so their errors are logged.
-
-        A process that is alone finishes the saves in flight; one that goes on in
-        another world leaves them.
-        """
-        saver = None if self.saver is None else self.saver.checkpointer
-        if self._world.devices is None and topology.num_hosts() > 1:
-            # This process ends at once, and what it wrote to is free.
-            if saver:
-                saver.let_others_write()
-            return
-        try:
-            with self._parts:
-                if saver and self._world.devices is None:
-                    saver.leave(error)
-                elif saver:
-                    saver.abandon()
-        except Exception as another:
-            logging.warning("a part of a failed run cannot be ended: %r", another)
+        self.run.emit("save_blocked", step=step, secs=secs)
 
     def _new_state(self) -> model.TrainState:
-        section, abstract = self._config.model, self.program.abstract_state
+        section, abstract = self.config.model, self.program.abstract_state
         if not section.init_from:
             return self.program.init()
         return self.program.begin(
-            initial_weights(section, abstract["params"], self._emit)
+            initial_weights(section, abstract["params"], self.world.emit)
         )
 
     def _is_to_go_back(
@@ -486,9 +379,9 @@ class Trainer:
     ) -> bool:
         # Whether storage has an older step than one that is distrusted. It waits for
         # saves and backups, which is no hang of a step.
-        self._world.begin("restore")
+        self.world.begin("restore")
         self._older = run_saver.stored_before(saver.checkpointer, restored)
-        self._emit(
+        self.world.emit(
             "restore_distrusted",
             step=step,
             restored_step=restored,
@@ -496,7 +389,7 @@ class Trainer:
             why=why,
         )
         if self._older is None:
-            self._world.begin("step")
+            self.world.begin("step")
         return self._older is not None
 
     def _back_to(
@@ -509,7 +402,7 @@ class Trainer:
     ) -> model.TrainState:
         # The state of a saved step, or of the beginning, in place of that with which a
         # loop has ended. The data goes back, too, unless it leaves out what was read.
-        rollbacks = self._callbacks.rollbacks + leaves_out
+        rollbacks = self.callbacks.rollbacks + leaves_out
         # The devices may not have room for two states.
         for leaf in jax.tree.leaves(ended.state):
             leaf.delete()
@@ -522,8 +415,8 @@ class Trainer:
         else:
             state = saver.restore(self.program.abstract_state, saved, data=data)
         _check_step(state, 0 if saved is None else saved.step)
-        self._callbacks.go_on()
-        self._callbacks.rollbacks = rollbacks
+        self.callbacks.go_on()
+        self.callbacks.rollbacks = rollbacks
         return state
 
     def _leave_newest_good(
@@ -531,7 +424,7 @@ class Trainer:
     ) -> None:
         # Steps that were saved since the divergence are abandoned, so that the next
         # start does not continue from one of them.
-        self._world.begin("restore")
+        self.world.begin("restore")
         saved = _complete(saver)
         step = callbacks.good_step(list(saved), since=finding.since)
         if step is not None and step != max(saved):
@@ -545,30 +438,123 @@ class Trainer:
         began_at: int,
     ) -> model.TrainState:
         # The state of an older step, which is saved, as if the loop had ended with it.
-        self._world.begin("restore")
+        self.world.begin("restore")
         began_secs, saved = time.monotonic(), _complete(saver)
-        section = self._config.divergence
+        section = self.config.divergence
         step = callbacks.step_to_go_back_to(
             finding,
             list(saved),
-            before=self._callbacks.rollbacks,
+            before=self.callbacks.rollbacks,
             began_at=began_at,
             most=section.divergence_max_rollbacks,
             margin=section.divergence_rollback_steps,
-            first_due=self._first_due,
+            first_due=self.first_due,
         )
         state = self._back_to(saver, ended, saved.get(step), leaves_out=True)
         saver.save_again(step, state)
         first, last = self.batches.left_out[-1]
-        self._emit(
+        self.world.emit(
             "rolled_back",
             step=ended.step,
             to_step=step,
             rows=last - first,
-            rollbacks=self._callbacks.rollbacks,
+            rollbacks=self.callbacks.rollbacks,
             secs=time.monotonic() - began_secs,
         )
         return state
+
+
+def assembled(config: schema.Config, world: World) -> Trainer:
+    """The trainer of this host; every host of the world calls it.
+
+    Args:
+      config: of the run; the files of its data exist.
+      world: of this host.
+
+    Raises:
+      ConfigError: if parts, devices or the number of steps do not fit together.
+      DataError: if the data cannot be read.
+      RunError: if another run uses the RAM disk, or hosts cannot be reached.
+    """
+    data, mesh, place = config.data, world.mesh, world.topology
+    called = callbacks.configured(config, emit=world.emit)
+    sizes = batch_size.schedule(data, place)
+    program = model.build(config, mesh, microbatches=world.microbatches)
+    batches_of = functools.partial(
+        frontend.batches,
+        mesh=mesh,
+        # In this process it cannot run under a single controller.
+        colocated=data.colocated_python_data_input or None,
+        read_ahead=data.data_read_ahead_batches,
+    )
+    vocab_size, directory = model.vocab_size(config), journal.path_of(config)
+    saver, start_step, evaluated = None, 0, None
+    with contextlib.ExitStack() as on_error:
+        parts = on_error.enter_context(contextlib.ExitStack())
+        batches = batches_of(
+            pipeline.from_config(data, vocab_size=vocab_size),
+            global_batch_size=sizes.at(0),
+        )
+        parts.callback(batches.close)
+        if data.eval_interval:
+            rows = batch_size.global_batch_size(data, place)
+            of_eval = pipeline.eval_from_config(
+                data, global_batch_size=rows, vocab_size=vocab_size
+            )
+            evaluated = batches_of(of_eval, global_batch_size=rows)
+            parts.callback(evaluated.close)
+        steps = journal.steps_of(directory)
+        tiers = configured.tiers(config, persistent=steps, ram=world.ram_directory)
+        run = on_error.enter_context(
+            RunDirectory(
+                directory,
+                tiers=tiers,
+                steps=config.run.steps,
+                world=world,
+                _record=configured.record(config),
+            )
+        )
+        if config.checkpoint.enable_checkpointing:
+            checkpointer = on_error.enter_context(
+                world.checkpointer(tiers, run=config.run.run_name, emit=run.emit)
+            )
+            saver = run_saver.RunSaver(
+                checkpointer=checkpointer,
+                saved=configured.saved(config.checkpoint),
+                data=batches,
+                callbacks=called or None,
+            )
+            start_step = saver.latest_step or 0
+        if start_step > config.run.steps:
+            raise errors.ConfigError(
+                f"steps={config.run.steps}, but {directory} is already at step"
+                f" {start_step}: steps counts over all starts of a run; set it above"
+                f" {start_step} to continue, or choose another run_name"
+            )
+        on_error.pop_all()
+    return Trainer(
+        config=config,
+        world=world,
+        run=run,
+        program=program,
+        batches=batches,
+        sizes=sizes,
+        saver=saver,
+        start_step=start_step,
+        first_due=cast(Local | Persistent, tiers[0]).every or 0,
+        evaluated=evaluated,
+        validation=configured.validation(
+            config.validation,
+            world.emit,
+            preserve=lambda up_to: (
+                None
+                if saver is None
+                else run_saver.preserve_newest(saver.checkpointer, up_to=up_to)
+            ),
+        ),
+        callbacks=called,
+        parts=parts,
+    )
 
 
 def train(config: schema.Config, world: World) -> bool:
@@ -585,7 +571,7 @@ def train(config: schema.Config, world: World) -> bool:
       DivergedError: if a callback has ended the run.
     """
     world.begin("prepare")
-    trainer = Trainer(config, world)
+    trainer = assembled(config, world)
     with trainer.run:
         world.emit(
             "run_started",
@@ -605,11 +591,9 @@ def train(config: schema.Config, world: World) -> bool:
             raise
         if ended.finding is not None:
             newest = trainer.saver.latest_step if trainer.saver else None
-            kept = "saved" if newest == ended.step else "not saved"
-            left = "" if newest in (None, ended.step) else f"; the newest is {newest}"
             raise errors.DivergedError(
-                f"the run was ended after step {ended.step}, which is {kept}:"
-                f" {ended.finding.why}{left}"
+                f"the run was ended after step {ended.step}: {ended.finding.why}; the"
+                f" newest saved step is {newest}"
             )
     return ended.is_stopped
 

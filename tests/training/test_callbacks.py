@@ -169,7 +169,7 @@ def test_loss_that_is_not_finite_soon_after_a_restore_distrusts_it(step, is_dist
     assert [none.reads(each) for each in (5, 6)] == [True, False]
     none.after_step(4, REPORT)
     none.after_step(step, NAN)
-    assert none.is_distrusted == is_distrusted
+    assert (none.decision is not None) == is_distrusted
     assert go_back.asked == [(step, "the loss is nan")] * is_distrusted
     if is_distrusted:
         assert none.decision == Finding(
@@ -207,9 +207,8 @@ def test_divergence_distrusts_a_restore_before_anything_else_is_done(
     # What is no divergence may ask for it.
     is_asked = is_divergence or action is Action.DISTRUST
     assert go_back.asked == [(2, "one: it counts")] * is_asked
-    assert one.is_distrusted == (answer and is_asked)
-    if not one.is_distrusted:
-        decided = action not in (Action.WARN, Action.DISTRUST)
-        assert (one.decision is not None) == decided
-        if decided:
-            assert one.decision.action is action
+    is_passive = action in (Action.WARN, Action.DISTRUST)
+    decided = None if is_passive else action
+    if answer and is_asked:
+        decided = Action.DISTRUST
+    assert (one.decision and one.decision.action) is decided

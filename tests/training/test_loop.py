@@ -133,7 +133,7 @@ def parts():
 
 def looped(parts, *, steps=3, **changes):
     """The end of a loop with these parts, but for those that are changed."""
-    names = ("world", "recorded", "program", "saver", "batches")
+    names = ("world", "run", "program", "saver", "batches", "parts")
     others = {
         "config": schema.Config(),
         "sizes": batch_size.Schedule(stages=((0, 8),)),
@@ -141,8 +141,8 @@ def looped(parts, *, steps=3, **changes):
         "validation": None,
         "callbacks": callbacks.Callbacks(),
     }
-    made = trainer.Loop(**(dict.fromkeys(names, parts) | others | changes))
-    return made.run(0, start_step=0, steps=steps)
+    made = trainer.Trainer(**(dict.fromkeys(names, parts) | others | changes))
+    return made.loop(0, start_step=0, steps=steps)
 
 
 def test_steps_are_logged_before_they_are_saved_and_one_is_ahead_of_the_devices(parts):
