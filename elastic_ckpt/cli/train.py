@@ -31,6 +31,7 @@ Examples:
   elastic-ckpt train configs/demo_cpu.yml
   elastic-ckpt train configs/demo_cpu.yml slices=2 hosts=2 steps=190    # continue
   elastic-ckpt config configs/demo_cpu.yml slices=2 hosts=2    # what would run
+  elastic-ckpt config    # every key with its default and meaning
 """
 
 
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     overrides.add_arguments(parser, example="configs/demo_cpu.yml")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = f"{_EXAMPLES}\nKeys and their defaults:\n\n{load.listing()}"
+    parser.epilog = _EXAMPLES
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeAlias
 
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import data_keys, rows
 
+# The first step and the rows of a global batch of each stage.
+Schedule: TypeAlias = tuple[tuple[int, int], ...]
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """The batch size of each step, in consecutive stages.
 
-    Attributes:
-      stages: the first step and the number of rows of each stage.
-    """
-
-    stages: tuple[tuple[int, int], ...]
-
-    def at(self, step: int) -> int:
-        """The number of rows in the global batch of `step`."""
-        return next(rows for begin, rows in reversed(self.stages) if begin <= step)
+def at(stages: Schedule, step: int) -> int:
+    """The number of rows in the global batch of `step`."""
+    return next(rows for begin, rows in reversed(stages) if begin <= step)
 
 
 def schedule(data: data_keys.DataKeys, world: topology.Topology) -> Schedule:
@@ -43,7 +37,7 @@ def schedule(data: data_keys.DataKeys, world: topology.Topology) -> Schedule:
         ]
     if data.num_logical_shards:
         _check_shard_reads(data, world, [size for _, size in stages])
-    return Schedule(stages=tuple(stages))
+    return tuple(stages)
 
 
 def _check_shard_reads(

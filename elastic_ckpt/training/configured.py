@@ -94,14 +94,9 @@ def tiers(
 
 
 def saved(section: schema.CheckpointSection) -> run_saver.Saved:
-    """The steps that a run saves besides those that are due in its tiers.
-
-    Raises:
-      ConfigError: if `checkpoint_steps_to_keep` is not a list of steps.
-    """
+    """The steps that a run saves besides those that are due in its tiers."""
     return run_saver.Saved(
         at_end=section.save_checkpoint_on_completion,
-        steps=_pinned_steps(section),
         best=_best_steps(section) if section.save_best_checkpoint else None,
         in_background=section.async_checkpointing,
     )
@@ -171,25 +166,11 @@ def _preservation(section: schema.CheckpointSection) -> PreservationPolicy | Non
     from orbax.checkpoint import v1 as ocp
 
     policies = ocp.training.preservation_policies
-    steps, newest = _pinned_steps(section), section.max_num_checkpoints_to_keep
-    if not newest:
-        return None
+    newest = section.max_num_checkpoints_to_keep
     kept: list[PreservationPolicy] = [policies.LatestN(newest)]
     if section.num_best_checkpoints_to_keep:
         kept.append(_best_steps(section))
-    if steps:
-        kept.append(policies.CustomSteps(steps))
-    return kept[0] if len(kept) == 1 else policies.AnyPreservationPolicy(kept)
-
-
-def _pinned_steps(section: schema.CheckpointSection) -> list[int]:
-    names = _listed(section.checkpoint_steps_to_keep)
-    if not all(each.strip().isdecimal() for each in names):
-        raise errors.ConfigError(
-            f"checkpoint_steps_to_keep={section.checkpoint_steps_to_keep!r} is not a"
-            " list of steps; write 1000;5000"
-        )
-    return [int(each) for each in names]
+    return policies.AnyPreservationPolicy(kept) if newest else None
 
 
 def _best_steps(section: schema.CheckpointSection) -> BestN:

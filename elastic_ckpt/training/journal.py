@@ -321,8 +321,10 @@ def listening(
         if section.enable_tensorboard:
             tensorboard.library()
             board = os.path.join(directory, run_files.TENSORBOARD, name)
-            sink = tensorboard.event_file(board)
-            running.enter_context(summaries.listening(sink, name=board))
-        sink = summaries.json_lines(lines)
-        running.enter_context(summaries.listening(sink, name=lines))
+            running.enter_context(
+                summaries.listening(tensorboard.event_file(board), name=board)
+            )
+        running.enter_context(
+            summaries.listening(summaries.json_lines(lines), name=lines)
+        )
         yield

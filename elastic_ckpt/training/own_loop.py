@@ -12,7 +12,7 @@ import operator
 import os
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -202,7 +202,9 @@ class RunDirectory:
         self._done, self._since_secs = step, now
         if self._journal is None:
             metrics.TRAIN_STEPS.record(step)
-        self._in_thread(self._write, step - 1, *rows, loss)
+        if self._log is not None:
+            write = self._thread.submit(self._log.write, step - 1, *rows, loss)
+            self._late.append(write)
         self._event = {
             "step": step,
             "steps": self._steps,
@@ -291,15 +293,11 @@ class RunDirectory:
         if log is not None:
             log.close()
 
-    def _in_thread(self, call: Callable[..., None], *arguments: object) -> None:
-        if self._journal is not None:
-            self._late.append(self._thread.submit(call, *arguments))
-
     def _report(self) -> None:
         # Has the last step reported, with what is known of it by now.
         event, self._event = self._event, None
-        if event is not None:
-            self._in_thread(self._show, event)
+        if event is not None and self._journal is not None:
+            self._late.append(self._thread.submit(self._show, event))
 
     def _wait(self) -> None:
         # Waits until the last step is written. One that could not be must not be saved.
@@ -321,19 +319,8 @@ class RunDirectory:
             why = f"the step log is not written, and tried again: {why}; {advice}"
             storage_cause.report(self._journal, "persistent", self._done or 0, why)
 
-    # In the thread; no other uses the log meanwhile.
-
-    def _write(
-        self,
-        step: int,
-        ids: jax.Array,
-        digests: jax.Array,
-        loss: float | jax.Array | None,
-    ) -> None:
-        assert self._log is not None
-        self._log.write(step, ids, digests, None if loss is None else float(loss))
-
     def _show(self, event: dict[str, Any]) -> None:
+        # In the thread.
         assert self._journal is not None
         numbers = jax.tree.map(lambda each: np.asarray(each).item(), event)
         norm = numbers.pop("gradient_norm")

@@ -197,11 +197,6 @@ class CheckpointSection:
         "Also save a step to storage, due or not, if its evaluation is better than"
         " all earlier ones. The run then waits for a backup that is in progress.",
     )
-    checkpoint_steps_to_keep: str = key(
-        "",
-        "Steps to save to storage, due or not, and to keep in addition to the newest."
-        " Separate them by `;`: 1000;5000.",
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -112,8 +112,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._hosts = allgather.new()
-        # The step, from 0, of whose size the batches are.
-        self._sized = 0
+        # Of the present batches.
+        self._rows = batch_size.at(self.sizes, 0)
         # The compiled step, by the shapes and dtypes of a batch.
         self._steps: dict[Any, Callable[..., Any]] = {}
         # The last step, until callbacks have seen it.
@@ -169,8 +169,7 @@ class Trainer:
                 self.validation.equal_step = start_step
             # All hosts ask for it.
             self.run._begin(start_step, left_out=self.batches.left_out)
-            steps = self.config.run.steps
-            ended = self.loop(state, start_step=start_step, steps=steps)
+            ended = self.loop(state, start_step=start_step, steps=self.config.run.steps)
             finding = ended.finding
             if finding is None or self.saver is None:
                 return ended
@@ -188,8 +187,7 @@ class Trainer:
                     self._leave_newest_good(self.saver, ended, finding)
                 return ended
             if ended.is_stopped:
-                step = int(state["step"])
-                return Ended(state, step, is_stopped=True)
+                return Ended(state, int(state["step"]), is_stopped=True)
 
     def loop(self, state: model.TrainState, *, start_step: int, steps: int) -> Ended:
         """Trains from `state`, which is donated, until `steps` steps are done.
@@ -280,9 +278,10 @@ class Trainer:
 
     def _next(self, step: int) -> elastic_data.Batch | None:
         # The batch of a step, from 0; None if the data has ended.
-        if self.sizes.at(step) != self.sizes.at(self._sized):
-            self.batches.resize(self.sizes.at(step))
-        self._sized = step
+        rows = batch_size.at(self.sizes, step)
+        if rows != self._rows:
+            self.batches.resize(rows)
+        self._rows = rows
         try:
             return next(self.batches)
         except StopIteration:
@@ -367,12 +366,10 @@ class Trainer:
         self.run.emit("save_blocked", step=step, secs=secs)
 
     def _new_state(self) -> model.TrainState:
-        section, abstract = self.config.model, self.program.abstract_state
+        section, params = self.config.model, self.program.abstract_state["params"]
         if not section.init_from:
             return self.program.init()
-        return self.program.begin(
-            initial_weights(section, abstract["params"], self.world.emit)
-        )
+        return self.program.begin(initial_weights(section, params, self.world.emit))
 
     def _is_to_go_back(
         self, saver: run_saver.RunSaver, restored: int, step: int, why: str
@@ -493,7 +490,7 @@ def assembled(config: schema.Config, world: World) -> Trainer:
         parts = on_error.enter_context(contextlib.ExitStack())
         batches = batches_of(
             pipeline.from_config(data, vocab_size=vocab_size),
-            global_batch_size=sizes.at(0),
+            global_batch_size=batch_size.at(sizes, 0),
         )
         parts.callback(batches.close)
         if data.eval_interval:

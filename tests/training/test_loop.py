@@ -3,7 +3,7 @@ import pytest
 
 from elastic_ckpt.core import events
 from elastic_ckpt.data import data_keys
-from elastic_ckpt.training import batch_size, callbacks, model, schema, trainer
+from elastic_ckpt.training import callbacks, model, schema, trainer
 from elastic_ckpt.training.callbacks import Action
 
 NO_CALLBACKS = callbacks.Callbacks().get_state()
@@ -136,7 +136,7 @@ def looped(parts, *, steps=3, **changes):
     names = ("world", "run", "program", "saver", "batches", "parts")
     others = {
         "config": schema.Config(),
-        "sizes": batch_size.Schedule(stages=((0, 8),)),
+        "sizes": ((0, 8),),
         "evaluated": None,
         "validation": None,
         "callbacks": callbacks.Callbacks(),
@@ -192,7 +192,7 @@ def test_last_step_of_data_that_ends_is_saved_as_the_last(count, end):
 
 
 def test_program_is_compiled_for_each_batch_size_which_changes_before_its_step(parts):
-    sizes = batch_size.Schedule(stages=((0, 8), (1, 16), (3, 8)))
+    sizes = ((0, 8), (1, 16), (3, 8))
     looped(parts, sizes=sizes, saver=None, steps=4)
     assert parts.called("step", "resize") == [
         *("step 0", "resize 16", "step 1", "step 2", "resize 8", "step 3"),
