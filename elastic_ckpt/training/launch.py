@@ -134,9 +134,7 @@ def on_hosts(
         is_locked = place is None
         return journal.kept(directory, show, listeners=listeners, is_locked=is_locked)
 
-    def lead(cluster: process_cluster.ProcessCluster, emit: events.Emit) -> None:
-        _run(config, cluster, of_host, groups=groups, emit=emit)
-
+    lead = functools.partial(_run, config, of_host, groups)
     if place is None:
         with (
             kept() as emit,
@@ -207,16 +205,15 @@ def on_slices(config: schema.Config, show: events.Emit) -> bool:
             emit=emit,
         ) as cluster:
             groups = configured.groups(config, topology.present(number))
-            _run(config, cluster, trainer.train, groups=groups, emit=emit)
+            _run(config, trainer.train, groups, cluster, emit)
             return emit.is_stopped
 
 
 def _run(
     config: schema.Config,
-    cluster: Cluster,
     train: Train,
-    *,
     groups: Groups,
+    cluster: Cluster,
     emit: events.Emit,
 ) -> None:
     # Trains on the groups of a cluster that are there, until the run has ended.

@@ -103,28 +103,27 @@ class RunDirectory:
         # What the thread that waits for steps has yet to write of the last one.
         self._late: list[futures.Future[None]] = []
         self._log: step_log.StepLog | None = None
-        # What keeps the events; None on all hosts but one.
-        self._journal: events.Emit | None = None
+        # What keeps the events, on one host.
+        self._journal: events.Emit = events.nobody
+        is_own, is_primary = _record is None or world is None, topology.is_primary()
+        listeners = journal.listening(path, _metrics or schema.MetricsSection())
         with contextlib.ExitStack() as closing:
-            if topology.is_primary():
+            if is_primary:
                 nobody = events.nobody if world is None else world.emit
                 self._journal = emit or nobody
-            if _record is None or world is None:
-                section = _metrics or schema.MetricsSection()
-                listeners = journal.listening(path, section)
-                if self._journal is None:
-                    closing.enter_context(listeners)
-                else:
-                    self._journal = closing.enter_context(
-                        journal.kept(
-                            path,
-                            self._journal,
-                            steps=self._record.steps_directory,
-                            listeners=listeners,
-                            # A host of a machine that stands still would hold it.
-                            is_locked=world is None or not is_claiming(world),
-                        )
+            if is_own and is_primary:
+                self._journal = closing.enter_context(
+                    journal.kept(
+                        path,
+                        self._journal,
+                        steps=self._record.steps_directory,
+                        listeners=listeners,
+                        # A host of a machine that stands still would hold it.
+                        is_locked=world is None or not is_claiming(world),
                     )
+                )
+            elif is_own:
+                closing.enter_context(listeners)
             self._thread = background.pool(1, "step log")
             closing.callback(self._thread.shutdown)
             closing.push(self._end)
@@ -144,8 +143,7 @@ class RunDirectory:
         elif name == "data_ended":
             self._catch_up()
             self._steps = self._done
-        if self._journal is not None:
-            self._journal(name, **fields)
+        self._journal(name, **fields)
 
     def log(
         self,
@@ -200,9 +198,9 @@ class RunDirectory:
             )
         now, since = time.monotonic(), self._since_secs
         self._done, self._since_secs = step, now
-        if self._journal is None:
+        if self._log is None:
             metrics.TRAIN_STEPS.record(step)
-        if self._log is not None:
+        else:
             write = self._thread.submit(self._log.write, step - 1, *rows, loss)
             self._late.append(write)
         self._event = {
@@ -253,7 +251,7 @@ class RunDirectory:
         self._done = done
         # Steps after it are trained again.
         self._saved = min(self._saved, done)
-        if self._journal is None:
+        if not topology.is_primary():
             return
         self._close_log()
         # Only now: a start that is refused must not replace the record of the run.
@@ -296,7 +294,7 @@ class RunDirectory:
     def _report(self) -> None:
         # Has the last step reported, with what is known of it by now.
         event, self._event = self._event, None
-        if event is not None and self._journal is not None:
+        if event is not None and self._log is not None:
             self._late.append(self._thread.submit(self._show, event))
 
     def _wait(self) -> None:
@@ -313,7 +311,7 @@ class RunDirectory:
         # Makes the records of all steps so far durable.
         self._wait()
         why = None if self._log is None else self._log.sync()
-        if why is not None and self._journal is not None:
+        if why is not None:
             metrics.CHECKPOINT_FAILURES.record(1)
             advice = storage_cause.advice(why) or "bring the storage back"
             why = f"the step log is not written, and tried again: {why}; {advice}"
@@ -321,7 +319,6 @@ class RunDirectory:
 
     def _show(self, event: dict[str, Any]) -> None:
         # In the thread.
-        assert self._journal is not None
         numbers = jax.tree.map(lambda each: np.asarray(each).item(), event)
         norm = numbers.pop("gradient_norm")
         metrics.TRAIN_STEPS.record(numbers["step"])
