@@ -240,7 +240,8 @@ class Callbacks:
     def after_step(self, step: int, report: Report) -> None:
         """Passes the numbers of a step to all callbacks."""
         if not math.isfinite(report.loss):
-            self._distrust(step, f"the loss is {report.loss}")
+            why = f"the loss is {report.loss}"
+            self._decide(step, Finding(action=Action.DISTRUST, why=why, since=step))
         for name, callback in self._callbacks.items():
             self._note(name, step, callback.after_step(step, report))
 
@@ -290,33 +291,32 @@ class Callbacks:
         is_late = self.decision is not None and step > self.decided_step
         if finding is None or is_late:
             return
-        action = finding.action.value
         self._emit(
-            "divergence_found", step=step, callback=name, action=action, why=finding.why
+            "divergence_found",
+            step=step,
+            callback=name,
+            action=finding.action.value,
+            why=finding.why,
         )
-        named = dataclasses.replace(finding, why=f"{name}: {finding.why}")
-        if finding.is_divergence or finding.action is Action.DISTRUST:
-            self._distrust(step, named.why)
-        if finding.action not in (Action.WARN, Action.DISTRUST):
-            self._decide(step, named)
+        self._decide(step, dataclasses.replace(finding, why=f"{name}: {finding.why}"))
 
     def _decide(self, step: int, finding: Finding) -> None:
-        # The strongest action counts, and the earliest bad step.
+        # The strongest action counts, and the earliest bad step. The restore is to
+        # blame first, once.
+        action, goes_back = finding.action, False
+        is_doubt = finding.is_divergence or action is Action.DISTRUST
+        if is_doubt and step <= self._distrusted_until:
+            self._distrusted_until = 0
+            goes_back = self._go_back(step, finding.why)
+        if not goes_back and action in (Action.WARN, Action.DISTRUST):
+            return
+        if goes_back:
+            finding = dataclasses.replace(finding, action=Action.DISTRUST)
         found = [each for each in (self.decision, finding) if each is not None]
         strongest = max(found, key=lambda each: list(Action).index(each.action))
         since = min(each.since for each in found)
         self.decision = dataclasses.replace(strongest, since=since)
         self.decided_step = step
-
-    def _distrust(self, step: int, why: str) -> None:
-        if step > self._distrusted_until:
-            return
-        self._distrusted_until = 0
-        if self._go_back(step, why):
-            distrust = Action.DISTRUST
-            self._decide(
-                step, Finding(action=distrust, why=why, since=step, is_divergence=True)
-            )
 
 
 # The state of a rule; empty before the first step.

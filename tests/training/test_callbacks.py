@@ -173,7 +173,7 @@ def test_loss_that_is_not_finite_soon_after_a_restore_distrusts_it(step, is_dist
     assert go_back.asked == [(step, "the loss is nan")] * is_distrusted
     if is_distrusted:
         assert none.decision == Finding(
-            action=Action.DISTRUST, why="the loss is nan", since=5, is_divergence=True
+            action=Action.DISTRUST, why="the loss is nan", since=5
         )
         none.go_on()
         assert none.decision is None
