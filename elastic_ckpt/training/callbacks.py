@@ -451,8 +451,8 @@ def configured(
         cannot go back because it saves nothing.
     """
     section, own = config.divergence, {}
-    goes_back = section.divergence_action == "rollback"
-    if goes_back and not config.checkpoint.enable_checkpointing:
+    is_saved = config.checkpoint.enable_checkpointing
+    if section.divergence_action == "rollback" and not is_saved:
         raise errors.ConfigError(
             "divergence_action=rollback with enable_checkpointing=false: there would"
             " be no step to go back to; set divergence_action=stop or"

@@ -165,25 +165,6 @@ class Journal:
             self("run_stopped", step=self._step, saved=self._is_saved)
             self.sync()
 
-    @contextlib.contextmanager
-    def noting_end(self) -> Iterator[None]:
-        """Keeps why the block failed; a run that was refused had no event yet.
-
-        Raises:
-          RunError: if the log was removed while it was written.
-        """
-        try:
-            yield
-            self._log.check()
-        except (errors.StoppedError, KeyboardInterrupt, SystemExit):
-            self.stopped_early()
-            raise
-        except Exception as error:
-            if self._has_begun:
-                why = str(error).partition("\n")[0] or type(error).__name__
-                self("run_failed", step=self._step, why=why[:_MAX_REASON])
-            raise
-
 
 @contextlib.contextmanager
 def kept(
@@ -206,7 +187,7 @@ def kept(
         between several processes.
 
     Raises:
-      RunError: if another live process is writing the run.
+      RunError: if another live process is writing the run, or the log was removed.
       ConfigError: if this account may not write there.
       CheckpointError: if it is not locked, and its claims cannot be read.
     """
@@ -224,8 +205,18 @@ def kept(
         claim = 0 if newest is None else newest.number
         journal = Journal(measured, directory, steps=steps, claim=claim)
         closing.callback(journal.close)
-        closing.enter_context(journal.noting_end())
-        yield journal
+        try:
+            yield journal
+            journal._log.check()
+        except (errors.StoppedError, KeyboardInterrupt, SystemExit):
+            journal.stopped_early()
+            raise
+        except Exception as error:
+            # One that was refused had no event yet.
+            if journal._has_begun:
+                why = str(error).partition("\n")[0] or type(error).__name__
+                journal("run_failed", step=journal._step, why=why[:_MAX_REASON])
+            raise
 
 
 def _check_writable(directory: str) -> None:

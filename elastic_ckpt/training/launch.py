@@ -259,8 +259,7 @@ def place(config: schema.Config, environment: Mapping[str, str]) -> Place:
 
 
 def _digest(config: schema.Config, program: Sequence[str]) -> str:
-    values = load.values(config)
-    shared = {name: values[name] for name in sorted(values) if name not in _OWN_KEYS}
+    shared = {k: v for k, v in load.values(config).items() if k not in _OWN_KEYS}
     named = [word for word in program if word.partition("=")[0] not in _OWN_KEYS]
     return hashlib.sha256(storage.canonical_json([shared, named])).hexdigest()
 

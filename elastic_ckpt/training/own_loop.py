@@ -91,8 +91,7 @@ class RunDirectory:
         self._record = dataclasses.replace(_of_loop(path, chosen), **(_record or {}))
         slices = int(self._record.settings.get("slices", 1))
         self._world = topology.present(slices) if world is None else world.topology
-        shared = BetweenWorlds() if world is None else between(world)
-        self._resumes = shared.resumes
+        self._between = BetweenWorlds() if world is None else between(world)
         # The steps that are done; None before the first. And those of the newest save.
         self._done: int | None = None
         self._saved = 0
@@ -276,7 +275,7 @@ class RunDirectory:
         if self._done is None:
             return
         is_done = self._steps is None or self._done >= self._steps
-        resumes = self._resumes()
+        resumes = self._between.resumes()
         if is_done and not resumes:
             secs = time.monotonic() - self._began_secs
             self.emit("run_finished", step=self._done, secs=secs)

@@ -385,8 +385,6 @@ class Trainer:
             to_step=None if self._older is None else self._older.step,
             why=why,
         )
-        if self._older is None:
-            self.world.begin("step")
         return self._older is not None
 
     def _back_to(
