@@ -46,15 +46,15 @@ def _check_shard_reads(
     num_shards, hosts = data.num_logical_shards, world.hosts
     for size in sizes:
         reads = rows.shard_reads(num_shards, rows.in_order(hosts, size))
-        if reads <= data.max_shard_reads:
-            continue
-        raise errors.ConfigError(
-            f"{hosts} hosts with batches of {size} rows would read each of"
-            f" num_logical_shards={num_shards} {reads:.3g} times: choose"
-            f" num_logical_shards={hosts * max(1, round(num_shards / hosts))}, another"
-            f" multiple of {hosts}, or another batch; in a run that has begun, use a"
-            " number of hosts that divides its shards, or raise max_shard_reads"
-        )
+        if reads > data.max_shard_reads:
+            raise errors.ConfigError(
+                f"{hosts} hosts with batches of {size} rows would read each of"
+                f" num_logical_shards={num_shards} {reads:.3g} times: choose"
+                f" num_logical_shards={hosts * max(1, round(num_shards / hosts))},"
+                f" another multiple of {hosts}, or another batch; in a run that has"
+                " begun, use a number of hosts that divides its shards, or raise"
+                " max_shard_reads"
+            )
     if data.enable_rampup_batch_size and num_shards % hosts:
         raise errors.ConfigError(
             f"enable_rampup_batch_size=true: {hosts} hosts do not divide"

@@ -392,25 +392,20 @@ class Detector:
       action: what the run does then. While steps stay bad, it does it again each time
         that there were so many of them.
       patience: how many steps.
-      warmup: the first steps of the run, which are never bad.
     """
 
-    def __init__(
-        self, rule: Rule, *, action: Action, patience: int = 1, warmup: int = 0
-    ) -> None:
+    def __init__(self, rule: Rule, *, action: Action, patience: int = 1) -> None:
         self._rule = rule
         self._action = action
         self._patience = patience
-        self._warmup = warmup
         # Bad steps in a row are counted anew after each action.
-        self._state: State = {"seen": 0, "bad": 0, "since": None, "rule": {}}
+        self._state: State = {"bad": 0, "since": None, "rule": {}}
 
     def after_step(self, step: int, report: Report) -> Finding | None:
         """See `Callback`."""
         state = self._state
         why = self._rule(state["rule"], report)
-        state["seen"] += 1
-        if not why or state["seen"] <= self._warmup:
+        if not why:
             state["bad"], state["since"] = 0, None
             return None
         state["bad"] += 1
@@ -491,10 +486,6 @@ def detectors(section: schema.DivergenceSection) -> dict[str, Callback]:
     action = Action(section.divergence_action)
     found: dict[str, Callback] = {"non_finite": Detector(non_finite, action=action)}
     for name, rule in rules.items():
-        found[name] = Detector(
-            rule,
-            action=action,
-            patience=section.divergence_patience_steps,
-            warmup=section.divergence_warmup_steps,
-        )
+        patience = section.divergence_patience_steps
+        found[name] = Detector(rule, action=action, patience=patience)
     return found

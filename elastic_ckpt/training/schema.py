@@ -232,12 +232,6 @@ class DivergenceSection:
         " needs only one.",
         at_least=1,
     )
-    divergence_warmup_steps: int = key(
-        100,
-        "Steps at the beginning of a run in which only values that are not finite"
-        " count.",
-        at_least=0,
-    )
     divergence_loss_factor: float = key(
         0.0,
         "A step is bad if the smoothed loss is this many times its best value, such"

@@ -59,7 +59,7 @@ def test_restored_detector_decides_as_one_that_never_stopped(
     name, history, cut, patience
 ):
     def make():
-        return Detector(RULES[name], action=Action.STOP, patience=patience, warmup=2)
+        return Detector(RULES[name], action=Action.STOP, patience=patience)
 
     whole, before, after = make(), make(), make()
     for step, values in enumerate(history, 1):
@@ -113,7 +113,6 @@ def scripted(state, report):
     ("losses", "options", "since"),
     [
         ([0, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0], {"patience": 3}, {7: 5, 10: 5}),
-        ([1, 1, 1, 1, 0, 1], {"warmup": 3}, {4: 4, 6: 6}),
         ([0, 1], {}, {2: 2}),
     ],
 )
