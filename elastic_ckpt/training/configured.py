@@ -111,8 +111,8 @@ def record(config: schema.Config, *, program: str = "train") -> dict[str, Any]:
     """
     saves, name = config.checkpoint.enable_checkpointing, config.run.run_name
     base = config.tiers.local_checkpoint_directory
-    numbers = range(config.world.slices)
-    in_ram = [base, *(layout.slice_directory(base, each) for each in numbers)]
+    slices = range(config.world.slices)
+    in_ram = [base, *(layout.slice_directory(base, each) for each in slices)]
     if not saves or not config.tiers.enable_multi_tier_checkpointing:
         in_ram = []
     found = {

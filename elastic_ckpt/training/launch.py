@@ -73,14 +73,16 @@ def warm_up() -> None:
     station.warm_up(_HOST_IMPORTS)
 
 
-def train(config: schema.Config, world: World) -> None:
-    """Trains on a host of a world; picklable before JAX is imported."""
-    trainer.train(config, world)
+def on_host(train: Train | None, config: schema.Config, world: World) -> None:
+    """Trains on a host of a world; picklable before JAX is imported.
 
-
-def _on_host(train: Train, config: schema.Config, world: World) -> None:
+    Args:
+      train: by default the reference trainer.
+      config: of the run.
+      world: of the host.
+    """
     with journal.listening_on_machine(config, host=topology.this_host()):
-        train(config, world)
+        (train or trainer.train)(config, world)
 
 
 def on_hosts(
@@ -88,7 +90,7 @@ def on_hosts(
     show: events.Emit,
     *,
     place: Place | None = None,
-    train: Train = train,
+    train: Train | None = None,
     program: Sequence[str] = (),
 ) -> bool:
     """Supervises the hosts of this machine until the run has ended.
@@ -99,7 +101,7 @@ def on_hosts(
         leads.
       place: of this machine among several, each of which leads the run or follows; None
         if it has all hosts.
-      train: of each host; picklable.
+      train: of each host, picklable; by default the reference trainer.
       program: of the hosts, besides the configuration: equal on all machines.
 
     Returns:
@@ -110,7 +112,7 @@ def on_hosts(
         leader can be reached.
       StoppedError: if SIGTERM arrived, and the hosts did not end in time.
     """
-    of_host = functools.partial(_on_host, train)
+    of_host = functools.partial(on_host, train)
     limits, groups = configured.limits(config), configured.groups(config)
     directory, injected = journal.path_of(config), faults.parse(config.elastic.faults)
     # Without it all hosts share one RAM disk, as those of one machine.
