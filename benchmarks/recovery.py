@@ -336,9 +336,9 @@ def _train(
     from jax.experimental import multihost_utils
 
     from elastic_ckpt.core import topology
-    from elastic_ckpt.training.trainer import Trainer
+    from elastic_ckpt.training.trainer import assembled
 
-    trainer = Trainer(config, world)
+    trainer = assembled(config, world)
     with trainer.run as run:
         state = trainer.restore()
         compiled = world.compiled(trainer.program.step, state, next(trainer.batches))
@@ -351,7 +351,7 @@ def _train(
         def loop(state: Any) -> Any:
             start = int(state["step"])
             run._begin(start)
-            return trainer.loop.run(state, start_step=start, steps=start + steps).state
+            return trainer.loop(state, start_step=start, steps=start + steps).state
 
         sides: dict[str, Callable[[Any], Any]] = {"bare": bare, "loop": loop}
         secs: turns.Secs = {}

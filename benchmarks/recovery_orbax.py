@@ -154,7 +154,7 @@ def _train(
         batches = frontend.batches(
             pipeline.from_config(config.data, vocab_size=vocab_size),
             mesh=mesh,
-            global_batch_size=batch_size.schedule(config.data, world).at(0),
+            global_batch_size=batch_size.at(batch_size.schedule(config.data, world), 0),
             read_ahead=config.data.data_read_ahead_batches,
         )
         program = model.build(config, mesh)

@@ -4,8 +4,7 @@ import jax
 
 from elastic_ckpt.core import events
 from elastic_ckpt.elastic.world import World
-from elastic_ckpt.training import load, step_log
-from elastic_ckpt.training.trainer import Trainer
+from elastic_ckpt.training import load, step_log, trainer
 from tests import runs
 
 
@@ -25,24 +24,24 @@ def assembled(config, *, slices=2, devices=4, emit=events.nobody, **options):
         emit=emit,
         **options,
     )
-    return Trainer(config, world)
+    return trainer.assembled(config, world)
 
 
-def trained(trainer):
+def trained(job):
     """How the loop of a trainer ended, with the trainer closed."""
-    with trainer.run:
-        ended = trainer.train(trainer.restore())
-        trainer.close()
+    with job.run:
+        ended = job.train(job.restore())
+        job.close()
     return ended
 
 
-def begun(trainer):
+def begun(job):
     """The state that a trainer begins with."""
-    with trainer.run:
+    with job.run:
         try:
-            return trainer.restore()
+            return job.restore()
         finally:
-            trainer.close()
+            job.close()
 
 
 def losses(directory):

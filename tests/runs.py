@@ -1,7 +1,6 @@
 """Starts the program as a person does, and reads what it left."""
 
 import contextlib
-import dataclasses
 import functools
 import io
 import json
@@ -219,9 +218,10 @@ def write_config(
 
 def write_record(directory: os.PathLike | str, config: schema.Config) -> None:
     """Records a start of the configured run in `directory`, wherever that is."""
-    record = configured.record(config)
     steps = f"{directory}/checkpoints"
-    run_files.write(directory, dataclasses.replace(record, steps_directory=steps))
+    *_, persistent = configured.tiers(config, persistent=steps)
+    record = {"every": persistent.every, **configured.record(config)}
+    run_files.write(directory, run_files.RunRecord(steps_directory=steps, **record))
 
 
 def steps(run: pathlib.Path) -> list[step_log.Record]:

@@ -8,7 +8,7 @@ A step is named by the number of steps done. It holds the checkpointables `state
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from absl import logging
@@ -48,14 +48,12 @@ class Saved:
 
     Attributes:
       at_end: whether the last step is.
-      steps: others, by their numbers, in storage.
       best: ranks evaluations; a step that is better than all before is saved to
         storage. None saves none for its evaluation.
       in_background: whether training continues before a step is committed.
     """
 
     at_end: bool = True
-    steps: Collection[int] = ()
     best: BestN | None = None
     in_background: bool = True
 
@@ -206,7 +204,7 @@ class RunSaver:
                 saving.result()
 
     def _is_kept(self, step: int) -> bool:
-        return step == self.best_step or step in self.saved.steps
+        return step == self.best_step
 
     def _evaluations(self) -> dict[int, dict[str, Any]] | None:
         # None if storage is out of reach, or there is none.

@@ -31,6 +31,7 @@ Examples:
   elastic-ckpt train configs/demo_cpu.yml
   elastic-ckpt train configs/demo_cpu.yml slices=2 hosts=2 steps=190    # continue
   elastic-ckpt config configs/demo_cpu.yml slices=2 hosts=2    # what would run
+  elastic-ckpt config    # every key with its default and meaning
 """
 
 
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     overrides.add_arguments(parser, example="configs/demo_cpu.yml")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = f"{_EXAMPLES}\nKeys and their defaults:\n\n{load.listing()}"
+    parser.epilog = _EXAMPLES
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -96,12 +97,14 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
 def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
     host.check_devices(config.world.hardware)
     config = _with_files(config)
+    directory = journal.path_of(config)
+    listeners = journal.listening(directory, config.metrics)
     if not topology.is_primary():
         shown.close()
-        with trainer.alone(config, events.nobody) as world, _in_words():
+        with listeners, trainer.alone(config, events.nobody) as world, _in_words():
             return trainer.train(config, world)
     with (
-        journal.kept(journal.path_of(config), shown) as emit,
+        journal.kept(directory, shown, listeners=listeners) as emit,
         trainer.alone(config, emit, ended=emit.stopped_early) as world,
         _in_words(),
     ):

@@ -37,6 +37,8 @@ _LAST_SEGMENTS = 128
 _READERS = 16
 # How long the training waits for an upload: other hosts wait for it.
 _WAIT_SECS = 5.0
+# And at its end, for all uploads.
+_CLOSE_SECS = 600.0
 
 
 class JsonLog(abc.ABC):
@@ -82,7 +84,12 @@ class JsonLog(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Syncs and closes the log; a second call does nothing."""
+        """Syncs and closes the log; a second call does nothing.
+
+        Raises:
+          OSError: if the lines are not taken, or not in time, or another of
+            `bucket_clients.failures`.
+        """
 
     @abc.abstractmethod
     def _take(self, *, is_sync: bool = False) -> None: ...
@@ -93,6 +100,7 @@ def writer(
     *,
     max_bytes: int = MAX_SEGMENT_BYTES,
     wait_secs: float = _WAIT_SECS,
+    close_secs: float = _CLOSE_SECS,
 ) -> JsonLog:
     """Opens a log for writing; an existing one is continued after its last whole line.
 
@@ -104,10 +112,11 @@ def writer(
       max_bytes: a segment of so many bytes is uploaded. One that is late has all lines
         until then.
       wait_secs: how long an upload may take before it is late.
+      close_secs: how long an upload may take at the end.
     """
     if storage.is_local(path):
         return _File(path)
-    return _Segments(path, max_bytes, wait_secs)
+    return _Segments(path, max_bytes, wait_secs, close_secs)
 
 
 class _File(JsonLog):
@@ -154,11 +163,16 @@ class _Upload(NamedTuple):
 
 class _Segments(JsonLog):
     def __init__(
-        self, directory: epath.PathLike, max_bytes: int, wait_secs: float
+        self,
+        directory: epath.PathLike,
+        max_bytes: int,
+        wait_secs: float,
+        close_secs: float,
     ) -> None:
         super().__init__()
         self._directory = storage.absolute(directory)
         self._max_bytes, self._wait_secs = max_bytes, wait_secs
+        self._close_secs = close_secs
         # Another machine's clock may be ahead, and a store's lists may lag.
         newest = [path.name[:16] for path in _segments(self._directory)[-1:]]
         self._number = int(*newest)
@@ -171,7 +185,7 @@ class _Segments(JsonLog):
 
     def close(self) -> None:
         while self._lines:
-            self._upload(None)
+            self._upload(self._close_secs)
 
     def _take(self, *, is_sync: bool = False) -> None:
         while self._lines and (
@@ -179,7 +193,7 @@ class _Segments(JsonLog):
         ):
             self._upload(0.0 if self._failure else self._wait_secs)
 
-    def _upload(self, wait_secs: float | None) -> None:
+    def _upload(self, wait_secs: float) -> None:
         begun = self._begun()
         if begun is None:
             return

@@ -27,7 +27,7 @@ from orbax.checkpoint import v1 as ocp
 import elastic_ckpt as ec
 from elastic_ckpt.checkpoint import component_io, run_saver
 from elastic_ckpt.checkpoint.components import validation_schedule
-from elastic_ckpt.core import errors, events, topology
+from elastic_ckpt.core import errors, events
 from elastic_ckpt.data import data_keys, elastic_data
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.elastic import watch
@@ -164,8 +164,8 @@ class Run:
                 steps=config.steps,
                 world=self._world,
                 emit=self._emit,
-                _config=kept,
-                _program="maxtext",
+                _record=configured.record(kept, program="maxtext"),
+                _metrics=kept.metrics,
             )
             if not config.enable_checkpointing:
                 return None
@@ -191,11 +191,9 @@ class Run:
     def _kept(self, chosen: schema.Config) -> schema.Config:
         # What the directory of the run keeps of its configuration.
         config, started = self._config, self._started
-        with_metrics = dataclasses.replace(started, metrics=chosen.metrics)
-        if self._world is not None:
-            with_metrics = journal.with_own_port(with_metrics, topology.this_host())
         return dataclasses.replace(
-            with_metrics,
+            started,
+            metrics=chosen.metrics,
             run=dataclasses.replace(
                 started.run,
                 run_name=config.run_name,
@@ -273,6 +271,8 @@ class Run:
                 rows_before=before,
                 per_device_before=config.per_device_batch_size * before / rows,
             )
+        # Before `World.leaving`, which tells of steps, is asked.
+        record._start(start_step)
         made = original(config, learning_rate_schedule, start_step)
         write = made.buffer_and_write_metrics
 

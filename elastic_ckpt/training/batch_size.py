@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeAlias
 
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import data_keys, rows
 
+# The first step and the rows of a global batch of each stage.
+Schedule: TypeAlias = tuple[tuple[int, int], ...]
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """The batch size of each step, in consecutive stages.
 
-    Attributes:
-      stages: the first step and the number of rows of each stage.
-    """
-
-    stages: tuple[tuple[int, int], ...]
-
-    def at(self, step: int) -> int:
-        """The number of rows in the global batch of `step`."""
-        return next(rows for begin, rows in reversed(self.stages) if begin <= step)
+def at(stages: Schedule, step: int) -> int:
+    """The number of rows in the global batch of `step`."""
+    return next(rows for begin, rows in reversed(stages) if begin <= step)
 
 
 def schedule(data: data_keys.DataKeys, world: topology.Topology) -> Schedule:
@@ -43,7 +37,7 @@ def schedule(data: data_keys.DataKeys, world: topology.Topology) -> Schedule:
         ]
     if data.num_logical_shards:
         _check_shard_reads(data, world, [size for _, size in stages])
-    return Schedule(stages=tuple(stages))
+    return tuple(stages)
 
 
 def _check_shard_reads(
@@ -52,15 +46,15 @@ def _check_shard_reads(
     num_shards, hosts = data.num_logical_shards, world.hosts
     for size in sizes:
         reads = rows.shard_reads(num_shards, rows.in_order(hosts, size))
-        if reads <= data.max_shard_reads:
-            continue
-        raise errors.ConfigError(
-            f"{hosts} hosts with batches of {size} rows would read each of"
-            f" num_logical_shards={num_shards} {reads:.3g} times: choose"
-            f" num_logical_shards={hosts * max(1, round(num_shards / hosts))}, another"
-            f" multiple of {hosts}, or another batch; in a run that has begun, use a"
-            " number of hosts that divides its shards, or raise max_shard_reads"
-        )
+        if reads > data.max_shard_reads:
+            raise errors.ConfigError(
+                f"{hosts} hosts with batches of {size} rows would read each of"
+                f" num_logical_shards={num_shards} {reads:.3g} times: choose"
+                f" num_logical_shards={hosts * max(1, round(num_shards / hosts))},"
+                f" another multiple of {hosts}, or another batch; in a run that has"
+                " begun, use a number of hosts that divides its shards, or raise"
+                " max_shard_reads"
+            )
     if data.enable_rampup_batch_size and num_shards % hosts:
         raise errors.ConfigError(
             f"enable_rampup_batch_size=true: {hosts} hosts do not divide"

@@ -24,7 +24,7 @@ import functools
 import math
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from absl import logging
 
@@ -33,12 +33,13 @@ from elastic_ckpt.training import schema
 
 # The name of the component of a step with the states of all callbacks.
 COMPONENT = "callbacks"
-# The weight of the past in the average of the gradient norm.
+# The weight of the past in the averages of the loss and of the gradient norm.
+_PAST_LOSSES = 0.9
 _PAST_NORMS = 0.99
 
 
 class Action(enum.Enum):
-    """The action of a run on a finding.
+    """The action of a run on a finding; of two, the later one here is taken.
 
     WARN: goes on. ROLLBACK: goes back to a good step, and leaves out the data since
     then. STOP: saves, and ends; at a divergence the last good step stays the newest.
@@ -156,6 +157,7 @@ def step_to_go_back_to(
     return step
 
 
+@runtime_checkable
 class Callback(Protocol):
     """A callback; a run has any number, each under its own name."""
 
@@ -199,17 +201,14 @@ class Callbacks:
     ) -> None:
         self._callbacks = dict(callbacks or {})
         for name, callback in self._callbacks.items():
-            wanted = ("after_step", "after_evaluation", "get_state", "set_state")
-            missing = [each for each in wanted if not hasattr(callback, each)]
-            if missing or isinstance(callback, type):
+            if isinstance(callback, type) or not isinstance(callback, Callback):
                 raise errors.ConfigError(
-                    f"the callback {name!r}, a {type(callback).__name__}, has no"
-                    f" {', '.join(missing) or 'instance'}; give an instance with the"
-                    " methods of elastic_ckpt.training.callbacks.Callback"
+                    f"the callback {name!r}, a {type(callback).__name__}, is no"
+                    " instance with the methods after_step, after_evaluation, get_state"
+                    " and set_state; see elastic_ckpt.training.callbacks.Callback"
                 )
         self._emit = emit
-        self.decided_step = 0
-        self.rollbacks = 0
+        self.decided_step = self.rollbacks = 0
         self._fresh = self.get_state()["callbacks"]
         self.go_on()
 
@@ -238,15 +237,11 @@ class Callbacks:
         """Whether the numbers of a step are needed."""
         return bool(self._callbacks) or step <= self._distrusted_until
 
-    @property
-    def is_distrusted(self) -> bool:
-        """Whether the decision is to go back to storage."""
-        return self.decision is not None and self.decision.action is Action.DISTRUST
-
     def after_step(self, step: int, report: Report) -> None:
         """Passes the numbers of a step to all callbacks."""
         if not math.isfinite(report.loss):
-            self._distrust(step, f"the loss is {report.loss}")
+            why = f"the loss is {report.loss}"
+            self._decide(step, Finding(action=Action.DISTRUST, why=why, since=step))
         for name, callback in self._callbacks.items():
             self._note(name, step, callback.after_step(step, report))
 
@@ -296,33 +291,32 @@ class Callbacks:
         is_late = self.decision is not None and step > self.decided_step
         if finding is None or is_late:
             return
-        action = finding.action.value
         self._emit(
-            "divergence_found", step=step, callback=name, action=action, why=finding.why
+            "divergence_found",
+            step=step,
+            callback=name,
+            action=finding.action.value,
+            why=finding.why,
         )
-        named = dataclasses.replace(finding, why=f"{name}: {finding.why}")
-        if finding.is_divergence or finding.action is Action.DISTRUST:
-            self._distrust(step, named.why)
-        if finding.action not in (Action.WARN, Action.DISTRUST):
-            self._decide(step, named)
+        self._decide(step, dataclasses.replace(finding, why=f"{name}: {finding.why}"))
 
     def _decide(self, step: int, finding: Finding) -> None:
-        # The strongest action counts, and the earliest bad step.
-        found = [finding] if self.decision is None else [self.decision, finding]
+        # The strongest action counts, and the earliest bad step. The restore is to
+        # blame first, once.
+        action, goes_back = finding.action, False
+        is_doubt = finding.is_divergence or action is Action.DISTRUST
+        if is_doubt and step <= self._distrusted_until:
+            self._distrusted_until = 0
+            goes_back = self._go_back(step, finding.why)
+        if not goes_back and action in (Action.WARN, Action.DISTRUST):
+            return
+        if goes_back:
+            finding = dataclasses.replace(finding, action=Action.DISTRUST)
+        found = [each for each in (self.decision, finding) if each is not None]
         strongest = max(found, key=lambda each: list(Action).index(each.action))
         since = min(each.since for each in found)
         self.decision = dataclasses.replace(strongest, since=since)
         self.decided_step = step
-
-    def _distrust(self, step: int, why: str) -> None:
-        if step > self._distrusted_until:
-            return
-        self._distrusted_until = 0
-        if self._go_back(step, why):
-            distrust = Action.DISTRUST
-            self._decide(
-                step, Finding(action=distrust, why=why, since=step, is_divergence=True)
-            )
 
 
 # The state of a rule; empty before the first step.
@@ -335,17 +329,12 @@ def non_finite(state: State, report: Report) -> str:
     """A rule: a step is bad if its loss or gradient norm is infinite or NaN."""
     del state
     values = {"loss": report.loss, "gradient norm": report.gradient_norm}
-    bad = [f"the {what} is {v}" for what, v in values.items() if not math.isfinite(v)]
-    return "".join(bad[:1])
+    bad = (f"the {what} is {v}" for what, v in values.items() if not math.isfinite(v))
+    return next(bad, "")
 
 
 def loss_above_best(
-    state: State,
-    report: Report,
-    *,
-    smoothing: float,
-    margin: float = 0.0,
-    factor: float = 0.0,
+    state: State, report: Report, *, smoothing: float, factor: float
 ) -> str:
     """A rule: a step is bad if the smoothed loss is far above its best value so far.
 
@@ -353,17 +342,14 @@ def loss_above_best(
       state: of the rule.
       report: of the step.
       smoothing: the weight of the past.
-      margin: how far above, in nats; 0 sets no such limit.
-      factor: how many times the best; 0 sets no such limit.
+      factor: how many times the best.
     """
     if not math.isfinite(report.loss):
         return f"the loss is {report.loss}"
     smoothed = _averaged(state, report.loss, smoothing)
     best = state.get("best", math.inf)
     state["best"] = min(best, smoothed)
-    limits = [best + margin] * bool(margin)
-    limits += [best * factor] * bool(factor and best > 0)
-    if smoothed <= min(limits, default=math.inf):
+    if best <= 0 or smoothed <= best * factor:
         return ""
     return f"the smoothed loss is {smoothed:.4g}, and was {best:.4g} at best"
 
@@ -406,25 +392,20 @@ class Detector:
       action: what the run does then. While steps stay bad, it does it again each time
         that there were so many of them.
       patience: how many steps.
-      warmup: the first steps of the run, which are never bad.
     """
 
-    def __init__(
-        self, rule: Rule, *, action: Action, patience: int = 1, warmup: int = 0
-    ) -> None:
+    def __init__(self, rule: Rule, *, action: Action, patience: int = 1) -> None:
         self._rule = rule
         self._action = action
         self._patience = patience
-        self._warmup = warmup
         # Bad steps in a row are counted anew after each action.
-        self._state: State = {"seen": 0, "bad": 0, "since": None, "rule": {}}
+        self._state: State = {"bad": 0, "since": None, "rule": {}}
 
     def after_step(self, step: int, report: Report) -> Finding | None:
         """See `Callback`."""
         state = self._state
         why = self._rule(state["rule"], report)
-        state["seen"] += 1
-        if not why or state["seen"] <= self._warmup:
+        if not why:
             state["bad"], state["since"] = 0, None
             return None
         state["bad"] += 1
@@ -465,8 +446,8 @@ def configured(
         cannot go back because it saves nothing.
     """
     section, own = config.divergence, {}
-    goes_back = section.divergence_action == "rollback"
-    if goes_back and not config.checkpoint.enable_checkpointing:
+    is_saved = config.checkpoint.enable_checkpointing
+    if section.divergence_action == "rollback" and not is_saved:
         raise errors.ConfigError(
             "divergence_action=rollback with enable_checkpointing=false: there would"
             " be no step to go back to; set divergence_action=stop or"
@@ -493,29 +474,18 @@ def detectors(section: schema.DivergenceSection) -> dict[str, Callback]:
     """The configured detectors by name; none if their action is `off`."""
     if section.divergence_action == "off":
         return {}
-    margin, factor = section.divergence_loss_margin, section.divergence_loss_factor
     rules: dict[str, Rule] = {}
-    if margin or factor:
+    if factor := section.divergence_loss_factor:
         rules["loss_above_best"] = functools.partial(
-            loss_above_best,
-            smoothing=section.divergence_loss_smoothing,
-            margin=margin,
-            factor=factor,
+            loss_above_best, smoothing=_PAST_LOSSES, factor=factor
         )
-    if spike := section.divergence_gradient_norm_factor:
+    if factor := section.divergence_gradient_norm_factor:
         rules["gradient_norm"] = functools.partial(
-            gradient_spike, smoothing=_PAST_NORMS, factor=spike
+            gradient_spike, smoothing=_PAST_NORMS, factor=factor
         )
     action = Action(section.divergence_action)
-    chosen: dict[str, Callback] = {
-        name: Detector(
-            rule,
-            action=action,
-            patience=section.divergence_patience_steps,
-            warmup=section.divergence_warmup_steps,
-        )
-        for name, rule in rules.items()
-    }
-    if section.divergence_non_finite:
-        chosen["non_finite"] = Detector(non_finite, action=action)
-    return chosen
+    found: dict[str, Callback] = {"non_finite": Detector(non_finite, action=action)}
+    for name, rule in rules.items():
+        patience = section.divergence_patience_steps
+        found[name] = Detector(rule, action=action, patience=patience)
+    return found

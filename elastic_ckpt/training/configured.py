@@ -16,9 +16,8 @@ from typing import Any, cast
 
 from etils import epath, epy
 
-from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import decision, faults, host, watch
-from elastic_ckpt.inspect.run_files import RunRecord
 from elastic_ckpt.steps import layout, owners
 from elastic_ckpt.steps.retention import BestN, PreservationPolicy
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, Tier, TlsFiles
@@ -95,49 +94,37 @@ def tiers(
 
 
 def saved(section: schema.CheckpointSection) -> run_saver.Saved:
-    """The steps that a run saves besides those that are due in its tiers.
-
-    Raises:
-      ConfigError: if `checkpoint_steps_to_keep` is not a list of steps.
-    """
+    """The steps that a run saves besides those that are due in its tiers."""
     return run_saver.Saved(
         at_end=section.save_checkpoint_on_completion,
-        steps=_pinned_steps(section),
         best=_best_steps(section) if section.save_best_checkpoint else None,
         in_background=section.async_checkpointing,
     )
 
 
-def record(config: schema.Config, *, program: str = "train") -> RunRecord:
-    """What the directory of a run keeps of its configuration.
+def record(config: schema.Config, *, program: str = "train") -> dict[str, Any]:
+    """What a configuration adds to the `RunRecord` of its tiers.
 
     Args:
       config: of the run.
       program: `train` or `maxtext`, whose first saved step has the number 0.
-
-    Raises:
-      ConfigError: see `tiers`.
     """
-    steps = journal.steps_of(journal.path_of(config))
-    is_saved = config.checkpoint.enable_checkpointing
-    kept = tiers(config, persistent=steps) if is_saved else []
+    saves, name = config.checkpoint.enable_checkpointing, config.run.run_name
     base = config.tiers.local_checkpoint_directory
-    numbers = range(config.world.slices)
-    in_ram = [base, *(layout.slice_directory(base, number) for number in numbers)]
-    return RunRecord(
-        run=config.run.run_name,
-        program=program,
-        steps_directory=steps,
-        every=cast(Persistent, kept[-1]).every if kept else 0,
-        at_end=is_saved and config.checkpoint.save_checkpoint_on_completion,
-        ram=tuple(
-            os.fspath(storage.absolute(os.path.join(each, config.run.run_name)))
-            for each in (in_ram if len(kept) > 1 else ())
-        ),
-        first_step=0 if program == "maxtext" else 1,
-        data=dataclasses.asdict(config.data),
-        settings=load.values(config),
-    )
+    slices = range(config.world.slices)
+    in_ram = [base, *(layout.slice_directory(base, each) for each in slices)]
+    if not saves or not config.tiers.enable_multi_tier_checkpointing:
+        in_ram = []
+    found = {
+        "run": name,
+        "program": program,
+        "at_end": saves and config.checkpoint.save_checkpoint_on_completion,
+        "ram": tuple(os.path.abspath(os.path.join(each, name)) for each in in_ram),
+        "first_step": 0 if program == "maxtext" else 1,
+        "data": dataclasses.asdict(config.data),
+        "settings": load.values(config),
+    }
+    return found if saves else found | {"every": 0}
 
 
 def num_bytes(section: schema.TiersSection, key: str) -> int:
@@ -179,25 +166,11 @@ def _preservation(section: schema.CheckpointSection) -> PreservationPolicy | Non
     from orbax.checkpoint import v1 as ocp
 
     policies = ocp.training.preservation_policies
-    steps, newest = _pinned_steps(section), section.max_num_checkpoints_to_keep
-    if not newest:
-        return None
+    newest = section.max_num_checkpoints_to_keep
     kept: list[PreservationPolicy] = [policies.LatestN(newest)]
     if section.num_best_checkpoints_to_keep:
         kept.append(_best_steps(section))
-    if steps:
-        kept.append(policies.CustomSteps(steps))
-    return kept[0] if len(kept) == 1 else policies.AnyPreservationPolicy(kept)
-
-
-def _pinned_steps(section: schema.CheckpointSection) -> list[int]:
-    names = _listed(section.checkpoint_steps_to_keep)
-    if not all(each.strip().isdecimal() for each in names):
-        raise errors.ConfigError(
-            f"checkpoint_steps_to_keep={section.checkpoint_steps_to_keep!r} is not a"
-            " list of steps; write 1000;5000"
-        )
-    return [int(each) for each in names]
+    return policies.AnyPreservationPolicy(kept) if newest else None
 
 
 def _best_steps(section: schema.CheckpointSection) -> BestN:
@@ -214,16 +187,12 @@ def peers(section: schema.TiersSection) -> Peers:
     Raises:
       ConfigError: if keys are missing or exclude each other.
     """
-    tls = None
     given = [section.peer_tls_certificate, section.peer_tls_key, section.peer_tls_ca]
-    if any(given):
-        if not all(given):
-            raise errors.ConfigError(
-                f"peer_tls_certificate, peer_tls_key and peer_tls_ca are {given}: only"
-                " some of them are set; set all three, or none to send unencrypted"
-            )
-        certificate, key, authority = given
-        tls = TlsFiles(certificate=certificate, key=key, authority=authority)
+    if any(given) and not all(given):
+        raise errors.ConfigError(
+            f"peer_tls_certificate, peer_tls_key and peer_tls_ca are {given}: only some"
+            " of them are set; set all three, or none to send unencrypted"
+        )
     return Peers(
         copies=section.peer_copies,
         assume_data_parallelism=section.peer_assume_data_parallelism,
@@ -236,7 +205,15 @@ def peers(section: schema.TiersSection) -> Peers:
         secret_file=section.peer_secret_file or None,
         max_bytes_per_sec=section.peer_max_mib_per_sec * 2**20 or None,
         timeout_secs=section.peer_timeout_secs,
-        tls=tls,
+        tls=(
+            TlsFiles(
+                certificate=section.peer_tls_certificate,
+                key=section.peer_tls_key,
+                authority=section.peer_tls_ca,
+            )
+            if any(given)
+            else None
+        ),
     )
 
 
@@ -253,10 +230,12 @@ class Groups:
 
     Attributes:
       number: of the groups; `Cluster` has them as slices.
+      most: of them train; the others are spares.
       full: the topology of all of them.
     """
 
     number: int
+    most: int
     full: topology.Topology
 
     def some(self, number: int) -> topology.Topology:
@@ -271,34 +250,35 @@ class Groups:
         )
 
 
-def groups(config: schema.Config) -> Groups:
-    """The groups of hosts that are configured."""
-    world = config.world
-    full = topology.Topology(
+def groups(config: schema.Config, there: topology.Topology | None = None) -> Groups:
+    """The groups of hosts that are configured.
+
+    Args:
+      config: of the run.
+      there: what this process has found; by default, what is configured.
+    """
+    world, elastic = config.world, config.elastic
+    full = there or topology.Topology(
         hosts=world.hosts,
         slices=world.slices,
         devices=world.hosts * world.devices_per_host,
     )
-    is_controlled = config.elastic.elastic_enabled and world.enable_single_controller
-    if is_controlled or is_simulated(config):
-        return Groups(number=world.slices, full=full)
+    is_controlled = elastic.elastic_enabled and world.enable_single_controller
     # A host that simulates several slices is lost with all of them.
-    return Groups(number=min(world.hosts, world.slices), full=full)
-
-
-def num_used(config: schema.Config, groups: Groups) -> int:
-    """The number of groups that train at most; the others are spares."""
-    return min(groups.number, config.elastic.elastic_max_slice_count or groups.number)
+    number = min(world.hosts, world.slices)
+    if is_controlled or is_simulated(config):
+        number = world.slices
+    most = min(number, elastic.elastic_max_slice_count or number)
+    return Groups(number=number, most=most, full=full)
 
 
 def policy(config: schema.Config, groups: Groups) -> decision.Policy:
     """The policy of a run for groups that are lost and come back."""
     section = config.elastic
     # A run that is not elastic saves and ends when one of its hosts is asked to.
-    most = num_used(config, groups)
-    least = section.elastic_min_slice_count if section.elastic_enabled else most
+    least = section.elastic_min_slice_count if section.elastic_enabled else groups.most
     return decision.Policy(
-        min_slices=least or most,
+        min_slices=least or groups.most,
         max_slices=section.elastic_max_slice_count or None,
         batch="keep_global" if config.data.global_batch_size else "keep_per_device",
         wait_secs=section.elastic_timeout_seconds,
@@ -312,16 +292,15 @@ def policy(config: schema.Config, groups: Groups) -> decision.Policy:
 
 def work(config: schema.Config, groups: Groups) -> decision.Work:
     """The work of a step, on as many groups as train at most."""
-    number = num_used(config, groups)
-    full = groups.some(number)
+    full = groups.some(groups.most)
     if config.world.hardware != "cpu" and config.world.hosts == 1:
         # It has the devices that JAX finds; only the host itself may look.
         return decision.Work(devices_per_slice=full.devices)
     rows = batch_size.global_batch_size(config.data, full)
     return decision.Work(
-        num_slices=number,
+        num_slices=groups.most,
         rows=rows,
-        devices_per_slice=full.devices // number,
+        devices_per_slice=full.devices // groups.most,
         max_rows_per_device=rows // full.devices,
         objection=functools.partial(_objection, config, groups),
     )
@@ -339,21 +318,17 @@ def _objection(
     return None
 
 
-def grace_secs(config: schema.Config) -> float:
-    """How long a run may take to save and end after SIGTERM."""
-    # The rest of the time is for the report.
-    return 0.9 * config.run.termination_grace_period_seconds
-
-
 def limits(config: schema.Config) -> watch.Limits:
-    """How long hosts may take."""
+    """How long hosts may take, and until they have saved and ended after SIGTERM."""
     section = config.elastic
+    # The rest of the time is for the report.
+    grace_secs = 0.9 * config.run.termination_grace_period_seconds
     if not section.elastic_enabled:
-        return watch.unlimited(grace_secs=grace_secs(config))
+        return watch.unlimited(grace_secs=grace_secs)
     return watch.Limits(
         most_secs=section.elastic_hang_timeout_seconds,
         heartbeat_secs=section.elastic_heartbeat_timeout_seconds,
-        grace_secs=grace_secs(config),
+        grace_secs=grace_secs,
     )
 
 
@@ -386,12 +361,30 @@ def is_simulated(config: schema.Config) -> bool:
 
 
 def check_checkpoints(config: schema.Config) -> None:
-    """Raises a ConfigError if a run that is elastic saves nothing to go on from."""
-    if config.elastic.elastic_enabled and not config.checkpoint.enable_checkpointing:
+    """Raises a ConfigError for keys of checkpoints that contradict other keys."""
+    section = config.checkpoint
+    if config.elastic.elastic_enabled and not section.enable_checkpointing:
         raise errors.ConfigError(
             "elastic_enabled=true with enable_checkpointing=false: a run that loses a"
             " slice continues from a saved step, and without one it would start again"
             " at step 0; set enable_checkpointing=true or elastic_enabled=false"
+        )
+    kept = section.num_best_checkpoints_to_keep
+    is_ranked = (
+        config.data.eval_interval or section.best_checkpoint_metric != "eval_loss"
+    )
+    if (section.save_best_checkpoint or kept) and not is_ranked:
+        raise errors.ConfigError(
+            f"save_best_checkpoint={str(section.save_best_checkpoint).lower()} and"
+            f" num_best_checkpoints_to_keep={kept} have no effect with eval_interval=0:"
+            " nothing is evaluated, so no step is the best; set eval_interval, or leave"
+            " them out"
+        )
+    if kept and not section.max_num_checkpoints_to_keep:
+        raise errors.ConfigError(
+            f"num_best_checkpoints_to_keep={kept} has no effect with"
+            " max_num_checkpoints_to_keep=0, which keeps all steps; set it to the"
+            " number of newest steps to keep, too"
         )
 
 
@@ -411,7 +404,7 @@ def check_slices(config: schema.Config, number: int | None = None) -> None:
       number: of the slices; by default as many as it uses at most.
     """
     available = groups(config)
-    chosen, most = policy(config, available), num_used(config, available)
+    chosen, most = policy(config, available), available.most
     available.some(most).check()
     number = number or most
     if not chosen.min_slices <= number <= most:
@@ -444,21 +437,21 @@ def check_local(config: schema.Config) -> None:
             " only on CPUs and GPUs; start one process per host with Slurm or a"
             " JobSet, or set hosts=1"
         )
-    is_elastic, used = config.elastic.elastic_enabled, groups(config)
+    is_elastic = config.elastic.elastic_enabled
     for fault in faults.parse(config.elastic.faults):
-        hosts = fault.kind in faults.OF_HOSTS
-        there = world.hosts if hosts else used.number
         if world.hosts == 1 and not is_elastic:
             raise errors.ConfigError(
                 "faults with hosts=1 and elastic_enabled=false: nothing supervises the"
                 " only host, and nothing would fail; set elastic_enabled=true, or"
                 " faults=[]"
             )
-        if fault.target >= there:
+        kind, number = "slices", groups(config).number
+        if fault.kind in faults.OF_HOSTS:
+            kind, number = "hosts", world.hosts
+        if fault.target >= number:
             raise errors.ConfigError(
-                f"faults has {fault.kind} {fault.target}, but the run has"
-                f" {'hosts' if hosts else 'slices'} 0 to {there - 1}; choose one of"
-                " these, or set faults=[]"
+                f"faults has {fault.kind} {fault.target}, but the run has {kind} 0 to"
+                f" {number - 1}; choose one of these, or set faults=[]"
             )
     is_split = world.slices > world.hosts and not is_simulated(config)
     if is_elastic and is_split:

@@ -40,7 +40,9 @@ with epy.lazy_imports():
     from elastic_ckpt.tiers.persistent import claims
 
 _MAX_REASON = 500
-# Between two writes of a log in an object store.
+# Events that say how many steps are done.
+_OF_STEPS = ("run_started", "step", "step_done", "restored_from", "world_left")
+# How late an event is at most in a log in an object store: people look at it there.
 _SYNC_SECS = 10.0
 
 
@@ -102,20 +104,19 @@ class Journal:
         # then the newest one may be its own.
         self._claim, self._has_claimed = claim, False
         self._lock = threading.Lock()
-        # The newest step, and whether it is in a save; None before the first event.
+        # The newest step, and whether it is in a save.
         self._step, self._is_saved = 0, False
-        self._has_begun = False
-        self.is_stopped = False
+        self._has_begun = self.is_stopped = False
+        # Syncs a log in an object store.
+        self._timer = threading.Timer(_SYNC_SECS, self.sync)
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
         """Shows and keeps one event; from any thread."""
         with self._lock:
             self._emit(name, **fields)
             self._has_begun = True
-            if name == "run_started":
-                self._step = int(str(fields["start_step"]))
-            elif name in ("step", "step_done", "restored_from", "world_left"):
-                self._step = int(str(fields["step"]))
+            if name in _OF_STEPS:
+                self._step = int(str(fields.get("start_step", fields.get("step"))))
                 # All hosts save before they leave.
                 self._is_saved = name in ("restored_from", "world_left")
             elif name == "run_stopped":
@@ -126,6 +127,11 @@ class Journal:
                 claim = {"claim": self._claim} if self._claim else {}
                 line = {"time": time.time(), "event": name, **fields, **claim}
                 self._log.append(line)
+            is_late = not self._is_local and self._log.late_bytes > 0
+            if is_late and not self._timer.is_alive():
+                self._timer = threading.Timer(_SYNC_SECS, self.sync)
+                self._timer.daemon = True
+                self._timer.start()
 
     def sync(self) -> None:
         """Writes the events so far, unless they are written; a failure is logged."""
@@ -144,6 +150,7 @@ class Journal:
 
         The run's result is known, and an error of it must not be hidden.
         """
+        self._timer.cancel()
         self.sync()
         if self._is_local:
             with contextlib.suppress(OSError):
@@ -157,42 +164,6 @@ class Journal:
         if self._has_begun:
             self("run_stopped", step=self._step, saved=self._is_saved)
             self.sync()
-
-    @contextlib.contextmanager
-    def noting_end(self) -> Iterator[None]:
-        """Keeps why the block failed; a run that was refused had no event yet.
-
-        Raises:
-          RunError: if the log was removed while it was written.
-        """
-        try:
-            yield
-            self._log.check()
-        except (errors.StoppedError, KeyboardInterrupt, SystemExit):
-            self.stopped_early()
-            raise
-        except Exception as error:
-            if self._has_begun:
-                why = str(error).partition("\n")[0] or type(error).__name__
-                self("run_failed", step=self._step, why=why[:_MAX_REASON])
-            raise
-
-    @contextlib.contextmanager
-    def synced(self) -> Iterator[None]:
-        """Writes a log in an object store at intervals: people look at it there."""
-        is_closing = threading.Event()
-
-        def sync() -> None:
-            while not is_closing.wait(_SYNC_SECS):
-                self.sync()
-
-        thread = threading.Thread(target=sync, name="events", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_closing.set()
-            thread.join()
 
 
 @contextlib.contextmanager
@@ -216,12 +187,11 @@ def kept(
         between several processes.
 
     Raises:
-      RunError: if another live process is writing the run.
+      RunError: if another live process is writing the run, or the log was removed.
       ConfigError: if this account may not write there.
       CheckpointError: if it is not locked, and its claims cannot be read.
     """
-    is_local, steps = storage.is_local(directory), steps or steps_of(directory)
-    if not is_local:
+    if not storage.is_local(directory):
         _check_writable(directory)
     with contextlib.ExitStack() as closing:
         if is_locked:
@@ -230,14 +200,23 @@ def kept(
         if listeners:
             closing.enter_context(listeners)
         measured = goodput.RunMetrics(emit, newest_step=_newest_step(directory))
+        steps = steps or steps_of(directory)
         newest = None if is_locked else claims.newest(steps)
         claim = 0 if newest is None else newest.number
         journal = Journal(measured, directory, steps=steps, claim=claim)
         closing.callback(journal.close)
-        closing.enter_context(journal.noting_end())
-        if not is_local:
-            closing.enter_context(journal.synced())
-        yield journal
+        try:
+            yield journal
+            journal._log.check()
+        except (errors.StoppedError, KeyboardInterrupt, SystemExit):
+            journal.stopped_early()
+            raise
+        except Exception as error:
+            # One that was refused had no event yet.
+            if journal._has_begun:
+                why = str(error).partition("\n")[0] or type(error).__name__
+                journal("run_failed", step=journal._step, why=why[:_MAX_REASON])
+            raise
 
 
 def _check_writable(directory: str) -> None:
@@ -271,8 +250,10 @@ def _newest_step(directory: str) -> int:
     )
 
 
-def with_own_port(config: schema.Config, host: int | None = None) -> schema.Config:
-    """`config` for one of several processes of a machine: each has its own port.
+def listening_on_machine(
+    config: schema.Config, *, host: int | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """`listening` in one of several processes of a machine: each has its own port.
 
     All machines use the same ports, because the hosts of each are numbered in a row.
 
@@ -282,22 +263,13 @@ def with_own_port(config: schema.Config, host: int | None = None) -> schema.Conf
         follows those of the hosts.
     """
     section = config.metrics
-    if not section.prometheus_port:
-        return config
-    on_machine = config.world.hosts // config.elastic.elastic_machines
-    place = on_machine if host is None else host % on_machine
-    section = dataclasses.replace(
-        section, prometheus_port=section.prometheus_port + place
-    )
-    return dataclasses.replace(config, metrics=section)
-
-
-def listening_of_supervisor(
-    config: schema.Config,
-) -> contextlib.AbstractContextManager[None]:
-    """`listening` in the process that supervises the hosts of this machine."""
-    section = with_own_port(config).metrics
-    return listening(path_of(config), section, name="run")
+    if section.prometheus_port:
+        on_machine = config.world.hosts // config.elastic.elastic_machines
+        place = on_machine if host is None else host % on_machine
+        section = dataclasses.replace(
+            section, prometheus_port=section.prometheus_port + place
+        )
+    return listening(path_of(config), section, name="run" if host is None else None)
 
 
 @contextlib.contextmanager
@@ -317,11 +289,6 @@ def listening(
     """
     name = name or f"host-{topology.this_host():05d}"
     lines = os.path.join(directory, run_files.METRICS, f"{name}.jsonl")
-    sinks = {lines: summaries.json_lines(lines)}
-    if section.enable_tensorboard:
-        tensorboard.library()
-        board = os.path.join(directory, run_files.TENSORBOARD, name)
-        sinks[board] = tensorboard.event_file(board)
     with contextlib.ExitStack() as running:
         if section.prometheus_port:
             running.enter_context(
@@ -330,6 +297,13 @@ def listening(
                     interface=section.prometheus_interface,
                 )
             )
-        for place, sink in sinks.items():
-            running.enter_context(summaries.listening(sink, name=place))
+        if section.enable_tensorboard:
+            tensorboard.library()
+            board = os.path.join(directory, run_files.TENSORBOARD, name)
+            running.enter_context(
+                summaries.listening(tensorboard.event_file(board), name=board)
+            )
+        running.enter_context(
+            summaries.listening(summaries.json_lines(lines), name=lines)
+        )
         yield

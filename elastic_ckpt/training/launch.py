@@ -73,9 +73,16 @@ def warm_up() -> None:
     station.warm_up(_HOST_IMPORTS)
 
 
-def train(config: schema.Config, world: World) -> None:
-    """Trains on one of several hosts of this machine."""
-    trainer.train(journal.with_own_port(config, topology.this_host()), world)
+def on_host(train: Train | None, config: schema.Config, world: World) -> None:
+    """Trains on a host of a world; picklable before JAX is imported.
+
+    Args:
+      train: by default the reference trainer.
+      config: of the run.
+      world: of the host.
+    """
+    with journal.listening_on_machine(config, host=topology.this_host()):
+        (train or trainer.train)(config, world)
 
 
 def on_hosts(
@@ -83,7 +90,7 @@ def on_hosts(
     show: events.Emit,
     *,
     place: Place | None = None,
-    train: Train = train,
+    train: Train | None = None,
     program: Sequence[str] = (),
 ) -> bool:
     """Supervises the hosts of this machine until the run has ended.
@@ -94,7 +101,7 @@ def on_hosts(
         leads.
       place: of this machine among several, each of which leads the run or follows; None
         if it has all hosts.
-      train: of each host; picklable.
+      train: of each host, picklable; by default the reference trainer.
       program: of the hosts, besides the configuration: equal on all machines.
 
     Returns:
@@ -105,13 +112,12 @@ def on_hosts(
         leader can be reached.
       StoppedError: if SIGTERM arrived, and the hosts did not end in time.
     """
+    of_host = functools.partial(on_host, train)
     limits, groups = configured.limits(config), configured.groups(config)
     directory, injected = journal.path_of(config), faults.parse(config.elastic.faults)
     # Without it all hosts share one RAM disk, as those of one machine.
     memory = configured.memory(config) if config.elastic.elastic_enabled else None
-    there: dict[str, Any] = {}
-    if place is not None:
-        there = {"slices": place.slices, "interface": place.interface}
+    there: dict[str, Any] = {} if place is None else place._asdict()
 
     def own_station() -> contextlib.closing[station.Station]:
         return contextlib.closing(
@@ -124,14 +130,12 @@ def on_hosts(
         )
 
     def kept() -> contextlib.AbstractContextManager[journal.Journal]:
-        listeners = journal.listening_of_supervisor(config)
+        listeners = journal.listening_on_machine(config)
         # A leader that is cut off, or frozen, would hold a lock.
         is_locked = place is None
         return journal.kept(directory, show, listeners=listeners, is_locked=is_locked)
 
-    def lead(cluster: process_cluster.ProcessCluster, emit: events.Emit) -> None:
-        _run(config, cluster, train, groups=groups, emit=emit)
-
+    lead = functools.partial(_run, config, of_host, groups)
     if place is None:
         with (
             kept() as emit,
@@ -147,7 +151,7 @@ def on_hosts(
             lead(cluster, emit)
             return emit.is_stopped
     with own_station() as own:
-        own.train = functools.partial(train, config)
+        own.train = functools.partial(of_host, config)
         return MachineSupervisor(
             own,
             lead,
@@ -197,21 +201,20 @@ def on_slices(config: schema.Config, show: events.Emit) -> bool:
         with pathways.Pathways(
             slices,
             injected=faults.parse(config.elastic.faults),
-            grace_secs=configured.grace_secs(config),
+            grace_secs=configured.limits(config).grace_secs,
             ended=emit.stopped_early,
             emit=emit,
         ) as cluster:
-            groups = Groups(number=number, full=topology.present(number))
-            _run(config, cluster, trainer.train, groups=groups, emit=emit)
+            groups = configured.groups(config, topology.present(number))
+            _run(config, trainer.train, groups, cluster, emit)
             return emit.is_stopped
 
 
 def _run(
     config: schema.Config,
-    cluster: Cluster,
     train: Train,
-    *,
     groups: Groups,
+    cluster: Cluster,
     emit: events.Emit,
 ) -> None:
     # Trains on the groups of a cluster that are there, until the run has ended.
@@ -246,12 +249,6 @@ def place(config: schema.Config, environment: Mapping[str, str]) -> Place:
             " enable_single_controller=true: only runs with a process per host have"
             " supervisors on several machines; set elastic_machines=1"
         )
-    if world.hosts % world.slices:
-        raise errors.ConfigError(
-            f"slices={world.slices} with hosts={world.hosts} cannot be divided evenly"
-            f" among {section.elastic_machines} machines; set hosts to a multiple of"
-            " slices"
-        )
     number = section.elastic_machine
     return processes.place(
         *(section.elastic_machines, number if number >= 0 else None),
@@ -263,8 +260,7 @@ def place(config: schema.Config, environment: Mapping[str, str]) -> Place:
 
 
 def _digest(config: schema.Config, program: Sequence[str]) -> str:
-    values = load.values(config)
-    shared = {name: values[name] for name in sorted(values) if name not in _OWN_KEYS}
+    shared = {k: v for k, v in load.values(config).items() if k not in _OWN_KEYS}
     named = [word for word in program if word.partition("=")[0] not in _OWN_KEYS]
     return hashlib.sha256(storage.canonical_json([shared, named])).hexdigest()
 

@@ -155,23 +155,6 @@ def values(config: schema.Config) -> dict[str, Value]:
     }
 
 
-def listing() -> str:
-    """A line for each key: its default and the first sentence of its description."""
-
-    def lines(field: dataclasses.Field[Any], value: Value) -> list[str]:
-        meaning = field.metadata["doc"].partition(". ")[0].rstrip(".")
-        return textwrap.wrap(
-            f"{field.name}={render(value)}: {meaning}",
-            88,
-            initial_indent="  ",
-            subsequent_indent="      ",
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
-
-    return _by_section(schema.Config(), lines)
-
-
 def resolved_yaml(config: schema.Config, origins: Mapping[str, str]) -> str:
     """`config` as a YAML file, with the origin of each key that was set."""
 
@@ -180,7 +163,7 @@ def resolved_yaml(config: schema.Config, origins: Mapping[str, str]) -> str:
         origin = f"  # {origins[name]}" if name in origins else ""
         return [f"{name}: {render(value)}{origin}"]
 
-    return _by_section(config, lines, heading="######## ") + "\n"
+    return _by_section(config, lines) + "\n"
 
 
 def base_yaml() -> str:
@@ -197,16 +180,16 @@ def base_yaml() -> str:
         "# Every key with its default, written from elastic_ckpt/training/schema.py\n"
         "# and elastic_ckpt/data/data_keys.py; a test compares them. Start your own\n"
         "# file with `base_config: base.yml`.\n\n"
-        + _by_section(schema.Config(), lines, heading="######## ")
+        + _by_section(schema.Config(), lines)
         + "\n"
     )
 
 
-def _by_section(config: schema.Config, lines: _Lines, *, heading: str = "") -> str:
+def _by_section(config: schema.Config, lines: _Lines) -> str:
     # The lines of each key, below the titles of the sections.
     text: list[str] = []
     for section in vars(config).values():
-        text += ["", heading + (type(section).__doc__ or "").splitlines()[0]]
+        text += ["", f"######## {(type(section).__doc__ or '').splitlines()[0]}"]
         for field in dataclasses.fields(section):
             text += lines(field, getattr(section, field.name))
     return "\n".join(text[1:])

@@ -6,14 +6,13 @@ record themselves in it as any other loop does.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import operator
 import os
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -35,16 +34,8 @@ from elastic_ckpt.data.state import Ranges
 from elastic_ckpt.elastic.world import BetweenWorlds, World, between, is_claiming
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.inspect.run_files import RunRecord
-from elastic_ckpt.tiers.choices import Chosen, Local, Tier
-from elastic_ckpt.training import (
-    configured,
-    journal,
-    schema,
-    step_log,
-)
-
-# The most records and events that are not written yet: then the loop waits.
-_MOST_LATE = 4
+from elastic_ckpt.tiers.choices import Chosen, Tier
+from elastic_ckpt.training import journal, schema, step_log
 
 
 class RunDirectory:
@@ -73,7 +64,7 @@ class RunDirectory:
       steps: the number of steps of the whole run; None if it is not known.
       world: of an elastic run, which it reports events to. Where it may run on several
         machines, the claims of worlds decide between them, and no lock.
-      emit: called with each event, from any thread; by default that of `world`.
+      emit: called with each event; by default that of `world`.
 
     Raises:
       RunError: if another live process records in the directory.
@@ -88,60 +79,57 @@ class RunDirectory:
         steps: int | None = None,
         world: World | None = None,
         emit: events.Emit | None = None,
-        # Of a program that has one; then the supervisor of `world` keeps the events.
-        _config: schema.Config | None = None,
-        _program: str = "train",
+        # Of a program that has a configuration: its part of the record, and listeners.
+        # In a world, the program that started it has the events and the metrics.
+        _record: Mapping[str, Any] | None = None,
+        _metrics: schema.MetricsSection | None = None,
     ) -> None:
         path = os.fspath(storage.absolute(directory))
         self._directory, self._steps = path, steps
-        if _config is None:
-            self._record, slices = _record(path, Chosen.from_choices(tiers)), 1
-        else:
-            self._record = configured.record(_config, program=_program)
-            slices = _config.world.slices
+        chosen = Chosen.from_choices(tiers)
+        self._has_local = chosen.local is not None
+        self._record = dataclasses.replace(_of_loop(path, chosen), **(_record or {}))
+        slices = int(self._record.settings.get("slices", 1))
         self._world = topology.present(slices) if world is None else world.topology
-        shared = BetweenWorlds() if world is None else between(world)
-        self._resumes = shared.resumes
-        self._has_local = any(isinstance(each, Local) for each in tiers)
+        self._between = BetweenWorlds() if world is None else between(world)
         # The steps that are done; None before the first. And those of the newest save.
         self._done: int | None = None
         self._saved = 0
         self._claim = 0
         self._began_secs = self._since_secs = time.monotonic()
         # The event of the last step, until its loss is known or the next step begins.
-        self._pending: dict[str, Any] | None = None
-        # What the thread of the log has yet to do; it alone uses the log.
-        self._late: collections.deque[futures.Future[Any]] = collections.deque()
+        self._event: dict[str, Any] | None = None
+        # What the thread that waits for steps has yet to write of the last one.
+        self._late: list[futures.Future[None]] = []
         self._log: step_log.StepLog | None = None
-        # What keeps the events; None on all hosts but one.
-        self._journal: events.Emit | None = None
+        # What keeps the events, on one host.
+        self._journal: events.Emit = events.nobody
+        is_own, is_primary = _record is None or world is None, topology.is_primary()
+        listeners = journal.listening(path, _metrics or schema.MetricsSection())
         with contextlib.ExitStack() as closing:
-            # The process of a single controller has listeners of its own.
-            if _config is None or world is None or world.devices is None:
-                section = (_config or schema.Config()).metrics
-                closing.enter_context(journal.listening(path, section))
-            if topology.is_primary():
+            if is_primary:
                 nobody = events.nobody if world is None else world.emit
                 self._journal = emit or nobody
-                if _config is None or world is None:
-                    # A host of a machine that stands still would hold the lock.
-                    is_locked = world is None or not is_claiming(world)
-                    steps_directory = self._record.steps_directory
-                    self._journal = closing.enter_context(
-                        journal.kept(
-                            path,
-                            self._journal,
-                            steps=steps_directory,
-                            is_locked=is_locked,
-                        )
+            if is_own and is_primary:
+                self._journal = closing.enter_context(
+                    journal.kept(
+                        path,
+                        self._journal,
+                        steps=self._record.steps_directory,
+                        listeners=listeners,
+                        # A host of a machine that stands still would hold it.
+                        is_locked=world is None or not is_claiming(world),
                     )
+                )
+            elif is_own:
+                closing.enter_context(listeners)
             self._thread = background.pool(1, "step log")
             closing.callback(self._thread.shutdown)
             closing.push(self._end)
             self._closing = closing.pop_all()
 
     def emit(self, name: str, **fields: storage.Json) -> None:
-        """Records an event, from any thread; give it to `ec.Checkpointer(emit=)`.
+        """Records an event; give it to `ec.Checkpointer(emit=)`.
 
         A loop that reports `data_ended` is done.
         """
@@ -152,10 +140,9 @@ class RunDirectory:
         elif name == "world_claimed":
             self._claim = int(str(fields["world"]))
         elif name == "data_ended":
-            self._wait()
+            self._catch_up()
             self._steps = self._done
-        if self._journal is not None:
-            self._journal(name, **fields)
+        self._journal(name, **fields)
 
     def log(
         self,
@@ -170,8 +157,8 @@ class RunDirectory:
     ) -> None:
         """Logs one step; every process calls it alike, before it saves the step.
 
-        It does not wait for the step to be computed: a thread writes its record while
-        the next one runs.
+        It does not wait for the step to be computed, but for the one before: a thread
+        writes the record of a step while the next one runs.
 
         Args:
           step: the number of steps that are done, this one included, which is also the
@@ -198,22 +185,18 @@ class RunDirectory:
                 " with this one, from 1"
             )
         rows = _rows or step_log.digested(batch)
-        self._show_pending()
+        self._catch_up()
         if self._done != step - 1:
-            self._begin(step - 1)
-            self.emit(
-                "run_started",
-                run=self._record.run,
-                **dataclasses.asdict(self._world),
-                start_step=step - 1,
-                steps=self._steps,
-            )
+            self._start(step - 1)
+        self._wait()
         now, since = time.monotonic(), self._since_secs
         self._done, self._since_secs = step, now
-        if self._journal is None:
+        if self._log is None:
             metrics.TRAIN_STEPS.record(step)
-        self._submit(self._write, step - 1, *rows, loss)
-        self._pending = {
+        else:
+            write = self._thread.submit(self._log.write, step - 1, *rows, loss)
+            self._late.append(write)
+        self._event = {
             "step": step,
             "steps": self._steps,
             "loss": loss,
@@ -223,8 +206,7 @@ class RunDirectory:
             "gradient_norm": _gradient_norm,
         }
         if loss is not None:
-            self._show_pending()
-        self._wait(most=_MOST_LATE)
+            self._report()
 
     def log_metrics(
         self,
@@ -235,10 +217,10 @@ class RunDirectory:
         learning_rate: float | jax.Array | None = None,
     ) -> None:
         """Adds to the step that was logged last what was not known then; see `log`."""
-        if self._pending is not None and self._pending["step"] == step:
+        if self._event is not None and self._event["step"] == step:
             more = {"loss": loss, "tokens": tokens, "learning_rate": learning_rate}
-            self._pending |= {k: v for k, v in more.items() if v is not None}
-            self._show_pending()
+            self._event |= {k: v for k, v in more.items() if v is not None}
+            self._report()
 
     def close(self) -> None:
         """Writes what is left, and records the end of the run."""
@@ -256,73 +238,29 @@ class RunDirectory:
         # The journal notes why a run failed.
         self._closing.__exit__(kind, error, trace)
 
+    def _start(self, done: int) -> None:
+        # Reports that a loop begins, or begins anew, with the step after `done`.
+        self._begin(done)
+        self.emit(
+            "run_started",
+            run=self._record.run,
+            **dataclasses.asdict(self._world),
+            start_step=done,
+            steps=self._steps,
+        )
+
     def _begin(self, done: int, left_out: Ranges = ()) -> None:
         # Begins an attempt, whose first step is the one after `done`.
-        self._show_pending()
-        self._wait()
+        self._catch_up()
         self._done = done
-        if self._saved > done:
-            # Its steps are trained again.
-            self._saved = 0
-        # The first step does not wait for it, but its save does.
-        self._submit(self._open, done, left_out)
-
-    def _end(self, *raised: Any) -> None:
-        has_failed = raised != (None, None, None)
-        # A step that was lost with its devices must not hide the error of the run.
-        with contextlib.suppress(Exception) if has_failed else contextlib.nullcontext():
-            self._show_pending()
-            self._submit(self._close)
-            self._wait()
-        if has_failed or self._done is None:
-            return
-        is_done = self._steps is None or self._done >= self._steps
-        resumes = self._resumes()
-        if is_done and not resumes:
-            secs = time.monotonic() - self._began_secs
-            self.emit("run_finished", step=self._done, secs=secs)
-        else:
-            # If no other world follows, none makes the backup.
-            is_lent = resumes and self._has_local
-            is_saved = self._saved == self._done and not is_lent
-            self.emit("run_stopped", step=self._done, saved=is_saved)
-
-    def _submit(self, call: Callable[..., object], *arguments: object) -> None:
-        if self._journal is not None:
-            self._late.append(self._thread.submit(call, *arguments))
-
-    def _wait(self, *, most: int = 0) -> None:
-        while len(self._late) > most:
-            late = self._late.popleft()
-            background.wait([late])
-            late.result()
-
-    def _show_pending(self) -> None:
-        told, self._pending = self._pending, None
-        if told is not None:
-            self._submit(self._show, told)
-
-    def _sync(self) -> None:
-        # Makes the records of all steps so far durable, from any thread.
-        if self._journal is None:
-            return
-        synced = self._thread.submit(lambda: self._log.sync() if self._log else None)
-        background.wait([synced])
-        for late in self._late.copy():
-            # A step that could not be written must not be saved.
-            if late.done():
-                late.result()
-        why = synced.result()
-        if why is not None:
-            metrics.CHECKPOINT_FAILURES.record(1)
-            advice = storage_cause.advice(why) or "bring the storage back"
-            why = f"the step log is not written, and tried again: {why}; {advice}"
-            storage_cause.report(self._journal, "persistent", self._done or 0, why)
-
-    # In the thread of the log.
+        # Steps after it are trained again.
+        self._saved = min(self._saved, done)
+        if topology.is_primary():
+            # The first step does not wait for it.
+            self._late.append(self._thread.submit(self._open, done, left_out))
 
     def _open(self, done: int, left_out: Ranges) -> None:
-        self._close()
+        self._close_log()
         # Only now: a start that is refused must not replace the record of the run.
         run_files.write(self._directory, self._record)
         self._log = step_log.StepLog(
@@ -333,24 +271,62 @@ class RunDirectory:
             left_out=left_out,
         )
 
-    def _close(self) -> None:
-        if self._log is not None:
-            self._log.close()
-        self._log = None
+    def _end(self, *raised: Any) -> None:
+        if raised != (None, None, None):
+            # A step that was lost with its devices must not hide the error of the run.
+            for end in (self._catch_up, self._close_log):
+                with contextlib.suppress(Exception):
+                    end()
+            return
+        self._catch_up()
+        self._close_log()
+        if self._done is None:
+            return
+        is_done = self._steps is None or self._done >= self._steps
+        resumes = self._between.resumes()
+        if is_done and not resumes:
+            secs = time.monotonic() - self._began_secs
+            self.emit("run_finished", step=self._done, secs=secs)
+        else:
+            # If no other world follows, none makes the backup.
+            is_lent = resumes and self._has_local
+            is_saved = self._saved == self._done and not is_lent
+            self.emit("run_stopped", step=self._done, saved=is_saved)
 
-    def _write(
-        self,
-        step: int,
-        ids: jax.Array,
-        digests: jax.Array,
-        loss: float | jax.Array | None,
-    ) -> None:
-        assert self._log is not None
-        self._log.write(step, ids, digests, None if loss is None else float(loss))
+    def _close_log(self) -> None:
+        log, self._log = self._log, None
+        if log is not None:
+            log.close()
 
-    def _show(self, told: dict[str, Any]) -> None:
-        assert self._journal is not None
-        numbers = jax.tree.map(lambda each: np.asarray(each).item(), told)
+    def _report(self) -> None:
+        # Has the last step reported, with what is known of it by now.
+        event, self._event = self._event, None
+        if event is not None and self._log is not None:
+            self._late.append(self._thread.submit(self._show, event))
+
+    def _wait(self) -> None:
+        # Waits until the last step is written. One that could not be must not be saved.
+        late, self._late = self._late, []
+        for each in late:
+            each.result()
+
+    def _catch_up(self) -> None:
+        self._report()
+        self._wait()
+
+    def _sync(self) -> None:
+        # Makes the records of all steps so far durable.
+        self._wait()
+        why = None if self._log is None else self._log.sync()
+        if why is not None:
+            metrics.CHECKPOINT_FAILURES.record(1)
+            advice = storage_cause.advice(why) or "bring the storage back"
+            why = f"the step log is not written, and tried again: {why}; {advice}"
+            storage_cause.report(self._journal, "persistent", self._done or 0, why)
+
+    def _show(self, event: dict[str, Any]) -> None:
+        # In the thread.
+        numbers = jax.tree.map(lambda each: np.asarray(each).item(), event)
         norm = numbers.pop("gradient_norm")
         metrics.TRAIN_STEPS.record(numbers["step"])
         if norm is not None:
@@ -358,7 +334,8 @@ class RunDirectory:
         self._journal("step", **numbers)
 
 
-def _record(directory: str, chosen: Chosen) -> RunRecord:
+def _of_loop(directory: str, chosen: Chosen) -> RunRecord:
+    # The record of a loop that has no configuration.
     steps, every = journal.steps_of(directory), 0
     if chosen.persistent is not None:
         steps, every = chosen.persistent.directory, chosen.persistent.every

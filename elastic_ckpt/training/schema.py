@@ -197,11 +197,6 @@ class CheckpointSection:
         "Also save a step to storage, due or not, if its evaluation is better than"
         " all earlier ones. The run then waits for a backup that is in progress.",
     )
-    checkpoint_steps_to_keep: str = key(
-        "",
-        "Steps to save to storage, due or not, and to keep in addition to the newest."
-        " Separate them by `;`: 1000;5000.",
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,39 +219,18 @@ class DivergenceSection:
     )
     divergence_action: str = key(
         "off",
-        "What the detectors below do: `warn` reports; `stop` ends the run with the"
+        "What a loss or gradient norm that is infinite or NaN, and the detectors below,"
+        " do: `warn` reports; `stop` ends the run with the"
         " newest checkpoint from before the divergence; `abort` ends it without a"
         " save; `rollback` returns to that checkpoint, or else the beginning, and"
         " skips the data read since.",
         choices=("off", "warn", "stop", "abort", "rollback"),
-    )
-    divergence_non_finite: bool = key(
-        True, "Act at once if the loss or the gradient norm is infinite or NaN."
     )
     divergence_patience_steps: int = key(
         10,
         "Consecutive bad steps after which a detector acts; a loss that is not finite"
         " needs only one.",
         at_least=1,
-    )
-    divergence_warmup_steps: int = key(
-        100,
-        "Steps at the beginning of a run in which only values that are not finite"
-        " count.",
-        at_least=0,
-    )
-    divergence_loss_smoothing: float = key(
-        0.9,
-        "Weight of the past in the smoothed loss, which is compared with its best"
-        " value so far.",
-        at_least=0,
-        below=1,
-    )
-    divergence_loss_margin: float = key(
-        0.0,
-        "A step is bad if the smoothed loss is this many nats above its best value; 0"
-        " disables this detector.",
-        at_least=0,
     )
     divergence_loss_factor: float = key(
         0.0,

@@ -147,7 +147,7 @@ class StepLog:
         step: int,
         example_ids: jax.Array,
         row_digests: jax.Array,
-        loss: float | None,
+        loss: float | jax.Array | None,
     ) -> None:
         """Logs a step; waits until the arrays are computed.
 
@@ -164,7 +164,7 @@ class StepLog:
             "rows": len(ids),
             "digest": batch_digest(ids, np.asarray(row_digests)),
         }
-        self._log.append(fields if loss is None else fields | {"loss": loss})
+        self._log.append(fields if loss is None else fields | {"loss": float(loss)})
 
     def sync(self) -> str | None:
         """Makes every step so far durable; called before a checkpoint is saved.

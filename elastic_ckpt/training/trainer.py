@@ -13,15 +13,17 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 from absl import logging
 
 from elastic_ckpt import frontend
 from elastic_ckpt.checkpoint import run_saver
+from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.checkpoint.host.answers import CheckpointMetadata
 from elastic_ckpt.core import (
+    allgather,
     bucket_clients,
     errors,
     events,
@@ -29,9 +31,12 @@ from elastic_ckpt.core import (
     storage,
     topology,
 )
+from elastic_ckpt.data import elastic_data
+from elastic_ckpt.data.iterator import Batches
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.elastic import termination, watch
 from elastic_ckpt.elastic.world import BetweenWorlds, World
+from elastic_ckpt.tiers.choices import Local, Persistent
 from elastic_ckpt.tiers.persistent import claims, leases
 from elastic_ckpt.training import (
     batch_size,
@@ -41,124 +46,80 @@ from elastic_ckpt.training import (
     model,
     schema,
 )
-from elastic_ckpt.training.callbacks import Action, Finding
-from elastic_ckpt.training.loop import Ended, Loop
+from elastic_ckpt.training.callbacks import Action, Callbacks, Finding, Report
 from elastic_ckpt.training.own_loop import RunDirectory
 from elastic_ckpt.universal import loading, shipped
 from elastic_ckpt.universal.formats import files
 
+# The name of the mean loss among the metrics that rank a step.
+EVAL_METRIC = "eval_loss"
+# If a host dies meanwhile, the coordination service ends the others.
+_COMPILE_TIMEOUT_SECS = 24 * 3600
 
+
+class Ended(NamedTuple):
+    """The result of a loop.
+
+    Attributes:
+      state: the state after the last step.
+      step: the number of steps that are done.
+      is_stopped: whether the hosts left before the last step.
+      finding: of a callback, because of which it ended; None if none did. Its last step
+        is saved if the action is to stop, and it is no divergence.
+    """
+
+    state: model.TrainState
+    step: int
+    is_stopped: bool
+    finding: Finding | None = None
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Trainer:
     """A run in one world: `restore`, then `train`, then `close`, within `with run:`.
 
-    Every host of the world makes one, and calls its methods in the same order.
-
-    Args:
-      config: of the run; the files of its data exist.
-      world: of this host; its events are emitted on the primary host alone.
+    Every host of the world has one, and calls its methods in the same order.
 
     Attributes:
-      run: the directory of the run, which records its end.
+      config: of the run.
+      world: of this host; its events are emitted on the primary host alone.
+      run: the directory of the run, which logs the steps and records the end.
       program: of the model.
-      batches: of the data.
-      loop: over the devices of the world.
-      saver: None if the run has no checkpoints.
+      batches: global batches, of the size of step 0.
+      sizes: the batch size of each step.
+      saver: None trains without checkpoints.
       start_step: the steps that are done already; 0 for a new run.
-
-    Raises:
-      ConfigError: if parts, devices or the number of steps do not fit together.
-      DataError: if the data cannot be read.
-      RunError: if another run uses the RAM disk, or hosts cannot be reached.
+      first_due: the first step that is saved.
+      evaluated: finite batches to evaluate; None evaluates never.
+      validation: compares the copies of the state; None does not.
+      callbacks: called for each step and evaluation.
+      parts: closes the batches.
     """
 
-    def __init__(self, config: schema.Config, world: World) -> None:
-        self._config = config
-        self._world = world
-        self._emit = world.emit
-        data, mesh, place = config.data, world.mesh, world.topology
-        self._callbacks = callbacks.configured(config, emit=self._emit)
-        self._sizes = batch_size.schedule(data, place)
-        self.program = model.build(config, mesh, microbatches=world.microbatches)
-        batches_of = functools.partial(
-            frontend.batches,
-            mesh=mesh,
-            # In this process it cannot run under a single controller.
-            colocated=data.colocated_python_data_input or None,
-            read_ahead=data.data_read_ahead_batches,
-        )
-        vocab_size = model.vocab_size(config)
-        self.batches = batches_of(
-            pipeline.from_config(data, vocab_size=vocab_size),
-            global_batch_size=self._sizes.at(0),
-        )
-        # They are closed after the saver, in reverse order.
-        self._parts = contextlib.ExitStack()
-        self._parts.callback(self.batches.close)
-        evaluated = None
-        if data.eval_interval:
-            rows = batch_size.global_batch_size(data, place)
-            of_eval = pipeline.eval_from_config(
-                data, global_batch_size=rows, vocab_size=vocab_size
-            )
-            evaluated = batches_of(of_eval, global_batch_size=rows)
-            self._parts.callback(evaluated.close)
-        directory = journal.path_of(config)
-        tiers = configured.tiers(
-            config,
-            persistent=journal.steps_of(directory),
-            ram=world.ram_directory,
-        )
-        self.run = RunDirectory(
-            directory,
-            tiers=tiers,
-            steps=config.run.steps,
-            world=world,
-            _config=config,
-        )
-        self.saver, self.start_step = None, 0
-        with contextlib.ExitStack() as on_error:
-            on_error.enter_context(self.run)
-            if config.checkpoint.enable_checkpointing:
-                self.saver = run_saver.RunSaver(
-                    checkpointer=on_error.enter_context(
-                        world.checkpointer(
-                            tiers, run=config.run.run_name, emit=self.run.emit
-                        )
-                    ),
-                    saved=configured.saved(config.checkpoint),
-                    data=self.batches,
-                    callbacks=self._callbacks or None,
-                )
-                self.start_step = self.saver.latest_step or 0
-            if self.start_step > config.run.steps:
-                raise errors.ConfigError(
-                    f"steps={config.run.steps}, but {directory} is already at step"
-                    f" {self.start_step}: steps counts over all starts of a run; set it"
-                    f" above {self.start_step} to continue, or choose another run_name"
-                )
-            self._resize(0, self.start_step)
-            on_error.pop_all()
-        self._validation = configured.validation(
-            config.validation,
-            self._emit,
-            preserve=lambda up_to: (
-                None
-                if self.saver is None
-                else run_saver.preserve_newest(self.saver.checkpointer, up_to=up_to)
-            ),
-        )
-        self.loop = Loop(
-            data=data,
-            world=world,
-            run=self.run,
-            program=self.program,
-            batches=self.batches,
-            sizes=self._sizes,
-            saver=self.saver,
-            evaluated=evaluated,
-            validation=self._validation,
-            callbacks=self._callbacks,
-        )
+    config: schema.Config
+    world: World
+    run: RunDirectory
+    program: model.Program
+    batches: Batches
+    sizes: batch_size.Schedule
+    saver: run_saver.RunSaver | None
+    start_step: int = 0
+    first_due: int = 0
+    evaluated: Batches | None
+    validation: validation_schedule.ValidationSchedule | None
+    callbacks: Callbacks
+    parts: contextlib.ExitStack
+
+    def __post_init__(self) -> None:
+        self._hosts = allgather.new()
+        # Of the present batches.
+        self._rows = batch_size.at(self.sizes, 0)
+        # The compiled step, by the shapes and dtypes of a batch.
+        self._steps: dict[Any, Callable[..., Any]] = {}
+        # The last step, until callbacks have seen it.
+        self._pending: tuple[int, model.StepReport] | None = None
+        # The step in storage that a distrusted restore is left for.
+        self._older: CheckpointMetadata | None = None
 
     def restore(self) -> model.TrainState:
         """The state after `start_step` steps, sharded over the mesh.
@@ -171,21 +132,18 @@ class Trainer:
           DataError: if its data state is of another pipeline.
           ConfigError: if the layout of `init_from` does not fit.
         """
-        self._world.begin("restore")
+        self.world.begin("restore")
         # A run that has gone back to its beginning has a step 0.
         if self.saver is None or self.saver.latest_step is None:
             return self._new_state()
-        if path := self._config.model.init_from:
-            self._emit("weights_skipped", path=path, step=self.start_step)
+        if path := self.config.model.init_from:
+            self.world.emit("weights_skipped", path=path, step=self.start_step)
         abstract_state = self.program.abstract_state
-        state = self._world.take_state(self.start_step, abstract_state)
+        state = self.world.take_state(self.start_step, abstract_state)
         if state is not None and self.saver.restore_data(self.start_step):
             return state
         state = self.saver.restore(abstract_state)
-        restored = self.saver.latest_step
-        assert restored is not None
-        _check_step(state, restored)
-        self._resize(self.start_step, restored)
+        _check_step(state, self.saver.latest_step)
         return state
 
     def train(self, state: model.TrainState) -> Ended:
@@ -199,32 +157,93 @@ class Trainer:
         Args:
           state: from `restore`; its buffers are donated.
         """
+        restored, within = int(state["step"]), self.config.divergence.distrust_steps
         if self.saver:
             self.saver.checkpointer.claim_world()
-        older = self._distrust_restore(int(state["step"]))
+            if restored and within:
+                look = functools.partial(self._is_to_go_back, self.saver, restored)
+                self.callbacks.distrust_until(restored + within, look)
         while True:
             start_step = int(state["step"])
-            if self._validation and start_step:
-                self._validation.equal_step = start_step
+            if self.validation and start_step:
+                self.validation.equal_step = start_step
             # All hosts ask for it.
             self.run._begin(start_step, left_out=self.batches.left_out)
-            steps = self._config.run.steps
-            ended = self.loop.run(state, start_step=start_step, steps=steps)
+            ended = self.loop(state, start_step=start_step, steps=self.config.run.steps)
             finding = ended.finding
-            if finding is None or finding.action in (Action.STOP, Action.ABORT):
-                if finding and finding.is_divergence and finding.action is Action.STOP:
-                    self._leave_newest_good(finding)
+            if finding is None or self.saver is None:
                 return ended
             if finding.action is Action.DISTRUST:
                 # It repeats the rows since then.
-                state = self._back_to(ended, older[-1], self._callbacks.rollbacks)
-                self.batches.resize(self._sizes.at(older[-1].step))
-                ended = Ended(state, older[-1].step, ended.is_stopped)
+                state = self._back_to(self.saver, ended, self._older)
+            elif finding.action is Action.ROLLBACK:
+                try:
+                    state = self._roll_back(self.saver, ended, finding, start_step)
+                except errors.DivergedError as error:
+                    finding = dataclasses.replace(finding, why=str(error))
+                    return ended._replace(finding=finding)
             else:
-                ended = self._go_back(ended, finding, began_at=start_step)
-            if ended.finding is not None or ended.is_stopped:
+                if finding.action is Action.STOP and finding.is_divergence:
+                    self._leave_newest_good(self.saver, ended, finding)
                 return ended
-            state = ended.state
+            if ended.is_stopped:
+                return Ended(state, int(state["step"]), is_stopped=True)
+
+    def loop(self, state: model.TrainState, *, start_step: int, steps: int) -> Ended:
+        """Trains from `state`, which is donated, until `steps` steps are done.
+
+        Steps are logged one step behind the devices, which never wait for the log.
+        Callbacks are called one step behind, too, and before a save, so that no step is
+        saved that they have found to be bad.
+        """
+        done, leaving = start_step, False
+        self.batches.begin_at(start_step)
+        while done < steps and not leaving and self.callbacks.decision is None:
+            self.world.begin("step")
+            batch = self._next(done)
+            if batch is None:
+                self._catch_up()
+                self.run.emit("data_ended", step=done)
+                break
+            state, report = self._compiled(done + 1, state, batch)(state, batch)
+            self._catch_up()
+            done += 1
+            self._pending = (done, report)
+            self.run.log(
+                done,
+                batch,
+                loss=report.loss,
+                tokens=report.tokens,
+                learning_rate=report.learning_rate,
+                _gradient_norm=report.gradient_norm,
+                _rows=(report.example_id, report.row_digests),
+            )
+            leaving = done < steps and self.world.leaving(done) is not None
+            if done == start_step + 1:
+                # With it a change of slices is over, and a bad state may be found.
+                self._catch_up()
+            self._evaluate(done, state)
+            is_due = self.saver is not None and (
+                leaving or self.saver.is_due(done, last=done == steps)
+            )
+            self._validate(done, state, is_saving=is_due)
+            if is_due:
+                self._catch_up()
+                if self.callbacks.decision is None:
+                    self._save(done, state, last=done == steps or leaving)
+        self._catch_up()
+        finding = self.callbacks.decision
+        is_rollback = finding is not None and finding.action is Action.ROLLBACK
+        if is_rollback and done == self.callbacks.decided_step:
+            # Mostly one more batch was read before they decided. So it always is, and
+            # the run always goes on with the same batch.
+            self._next(done)
+        # A run that was complete already, or whose data has ended, may lack its last
+        # checkpoint in storage.
+        if done and self._is_end_due(done, finding):
+            self._validate(done, state, is_saving=True)
+            self._save(done, state, last=True)
+        return Ended(state, done, leaving, finding)
 
     def close(self) -> None:
         """Waits for all saves, and ends the parts, but `run`.
@@ -232,7 +251,7 @@ class Trainer:
         Only after a `train` that returned: after an error the other hosts may be gone,
         and closing waits for them.
         """
-        with self._parts:
+        with self.parts:
             if self.saver:
                 self.saver.close()
 
@@ -243,66 +262,142 @@ class Trainer:
         another world leaves them.
         """
         saver = None if self.saver is None else self.saver.checkpointer
-        if self._world.devices is None and topology.num_hosts() > 1:
+        if self.world.devices is None and topology.num_hosts() > 1:
             # This process ends at once, and what it wrote to is free.
             if saver:
                 saver.let_others_write()
             return
         try:
-            with self._parts:
-                if saver and self._world.devices is None:
+            with self.parts:
+                if saver and self.world.devices is None:
                     saver.leave(error)
                 elif saver:
                     saver.abandon()
         except Exception as another:
             logging.warning("a part of a failed run cannot be ended: %r", another)
 
+    def _next(self, step: int) -> elastic_data.Batch | None:
+        # The batch of a step, from 0; None if the data has ended.
+        rows = batch_size.at(self.sizes, step)
+        if rows != self._rows:
+            self.batches.resize(rows)
+        self._rows = rows
+        try:
+            return next(self.batches)
+        except StopIteration:
+            return None
+
+    def _compiled(
+        self, number: int, state: model.TrainState, batch: elastic_data.Batch
+    ) -> model.Step:
+        # A stage of the data may have rows of another length.
+        form = tuple((each.shape, each.dtype) for each in jax.tree.leaves(batch))
+        if form not in self._steps:
+            step = self.program.step
+            self._steps[form] = self.world.compiled(step, state, batch, step=number)
+            # A collective on CPU fails if a host is more than 30 s late.
+            self._hosts.gather("compiled", None, timeout_secs=_COMPILE_TIMEOUT_SECS)
+        return self._steps[form]
+
+    def _catch_up(self) -> None:
+        # Waits until the pending step is computed: no host runs ahead of the one that
+        # logs, as hosts leave after a step that all have begun.
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        step, report = pending
+        jax.block_until_ready(report.loss)
+        if self.callbacks.reads(step):
+            numbers = Report(
+                loss=float(report.loss),
+                gradient_norm=float(report.gradient_norm),
+                tokens=int(report.tokens),
+                learning_rate=float(report.learning_rate),
+            )
+            self.callbacks.after_step(step, numbers)
+
+    def _evaluate(self, step: int, state: model.TrainState) -> None:
+        # The mean loss in nats per target over the data from its beginning; padding in
+        # the last batch is not counted.
+        batches, data = self.evaluated, self.config.data
+        if batches is None or step % data.eval_interval:
+            return
+        self._catch_up()
+        if self.callbacks.decision is not None:
+            return
+        self.world.begin("evaluate")
+        began = time.monotonic()
+        batches.reset()
+        loss, targets, num_batches = 0.0, 0, 0
+        for batch in batches:
+            summed, count = self.program.evaluate(state, batch)
+            loss, targets = loss + float(summed), targets + int(count)
+            num_batches += 1
+            if num_batches == data.eval_steps:
+                break
+        mean, secs = loss / max(targets, 1), time.monotonic() - began
+        self.run.emit("evaluated", step=step, loss=mean, batches=num_batches, secs=secs)
+        self.callbacks.after_evaluation(step, mean)
+        if self.saver:
+            self.saver.record(step, {EVAL_METRIC: mean})
+
+    def _is_end_due(self, step: int, finding: Finding | None) -> bool:
+        # Whether to save the step with which the loop ends, if it was not saved as the
+        # last one yet; a bad one is not.
+        if self.saver is None or self.saver.last_step == step:
+            return False
+        if finding is None:
+            return self.saver.is_due(step, last=True)
+        return finding.action is Action.STOP and not finding.is_divergence
+
+    def _validate(self, step: int, state: model.TrainState, *, is_saving: bool) -> None:
+        if self.validation and self.validation.is_due(step, is_saving=is_saving):
+            self._catch_up()
+            self.world.begin("validate")
+            components = {callbacks.COMPONENT: self.callbacks.get_state()}
+            self.validation.run(step, state, components=components)
+
+    def _save(self, step: int, state: model.TrainState, *, last: bool) -> None:
+        assert self.saver is not None
+        self.world.begin("save")
+        began = time.monotonic()
+        self.saver.save(step, state, last=last)
+        secs = time.monotonic() - began
+        self.run.emit("save_blocked", step=step, secs=secs)
+
     def _new_state(self) -> model.TrainState:
-        section, abstract = self._config.model, self.program.abstract_state
+        section, params = self.config.model, self.program.abstract_state["params"]
         if not section.init_from:
             return self.program.init()
-        return self.program.begin(
-            initial_weights(section, abstract["params"], self._emit)
+        return self.program.begin(initial_weights(section, params, self.world.emit))
+
+    def _is_to_go_back(
+        self, saver: run_saver.RunSaver, restored: int, step: int, why: str
+    ) -> bool:
+        # Whether storage has an older step than one that is distrusted. It waits for
+        # saves and backups, which is no hang of a step.
+        self.world.begin("restore")
+        self._older = run_saver.stored_before(saver.checkpointer, restored)
+        self.world.emit(
+            "restore_distrusted",
+            step=step,
+            restored_step=restored,
+            to_step=None if self._older is None else self._older.step,
+            why=why,
         )
-
-    def _distrust_restore(self, restored: int) -> list[CheckpointMetadata]:
-        # Has the callbacks distrust the restored step; the step to go back to, later.
-        saver, within = self.saver, self._config.divergence.distrust_steps
-        older: list[CheckpointMetadata] = []
-        if saver is None or not (within and restored):
-            return older
-
-        def go_back(step: int, why: str) -> bool:
-            # It waits for saves and backups, which is no hang of a step.
-            self._world.begin("restore")
-            found = run_saver.stored_before(saver.checkpointer, restored)
-            self._emit(
-                "restore_distrusted",
-                step=step,
-                restored_step=restored,
-                to_step=None if found is None else found.step,
-                why=why,
-            )
-            if found is None:
-                self._world.begin("step")
-                return False
-            older.append(found)
-            return True
-
-        self._callbacks.distrust_until(restored + within, go_back)
-        return older
+        return self._older is not None
 
     def _back_to(
         self,
+        saver: run_saver.RunSaver,
         ended: Ended,
         saved: CheckpointMetadata | None,
-        rollbacks: int,
         *,
         leaves_out: bool = False,
     ) -> model.TrainState:
-        # The state of a saved step, or of the beginning, in place of the present one.
-        saver = self.saver
-        assert saver is not None
+        # The state of a saved step, or of the beginning, in place of that with which a
+        # loop has ended. The data goes back, too, unless it leaves out what was read.
+        rollbacks = self.callbacks.rollbacks + leaves_out
         # The devices may not have room for two states.
         for leaf in jax.tree.leaves(ended.state):
             leaf.delete()
@@ -315,81 +410,146 @@ class Trainer:
         else:
             state = saver.restore(self.program.abstract_state, saved, data=data)
         _check_step(state, 0 if saved is None else saved.step)
-        self._callbacks.go_on()
-        self._callbacks.rollbacks = rollbacks
+        self.callbacks.go_on()
+        self.callbacks.rollbacks = rollbacks
         return state
 
-    def _leave_newest_good(self, finding: Finding) -> None:
+    def _leave_newest_good(
+        self, saver: run_saver.RunSaver, ended: Ended, finding: Finding
+    ) -> None:
         # Steps that were saved since the divergence are abandoned, so that the next
         # start does not continue from one of them.
-        self._world.begin("restore")
-        saved = self._complete()
+        self.world.begin("restore")
+        saved = _complete(saver)
         step = callbacks.good_step(list(saved), since=finding.since)
-        if self.saver and step is not None and step != max(saved):
-            state = self.saver.restore(self.program.abstract_state, saved[step])
-            self.saver.save_again(step, state)
+        if step is not None and step != max(saved):
+            saver.save_again(step, self._back_to(saver, ended, saved[step]))
 
-    def _go_back(self, ended: Ended, finding: Finding, *, began_at: int) -> Ended:
-        # As if the loop had ended with an older step, which is saved. If the run has to
-        # end instead, the finding has the reason.
-        self._world.begin("restore")
-        called, saved = self._callbacks, self._complete()
-        began_secs = time.monotonic()
-        section, tiers = self._config.divergence, self._config.tiers
-        period = self._config.checkpoint.checkpoint_period
-        if tiers.enable_multi_tier_checkpointing:
-            period = tiers.local_checkpoint_period
-        try:
-            step = callbacks.step_to_go_back_to(
-                finding,
-                list(saved),
-                before=called.rollbacks,
-                began_at=began_at,
-                most=section.divergence_max_rollbacks,
-                margin=section.divergence_rollback_steps,
-                first_due=period,
-            )
-        except errors.DivergedError as error:
-            why = dataclasses.replace(finding, action=Action.ABORT, why=str(error))
-            return ended._replace(finding=why)
-        assert self.saver is not None
-        read = self._read_to(called.decided_step + 1, done=ended.step)
-        number = called.rollbacks + 1
-        state = self._back_to(ended, saved.get(step), number, leaves_out=True)
-        self._resize(read, step)
-        self.saver.save_again(step, state)
+    def _roll_back(
+        self,
+        saver: run_saver.RunSaver,
+        ended: Ended,
+        finding: Finding,
+        began_at: int,
+    ) -> model.TrainState:
+        # The state of an older step, which is saved, as if the loop had ended with it.
+        self.world.begin("restore")
+        began_secs, saved = time.monotonic(), _complete(saver)
+        section = self.config.divergence
+        step = callbacks.step_to_go_back_to(
+            finding,
+            list(saved),
+            before=self.callbacks.rollbacks,
+            began_at=began_at,
+            most=section.divergence_max_rollbacks,
+            margin=section.divergence_rollback_steps,
+            first_due=self.first_due,
+        )
+        state = self._back_to(saver, ended, saved.get(step), leaves_out=True)
+        saver.save_again(step, state)
         first, last = self.batches.left_out[-1]
-        self._emit(
+        self.world.emit(
             "rolled_back",
             step=ended.step,
             to_step=step,
             rows=last - first,
-            rollbacks=number,
+            rollbacks=self.callbacks.rollbacks,
             secs=time.monotonic() - began_secs,
         )
-        return Ended(state, step, ended.is_stopped)
+        return state
 
-    def _complete(self) -> dict[int, CheckpointMetadata]:
-        # The saved steps, once all saves that have begun are done.
-        if self.saver is None:
-            return {}
-        self.saver.checkpointer.wait()
-        return {each.step: each for each in self.saver.checkpointer.checkpoints}
 
-    def _read_to(self, step: int, *, done: int) -> int:
-        # Returns the last step whose batch was read, from 0. Mostly the loop has read
-        # one more batch than callbacks have seen; so it always is, and the run always
-        # continues with the same batch.
-        for number in range(done, step):
-            self._resize(number - 1, number)
-            with contextlib.suppress(StopIteration):
-                next(self.batches)
-        return max(done, step) - 1
+def assembled(config: schema.Config, world: World) -> Trainer:
+    """The trainer of this host; every host of the world calls it.
 
-    def _resize(self, before: int, step: int) -> None:
-        # Batches are of the size of step `before`.
-        if self._sizes.at(step) != self._sizes.at(before):
-            self.batches.resize(self._sizes.at(step))
+    Args:
+      config: of the run; the files of its data exist.
+      world: of this host.
+
+    Raises:
+      ConfigError: if parts, devices or the number of steps do not fit together.
+      DataError: if the data cannot be read.
+      RunError: if another run uses the RAM disk, or hosts cannot be reached.
+    """
+    data, mesh, place = config.data, world.mesh, world.topology
+    called = callbacks.configured(config, emit=world.emit)
+    sizes = batch_size.schedule(data, place)
+    program = model.build(config, mesh, microbatches=world.microbatches)
+    batches_of = functools.partial(
+        frontend.batches,
+        mesh=mesh,
+        # In this process it cannot run under a single controller.
+        colocated=data.colocated_python_data_input or None,
+        read_ahead=data.data_read_ahead_batches,
+    )
+    vocab_size, directory = model.vocab_size(config), journal.path_of(config)
+    saver, start_step, evaluated = None, 0, None
+    with contextlib.ExitStack() as on_error:
+        parts = on_error.enter_context(contextlib.ExitStack())
+        batches = batches_of(
+            pipeline.from_config(data, vocab_size=vocab_size),
+            global_batch_size=batch_size.at(sizes, 0),
+        )
+        parts.callback(batches.close)
+        if data.eval_interval:
+            rows = batch_size.global_batch_size(data, place)
+            of_eval = pipeline.eval_from_config(
+                data, global_batch_size=rows, vocab_size=vocab_size
+            )
+            evaluated = batches_of(of_eval, global_batch_size=rows)
+            parts.callback(evaluated.close)
+        steps = journal.steps_of(directory)
+        tiers = configured.tiers(config, persistent=steps, ram=world.ram_directory)
+        run = on_error.enter_context(
+            RunDirectory(
+                directory,
+                tiers=tiers,
+                steps=config.run.steps,
+                world=world,
+                _record=configured.record(config),
+            )
+        )
+        if config.checkpoint.enable_checkpointing:
+            checkpointer = on_error.enter_context(
+                world.checkpointer(tiers, run=config.run.run_name, emit=run.emit)
+            )
+            saver = run_saver.RunSaver(
+                checkpointer=checkpointer,
+                saved=configured.saved(config.checkpoint),
+                data=batches,
+                callbacks=called or None,
+            )
+            start_step = saver.latest_step or 0
+        if start_step > config.run.steps:
+            raise errors.ConfigError(
+                f"steps={config.run.steps}, but {directory} is already at step"
+                f" {start_step}: steps counts over all starts of a run; set it above"
+                f" {start_step} to continue, or choose another run_name"
+            )
+        on_error.pop_all()
+    return Trainer(
+        config=config,
+        world=world,
+        run=run,
+        program=program,
+        batches=batches,
+        sizes=sizes,
+        saver=saver,
+        start_step=start_step,
+        first_due=cast(Local | Persistent, tiers[0]).every or 0,
+        evaluated=evaluated,
+        validation=configured.validation(
+            config.validation,
+            world.emit,
+            preserve=lambda up_to: (
+                None
+                if saver is None
+                else run_saver.preserve_newest(saver.checkpointer, up_to=up_to)
+            ),
+        ),
+        callbacks=called,
+        parts=parts,
+    )
 
 
 def train(config: schema.Config, world: World) -> bool:
@@ -406,7 +566,7 @@ def train(config: schema.Config, world: World) -> bool:
       DivergedError: if a callback has ended the run.
     """
     world.begin("prepare")
-    trainer = Trainer(config, world)
+    trainer = assembled(config, world)
     with trainer.run:
         world.emit(
             "run_started",
@@ -418,18 +578,17 @@ def train(config: schema.Config, world: World) -> bool:
         try:
             ended = trainer.train(trainer.restore())
             world.begin(watch.CLOSE)
-            world.put_state(ended.step, ended.state)
+            if ended.finding is None:
+                world.put_state(ended.step, ended.state)
             trainer.close()
         except Exception as error:
             trainer.abandon(error)
             raise
         if ended.finding is not None:
             newest = trainer.saver.latest_step if trainer.saver else None
-            kept = "saved" if newest == ended.step else "not saved"
-            left = "" if newest in (None, ended.step) else f"; the newest is {newest}"
             raise errors.DivergedError(
-                f"the run was ended after step {ended.step}, which is {kept}:"
-                f" {ended.finding.why}{left}"
+                f"the run was ended after step {ended.step}: {ended.finding.why}; the"
+                f" newest saved step is {newest}"
             )
     return ended.is_stopped
 
@@ -451,7 +610,7 @@ def alone(
       ended: called before SIGTERM ends the only process of the run.
     """
     with termination.in_this_process(
-        grace_secs=configured.grace_secs(config), ended=ended, emit=emit
+        grace_secs=configured.limits(config).grace_secs, ended=ended, emit=emit
     ) as is_ending:
         slices = config.world.slices
         # An outer launcher starts the hosts again, which take over.
@@ -519,7 +678,13 @@ def _of_same_leaves(path: str, wanted: Any) -> Any:
         ) from None
 
 
-def _check_step(state: model.TrainState, step: int) -> None:
+def _complete(saver: run_saver.RunSaver) -> dict[int, CheckpointMetadata]:
+    # The saved steps, once all saves that have begun are done.
+    saver.checkpointer.wait()
+    return {each.step: each for each in saver.checkpointer.checkpoints}
+
+
+def _check_step(state: model.TrainState, step: int | None) -> None:
     saved = int(state["step"])
     if saved != step:
         raise errors.CheckpointError(

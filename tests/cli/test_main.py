@@ -7,13 +7,12 @@ import zipfile
 import pytest
 
 from elastic_ckpt.cli import main
-from elastic_ckpt.core import sections
 from elastic_ckpt.data.sources import arrayrecord, parquet
-from elastic_ckpt.training import load, schema
+from elastic_ckpt.training import load
 from tests import runs
 
 
-def test_help_of_train_imports_no_heavy_library_and_has_every_key():
+def test_help_of_train_imports_no_heavy_library():
     program = (
         "import sys\n"
         "from elastic_ckpt.cli import main\n"
@@ -27,8 +26,7 @@ def test_help_of_train_imports_no_heavy_library_and_has_every_key():
     text = ended.stdout
     assert text.endswith("[]\n")
     assert "elastic-ckpt train configs/demo_cpu.yml slices=2 hosts=2 steps=190" in text
-    for name, value in load.values(schema.Config()).items():
-        assert f"\n  {name}={sections.render(value)}:" in text
+    assert "elastic-ckpt config    # every key with its default and meaning" in text
 
 
 def test_config_verb_prints_what_would_run_and_where_it_is_set(tmp_path):

@@ -154,6 +154,10 @@ class TestSegments:
             with pytest.raises(TimeoutError, match="timed out"):
                 log.sync()
         assert log.late_bytes == 5 * 9
+        ending = segments(tmp_path / "other", close_secs=0.0)
+        ending.append({"n": 1})
+        with pytest.raises(TimeoutError, match="timed out"):
+            ending.close()
         is_answering.set()
         log.close()
         assert numbers(jsonlog.read(path)) == list(range(10, 15))
@@ -236,9 +240,11 @@ class TestSegments:
         assert numbers(jsonlog.read(path)) == list(range(20))
 
 
-def segments(path, *, max_bytes=jsonlog.MAX_SEGMENT_BYTES, wait_secs=5.0):
+def segments(
+    path, *, max_bytes=jsonlog.MAX_SEGMENT_BYTES, wait_secs=5.0, close_secs=60.0
+):
     """Writes segments into a directory, in the place of a store."""
-    return jsonlog._Segments(path, max_bytes, wait_secs)
+    return jsonlog._Segments(path, max_bytes, wait_secs, close_secs)
 
 
 def refused(*_):

@@ -24,7 +24,7 @@ def train(config, member, channel):
     work = decision.Train(slices=(0,), spares=(), rows=8, accumulated=1)
     with executables.kept() as kept:
         host.run_host(
-            functools.partial(launch.train, config),
+            functools.partial(launch.on_host, None, config),
             config.world,
             cluster.Assignment(number=1, work=work),
             host.Owned(memory=None, kept=kept),

@@ -324,9 +324,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a step is saved that a callback has found to be bad",
-        "elastic_ckpt/training/loop.py",
-        "                if self._callbacks.decision is None:",
-        "                if self._callbacks:",
+        "elastic_ckpt/training/trainer.py",
+        "                if self.callbacks.decision is None:",
+        "                if self.callbacks:",
         ("tests/training/test_loop.py",),
     ),
     Fault(

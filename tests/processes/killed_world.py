@@ -10,7 +10,7 @@ import signal
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import station
 from elastic_ckpt.monitoring import progress
-from elastic_ckpt.training import launch, load
+from elastic_ckpt.training import launch, load, trainer
 
 
 def _wrap(owner, name, kill, *, before, condition=None):
@@ -79,7 +79,7 @@ def _armed(point, occurrence, victim, config, world):
     if topology.this_host() == (0 if victim == "all" else victim):
         owner, name, when = _points()[point]
         _wrap(owner, name, kill, **when)
-    launch.train(config, world)
+    trainer.train(config, world)
 
 
 def train(point, occurrence, victim, settings):

@@ -161,6 +161,15 @@ REFUSALS = {
     "two backup intervals": tiers(
         "set either .*_minutes or .*_steps, not both", **{BACKUP_STEPS: 5}
     ),
+    "best step without an evaluation": local(
+        "save_best_checkpoint=true and .*=0 have no effect with eval_interval=0",
+        save_best_checkpoint=True,
+    ),
+    "best steps among all": local(
+        "max_num_checkpoints_to_keep=0, which keeps all steps",
+        num_best_checkpoints_to_keep=2,
+        eval_interval=5,
+    ),
     "amount of memory": tiers(
         "local_checkpoint_size_limit='64 GB' is not an amount of memory",
         local_checkpoint_size_limit="64 GB",
@@ -216,7 +225,7 @@ REFUSALS = {
         errors.RunError,
     ),
     "callback without methods": called(
-        "'mine', a object, has no after_step, after_evaluation, get",
+        "'mine', a object, is no instance with the methods after_step",
         f"{__name__}:objects",
     ),
     "callbacks without names": called(

@@ -33,7 +33,8 @@ def schedule(**keys):
     ],
 )
 def test_each_step_has_the_rows_of_its_stage(keys, sizes):
-    assert [schedule(**keys).at(step) for step in range(8)] == sizes
+    stages = schedule(**keys)
+    assert [batch_size.at(stages, step) for step in range(8)] == sizes
 
 
 @pytest.mark.parametrize(

@@ -144,47 +144,33 @@ def test_run_has_detectors_and_the_callbacks_of_a_function():
     assert not configured()
 
 
-class GoneBack:
-    """Says whether the run goes back, and notes when it was asked."""
-
-    def __init__(self, answer=True):
-        self.asked = []
-        self._answer = answer
-
-    def __call__(self, step, why):
-        self.asked.append((step, why))
-        return self._answer
+NAN = dataclasses.replace(REPORT, loss=float("nan"))
 
 
-NAN = callbacks.Report(
-    loss=float("nan"), gradient_norm=2.0, tokens=8, learning_rate=0.1
-)
+def distrusting(answer, **counters):
+    """Callbacks that distrust steps up to 5, and when they asked to go back."""
+    asked = []
+    distrusted = made(**counters)
+    distrusted.distrust_until(5, lambda *given: asked.append(given) or answer)
+    return distrusted, asked
 
 
 @pytest.mark.parametrize(("step", "is_distrusted"), [(5, True), (6, False)])
 def test_loss_that_is_not_finite_soon_after_a_restore_distrusts_it(step, is_distrusted):
-    go_back = GoneBack()
-    none = callbacks.Callbacks()
-    none.distrust_until(5, go_back)
+    none, asked = distrusting(True)
     assert [none.reads(each) for each in (5, 6)] == [True, False]
     none.after_step(4, REPORT)
     none.after_step(step, NAN)
-    assert none.is_distrusted == is_distrusted
-    assert go_back.asked == [(step, "the loss is nan")] * is_distrusted
-    if is_distrusted:
-        assert none.decision == Finding(
-            action=Action.DISTRUST, why="the loss is nan", since=5, is_divergence=True
-        )
-        none.go_on()
-        assert none.decision is None
-        # Once for each restore.
-        none.after_step(step, NAN)
-        assert none.decision is None
-    # Another state is trusted.
-    none.distrust_until(9, go_back)
+    assert asked == [(step, "the loss is nan")] * is_distrusted
+    found = Finding(action=Action.DISTRUST, why="the loss is nan", since=5)
+    assert none.decision == (found if is_distrusted else None)
+    # Once for each restore, and another state is trusted.
+    none.go_on()
+    none.after_step(step, NAN)
+    none.distrust_until(9, None)
     none.set_state(none.get_state())
     none.after_step(7, NAN)
-    assert len(go_back.asked) == is_distrusted
+    assert none.decision is None
     assert not none.reads(8)
 
 
@@ -199,17 +185,13 @@ def test_divergence_distrusts_a_restore_before_anything_else_is_done(
             found = super().after_step(step, report)
             return found and dataclasses.replace(found, is_divergence=is_divergence)
 
-    go_back = GoneBack(answer)
-    one = made(one=Diverged(action))
-    one.distrust_until(5, go_back)
+    one, asked = distrusting(answer, one=Diverged(action))
     for step in (1, 2):
         one.after_step(step, REPORT)
     # What is no divergence may ask for it.
     is_asked = is_divergence or action is Action.DISTRUST
-    assert go_back.asked == [(2, "one: it counts")] * is_asked
-    assert one.is_distrusted == (answer and is_asked)
-    if not one.is_distrusted:
-        decided = action not in (Action.WARN, Action.DISTRUST)
-        assert (one.decision is not None) == decided
-        if decided:
-            assert one.decision.action is action
+    assert asked == [(2, "one: it counts")] * is_asked
+    decided = None if action in (Action.WARN, Action.DISTRUST) else action
+    if answer and is_asked:
+        decided = Action.DISTRUST
+    assert (one.decision and one.decision.action) is decided

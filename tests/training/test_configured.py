@@ -33,7 +33,8 @@ def test_backups_go_by_steps_and_keep_the_newest():
         max_num_checkpoints_to_keep=3,
     )
     assert (persistent.every, persistent.every_minutes) == (100, None)
-    assert persistent.keep == ocp.training.preservation_policies.LatestN(3)
+    policies = ocp.training.preservation_policies
+    assert persistent.keep == policies.AnyPreservationPolicy([policies.LatestN(3)])
 
 
 def test_peers_have_the_failure_domains_and_limits_of_the_configuration():

@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, metrics
+from elastic_ckpt.inspect import run_files
 from elastic_ckpt.tiers.ram import ram_disk
 from tests import jobs, runs, shared_memory
 
@@ -73,6 +74,8 @@ def test_run_of_one_process_that_fails_has_its_last_due_step(tmp_path, corpus):
     assert ended.returncode == 1, ended.stdout
     assert "ZeroDivisionError: of the callback" in ended.stderr
     assert runs.saved_steps(tmp_path / "tiny") == [4]
+    (lines,) = run_files.read_metrics(tmp_path / "tiny" / "metrics").values()
+    assert metrics.FAILURES.name in [line["metric"] for line in lines]
     ended = runs.cli("train", config)
     assert ended.returncode == 0, ended.stderr
     assert "from step 4 to step 8" in ended.stdout

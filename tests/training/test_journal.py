@@ -1,5 +1,5 @@
+import contextlib
 import dataclasses
-import json
 import socket
 import sys
 import urllib.request
@@ -79,14 +79,11 @@ SAVED = ("restored_from", {"step": 3})
     ],
 )  # fmt: skip
 def test_end_of_a_run_is_kept_with_its_last_step(config, told, error, end):
-    def run():
-        with journal.kept(journal.path_of(config), lambda *_, **__: None) as emit:
-            for name, fields in [] if told is None else [BEGUN, *told]:
-                emit(name, **fields)
-            raise error
-
-    with pytest.raises(type(error)):
-        run()
+    keeping = journal.kept(journal.path_of(config), lambda *_, **__: None)
+    with pytest.raises(type(error)), keeping as emit:  # noqa: PT012
+        for name, fields in [] if told is None else [BEGUN, *told]:
+            emit(name, **fields)
+        raise error
     if end is None:
         assert recorded(config) == []
         return
@@ -95,7 +92,7 @@ def test_end_of_a_run_is_kept_with_its_last_step(config, told, error, end):
     assert not any(each["event"].startswith("step") for each in recorded(config))
 
 
-def test_stop_that_was_asked_for_is_known(config):
+def test_run_is_locked_and_a_stop_that_was_asked_for_is_known(config):
     with kept(config) as emit:
         live = pytest.raises(errors.RunError, match="written by another live run")
         with live, kept(config):
@@ -103,9 +100,7 @@ def test_stop_that_was_asked_for_is_known(config):
         assert not emit.is_stopped
         emit("run_stopped", step=4, saved=True)
         assert emit.is_stopped
-    assert json.dumps(recorded(config)[0]) == (
-        '{"event": "run_stopped", "step": 4, "saved": true}'
-    )
+    assert recorded(config) == [{"event": "run_stopped", "step": 4, "saved": True}]
 
 
 def test_stop_is_in_the_bucket_before_the_process_exits(bucket):
@@ -164,13 +159,10 @@ COUNTED = ["run_started", "world_claimed", "saved", "world_claimed", "run_finish
 
 
 def test_run_whose_events_were_removed_meanwhile_fails(config):
-    def run():
-        with kept(config) as emit:
-            emit("run_started", **STARTED)
-            storage.remove(f"{journal.path_of(config)}/{run_files.EVENTS}")
-
-    with pytest.raises(errors.RunError, match="was removed"):
-        run()
+    removed = pytest.raises(errors.RunError, match="was removed")
+    with removed, kept(config) as emit:
+        emit("run_started", **STARTED)
+        storage.remove(f"{journal.path_of(config)}/{run_files.EVENTS}")
 
 
 @pytest.mark.parametrize("place", ["local", "gs"])
@@ -203,54 +195,38 @@ def test_events_of_a_start_that_was_replaced_before_it_claimed_a_world_are_not_r
 # The metrics of a process.
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+def free_ports():
+    """The first of three that follow each other."""
+    while True:
+        with contextlib.ExitStack() as servers, contextlib.suppress(OSError):
+            first = servers.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port = first.getsockname()[1]
+            for number in (1, 2):
+                address = ("127.0.0.1", port + number)
+                servers.enter_context(socket.create_server(address))
+            return port
 
 
-def test_json_lines_are_always_written_also_when_the_run_fails(tmp_path, config):
-    def fail():
-        with listening(config):
-            metrics.DATA_ROWS.record(8)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    metrics.DATA_ROWS.record(16)
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["metrics"]
-    (line,) = jsonlog.read(tmp_path / "a" / "metrics" / "host-00000.jsonl")
-    assert (line["metric"], line["last"]) == (metrics.DATA_ROWS.name, 8.0)
-
-
-def test_hosts_have_ports_of_their_own_the_same_on_every_machine():
-    assert ports_of(hosts=3) == [9100, 9101, 9102]
-    nothing = schema.Config()
-    assert journal.with_own_port(nothing, 2) == nothing
-    assert ports_of(hosts=6, elastic_machines=2) == [9100, 9101, 9102] * 2
-    # A world without the first machine.
-    assert ports_of(hosts=6, elastic_machines=2, there=3) == [9100, 9101, 9102]
-
-
-def ports_of(*, hosts, elastic_machines=1, there=None):
-    """The ports of the hosts of a world, which has `there` of all hosts of the run."""
-    run = schema.Config(
-        metrics=schema.MetricsSection(prometheus_port=9100),
-        world=schema.WorldSection(hosts=hosts),
-        elastic=schema.ElasticSection(elastic_machines=elastic_machines),
+@pytest.mark.parametrize("machines", [1, 2])
+def test_processes_of_a_machine_have_files_and_ports_of_their_own(tmp_path, machines):
+    # The ports of the hosts of each machine are in a row, and the supervisor's follows.
+    port = free_ports()
+    section = schema.MetricsSection(enable_tensorboard=True, prometheus_port=port)
+    config = configured(
+        tmp_path,
+        metrics=section,
+        world=schema.WorldSection(hosts=2 * machines),
+        elastic=schema.ElasticSection(elastic_machines=machines),
     )
-    processes = [journal.with_own_port(run, n) for n in range(there or hosts)]
-    return [process.metrics.prometheus_port for process in processes]
-
-
-def test_supervisor_has_files_and_a_port_beside_those_of_its_hosts(tmp_path):
-    port = free_port()
-    section = schema.MetricsSection(enable_tensorboard=True, prometheus_port=port - 3)
-    three = configured(tmp_path, metrics=section, world=schema.WorldSection(hosts=3))
-    with journal.listening_of_supervisor(three):
+    numbers = (0, 2 * machines - 1)
+    hosts = [journal.listening_on_machine(config, host=each) for each in numbers]
+    with hosts[0], hosts[1], journal.listening_on_machine(config):
         metrics.TRAIN_STEPS.record(40)
         metrics.GOODPUT.record(75)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
-            assert b"\nelastic_ckpt_goodput_percent 75.0\n" in page.read()
+        for number in range(3):
+            url = f"http://127.0.0.1:{port + number}/metrics"
+            with urllib.request.urlopen(url) as page:
+                assert b"\nelastic_ckpt_goodput_percent 75.0\n" in page.read()
     lines = jsonlog.read(tmp_path / "a" / "metrics" / "run.jsonl")
     assert [(line["last"], line["step"]) for line in lines] == [(40.0, 40), (75.0, 40)]
     assert event_file.scalars(tmp_path / "a" / "tensorboard" / "run") == [
@@ -268,5 +244,5 @@ def test_no_extra_is_asked_for_unless_it_is_needed(monkeypatch, tmp_path, config
         section = schema.MetricsSection(**{key: 9100 if extra == "p" else True})
         needed = configured(tmp_path, metrics=section)
         missing = pytest.raises(errors.ConfigError, match=rf"pip install '\.\[{extra}")
-        with missing, journal.listening_of_supervisor(needed):
+        with missing, journal.listening_on_machine(needed):
             raise AssertionError("it begins")

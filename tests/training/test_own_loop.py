@@ -132,36 +132,61 @@ def test_every_verb_reads_a_loop_that_failed_and_changed_its_devices(
         assert text in capsys.readouterr().err
 
 
+class Recording:
+    """A run in a directory, of batches of four rows, and the events that it shows."""
+
+    def __init__(self, directory):
+        self.directory, self.told = directory, []
+        self.tiers = [ec.Persistent(directory / "saved", every=1)]
+        texts = [{"text": f"text {n}"} for n in range(40)]
+        self.file = directory / "a.array_record"
+        corpora.write_arrayrecord(self.file, texts)
+        self.begin_again()
+
+    def begin_again(self):
+        """Begins with the first rows."""
+        data = ec.data.from_config(
+            grain_train_files=str(self.file),
+            max_target_length=16,
+            enable_data_shuffling=False,
+        )
+        mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+        self.batches = ec.batches(data, mesh=mesh, global_batch_size=4)
+
+    def run(self, **options):
+        given = {"tiers": self.tiers, "emit": self._emit, **options}
+        return ec.RunDirectory(self.directory / "run", **given)
+
+    def _emit(self, name, **fields):
+        self.told.append((name, fields))
+
+    def values(self, key):
+        return [(name, fields.get(key)) for name, fields in self.told]
+
+    def records(self):
+        (attempt,) = step_log.read(self.directory / "run")
+        return attempt.records
+
+
 @pytest.fixture
-def data(tmp_path):
-    texts = [{"text": f"text {n}"} for n in range(40)]
-    corpora.write_arrayrecord(tmp_path / "a.array_record", texts)
-    return ec.data.from_config(
-        grain_train_files=str(tmp_path / "a.array_record"),
-        max_target_length=16,
-        enable_data_shuffling=False,
-    )
-
-
-def batches_of(data):
-    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-    return ec.batches(data, mesh=mesh, global_batch_size=4)
+def recording(tmp_path):
+    made = Recording(tmp_path)
+    yield made
+    made.batches.close()
 
 
 def test_a_loop_and_its_steps_may_share_a_directory_that_is_moved(
-    tmp_path, data, capsys
+    tmp_path, recording, capsys
 ):
-    batches = batches_of(data)
     tiers = [ec.Persistent(tmp_path / "run", every=1)]
     with (
-        ec.RunDirectory(tmp_path / "run", tiers=tiers) as run,
+        recording.run(tiers=tiers) as run,
         ec.Checkpointer(tiers, emit=run.emit) as checkpointer,
     ):
-        run.log(1, next(batches))
+        run.log(1, next(recording.batches))
         checkpointer.save(1, {"w": jax.numpy.ones(1)})
         _, output = run_verb(capsys, "status", tmp_path / "run")
         assert output.startswith("run: training\n")
-    batches.close()
     moved = (tmp_path / "run").rename(tmp_path / "moved")
     # The identity of the run and its record.
     assert {"run.json", "record.json"} <= {each.name for each in moved.iterdir()}
@@ -173,20 +198,19 @@ def test_a_loop_and_its_steps_may_share_a_directory_that_is_moved(
     assert run_verb(capsys, "verify", moved)[0] == 0
 
 
-def test_audit_numbers_steps_as_they_are_logged(tmp_path, data, capsys, monkeypatch):
-    tiers = [ec.Persistent(tmp_path / "saved", every=100)]
+def test_audit_numbers_steps_as_they_are_logged(
+    tmp_path, recording, capsys, monkeypatch
+):
     for first in (1, 3):
-        # The second start begins with the first rows again.
-        batches = batches_of(data)
-        with ec.RunDirectory(tmp_path / "run", tiers=tiers) as run:
+        with recording.run() as run:
             for step in (first, first + 1):
-                run.log(step, next(batches))
-        batches.close()
+                run.log(step, next(recording.batches))
+        recording.begin_again()
     (tmp_path / "made.py").write_text(
         "import elastic_ckpt as ec\n"
         "data = ec.data.from_config(\n"
         "    max_target_length=16, enable_data_shuffling=False,\n"
-        f"    grain_train_files={str(tmp_path / 'a.array_record')!r})\n"
+        f"    grain_train_files={str(recording.file)!r})\n"
     )
     monkeypatch.chdir(tmp_path)
     code, output = run_verb(capsys, "audit", "run", "--data", "made:data")
@@ -195,143 +219,93 @@ def test_audit_numbers_steps_as_they_are_logged(tmp_path, data, capsys, monkeypa
     assert output.endswith("was the data loaded at the resume?\n")
 
 
-def test_losses_may_be_left_out_and_steps_are_numbered_from_one(tmp_path, data):
-    batches = batches_of(data)
-    tiers = [ec.Persistent(tmp_path / "saved", every=100)]
-    with ec.RunDirectory(tmp_path / "run", tiers=tiers) as run:
+def test_losses_may_be_left_out_and_mistakes_are_refused(recording):
+    with recording.run() as run:
         for step in range(1, 6):
-            run.log(step, next(batches))
-        with pytest.raises(ec.ElasticCkptError, match=r"step=0; give the number"):
-            run.log(0, next(batches))
-        with pytest.raises(
-            ec.ElasticCkptError, match=r"step is a dict; .*log\(step, b"
-        ):
-            run.log(next(batches), 1)
-        batch = next(batches)
+            run.log(step, next(recording.batches))
+        batch = next(recording.batches)
         some = {name: batch[name] for name in ("inputs", "targets")}
-        with pytest.raises(ec.ElasticCkptError, match="no 'example_id', but inputs"):
-            run.log(6, some)
+        for arguments, says in (
+            ((0, batch), "step=0; give the number"),
+            ((batch, 1), r"step is a dict; .*log\(step, b"),
+            ((6, some), "no 'example_id', but inputs"),
+        ):
+            with pytest.raises(ec.ElasticCkptError, match=says):
+                run.log(*arguments)
         live = "written by another live run"
         with pytest.raises(ec.ElasticCkptError, match=live):
-            ec.RunDirectory(tmp_path / "run", tiers=tiers)
-    batches.close()
-    (attempt,) = step_log.read(tmp_path / "run")
-    assert [record.step for record in attempt.records] == [0, 1, 2, 3, 4]
-    assert all(record.loss != record.loss for record in attempt.records)
+            recording.run()
+    assert [record.step for record in recording.records()] == [0, 1, 2, 3, 4]
+    assert all(record.loss != record.loss for record in recording.records())
 
 
-def test_every_step_is_durable_when_its_save_is_announced(tmp_path, data, monkeypatch):
-    told = []
-    batches = batches_of(data)
-    tiers = [ec.Persistent(tmp_path / "saved", every=1)]
-
-    def emit(name, **fields):
-        told.append((name, fields.get("why", fields.get("step"))))
-
-    def logged():
-        (attempt,) = step_log.read(tmp_path / "run")
-        return [(each.step, each.row, each.loss) for each in attempt.records]
-
+def test_every_step_is_durable_when_its_save_is_announced(recording, monkeypatch):
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    with ec.RunDirectory(tmp_path / "run", tiers=tiers, steps=9, emit=emit) as run:
+    with recording.run(steps=9) as run:
         for step in range(1, 7):
-            run.log(step, next(batches), loss=jax.numpy.float32(step))
+            run.log(step, next(recording.batches), loss=jax.numpy.float32(step))
         run.emit("save_started", step=6)
-        assert logged() == [(n, 4 * n, n + 1) for n in range(6)]
+        logged = [(each.step, each.row, each.loss) for each in recording.records()]
+        assert logged == [(n, 4 * n, n + 1) for n in range(6)]
         # Each is told before the save that has it.
-        assert [step for name, step in told if name == "step"] == [1, 2, 3, 4, 5, 6]
+        steps = [("step", step) for step in range(1, 7)]
+        assert recording.values("step")[1:] == [*steps, ("save_started", 6)]
         with monkeypatch.context() as patch:
             patch.setattr(jsonlog._File, "_take", full)
-            run.log(7, next(batches), loss=7.0)
+            run.log(7, next(recording.batches), loss=7.0)
             run.emit("save_started", step=7)
-        name, why = told[-2]
+        name, why = recording.values("why")[-2]
         assert name == "degraded"
         assert "the step log is not written, and tried again" in why
         run.emit("save_started", step=7)
-        assert len(logged()) == 7
-    batches.close()
-    assert told[-1] == ("run_stopped", 7)
+        assert len(recording.records()) == 7
+    assert recording.values("step")[-1] == ("run_stopped", 7)
 
 
-def test_a_step_that_was_not_logged_is_not_saved(tmp_path, data, monkeypatch):
-    told = []
-    batches = batches_of(data)
-    tiers = [ec.Persistent(tmp_path / "saved", every=1)]
-
-    def fails(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    for name in ("__init__", "write"):
-        with (  # noqa: PT012
-            pytest.raises(OSError, match="No space left"),
-            ec.RunDirectory(
-                tmp_path / "run", tiers=tiers, emit=lambda name, **_: told.append(name)
-            ) as run,
-            monkeypatch.context() as patch,
-        ):
-            patch.setattr(step_log.StepLog, name, fails)
-            run.log(1, next(batches))
-            run.emit("save_started", step=1)
-    batches.close()
-    assert "save_started" not in told
-
-
-def test_a_run_that_stops_is_saved_if_its_last_step_is_committed(tmp_path, data):
-    told = []
-    batches = batches_of(data)
-    tiers = [ec.Persistent(tmp_path / "saved", every=1)]
-
-    def emit(_, **fields):
-        told.append(fields.get("saved"))
-
-    for events_of_save, retrained, is_saved in (
-        (("save_started",), (), False),
-        (("save_started", "saved"), (), True),
-        # It went back, and has saved nothing since.
-        (("save_started", "saved"), (2, 3), False),
+@pytest.mark.parametrize("method", ["__init__", "write"])
+def test_a_step_that_was_not_logged_is_not_saved(recording, monkeypatch, method):
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with (  # noqa: PT012
+        pytest.raises(OSError, match="No space left"),
+        recording.run() as run,
+        monkeypatch.context() as patch,
     ):
-        with ec.RunDirectory(tmp_path / "run", tiers=tiers, steps=9, emit=emit) as run:
-            for step in (1, 2, 3):
-                run.log(step, next(batches))
-            for name in events_of_save:
-                run.emit(name, step=3, secs=0.0)
-            for step in retrained:
-                run.log(step, next(batches))
-        assert told[-1] is is_saved
-    batches.close()
+        patch.setattr(step_log.StepLog, method, full)
+        run.log(1, next(recording.batches))
+        run.emit("save_started", step=1)
+    assert "save_started" not in [name for name, _ in recording.told]
 
 
-def test_metrics_that_come_later_do_not_erase_those_of_the_step(tmp_path, data):
-    told = []
-    batches = batches_of(data)
-    tiers = [ec.Persistent(tmp_path / "saved", every=9)]
+@pytest.mark.parametrize(
+    ("events_of_save", "retrained", "is_saved"),
+    [
+        (["save_started"], [], False),
+        (["save_started", "saved"], [], True),
+        # It went back, and has saved nothing since.
+        (["save_started", "saved"], [2, 3], False),
+    ],
+)
+def test_a_run_that_stops_is_saved_if_its_last_step_is_committed(
+    recording, events_of_save, retrained, is_saved
+):
+    with recording.run(steps=9) as run:
+        for step in (1, 2, 3):
+            run.log(step, next(recording.batches))
+        for name in events_of_save:
+            run.emit(name, step=3, secs=0.0)
+        for step in retrained:
+            run.log(step, next(recording.batches))
+    assert recording.values("saved")[-1] == ("run_stopped", is_saved)
 
-    def emit(_, **fields):
-        told.append([fields.get(key) for key in ("loss", "tokens", "learning_rate")])
 
-    with ec.RunDirectory(tmp_path / "run", tiers=tiers, steps=1, emit=emit) as run:
-        run.log(1, next(batches), tokens=128, learning_rate=0.5)
-        run.log_metrics(1, loss=2.0, learning_rate=0.25)
-    batches.close()
-    assert told[1] == [2.0, 128, 0.25]
-
-
-def test_the_metrics_of_a_step_may_come_after_it_is_saved(tmp_path, data):
-    told = []
-    batches = batches_of(data)
-    tiers = [ec.Persistent(tmp_path / "saved", every=1)]
-    with ec.RunDirectory(
-        tmp_path / "run",
-        tiers=tiers,
-        emit=lambda name, **fields: told.append((name, fields.get("loss"))),
-    ) as run:
+def test_the_metrics_of_a_step_may_come_later_and_after_it_is_saved(recording):
+    with recording.run() as run:
         for step in (1, 2):
-            run.log(step, next(batches))
+            run.log(step, next(recording.batches), tokens=128, learning_rate=0.5)
             run.emit("save_started", step=step)
-            run.log_metrics(step, loss=jax.numpy.float32(step / 2))
+            run.log_metrics(step, loss=jax.numpy.float32(step / 2), learning_rate=0.25)
         run.emit("data_ended", step=2)
-    batches.close()
-    assert told == [
+    assert recording.values("loss") == [
         ("run_started", None),
         ("save_started", None),
         ("step", 0.5),
@@ -341,49 +315,32 @@ def test_the_metrics_of_a_step_may_come_after_it_is_saved(tmp_path, data):
         # No number of steps was given, and the data has ended.
         ("run_finished", None),
     ]
+    _, step = recording.told[2]
+    # What was known of the step is kept.
+    assert (step["tokens"], step["learning_rate"]) == (128, 0.25)
 
 
-def test_error_of_the_loop_is_the_end_of_its_events(tmp_path):
-    tiers = [ec.Persistent(tmp_path / "saved", every=100)]
-    with pytest.raises(ZeroDivisionError):
-        fail_in(ec.RunDirectory(tmp_path / "run", tiers=tiers))
-    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["event"] == "run_failed"
-    assert json.loads(lines[-1])["why"] == "in the loop"
+def test_error_of_the_loop_is_the_end_of_its_events(recording):
+    with pytest.raises(ZeroDivisionError), recording.run() as run:  # noqa: PT012
+        run.emit("save_started", step=3)
+        raise ZeroDivisionError("in the loop")
+    text = (recording.directory / "run" / "events.jsonl").read_text()
+    last = json.loads(text.splitlines()[-1])
+    assert (last["event"], last["why"]) == ("run_failed", "in the loop")
 
 
-def test_worlds_of_several_machines_need_no_lock_and_of_one_machine_they_do(
-    tmp_path, data
-):
-    tiers = [ec.Persistent(tmp_path / "saved", every=100)]
-
+def test_worlds_of_several_machines_need_no_lock_and_of_one_machine_they_do(recording):
     def recorded(owner):
-        told = []
-        world = World(
-            number=2,
-            slices=(0,),
-            slice_name="0",
-            emit=lambda name, **_: told.append(name),
-            _between=BetweenWorlds(
-                claimant=Claimant(name="start", owner=owner), resumes=lambda: True
-            ),
-        )
-        run = ec.RunDirectory(tmp_path / "run", tiers=tiers, world=world)
-        batches = batches_of(data)
-        with run:
-            run.log(1, next(batches))
-        batches.close()
-        return told
+        claimant = Claimant(name="start", owner=owner)
+        between = BetweenWorlds(claimant=claimant, resumes=lambda: True)
+        world = World(number=2, slices=(0,), slice_name="0", _between=between)
+        with recording.run(world=world) as run:
+            run.log(1, next(recording.batches))
+        return [name for name, _ in recording.told]
 
     # A host that stands still may hold it for ever.
-    with storage.exclusive_lock(tmp_path / "run" / run_files.LOCK):
-        # The run is not over, and its supervisor gets the events.
+    with storage.exclusive_lock(recording.directory / "run" / run_files.LOCK):
+        # The run is not over.
         assert recorded(owner=None) == ["run_started", "step", "run_stopped"]
         with pytest.raises(errors.RunError, match="written by another live run"):
             recorded(owner=process.this())
-
-
-def fail_in(recorded):
-    with recorded as run:
-        run.emit("save_started", step=3)
-        raise ZeroDivisionError("in the loop")
