@@ -269,8 +269,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "an executable is loaded for other arguments",
         "elastic_ckpt/elastic/executables.py",
-        "code = jitted.__wrapped__, _abstract(arguments), _settings()",
-        "code = jitted.__wrapped__, None, _settings()",
+        "code = jitted.__wrapped__, str(structure), shapes, _devices(arguments)",
+        "code = jitted.__wrapped__",
         ("tests/elastic/test_executables.py",),
     ),
     Fault(
