@@ -7,6 +7,7 @@ supervisor's orders. Importing this module does not import JAX, for a fast launc
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import faulthandler
@@ -32,13 +33,13 @@ from etils import epy
 from elastic_ckpt.core import allgather, background, errors, events, storage
 from elastic_ckpt.elastic import device_check, executables, failures, termination, watch
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
-from elastic_ckpt.elastic.world import Answers, BetweenWorlds, Leaving, World
+from elastic_ckpt.elastic.world import BetweenWorlds, Leaving, World
 from elastic_ckpt.steps import layout
 
 with epy.lazy_imports():
     import jax
 
-    from elastic_ckpt.core import addresses
+    from elastic_ckpt.core import addresses, metrics
     from elastic_ckpt.data.lm import documents
 
 # What the fork server imports for any host, which would else do so in the pause of a
@@ -58,15 +59,15 @@ LEAVE = b"leave"
 LOSE_MEMORY = b"lose memory"
 STOP = b"stop"
 
-# At least between two reports of the same phase.
-_PHASE_SECS = 0.2
+# A host measures how late it wakes up, so many times between two heartbeats.
+_TICKS, _TICK_SECS = 10, 0.1
 # How soon JAX aborts a process that has lost the coordination service.
 _ABORT_SECS = 2.0
 # How long other hosts have to report their failures, at most.
 _REPORT_SECS = 10.0
-# How long hosts that got SIGTERM wait for the supervisor's order, which arrives at once
-# unless the supervisor is lost; and for each other.
-_ORDER_SECS = 5.0
+# How long hosts that got SIGTERM wait for the order that the supervisor gives when it
+# learns of the signal; and for each other.
+_ORDER_SECS = 20.0
 _AGREE_SECS = 60.0
 # The longest time to join, if the supervisor does not end the hosts before. When it is
 # over JAX aborts all hosts, and does not name the one that is missing.
@@ -188,11 +189,12 @@ class HostChannel:
     def __init__(self, pipe: connection.Connection) -> None:
         self._pipe = pipe
         self._lock = threading.Lock()
-        self._load = watch.HostLoad()
-        self._phase, self._phase_secs = watch.TRAIN, 0.0
+        self._phase = ""
         # How many phases have begun, reported or not.
         self._num_begun = 0
         self._has_stepped = False
+        # What this host alone has spent time on since the last heartbeat, by kind.
+        self._spent_secs: dict[str, float] = collections.defaultdict(float)
         self._order = b""
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
@@ -205,13 +207,14 @@ class HostChannel:
         with self._lock:
             self._pipe.send_bytes(json.dumps(message).encode())
 
-    def begin(self, phase: str | None = None) -> None:
-        """Reports that the program begins a phase; None begins the same once more."""
-        phase = phase or self._phase
+    def begin(self, phase: str) -> None:
+        """Reports that the program begins a phase.
+
+        The next heartbeat reports that it has begun the same phase once more.
+        """
         self._num_begun += 1
-        now_secs = time.monotonic()
-        if phase != self._phase or now_secs - self._phase_secs > _PHASE_SECS:
-            self._phase, self._phase_secs = phase, now_secs
+        if phase != self._phase:
+            self._phase = phase
             self.send({"phase": phase, "begun": self._num_begun})
 
     def step(self) -> None:
@@ -219,7 +222,7 @@ class HostChannel:
         if not self._has_stepped:
             self._has_stepped = True
             self.send({"stepped": True})
-        self.begin()
+        self.begin(self._phase)
 
     def wait(self, await_check: Callable[[], object]) -> None:
         """Returns when the world begins, which this host has joined.
@@ -230,7 +233,7 @@ class HostChannel:
         """
         if not self._pipe.poll():
             await_check()
-        self._load.listen()
+        jax.monitoring.register_event_duration_secs_listener(self._note_duration)
         self.send({"ready": True})
         order = self._pipe.recv_bytes()
         assert order == BEGIN, order
@@ -246,14 +249,39 @@ class HostChannel:
                 self._order = LEAVE
         return self._order
 
+    def agree(self, hosts: allgather.Allgather) -> bytes:
+        """The order that all hosts of a world follow, whichever of them got it.
+
+        Some may not have got it yet. If no host gets one, the run ends.
+        """
+        own = self.order(_ORDER_SECS).decode()
+        told = hosts.gather("leaving", own, timeout_secs=_AGREE_SECS)
+        given = (each for each in (STOP, LOSE_MEMORY, LEAVE) if each.decode() in told)
+        return next(given, STOP)
+
     def send_heartbeats(self) -> None:
         """Sends one each second, with what this host alone spends time on."""
         # The supervisor's end is closed when it is about to kill this process.
         with contextlib.suppress(OSError):
             while True:
-                begun = self._num_begun
-                self.send({"heartbeat": self._load.take(), "begun": begun})
-                self._load.sleep()
+                with self._lock:
+                    spent_secs = {**self._spent_secs}
+                    self._spent_secs.clear()
+                self.send({"heartbeat": spent_secs, "begun": self._num_begun})
+                for _ in range(_TICKS):
+                    began_secs = time.monotonic()
+                    time.sleep(_TICK_SECS)
+                    late_secs = time.monotonic() - began_secs - _TICK_SECS
+                    self._note_spent(watch.LATE, late_secs)
+
+    def _note_duration(self, event: str, duration_secs: float, **_: str | int) -> None:
+        kinds = {metrics.DATA_WAIT.name: "data", metrics.DATA_SAVE_BLOCK.name: "save"}
+        if event in kinds:
+            self._note_spent(kinds[event], duration_secs)
+
+    def _note_spent(self, kind: str, secs: float) -> None:
+        with self._lock:
+            self._spent_secs[kind] += secs
 
 
 # The program of a host; it joins the world as the given member.
@@ -358,104 +386,66 @@ def run_host(
       channel: to the supervisor.
     """
     slices, memory = assignment.work.slices, owned.memory
+    own = slices[member.host * len(slices) // member.num_hosts]
     # The hosts of a machine share its cores, but no devices.
     local_hosts = min(member.num_hosts, owned.most_hosts)
     os.environ[documents.LOCAL_HOSTS_VARIABLE] = str(local_hosts)
     configure(hardware, slot=owned.slot(member, slices))
     # Slices of the mesh: a host may simulate several.
-    parts = range(max(1, hardware.slices // hardware.hosts))
-    slices = tuple(each * len(parts) + part for each in slices for part in parts)
-    number = slices[member.host * len(slices) // member.num_hosts]
-    with joined(member, channel), termination.agreed() as is_reached:
-        check_devices(hardware.hardware)
-        compiled = executables.Executables(owned.kept).compiled
-        await_check = _begin_check(assignment, owned, member, compiled)
-        channel.wait(await_check)
-        leaving = _HostAnswers(channel, member, is_reached, await_check)
-        leaving.emit("world_joined", world=assignment.number)
-        channel.begin(watch.TRAIN)
-        train(
-            World(
-                number=assignment.number,
-                slices=slices,
-                slice_name=str(number),
-                ram_directory=None if memory is None else memory.root(number),
-                rows=assignment.work.rows,
-                microbatches=assignment.work.accumulated,
-                emit=leaving.emit,
-                leaving=leaving,
-                begin=channel.begin,
-                _between=BetweenWorlds(
-                    compiled=compiled,
-                    claimant=assignment.claimant,
-                    resumes=lambda: leaving.resumes,
-                    loses_memory=lambda: leaving.loses_memory,
-                ),
-            )
-        )
-        if leaving.given is not None:
-            leaving.emit("world_left", step=leaving.step)
+    parts = max(1, hardware.slices // hardware.hosts)
 
-
-class _HostAnswers(Answers):
-    """Answers the same on all hosts.
-
-    Args:
-      channel: to the supervisor, which says whether the run continues.
-      member: this host; the first one alone emits events.
-      is_reached: whether the hosts have agreed to leave after a number of steps.
-      await_check: returns when the devices have shown that they are sound.
-
-    Attributes:
-      loses_memory: whether a host loses its memory when it leaves.
-    """
-
-    def __init__(
-        self,
-        channel: HostChannel,
-        member: Member,
-        is_reached: Callable[[int], bool],
-        await_check: Callable[[], object],
-    ) -> None:
-        super().__init__(events.nobody if member.host else channel, self._agreed)
-        self._channel = channel
-        self._is_reached = is_reached
-        self._await_check = await_check
-        self._hosts = allgather.new()
-        self.loses_memory = False
-
-    def __call__(self, step: int) -> Leaving | None:
-        """See `World.leaving`."""
-        self._await_check()
-        self._channel.step()
-        return super().__call__(step)
-
-    def _agreed(self, step: int) -> Leaving | None:
-        if not self._is_reached(step):
+    def ask(step: int) -> Leaving | None:
+        channel.step()
+        if not is_reached(step):
             return None
-        # SIGTERM may reach a host before the supervisor's order reaches any.
-        own = self._channel.order(_ORDER_SECS).decode()
-        told = self._hosts.gather("leaving", own, timeout_secs=_AGREE_SECS)
-        orders = {each.encode() for each in told}
-        self.loses_memory = LOSE_MEMORY in orders
-        return "stop" if STOP in orders or orders == {b""} else "resume"
+        order = channel.agree(hosts)
+        between.loses_memory = order == LOSE_MEMORY
+        return "stop" if order == STOP else "resume"
 
-
-def _begin_check(
-    assignment: Assignment, owned: Owned, member: Member, compiled: Callable[..., Any]
-) -> Callable[[], object]:
-    # Beside the restore; what it returns waits for its end, if it is needed.
-    slices = assignment.work.slices
-    own = slices[member.host * len(slices) // member.num_hosts]
-    if own not in assignment.unchecked:
-        return lambda: None
-    check = functools.partial(
-        device_check.check_devices,
-        jax.local_devices(),
-        compiled,
-        error=int(own in owned.broken),
-    )
-    return background.in_thread(check, name="device-check").result
+    with joined(member, channel.begin):
+        check_devices(hardware.hardware)
+        hosts = allgather.new()
+        # JAX's preemption service takes the signal, and does not say which host got it.
+        termination.call_beside(signal.SIGTERM, lambda: channel.send({"sigterm": True}))
+        compiled = executables.Executables(owned.kept).compiled
+        between = BetweenWorlds(
+            emit=events.nobody if member.host else channel,
+            ask=ask,
+            compiled=compiled,
+            claimant=assignment.claimant,
+        )
+        if own in assignment.unchecked:
+            check = functools.partial(
+                device_check.check_devices,
+                jax.local_devices(),
+                compiled,
+                error=int(own in owned.broken),
+            )
+            # Beside the restore.
+            checking = background.in_thread(check, name="device-check")
+            between.await_check = checking.result
+        with termination.agreed() as is_reached:
+            channel.wait(between.await_check)
+            between.report("world_joined", world=assignment.number)
+            channel.begin(watch.TRAIN)
+            train(
+                World(
+                    number=assignment.number,
+                    slices=tuple(
+                        each * parts + part for each in slices for part in range(parts)
+                    ),
+                    slice_name=str(own * parts),
+                    ram_directory=None if memory is None else memory.root(own * parts),
+                    rows=assignment.work.rows,
+                    microbatches=assignment.work.accumulated,
+                    emit=between.report,
+                    leaving=between.leaving,
+                    begin=channel.begin,
+                    _between=between,
+                )
+            )
+            if between.answer is not None:
+                between.report("world_left", step=between.step)
 
 
 def configure(world: Hardware, *, slot: int | None = None) -> None:
@@ -469,9 +459,7 @@ def configure(world: Hardware, *, slot: int | None = None) -> None:
     jax.config.update("jax_platforms", _PLATFORMS[world.hardware])
     gpus = None if slot is None else world.gpus(slot)
     if world.hardware == "gpu" and gpus is not None:
-        visible = ",".join(map(str, gpus))
-        jax.config.update("jax_cuda_visible_devices", visible)
-        jax.config.update("jax_rocm_visible_devices", visible)
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, gpus)))
     jax.config.update("jax_num_cpu_devices", world.devices_per_host)
     if world.jax_cache_dir:
         directory = storage.absolute(os.path.expanduser(world.jax_cache_dir))
@@ -508,19 +496,20 @@ def join_outer_launcher() -> bool:
 
 
 @contextlib.contextmanager
-def joined(member: Member, channel: HostChannel | None = None) -> Iterator[None]:
+def joined(
+    member: Member, begin: Callable[[str], object] = lambda _: None
+) -> Iterator[None]:
     """Joins the world; at the end of the body leaves it together with all hosts.
 
     If the body raises, JAX is not shut down: the process must end.
 
     Args:
       member: the place of this host.
-      channel: to the supervisor, which learns of phases, and of SIGTERM.
+      begin: called with the name of a phase when it begins.
 
     Raises:
       RunError: if this host does not reach host 0.
     """
-    begin = (lambda _: None) if channel is None else channel.begin
     begin(watch.REACH)
     if member.host:
         _reach(member)
@@ -534,11 +523,6 @@ def joined(member: Member, channel: HostChannel | None = None) -> Iterator[None]
         initialization_timeout=_JOIN_SECS,
     )
     _collect_over_the_same_network()
-    if channel is not None:
-        # JAX's preemption service receives it from here on, and does not say which
-        # host got it.
-        termination.call_beside(signal.SIGTERM, lambda: channel.send({"sigterm": True}))
-    termination.release()
     yield
     # The coordination service ends with host 0; hosts still connected would fail.
     jax.distributed.shutdown()
@@ -547,19 +531,18 @@ def joined(member: Member, channel: HostChannel | None = None) -> Iterator[None]
 def _reach(member: Member) -> None:
     # Returns when host 0 accepts connections.
     host, port = member.address.rsplit(":", 1)
-    began_secs = time.monotonic()
+    until_secs = time.monotonic() + _JOIN_SECS
     while True:
         try:
             socket.create_connection((host.strip("[]"), int(port)), _TRY_SECS).close()
+            return
         except OSError as error:
-            if time.monotonic() - began_secs > _JOIN_SECS:
+            if time.monotonic() > until_secs:
                 raise errors.RunError(
                     f"host {member.host} has not reached host 0 at {member.address} in"
                     f" {_JOIN_SECS} s ({error}); check the network between them"
                 ) from error
             time.sleep(_REACH_SECS)
-        else:
-            return
 
 
 def _collect_over_the_same_network() -> None:

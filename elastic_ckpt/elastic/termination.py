@@ -184,6 +184,7 @@ def agreed() -> Iterator[Callable[[int], bool]]:
 
     # The checkpointer asks the same service.
     with preemption.counting():
+        release()
         ask = multihost_utils.reached_preemption_sync_point
         yield lambda step: preemption.reached(step, ask)
 

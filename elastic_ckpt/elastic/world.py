@@ -30,26 +30,57 @@ if TYPE_CHECKING:
 Leaving = Literal["stop", "resume"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class BetweenWorlds:
-    """What a world shares with those before and after it.
+    """What a world shares with those before and after it, and how it is left for them.
 
     Attributes:
+      emit: called for each event of the world.
+      ask: returns how the world is left after a number of steps, the same on all hosts;
+        not called after the first answer.
+      await_check: returns when the devices of this host have shown that they are sound:
+        before, no step of theirs counts, and none is saved.
       compiled: compiles a jitted function, or takes what an earlier world has compiled.
       claimant: claims the world for this start of the run; None claims no worlds.
       device_state: the state that stays on the devices between worlds; None if each
         world has other processes.
-      resumes: whether the hosts have agreed to leave for another world of the run,
-        which makes the backups that are still owed.
+      answer: the first one; None until the world is to be left.
+      step: the steps that are done then.
       loses_memory: whether a host loses its memory when it leaves, so that copies have
         to be made before.
     """
 
+    emit: events.Emit = events.nobody
+    ask: Callable[[int], Leaving | None] = lambda _: None
+    await_check: Callable[[], object] = lambda: None
     compiled: Callable[..., Callable[..., Any]] = executables.compile_now
     claimant: Claimant | None = None
     device_state: DeviceState | None = None
-    resumes: Callable[[], bool] = lambda: False
-    loses_memory: Callable[[], bool] = lambda: False
+    answer: Leaving | None = None
+    step: int = 0
+    loses_memory: bool = False
+    _emits_steps: bool = False
+
+    def report(self, name: str, **fields: storage.Json) -> None:
+        """Emits an event of the world."""
+        self._emits_steps |= name in ("run_started", "step")
+        self.emit(name, **fields)
+
+    def leaving(self, step: int) -> Leaving | None:
+        """See `World.leaving`; reports the steps of programs that do not."""
+        self.await_check()
+        if not self._emits_steps:
+            self.emit("step_done", step=step)
+        if self.answer is None:
+            self.answer, self.step = self.ask(step), step
+        return self.answer
+
+    def resumes(self) -> bool:
+        """Whether the hosts have agreed to leave for another world of the run.
+
+        That makes the backups that are still owed.
+        """
+        return self.answer == "resume"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +119,7 @@ class World:
     emit: events.Emit = events.nobody
     leaving: Callable[[int], Leaving | None] = lambda _: None
     begin: Callable[[str], None] = lambda _: None
-    _between: BetweenWorlds = BetweenWorlds()
+    _between: BetweenWorlds = dataclasses.field(default_factory=BetweenWorlds)
 
     def compiled(
         self, jitted: Any, *arguments: Any, step: int = 0
@@ -143,7 +174,9 @@ class World:
           The arrays; None if there are none for this step.
         """
         device_state = self._between.device_state
-        return None if device_state is None else device_state.take(step, abstract_state)
+        if device_state is None:
+            return None
+        return device_state.take(step, abstract_state, self.emit)
 
     def checkpointer(
         self,
@@ -186,7 +219,8 @@ class World:
                 number=self.number,
                 claimant=shared.claimant,
                 is_left=is_left,
-                loses_memory=shared.loses_memory,
+                loses_memory=lambda: shared.loses_memory,
+                await_check=shared.await_check,
             ),
             emit=emit or self.emit,
         )
@@ -201,41 +235,3 @@ def is_claiming(world: World) -> bool:
     """Whether its run may go on on another machine, by the claims of its worlds."""
     claimant = between(world).claimant
     return claimant is not None and claimant.owner is None
-
-
-class Answers:
-    """Answers `World.leaving`, and reports the steps of programs that do not.
-
-    Args:
-      emit: called for each event of the world.
-      ask: returns the answer after a number of steps; not called after the first one.
-
-    Attributes:
-      given: None until the world is to be left.
-      step: the steps that are done then.
-    """
-
-    def __init__(self, emit: events.Emit, ask: Callable[[int], Leaving | None]) -> None:
-        self._emit = emit
-        self._ask = ask
-        self._emits_steps = False
-        self.given: Leaving | None = None
-        self.step = 0
-
-    def emit(self, name: str, **fields: storage.Json) -> None:
-        """Passes an event on."""
-        self._emits_steps |= name in ("run_started", "step")
-        self._emit(name, **fields)
-
-    def __call__(self, step: int) -> Leaving | None:
-        """See `World.leaving`."""
-        if not self._emits_steps:
-            self._emit("step_done", step=step)
-        if self.given is None:
-            self.given, self.step = self._ask(step), step
-        return self.given
-
-    @property
-    def resumes(self) -> bool:
-        """Whether the run continues in another world."""
-        return self.given == "resume"

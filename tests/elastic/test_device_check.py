@@ -4,7 +4,9 @@ import jax
 import numpy as np
 import pytest
 
+import elastic_ckpt as ec
 from elastic_ckpt.elastic import device_check
+from elastic_ckpt.elastic.world import BetweenWorlds, World
 
 
 def test_the_number_is_that_of_whole_numbers_on_every_device():
@@ -27,3 +29,19 @@ def test_a_wrong_number_names_the_device():
     with pytest.raises(device_check.DeviceWrongError, match="and sound devices") as e:
         device_check.check_devices([device], error=1)
     assert f"{device} computed {device_check.EXPECTED + 1}" in str(e.value)
+
+
+def test_no_step_is_done_or_saved_before_the_devices_are_sound(tmp_path):
+    def check():
+        device_check.check_devices(jax.local_devices(), error=1)
+
+    told = []
+    between = BetweenWorlds(emit=lambda name, **_: told.append(name), await_check=check)
+    world = World(number=1, slices=(0,), slice_name="0", _between=between)
+    with world.checkpointer([ec.Persistent(tmp_path, every=1)]) as checkpointer:
+        with pytest.raises(device_check.DeviceWrongError):
+            checkpointer.save_checkpointables_async(1, {"state": {}})
+        assert not checkpointer.checkpoints
+    with pytest.raises(device_check.DeviceWrongError):
+        between.leaving(1)
+    assert not told

@@ -21,42 +21,47 @@ def pipes():
 
 
 @pytest.mark.parametrize(
-    ("own", "others", "answer", "loses_memory"),
+    ("own", "others", "agreed"),
     [
-        (host.LEAVE, [host.LEAVE], "resume", False),
-        (host.LEAVE, [host.LOSE_MEMORY], "resume", True),
+        (host.LEAVE, [host.LEAVE], host.LEAVE),
+        (host.LEAVE, [host.LOSE_MEMORY], host.LOSE_MEMORY),
         # The order has not reached all hosts yet.
-        (host.LEAVE, [b""], "resume", False),
-        (host.STOP, [b""], "stop", False),
+        (host.LEAVE, [b""], host.LEAVE),
+        (host.STOP, [b""], host.STOP),
         # The run ends while its hosts leave for another world.
-        (host.LEAVE, [host.STOP], "stop", False),
+        (host.LEAVE, [host.STOP], host.STOP),
         # The supervisor is lost, and kills this process.
-        (None, [b""], "resume", False),
+        (None, [b""], host.LEAVE),
     ],
 )
-def test_all_hosts_leave_in_one_way(pipes, own, others, answer, loses_memory):
+def test_all_hosts_leave_in_one_way(pipes, own, others, agreed):
     ours, theirs = pipes
-    member = host.Member(address="", num_hosts=2, host=1)
-    checked = []
-    leaving = host._HostAnswers(
-        host.HostChannel(theirs),
-        member,
-        lambda step: step == 3,
-        lambda: checked.append(1),
-    )
-    leaving._hosts = types.SimpleNamespace(
-        gather=lambda _, mine, **__: [mine, *(each.decode() for each in others)]
-    )
-    assert [leaving(1), leaving(2)] == [None, None]
     if own is None:
         ours.close()
-        # What the steps have reported cannot be sent any more.
-        leaving._channel.step = lambda: None
     else:
         ours.send_bytes(own)
-    assert [leaving(3), leaving(4)] == [answer, answer]
-    assert (leaving.step, leaving.loses_memory) == (3, loses_memory)
-    assert len(checked) == 4
+    hosts = types.SimpleNamespace(
+        gather=lambda _, mine, **__: [mine, *(each.decode() for each in others)]
+    )
+    assert host.HostChannel(theirs).agree(hosts) == agreed
+
+
+def test_phases_are_told_when_another_one_begins_and_the_first_step(pipes):
+    ours, theirs = pipes
+    channel = host.HostChannel(theirs)
+    for phase in ("restore", "step"):
+        channel.begin(phase)
+    for _ in range(3):
+        channel.step()
+    channel.begin("save")
+    channel("world_left", step=3)
+    assert [json.loads(ours.recv_bytes()) for _ in range(5)] == [
+        {"phase": "restore", "begun": 1},
+        {"phase": "step", "begun": 2},
+        {"stepped": True},
+        {"phase": "save", "begun": 6},
+        {"event": "world_left", "fields": {"step": 3}},
+    ]
 
 
 EARLY = """
@@ -70,9 +75,11 @@ channel = host.HostChannel(connection.Connection(int(sys.argv[1])))
 host.configure(host.Hardware())
 member = host.Member(address=sys.argv[2], num_hosts=1, host=0)
 step = 0
-with host.joined(member, channel), termination.agreed() as is_reached:
-    while not is_reached(step):
-        step += 1
+with host.joined(member, channel.begin):
+    termination.call_beside(signal.SIGTERM, lambda: channel.send({"sigterm": True}))
+    with termination.agreed() as is_reached:
+        while not is_reached(step):
+            step += 1
 """
 
 

@@ -136,9 +136,11 @@ def test_a_signal_while_a_world_is_left_for_another_one_ends_the_run(cluster):
         os.kill(os.getpid(), signal.SIGTERM)
         while cluster.events[-1][0] != "stop_requested":
             time.sleep(0.01)
+        world.emit("run_stopped", step=2, saved=True)
 
     decided = iter((None, decision.Wait(why="fewer slices", within_secs=1.0)))
     assert cluster.train(train, 0, 1, has_changed=lambda: next(decided))
+    assert cluster.events[-1] == ("run_stopped", {"step": 2, "saved": True})
     assert not [name for name, _ in cluster.events if name == "world_left"]
 
 
@@ -170,30 +172,33 @@ def abstract(state):
     )
 
 
-def kept(state, step=7):
+def taken(state, step, wanted):
+    """What is taken of a state after 7 steps, and what is told of it."""
     told = []
-    device_state = pathways.DeviceState(
-        lambda name, **fields: told.append((name, fields))
-    )
-    device_state.put(step, state)
-    return device_state, told
+    device_state = pathways.DeviceState()
+    device_state.put(7, state)
+
+    def emit(name, **fields):
+        told.append((name, fields))
+
+    found = device_state.take(step, wanted, emit)
+    # It is kept no longer.
+    assert device_state.take(step, wanted, emit) is None
+    return found, told
 
 
 def test_the_state_is_the_same_under_the_sharding_of_another_world():
     before, after = map(state_on, meshes())
     for old, new in ((before, after), (after, before)):
-        device_state, told = kept(old)
-        taken = device_state.take(7, abstract(new))
-        for name, leaf in taken.items():
+        found, told = taken(old, 7, abstract(new))
+        for name, leaf in found.items():
             assert leaf.sharding == new[name].sharding
             assert np.asarray(leaf).tobytes() == np.asarray(old[name]).tobytes()
         ((name, fields),) = told
         assert (name, fields["step"], fields["device_bytes"]) == ("state_kept", 7, 76)
-        # It is kept no longer.
-        assert device_state.take(7, abstract(new)) is None
 
 
-def test_a_state_of_another_step_or_model_is_not_taken():
+def test_a_state_of_another_step_or_model_or_of_lost_devices_is_not_taken():
     before, after = map(state_on, meshes())
     wider = {**abstract(after), "weights": jax.ShapeDtypeStruct((6, 4), "float32")}
     for step, wanted in (
@@ -201,19 +206,11 @@ def test_a_state_of_another_step_or_model_is_not_taken():
         (7, {"weights": abstract(after)["weights"]}),
         (7, wider),
     ):
-        device_state, told = kept(before)
-        assert device_state.take(step, wanted) is None
-        assert not told
-
-
-def test_a_state_of_devices_that_are_lost_is_not_taken():
-    before, after = map(state_on, meshes())
-    device_state, told = kept(before)
+        assert taken(before, step, wanted) == (None, [])
     simulator = mock_fault_injection.DeviceLossSimulator()
     simulator.mark_device_lost(jax.devices()[4])
     with simulator:
-        assert device_state.take(7, abstract(after)) is None
-    assert not told
+        assert taken(before, 7, abstract(after)) == (None, [])
 
 
 def test_a_head_that_was_not_started_beside_a_proxy_says_what_starts_it(

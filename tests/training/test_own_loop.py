@@ -365,7 +365,7 @@ def test_worlds_of_several_machines_need_no_lock_and_of_one_machine_they_do(
             slice_name="0",
             emit=lambda name, **_: told.append(name),
             _between=BetweenWorlds(
-                claimant=Claimant(name="start", owner=owner), resumes=lambda: True
+                claimant=Claimant(name="start", owner=owner), answer="resume"
             ),
         )
         run = ec.RunDirectory(tmp_path / "run", tiers=tiers, world=world)
