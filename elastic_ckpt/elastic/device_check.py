@@ -9,16 +9,17 @@ and compile, and before their first step counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from etils import epy
 
 from elastic_ckpt.core import errors
 
-if TYPE_CHECKING:
+with epy.lazy_imports():
     import jax
 
-# The result of `compute` on sound devices; a test computes it with integers.
+# What sound devices compute; a test computes it with integers.
 EXPECTED = 2136504280
 _SIZE = 256
 _ROUNDS = 16
@@ -48,36 +49,26 @@ def check_devices(
       DeviceWrongError: if one does not.
     """
     for device in devices:
-        value = compute(device, compiled) + error
+        here = jax.NamedSharding(jax.sharding.Mesh([device], ("device",)), jax.P())
+        places = np.indices((_SIZE, _SIZE), np.int32)
+        rows, columns = (jax.device_put(each, here) for each in places)
+        computed = compiled(jax.jit(_compute), rows, columns)(rows, columns)
+        value = int(computed) + error
         if value != EXPECTED:
             raise DeviceWrongError(
                 f"{device} computed {value}, and sound devices compute {EXPECTED}"
             )
 
 
-def compute(device: jax.Device, compiled: Callable[..., Any]) -> int:
-    """The number that a device computes; `EXPECTED` on a sound one."""
-    import jax
-    import jax.numpy as jnp
+def _compute(rows: jax.Array, columns: jax.Array) -> jax.Array:
+    weights = (5 * rows + 3 * columns * columns + 1) % _MODULUS
 
-    @jax.jit
-    def rounds(rows: jax.Array, columns: jax.Array) -> jax.Array:
-        weights = (5 * rows + 3 * columns * columns + 1) % _MODULUS
+    def multiply(_: int, values: jax.Array) -> jax.Array:
+        product = values.astype("float32") @ weights.astype("float32")
+        return product.astype("int32") % _MODULUS
 
-        def multiply(_: int, values: jax.Array) -> jax.Array:
-            product = values.astype(jnp.float32) @ weights.astype(jnp.float32)
-            return product.astype(jnp.int32) % _MODULUS
-
-        values = jax.lax.fori_loop(
-            0, _ROUNDS, multiply, (7 * rows + 11 * columns) % _MODULUS
-        )
-        # It depends on the order of rows and columns, modulo 2**32.
-        position = (rows * _SIZE + columns + 1).astype(jnp.uint32)
-        return (values.astype(jnp.uint32) * position).sum(dtype=jnp.uint32)
-
-    mesh = jax.sharding.Mesh([device], ("device",))
-    here = jax.NamedSharding(mesh, jax.P())
-    arrays = [
-        jax.device_put(each, here) for each in np.indices((_SIZE, _SIZE), np.int32)
-    ]
-    return int(compiled(rounds, *arrays)(*arrays))
+    begin = (7 * rows + 11 * columns) % _MODULUS
+    values = jax.lax.fori_loop(0, _ROUNDS, multiply, begin)
+    # It depends on the order of rows and columns, modulo 2**32.
+    position = (rows * _SIZE + columns + 1).astype("uint32")
+    return (values.astype("uint32") * position).sum(dtype="uint32")

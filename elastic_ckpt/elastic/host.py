@@ -260,9 +260,11 @@ class HostChannel:
         return next(given, STOP)
 
     def send_heartbeats(self) -> None:
-        """Sends one each second, with what this host alone spends time on."""
-        # The supervisor's end is closed when it is about to kill this process.
-        with contextlib.suppress(OSError):
+        """Sends one each second, with what this host alone spends time on.
+
+        If that fails the supervisor has ended, and this process ends with it.
+        """
+        try:
             while True:
                 with self._lock:
                     spent_secs = {**self._spent_secs}
@@ -273,6 +275,8 @@ class HostChannel:
                     time.sleep(_TICK_SECS)
                     late_secs = time.monotonic() - began_secs - _TICK_SECS
                     self._note_spent(watch.LATE, late_secs)
+        except OSError:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _note_duration(self, event: str, duration_secs: float, **_: str | int) -> None:
         kinds = {metrics.DATA_WAIT.name: "data", metrics.DATA_SAVE_BLOCK.name: "save"}
@@ -293,22 +297,13 @@ Task = Callable[[connection.Connection], None]
 def stand_by(pipe: connection.Connection, example: Task | None) -> None:
     """Waits for a task, and does it: what a new process of a supervisor runs.
 
-    It ends with the supervisor, and leaves Ctrl-C, which reaches every process of the
-    terminal, to it.
+    It leaves Ctrl-C, which reaches every process of the terminal, to the supervisor.
 
     Args:
       pipe: to the supervisor, which sends the task.
       example: a task that imports what the one to come imports; None if this waits for
         nothing.
     """
-    supervisor = multiprocessing.parent_process()
-    assert supervisor is not None
-
-    def end() -> None:
-        connection.wait([supervisor.sentinel])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    background.in_thread(end, name="die-with-supervisor")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if example is not None:
         # The pages of its objects become its own now, and not when a host needs them;
@@ -351,9 +346,7 @@ def run(
         if failure.is_of_devices:
             # If it is this host that has lost all others, JAX aborts it meanwhile.
             time.sleep(_ABORT_SECS)
-        fields: dict[str, Any] = dataclasses.asdict(failure)
-        del fields["host"]
-        channel.send({"failure": fields})
+        channel.send({"failure": dataclasses.asdict(failure)})
         sys.stdout.flush()
         if failure.is_of_devices:
             # The supervisor ends it when all have reported: with host 0 the others
@@ -388,8 +381,9 @@ def run_host(
     slices, memory = assignment.work.slices, owned.memory
     own = slices[member.host * len(slices) // member.num_hosts]
     # The hosts of a machine share its cores, but no devices.
-    local_hosts = min(member.num_hosts, owned.most_hosts)
-    os.environ[documents.LOCAL_HOSTS_VARIABLE] = str(local_hosts)
+    os.environ[documents.LOCAL_HOSTS_VARIABLE] = str(
+        min(member.num_hosts, owned.most_hosts)
+    )
     configure(hardware, slot=owned.slot(member, slices))
     # Slices of the mesh: a host may simulate several.
     parts = max(1, hardware.slices // hardware.hosts)
@@ -406,7 +400,7 @@ def run_host(
         check_devices(hardware.hardware)
         hosts = allgather.new()
         # JAX's preemption service takes the signal, and does not say which host got it.
-        termination.call_beside(signal.SIGTERM, lambda: channel.send({"sigterm": True}))
+        termination.call_beside(lambda: channel.send({"sigterm": True}))
         compiled = executables.Executables(owned.kept).compiled
         between = BetweenWorlds(
             emit=events.nobody if member.host else channel,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -98,10 +99,9 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
         self._phase = watch.TRAIN
         self._device_state = DeviceState()
         self._claimant = claims.Claimant(owner=process.this())
-        # By slice that is alive, since when.
+        # By slice that is alive, since when; and when the last world began.
         self._since = dict.fromkeys(manager.active_slice_indices, time.monotonic())
-        # The slices that were lost since they were last in a world.
-        self._lost: set[int] = set()
+        self._began_secs = math.inf
         self._failures: list[Failure] = []
         manager.start_monitoring(poll_secs)
 
@@ -124,10 +124,11 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
             self._emit("slice_returned", slice=number)
         for number in sorted(self._since.keys() - alive):
             self._lose(number, why="it does not answer")
-        present = {number: now_secs - since for number, since in self._since.items()}
+        since = self._since.items()
+        # One that was lost and is back is not in the last world any more.
         return Slices(
-            current=current - self._lost,
-            present_secs=present,
+            current=current & {n for n, secs in since if secs <= self._began_secs},
+            present_secs={number: now_secs - secs for number, secs in since},
             failures=tuple(self._failures),
         )
 
@@ -144,7 +145,7 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
         self._phase = watch.TRAIN
         slices, of_slices = assignment.work.slices, self._manager.slice_to_devices
         devices = tuple(device for number in slices for device in of_slices[number])
-        self._lost -= set(slices)
+        self._began_secs = time.monotonic()
         self._set_active(slices, alive=frozenset(self._since))
         stopped: dict[str, storage.Json] = {}
 
@@ -260,7 +261,6 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
         return failure
 
     def _lose(self, number: int, *, why: str) -> None:
-        self._lost.add(number)
         self._failures.append(Failure(slice=number, at_secs=time.monotonic()))
         self._since.pop(number, None)
         self._emit("slice_lost", slice=number, why=why.partition("\n")[0])

@@ -424,7 +424,7 @@ class HostsOfWorld:
                 if self._machine(host) != self._machines.number:
                     # Each machine has a clock of its own.
                     fields = fields | {"at_secs": now_secs}
-                self._fail(HostFailure(host=host, **fields))
+                self._fail(HostFailure(**fields))
             case {"event": ("world_left" | "run_stopped") as name, "fields": fields}:
                 self._ends[name] = fields
             case {"event": name, "fields": fields}:
@@ -819,10 +819,10 @@ class ProcessCluster:
         self._inject(world)
         if world.has_stepped:
             self._machines.own.stand_by()
-        for slow in world.watch.newly_slow():
-            number = world.slices[slow.host]
+        for host, phase, why in world.watch.newly_slow():
+            number = world.slices[host]
             self._slow.add(number)
-            self._emit("slow_host", slice=number, **dataclasses.asdict(slow))
+            self._emit("slow_host", slice=number, host=host, phase=phase, why=why)
 
     def _change(
         self, world: HostsOfWorld, has_changed: Callable[[], Decision | None]

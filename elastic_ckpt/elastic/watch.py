@@ -29,7 +29,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 _PATIENCE = 10
 _LEAST_SECS = 60.0
@@ -93,21 +93,6 @@ class Hang:
     hosts: frozenset[int]
     why: str
     secs: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SlowHost:
-    """A host that is slow.
-
-    Attributes:
-      host: its number.
-      phase: that it is slow in.
-      why: what it spends its time on, and how much more than others.
-    """
-
-    host: int
-    phase: str
-    why: str
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -231,14 +216,17 @@ class Watch:
         is_host_0 = all_reach and 2 * len(behind) > len(self._hosts)
         return frozenset([0]) if is_host_0 else behind
 
-    def newly_slow(self) -> list[SlowHost]:
-        """The hosts that have become slow since the last call."""
+    def newly_slow(self) -> Iterator[tuple[int, str, str]]:
+        """Yields the hosts that have become slow since the last call.
+
+        Yields:
+          The host, the phase that it is slow in, and what it spends its time on.
+        """
         secs = self._secs - self._window_secs
         if secs < WINDOW_SECS:
-            return []
+            return
         self._window_secs = self._secs
         heard = {h: told for h, told in self._hosts.items() if told.spent_secs}
-        found = []
         for kind, (host, told) in itertools.product(_MEANINGS, heard.items()):
             percents = {
                 each: 100 * other.spent_secs[kind] / secs
@@ -254,11 +242,9 @@ class Watch:
                     f" {median:.0f} %"
                 )
                 # A host that is late is so in any phase.
-                phase = told.phase if kind == LATE else kind
-                found.append(SlowHost(host=host, phase=phase, why=why))
+                yield host, told.phase if kind == LATE else kind, why
         for told in heard.values():
             told.spent_secs.clear()
-        return found
 
     def _most_secs(self, host: int) -> float:
         # How long a host may be in its phase.

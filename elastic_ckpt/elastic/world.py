@@ -196,16 +196,15 @@ class World:
           ConfigError: if `ec.Local` has another directory.
           Exception: as `ec.Checkpointer`.
         """
-        served = self.ram_directory
+        served = os.path.abspath(self.ram_directory or "")
         for tier in tiers:
-            if not isinstance(tier, choices.Local) or served is None:
-                continue
-            directory = os.fspath(tier.directory)
-            if os.path.abspath(directory) != os.path.abspath(served):
+            is_here = isinstance(tier, choices.Local) and self.ram_directory
+            if is_here and os.path.abspath(tier.directory) != served:
                 raise errors.ConfigError(
-                    f"Local({directory!r}) is not where the agent of slice"
-                    f" {self.slice_name} serves ({served}), so that other hosts would"
-                    " not find its steps; use ec.Local(world.ram_directory, ...)"
+                    f"Local({os.fspath(tier.directory)!r}) is not where the agent of"
+                    f" slice {self.slice_name} serves ({self.ram_directory}), so that"
+                    " other hosts would not find its steps; use"
+                    " ec.Local(world.ram_directory, ...)"
                 )
         shared = self._between
         # A process that goes on makes its backups itself, before it leaves.

@@ -76,7 +76,7 @@ host.configure(host.Hardware())
 member = host.Member(address=sys.argv[2], num_hosts=1, host=0)
 step = 0
 with host.joined(member, channel.begin):
-    termination.call_beside(signal.SIGTERM, lambda: channel.send({"sigterm": True}))
+    termination.call_beside(lambda: channel.send({"sigterm": True}))
     with termination.agreed() as is_reached:
         while not is_reached(step):
             step += 1
