@@ -20,11 +20,11 @@ import jax
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import (
     decision,
-    device_check,
     failures,
     process_cluster,
     watch,
 )
+from elastic_ckpt.elastic import host as host_process
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.failures import HostFailure
 
@@ -356,8 +356,8 @@ RECORDS: dict[str, tuple[Records, ...]] = {
     ),
     "device_wrong": _once(
         _on_one,
-        f"TPU_3 computed 17, and sound devices compute {device_check.EXPECTED}",
-        kind=device_check.DeviceWrongError,
+        f"TPU_3 computed 17, and sound devices compute {host_process.EXPECTED}",
+        kind=host_process.DeviceWrongError,
     ),
     "host_unreachable": _once(_hangs, "reach"),
     "host_stopped": _once(_hangs, "step", is_silent=True),

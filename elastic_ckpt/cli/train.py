@@ -94,7 +94,7 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
 
 
 def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
-    host.check_devices(config.world.hardware)
+    host.check_hardware(config.world.hardware)
     config = _with_files(config)
     if not topology.is_primary():
         shown.close()

@@ -58,9 +58,8 @@ _COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
     r"(-start)?\("
 )
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _MAC_BYTES = hashlib.sha256().digest_size
-# The most executables that a world loads before it asks for one: the newest.
-_MOST_PRELOADED = 4
 
 _Compiled = Callable[..., Any]
 
@@ -94,7 +93,7 @@ def kept() -> Iterator[KeptExecutables]:
 class Executables:
     """Compiles jitted functions, or loads what an earlier world has compiled.
 
-    The newest executables of earlier worlds like this one are loaded in the background.
+    The executables of earlier worlds like this one are loaded in the background.
 
     Args:
       kept: where they are.
@@ -134,15 +133,12 @@ class Executables:
         return compiled
 
     def _begin(self) -> dict[pathlib.Path, futures.Future[_Compiled]]:
-        files = sorted(
-            pathlib.Path(self._kept.directory).glob(f"{_place()}-*"),
-            key=lambda file: file.stat().st_mtime_ns,
-        )
+        # All of them: a world has few programs.
         loading = {
             file: background.in_thread(
                 functools.partial(self._load, file), name="executable"
             )
-            for file in files[-_MOST_PRELOADED:]
+            for file in pathlib.Path(self._kept.directory).glob(f"{_place()}-*")
         }
         # Before the main thread needs it.
         changed_modules(self._kept.began_ns)
@@ -154,8 +150,13 @@ class Executables:
             leaves, structure = jax.tree.flatten(arguments)
             shapes = [f"{leaf.shape} {leaf.dtype} {leaf.sharding}" for leaf in leaves]
             code = jitted.__wrapped__, str(structure), shapes, _devices(arguments)
+            # Not of the place: a program may change them after its world has begun.
+            settings = [
+                sorted((name, str(value)) for name, value in jax.config.values.items()),
+                [os.environ.get(name, "") for name in _FLAGS],
+            ]
             changed = changed_modules(self._kept.began_ns)
-            name = _digest((code, changed, _settings()))
+            name = _digest((code, settings, changed))
         except Exception as error:
             # Pickling calls methods of whatever the function refers to.
             logging.warning("the executable of %r is not kept: %r", jitted, error)
@@ -267,24 +268,17 @@ def _devices(arguments: Any) -> list[int]:
 def _place() -> str:
     # An executable is of the host's place in its world, and of the versions. That this
     # world has devices may take a while.
-    place = [
-        topology.this_host(),
-        topology.num_hosts(),
-        [(d.id, d.process_index, d.device_kind) for d in jax.devices()],
-        jax.devices()[0].client.platform_version,
-        jax.__version__,
-        jaxlib.__version__,
-        sys.version,
-    ]
-    return _digest(place)
-
-
-def _settings() -> list[Any]:
-    # Not of the place: a program may change them after its world has begun to load.
-    return [
-        sorted((name, str(value)) for name, value in jax.config.values.items()),
-        [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
-    ]
+    return _digest(
+        [
+            topology.this_host(),
+            topology.num_hosts(),
+            [(d.id, d.process_index, d.device_kind) for d in jax.devices()],
+            jax.devices()[0].client.platform_version,
+            jax.__version__,
+            jaxlib.__version__,
+            sys.version,
+        ]
+    )
 
 
 def changed_modules(since_ns: int) -> list[tuple[str, int, int]]:

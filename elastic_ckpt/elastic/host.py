@@ -3,6 +3,11 @@
 It is a child of the warm fork server and stands by until the supervisor sends it a
 task. Over a pipe it reports heartbeats, phases, events and why it failed, and gets the
 supervisor's orders. Importing this module does not import JAX, for a fast launcher.
+
+*Devices.* The hosts of a slice that is new or has crashed find out, beside the restore,
+whether its devices compute what they should. Each device multiplies matrices of small
+integers, whose products and sums are exact in the floating point of all hardware and in
+any order, so that all devices have to compute one known number.
 """
 
 from __future__ import annotations
@@ -31,13 +36,14 @@ from typing import Any
 from etils import epy
 
 from elastic_ckpt.core import allgather, background, errors, events, storage
-from elastic_ckpt.elastic import device_check, executables, failures, termination, watch
+from elastic_ckpt.elastic import executables, failures, termination, watch
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.world import BetweenWorlds, Leaving, World
 from elastic_ckpt.steps import layout
 
 with epy.lazy_imports():
     import jax
+    import numpy as np
 
     from elastic_ckpt.core import addresses, metrics
     from elastic_ckpt.data.lm import documents
@@ -75,8 +81,19 @@ _JOIN_SECS = 900
 # The limit of a try to reach host 0, and the time between two: it is about to listen.
 _TRY_SECS = 5.0
 _REACH_SECS = 0.02
+# What sound devices compute; a test computes it with integers.
+EXPECTED = 2136504280
+_SIZE = 256
+_ROUNDS = 16
+# A prime. Values below it have 8 bits, so that bfloat16 holds them, and the sum of
+# _SIZE products is below 2**24, so that float32 holds it.
+_MODULUS = 251
 # The CPU is always included: colocated data iterators use its devices.
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
+
+
+class DeviceWrongError(errors.RunError):
+    """A device computes wrong values."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,7 +212,6 @@ class HostChannel:
         self._has_stepped = False
         # What this host alone has spent time on since the last heartbeat, by kind.
         self._spent_secs: dict[str, float] = collections.defaultdict(float)
-        self._order = b""
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
         """Sends an event."""
@@ -238,24 +254,20 @@ class HostChannel:
         order = self._pipe.recv_bytes()
         assert order == BEGIN, order
 
-    def order(self, within_secs: float = 0.0) -> bytes:
-        """The order to leave or to stop; empty if none arrives in time."""
-        # Without the lock of `send`, which other threads wait for.
-        if not self._order and self._pipe.poll(within_secs):
-            try:
-                self._order = self._pipe.recv_bytes()
-            except (EOFError, OSError):
-                # The supervisor is about to kill this process.
-                self._order = LEAVE
-        return self._order
-
     def agree(self, hosts: allgather.Allgather) -> bytes:
         """The order that all hosts of a world follow, whichever of them got it.
 
         Some may not have got it yet. If no host gets one, the run ends.
         """
-        own = self.order(_ORDER_SECS).decode()
-        told = hosts.gather("leaving", own, timeout_secs=_AGREE_SECS)
+        own = b""
+        try:
+            # Without the lock of `send`, which other threads wait for.
+            if self._pipe.poll(_ORDER_SECS):
+                own = self._pipe.recv_bytes()
+        except (EOFError, OSError):
+            # The supervisor is about to kill this process.
+            own = LEAVE
+        told = hosts.gather("leaving", own.decode(), timeout_secs=_AGREE_SECS)
         given = (each for each in (STOP, LOSE_MEMORY, LEAVE) if each.decode() in told)
         return next(given, STOP)
 
@@ -354,10 +366,6 @@ def run(
             time.sleep(_REPORT_SECS)
         # Skips JAX's shutdown, which would wait for hosts that hang.
         os._exit(1)
-    sys.stdout.flush()
-    if channel.order() in (LEAVE, LOSE_MEMORY):
-        # Does not wait for threads that make backups: the next world makes them.
-        os._exit(0)
 
 
 def run_host(
@@ -397,7 +405,7 @@ def run_host(
         return "stop" if order == STOP else "resume"
 
     with joined(member, channel.begin):
-        check_devices(hardware.hardware)
+        check_hardware(hardware.hardware)
         hosts = allgather.new()
         # JAX's preemption service takes the signal, and does not say which host got it.
         termination.call_beside(lambda: channel.send({"sigterm": True}))
@@ -410,7 +418,7 @@ def run_host(
         )
         if own in assignment.unchecked:
             check = functools.partial(
-                device_check.check_devices,
+                check_devices,
                 jax.local_devices(),
                 compiled,
                 error=int(own in owned.broken),
@@ -440,6 +448,52 @@ def run_host(
             )
             if between.answer is not None:
                 between.report("world_left", step=between.step)
+    if between.resumes():
+        sys.stdout.flush()
+        # Does not wait for threads that make backups: the next world makes them.
+        os._exit(0)
+
+
+def check_devices(
+    devices: Sequence[jax.Device],
+    compiled: Callable[..., Any] = lambda jitted, *_: jitted,
+    *,
+    error: int = 0,
+) -> None:
+    """Checks that devices of this process compute what sound ones do.
+
+    Args:
+      devices: of this process.
+      compiled: compiles a jitted function for its arguments.
+      error: added to what they compute: a fault.
+
+    Raises:
+      DeviceWrongError: if one does not.
+    """
+    for device in devices:
+        here = jax.NamedSharding(jax.sharding.Mesh([device], ("device",)), jax.P())
+        places = np.indices((_SIZE, _SIZE), np.int32)
+        rows, columns = (jax.device_put(each, here) for each in places)
+        computed = compiled(jax.jit(_compute), rows, columns)(rows, columns)
+        value = int(computed) + error
+        if value != EXPECTED:
+            raise DeviceWrongError(
+                f"{device} computed {value}, and sound devices compute {EXPECTED}"
+            )
+
+
+def _compute(rows: jax.Array, columns: jax.Array) -> jax.Array:
+    weights = (5 * rows + 3 * columns * columns + 1) % _MODULUS
+
+    def multiply(_: int, values: jax.Array) -> jax.Array:
+        product = values.astype("float32") @ weights.astype("float32")
+        return product.astype("int32") % _MODULUS
+
+    begin = (7 * rows + 11 * columns) % _MODULUS
+    values = jax.lax.fori_loop(0, _ROUNDS, multiply, begin)
+    # It depends on the order of rows and columns, modulo 2**32.
+    position = (rows * _SIZE + columns + 1).astype("uint32")
+    return (values.astype("uint32") * position).sum(dtype="uint32")
 
 
 def configure(world: Hardware, *, slot: int | None = None) -> None:
@@ -461,7 +515,7 @@ def configure(world: Hardware, *, slot: int | None = None) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def check_devices(hardware: str) -> None:
+def check_hardware(hardware: str) -> None:
     """Raises a RunError if JAX has fallen back to CPUs, as it does without CUDA."""
     if hardware != "cpu" and jax.default_backend() == "cpu":
         raise errors.RunError(
@@ -505,8 +559,20 @@ def joined(
       RunError: if this host does not reach host 0.
     """
     begin(watch.REACH)
-    if member.host:
-        _reach(member)
+    host, port = member.address.rsplit(":", 1)
+    until_secs = time.monotonic() + _JOIN_SECS
+    # Until host 0 accepts connections.
+    while member.host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _TRY_SECS).close()
+            break
+        except OSError as error:
+            if time.monotonic() > until_secs:
+                raise errors.RunError(
+                    f"host {member.host} has not reached host 0 at {member.address} in"
+                    f" {_JOIN_SECS} s ({error}); check the network between them"
+                ) from error
+            time.sleep(_REACH_SECS)
     begin(watch.JOIN)
     jax.distributed.initialize(
         member.address,
@@ -520,23 +586,6 @@ def joined(
     yield
     # The coordination service ends with host 0; hosts still connected would fail.
     jax.distributed.shutdown()
-
-
-def _reach(member: Member) -> None:
-    # Returns when host 0 accepts connections.
-    host, port = member.address.rsplit(":", 1)
-    until_secs = time.monotonic() + _JOIN_SECS
-    while True:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), _TRY_SECS).close()
-            return
-        except OSError as error:
-            if time.monotonic() > until_secs:
-                raise errors.RunError(
-                    f"host {member.host} has not reached host 0 at {member.address} in"
-                    f" {_JOIN_SECS} s ({error}); check the network between them"
-                ) from error
-            time.sleep(_REACH_SECS)
 
 
 def _collect_over_the_same_network() -> None:

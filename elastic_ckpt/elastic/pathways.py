@@ -350,7 +350,8 @@ class DeviceState:
     def put(self, step: int, state: Any) -> None:
         """Keeps the state after `step` steps, a pytree of arrays."""
         leaves, structure = jax.tree.flatten(state)
-        self._kept = (step, structure, [*map(_form, leaves)]), leaves
+        shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        self._kept = (step, structure, shapes), leaves
 
     def clear(self) -> None:
         """Releases the arrays."""
@@ -371,7 +372,8 @@ class DeviceState:
         wanted, structure = jax.tree.flatten(abstract_state)
         form, leaves = self._kept
         self.clear()
-        if form != (step, structure, [*map(_form, wanted)]):
+        shapes = [(leaf.shape, leaf.dtype) for leaf in wanted]
+        if form != (step, structure, shapes):
             return None
         # The last first: each leaf is released when it was moved.
         leaves.reverse()
@@ -393,9 +395,8 @@ def _check(injected: Sequence[faults.Fault], simulated: SimulatedSlices | None) 
             "faults can only be injected into SimulatedSlices (hardware=cpu in a"
             " configuration); remove them"
         )
-    of_slices = (faults.Kind.KILL_SLICE, faults.Kind.RETURN_SLICE)
     for fault in injected:
-        if fault.kind not in of_slices:
+        if fault.kind not in (faults.Kind.KILL_SLICE, faults.Kind.RETURN_SLICE):
             raise errors.ConfigError(
                 f"faults contains {fault.kind}, but the only host is"
                 " the process that trains; use kill_slice and return_slice,"
@@ -411,7 +412,3 @@ def _is_of_a_slice(error: BaseException | None) -> bool:
         elastic.is_error_due_to_slice_down(error, log_traceback=False)
     )
     return is_here or _is_of_a_slice(error.__cause__ or error.__context__)
-
-
-def _form(leaf: Any) -> tuple[Any, Any]:
-    return leaf.shape, leaf.dtype

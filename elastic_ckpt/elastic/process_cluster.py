@@ -29,7 +29,6 @@ from typing import Any, Self
 
 from elastic_ckpt.core import codec, errors, events, process, storage
 from elastic_ckpt.elastic import (
-    device_check,
     failures,
     faults,
     link,
@@ -574,7 +573,7 @@ def error_of(
     wrong = frozenset(
         each.host
         for each in failed
-        if device_check.DeviceWrongError.__name__ in each.error
+        if host_process.DeviceWrongError.__name__ in each.error
     )
     lost = wrong or failures.lost_hosts(failed)
     if lost is None and "ReplacedError" in failure.error:
@@ -923,7 +922,7 @@ class ProcessCluster:
         wrong = {
             world.slices[each.host]: each.message
             for each in error.failures
-            if device_check.DeviceWrongError.__name__ in each.error
+            if host_process.DeviceWrongError.__name__ in each.error
         }
         why = str(error).partition("\n")[0]
         for number in sorted(lost | gone):
