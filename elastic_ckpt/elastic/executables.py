@@ -122,8 +122,7 @@ class Executables:
         began_secs = time.monotonic()
         path = self._path(jitted, arguments)
         if path is not None and (loaded := self._loaded(path, emit)) is not None:
-            secs = time.monotonic() - began_secs
-            emit("executable_loaded", step=step, secs=secs)
+            emit("executable_loaded", step=step, secs=time.monotonic() - began_secs)
             return loaded
         compiled, is_cached = _compiled(jitted, *arguments, step=step, emit=emit)
         # On CPU an executable of JAX's cache is serialized without its code. The next
@@ -190,8 +189,7 @@ class Executables:
 
     def _keep(self, path: pathlib.Path, compiled: Any, numbers: Sequence[int]) -> None:
         try:
-            parts = serialize_executable.serialize(compiled)
-            payload = pickle.dumps((parts, numbers))
+            payload = pickle.dumps((serialize_executable.serialize(compiled), numbers))
             storage.write_atomic(path, self._mac(path, payload) + payload, mode=0o600)
         except (
             *(ValueError, NotImplementedError, OSError),

@@ -174,26 +174,13 @@ class Owned:
       memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
       kept: the place of executables.
       most_hosts: that this machine can have in a world.
-      first_slice: the lowest number of the slices of this machine.
       broken: the slices whose devices are to compute wrong values: a fault.
     """
 
     memory: SliceMemory | None
     kept: executables.KeptExecutables
     most_hosts: int = 1
-    first_slice: int = 0
     broken: frozenset[int] = frozenset()
-
-    def slot(self, member: Member, slices: Sequence[int]) -> int:
-        """The number of a host on this machine, the same in all worlds.
-
-        Args:
-          member: the host.
-          slices: of its world.
-        """
-        hosts_per_slice = member.num_hosts // len(slices)
-        index, host_of_slice = divmod(member.host, hosts_per_slice)
-        return (slices[index] - self.first_slice) * hosts_per_slice + host_of_slice
 
 
 class HostChannel:
@@ -387,12 +374,15 @@ def run_host(
       channel: to the supervisor.
     """
     slices, memory = assignment.work.slices, owned.memory
-    own = slices[member.host * len(slices) // member.num_hosts]
+    per_slice = member.num_hosts // len(slices)
+    own = slices[member.host // per_slice]
+    # The number of the host on its machine is the same in all worlds.
+    slot = (own * per_slice + member.host % per_slice) % owned.most_hosts
+    configure(hardware, slot=slot)
     # The hosts of a machine share its cores, but no devices.
     os.environ[documents.LOCAL_HOSTS_VARIABLE] = str(
         min(member.num_hosts, owned.most_hosts)
     )
-    configure(hardware, slot=owned.slot(member, slices))
     # Slices of the mesh: a host may simulate several.
     parts = max(1, hardware.slices // hardware.hosts)
 
@@ -424,8 +414,9 @@ def run_host(
                 error=int(own in owned.broken),
             )
             # Beside the restore.
-            checking = background.in_thread(check, name="device-check")
-            between.await_check = checking.result
+            between.await_check = background.in_thread(
+                check, name="device-check"
+            ).result
         with termination.agreed() as is_reached:
             channel.wait(between.await_check)
             between.report("world_joined", world=assignment.number)

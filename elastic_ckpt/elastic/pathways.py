@@ -230,8 +230,7 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
         self._manager.available_inactive_slices = alive - frozenset(active)
 
     def _failure(self, error: Exception, slices: Sequence[int]) -> errors.RunError:
-        told = failures.of_exception(0, error)
-        told = dataclasses.replace(told, phase=self._phase)
+        told = dataclasses.replace(failures.of_exception(0, error), phase=self._phase)
         if self._simulated is None:
             of_slices = self._manager.slice_to_devices
             alive = frozenset(elastic.get_active_slice_indices(of_slices))
@@ -383,9 +382,12 @@ class DeviceState:
         except jax.errors.JaxRuntimeError as error:
             logging.warning("step %d cannot be read from the devices: %s", step, error)
             return None
-        num_bytes = sum(leaf.nbytes for leaf in moved)
-        secs = time.monotonic() - began_secs
-        emit("state_kept", step=step, device_bytes=num_bytes, secs=secs)
+        emit(
+            "state_kept",
+            step=step,
+            device_bytes=sum(leaf.nbytes for leaf in moved),
+            secs=time.monotonic() - began_secs,
+        )
         return jax.tree.unflatten(structure, moved)
 
 

@@ -228,9 +228,3 @@ class World:
 def between(world: World) -> BetweenWorlds:
     """What the world shares with those before and after it."""
     return world._between
-
-
-def is_claiming(world: World) -> bool:
-    """Whether its run may go on on another machine, by the claims of its worlds."""
-    claimant = between(world).claimant
-    return claimant is not None and claimant.owner is None

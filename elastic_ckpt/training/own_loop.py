@@ -32,7 +32,7 @@ from elastic_ckpt.core import (
 )
 from elastic_ckpt.data import elastic_data
 from elastic_ckpt.data.state import Ranges
-from elastic_ckpt.elastic.world import BetweenWorlds, World, between, is_claiming
+from elastic_ckpt.elastic.world import BetweenWorlds, World, between
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.inspect.run_files import RunRecord
 from elastic_ckpt.tiers.choices import Chosen, Local, Tier
@@ -125,7 +125,8 @@ class RunDirectory:
                 self._journal = emit or nobody
                 if _config is None or world is None:
                     # A host of a machine that stands still would hold the lock.
-                    is_locked = world is None or not is_claiming(world)
+                    claimant = shared.claimant
+                    is_locked = claimant is None or claimant.owner is not None
                     steps_directory = self._record.steps_directory
                     self._journal = closing.enter_context(
                         journal.kept(
