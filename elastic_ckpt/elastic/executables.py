@@ -133,15 +133,12 @@ class Executables:
 
     def _begin(self) -> dict[pathlib.Path, futures.Future[_Compiled]]:
         # All of them: a world has few programs.
-        loading = {
+        return {
             file: background.in_thread(
                 functools.partial(self._load, file), name="executable"
             )
             for file in pathlib.Path(self._kept.directory).glob(f"{_place()}-*")
         }
-        # Before the main thread needs it.
-        changed_modules(self._kept.began_ns)
-        return loading
 
     def _path(self, jitted: Any, arguments: Any) -> pathlib.Path | None:
         # None if the function has parts that cannot be compared.

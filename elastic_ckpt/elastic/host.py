@@ -188,15 +188,17 @@ class HostChannel:
 
     Args:
       pipe: to the supervisor.
+
+    Attributes:
+      phase: that the program has begun last.
     """
 
     def __init__(self, pipe: connection.Connection) -> None:
         self._pipe = pipe
         self._lock = threading.Lock()
-        self._phase = ""
+        self.phase = ""
         # How many phases have begun, reported or not.
         self._num_begun = 0
-        self._has_stepped = False
         # What this host alone has spent time on since the last heartbeat, by kind.
         self._spent_secs: dict[str, float] = collections.defaultdict(float)
 
@@ -216,16 +218,9 @@ class HostChannel:
         The next heartbeat reports that it has begun the same phase once more.
         """
         self._num_begun += 1
-        if phase != self._phase:
-            self._phase = phase
+        if phase != self.phase:
+            self.phase = phase
             self.send({"phase": phase, "begun": self._num_begun})
-
-    def step(self) -> None:
-        """Reports that a step is done, and the phase begins once more."""
-        if not self._has_stepped:
-            self._has_stepped = True
-            self.send({"stepped": True})
-        self.begin(self._phase)
 
     def wait(self, await_check: Callable[[], object]) -> None:
         """Returns when the world begins, which this host has joined.
@@ -387,7 +382,9 @@ def run_host(
     parts = max(1, hardware.slices // hardware.hosts)
 
     def ask(step: int) -> Leaving | None:
-        channel.step()
+        if not between.step:
+            channel.send({"stepped": True})
+        channel.begin(channel.phase)
         if not is_reached(step):
             return None
         order = channel.agree(hosts)

@@ -160,7 +160,7 @@ class Notice:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Blocks SIGTERM, until `release`, in processes that are started in the block."""
+    """Blocks SIGTERM, until `agreed`, in processes that are started in the block."""
     # Starting the tracker would unblock the signal, so it is started before.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -168,11 +168,6 @@ def held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def release() -> None:
-    """Unblocks SIGTERM; one that arrived while it was blocked is delivered now."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 @contextlib.contextmanager
@@ -186,7 +181,8 @@ def agreed() -> Iterator[Callable[[int], bool]]:
 
     # The checkpointer asks the same service.
     with preemption.counting():
-        release()
+        # One that arrived while it was held is delivered now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         ask = multihost_utils.reached_preemption_sync_point
         yield lambda step: preemption.reached(step, ask)
 

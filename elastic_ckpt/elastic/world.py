@@ -45,7 +45,7 @@ class BetweenWorlds:
       device_state: the state that stays on the devices between worlds; None if each
         world has other processes.
       answer: the first one; None until the world is to be left.
-      step: the steps that are done then.
+      step: the steps that are done then, or were when it was last asked; 0 before.
       loses_memory: whether a host loses its memory when it leaves, so that copies have
         to be made before.
     """
