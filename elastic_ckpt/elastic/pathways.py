@@ -90,7 +90,18 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
     ) -> None:
         self._manager = manager
         self._simulated = manager if isinstance(manager, SimulatedSlices) else None
-        _check(injected, self._simulated)
+        if injected and self._simulated is None:
+            raise errors.ConfigError(
+                "faults can only be injected into SimulatedSlices (hardware=cpu in a"
+                " configuration); remove them"
+            )
+        for fault in injected:
+            if fault.kind not in (faults.Kind.KILL_SLICE, faults.Kind.RETURN_SLICE):
+                raise errors.ConfigError(
+                    f"faults contains {fault.kind}, but the only host is"
+                    " the process that trains; use kill_slice and return_slice,"
+                    " or set `hosts` to the number of slices"
+                )
         self._faults = list(injected)
         self._grace_secs = grace_secs
         self._ended = ended
@@ -235,7 +246,7 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
             of_slices = self._manager.slice_to_devices
             alive = frozenset(elastic.get_active_slice_indices(of_slices))
         else:
-            alive = self._simulated.alive
+            alive = self._simulated.alive()
         lost = sorted(set(slices) - alive)
         if lost or _is_of_a_slice(error):
             message = traceback.format_exception_only(error)[-1].strip()
@@ -309,7 +320,6 @@ class SimulatedSlices(manager.Manager):
         self._down: set[int] = set()
         self._faulty = contextlib.ExitStack()
 
-    @property
     def alive(self) -> frozenset[int]:
         """The numbers of the slices that compute."""
         return frozenset(self.slice_to_devices.keys() - self._down)
@@ -328,12 +338,12 @@ class SimulatedSlices(manager.Manager):
                 simulator.mark_slice_lost(each, self.slice_to_devices)
             self._faulty.close()
             self._faulty.enter_context(simulator)
-        self.available_inactive_slices = self.alive - self.active_slice_indices
+        self.available_inactive_slices = self.alive() - self.active_slice_indices
 
     def give_back(self, number: int) -> None:
         """Returns a slice, without the arrays that it had."""
         self._down.discard(number)
-        self.available_inactive_slices = self.alive - self.active_slice_indices
+        self.available_inactive_slices = self.alive() - self.active_slice_indices
 
     def end_world(self) -> None:
         """Stops the errors of lost arrays, once their world has ended."""
@@ -389,21 +399,6 @@ class DeviceState:
             secs=time.monotonic() - began_secs,
         )
         return jax.tree.unflatten(structure, moved)
-
-
-def _check(injected: Sequence[faults.Fault], simulated: SimulatedSlices | None) -> None:
-    if injected and simulated is None:
-        raise errors.ConfigError(
-            "faults can only be injected into SimulatedSlices (hardware=cpu in a"
-            " configuration); remove them"
-        )
-    for fault in injected:
-        if fault.kind not in (faults.Kind.KILL_SLICE, faults.Kind.RETURN_SLICE):
-            raise errors.ConfigError(
-                f"faults contains {fault.kind}, but the only host is"
-                " the process that trains; use kill_slice and return_slice,"
-                " or set `hosts` to the number of slices"
-            )
 
 
 def _is_of_a_slice(error: BaseException | None) -> bool:

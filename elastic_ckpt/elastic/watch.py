@@ -188,8 +188,11 @@ class Watch:
         }
         if silent:
             secs, phases = max(silent.values()), sorted({*map(self.phase, silent)})
-            why = f"no heartbeat for {secs:.0f} s, in {phases}"
-            return Hang(hosts=frozenset(silent), why=why, secs=secs)
+            return Hang(
+                hosts=frozenset(silent),
+                why=f"no heartbeat for {secs:.0f} s, in {phases}",
+                secs=secs,
+            )
         waited_secs = {
             host: self._secs - told.since_secs
             for host, told in self._hosts.items()
@@ -203,8 +206,11 @@ class Watch:
         hosts = self.behind()
         host = min(hosts & waited_secs.keys() or waited_secs)
         secs = waited_secs[host]
-        why = f"hangs in phase {self.phase(host)!r} for {secs:.0f} s"
-        return Hang(hosts=hosts, why=why, secs=secs)
+        return Hang(
+            hosts=hosts,
+            why=f"hangs in phase {self.phase(host)!r} for {secs:.0f} s",
+            secs=secs,
+        )
 
     def behind(self) -> frozenset[int]:
         """The hosts that the others wait for; empty if all are equally far."""

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 import elastic_ckpt as ec
-from elastic_ckpt.elastic import host
+from elastic_ckpt.elastic import host, watch
 from elastic_ckpt.elastic.world import BetweenWorlds, World
+from tests import host_worlds
+from tests.elastic import failing_hosts
 
 
 @pytest.fixture
@@ -62,6 +64,18 @@ def test_a_phase_is_told_when_another_one_begins(pipes):
         {"phase": "save", "begun": 4},
         {"event": "world_left", "fields": {"step": 3}},
     ]
+
+
+def test_a_host_that_gets_sigterm_ends_a_run_that_is_not_elastic(tmp_path):
+    told = []
+    host_worlds.run(
+        failing_hosts.get_sigterm_from_others,
+        num_hosts=1,
+        log_directory=tmp_path,
+        emit=lambda name, **_: told.append(name),
+        limits=watch.unlimited(grace_secs=600),
+    )
+    assert told == ["save_started", "slice_preempted", "stop_requested"]
 
 
 EARLY = """
