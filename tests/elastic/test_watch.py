@@ -76,79 +76,62 @@ def knows(phase, secs):
 
 reaches, joins = begins(watch.REACH), begins(watch.JOIN, (0, 1))
 host_0_reaches, host_0_joins = begins(watch.REACH, (0,)), begins(watch.JOIN, (0,))
-others_reach = begins(watch.REACH, (1, 2))
+others_reach, all_join = begins(watch.REACH, (1, 2)), begins(watch.JOIN)
 step, compiles = begins("step"), begins("compile")
-# What happens, and who hangs after the last act, but not before it.
-HANGS = {
-    "no heartbeat in any phase": (
-        [passes(1), *[passes(1, (0, 2))] * 21],
-        ({1}, "no heartbeat for 21 s, in ['start']"),
-    ),
-    "no heartbeat yet, so it has the time of its phase": (
-        [passes(1, (0, 2))] * 601,
-        (set(), "phase 'start'"),
-    ),
-    "a phase that is not known": (
-        [compiles, passes(600), passes(1)],
-        (set(), "hangs in phase 'compile' for 601 s"),
-    ),
-    "the host that is behind": (
-        [step, passes(1), begins("step", (0, 2)), passes(599), passes(2)],
-        ({1}, "phase 'step'"),
-    ),
-    "a host that does not reach host 0": (
-        [reaches, joins, passes(30), passes(1)],
-        ({2}, "hangs in phase 'reach' for 31 s"),
-    ),
-    "host 0, if nobody reaches it": (
-        [reaches, host_0_joins, passes(30), passes(1)],
-        ({0}, ""),
-    ),
-    "nobody, if all have joined": (
-        [reaches, begins(watch.JOIN), passes(600), passes(1)],
-        (set(), ""),
-    ),
-    "time counts when host 0 has begun to listen": (
-        [others_reach, passes(100), host_0_reaches, joins, passes(30), passes(1)],
-        ({2}, ""),
-    ),
-    "time in which nobody looks does not count": (
-        [reaches, joins, stands_still, passes(29), passes(1)],
-        ({2}, ""),
-    ),
-    "nor are heartbeats missed in it": (
-        [step, passes(1), stands_still, *[passes(1, (0, 2))] * 20],
-        ({1}, "no heartbeat for 21 s"),
-    ),
-    "one that has not started, for which the others wait": (
-        [begins(watch.REACH, (0, 1)), joins, passes(600), passes(1)],
-        ({2}, ""),
-    ),
-    "host 0 has not started": (
-        [others_reach, passes(600), passes(1)],
-        ({0}, ""),
-    ),
-    "one that compiles while another had the program": (
-        [compiles, passes(1), begins(watch.TRAIN, (0,)), passes(598), passes(3)],
-        ({1, 2}, "hangs in phase 'compile' for 602 s"),
-    ),
-    "those in a step have the time of the one that compiles": (
-        [step, begins("compile", (1,)), begins("step", (0, 2)), passes(599), passes(2)],
-        (set(), ""),
-    ),
-    "a program is not judged by another one": (
-        [compiles, passes(1), step, passes(1), compiles, passes(599), passes(2)],
-        (set(), "phase 'compile'"),
-    ),
-}
+others_step = begins("step", (0, 2))
+nobody = set()
 
 
-@pytest.mark.parametrize("name", HANGS)
-def test_hang_is_found_when_its_time_is_over_and_not_before(name):
-    (*acts, last), (hosts, why) = HANGS[name]
+@pytest.mark.parametrize(
+    ("acts", "hosts", "why"),
+    [
+        # No heartbeat, in any phase.
+        ([passes(1), *[passes(1, (0, 2))] * 21], {1}, "for 21 s, in ['start']"),
+        # None yet, so it has the time of its phase.
+        ([passes(1, (0, 2))] * 601, nobody, "phase 'start' for 601 s"),
+        ([compiles, passes(600), passes(1)], nobody, "phase 'compile' for 601 s"),
+        # One is behind the others.
+        ([step, passes(1), others_step, passes(599), passes(2)], {1}, "'step'"),
+        # One does not reach host 0, and nobody does.
+        ([reaches, joins, passes(30), passes(1)], {2}, "phase 'reach' for 31 s"),
+        ([reaches, host_0_joins, passes(30), passes(1)], {0}, "'join'"),
+        ([reaches, all_join, passes(600), passes(1)], nobody, "'join'"),
+        # Time counts from when host 0 listens.
+        (
+            [others_reach, passes(100), host_0_reaches, joins, passes(30), passes(1)],
+            {2},
+            "'reach'",
+        ),
+        # Time in which nobody looks does not count, and no heartbeats are missed in it.
+        ([reaches, joins, stands_still, passes(29), passes(1)], {2}, "'reach'"),
+        ([step, passes(1), stands_still, *[passes(1, (0, 2))] * 20], {1}, "for 21 s"),
+        # One has not started, for which the others wait.
+        ([begins(watch.REACH, (0, 1)), joins, passes(600), passes(1)], {2}, "'start'"),
+        ([others_reach, passes(600), passes(1)], {0}, "'start'"),
+        # Some compile while another had the program.
+        (
+            [compiles, passes(1), begins(watch.TRAIN, (0,)), passes(598), passes(3)],
+            {1, 2},
+            "phase 'compile' for 602 s",
+        ),
+        # Those in a step have the time of the one that compiles.
+        (
+            [step, begins("compile", (1,)), others_step, passes(599), passes(2)],
+            nobody,
+            "'step'",
+        ),
+        # A program is not judged by another one.
+        (
+            [compiles, passes(1), step, passes(1), compiles, passes(599), passes(2)],
+            nobody,
+            "'compile'",
+        ),
+    ],
+)
+def test_hang_is_found_when_its_time_is_over_and_not_before(acts, hosts, why):
     world = World()
-    assert world.after(*acts) is None
-    hang = world.after(last)
+    assert world.after(*acts[:-1]) is None
+    hang = world.after(acts[-1])
     assert hang.hosts == hosts
     assert why in hang.why
 
