@@ -231,7 +231,7 @@ class HostChannel:
         """
         if not self._pipe.poll():
             await_check()
-        jax.monitoring.register_event_duration_secs_listener(self._note_duration)
+        jax.monitoring.register_event_duration_secs_listener(self._note)
         self.send({"ready": True})
         order = self._pipe.recv_bytes()
         assert order == BEGIN, order
@@ -267,19 +267,20 @@ class HostChannel:
                 for _ in range(_TICKS):
                     began_secs = time.monotonic()
                     time.sleep(_TICK_SECS)
-                    late_secs = time.monotonic() - began_secs - _TICK_SECS
-                    self._note_spent(watch.LATE, late_secs)
+                    self._note(watch.LATE, time.monotonic() - began_secs - _TICK_SECS)
         except OSError:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _note_duration(self, event: str, duration_secs: float, **_: str | int) -> None:
-        kinds = {metrics.DATA_WAIT.name: "data", metrics.DATA_SAVE_BLOCK.name: "save"}
+    def _note(self, event: str, duration_secs: float, **_: str | int) -> None:
+        # Also called for each duration that the process records.
+        kinds = {
+            watch.LATE: watch.LATE,
+            metrics.DATA_WAIT.name: "data",
+            metrics.DATA_SAVE_BLOCK.name: "save",
+        }
         if event in kinds:
-            self._note_spent(kinds[event], duration_secs)
-
-    def _note_spent(self, kind: str, secs: float) -> None:
-        with self._lock:
-            self._spent_secs[kind] += secs
+            with self._lock:
+                self._spent_secs[kinds[event]] += duration_secs
 
 
 # The program of a host; it joins the world as the given member.
@@ -306,11 +307,10 @@ def stand_by(pipe: connection.Connection, example: Task | None) -> None:
         executables.changed_modules(0)
     # What was imported is never garbage, and a collection would copy all of its pages.
     gc.freeze()
-    try:
+    # The supervisor may end first.
+    with contextlib.suppress(EOFError):
         task: Task = pipe.recv()
-    except EOFError:
-        return
-    task(pipe)
+        task(pipe)
 
 
 def run(
@@ -371,9 +371,11 @@ def run_host(
     slices, memory = assignment.work.slices, owned.memory
     per_slice = member.num_hosts // len(slices)
     own = slices[member.host // per_slice]
-    # The number of the host on its machine is the same in all worlds.
-    slot = (own * per_slice + member.host % per_slice) % owned.most_hosts
-    configure(hardware, slot=slot)
+    configure(
+        hardware,
+        # The same in all worlds.
+        slot=(own * per_slice + member.host % per_slice) % owned.most_hosts,
+    )
     # The hosts of a machine share its cores, but no devices.
     os.environ[documents.LOCAL_HOSTS_VARIABLE] = str(
         min(member.num_hosts, owned.most_hosts)

@@ -16,7 +16,6 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
 from unittest import mock
 
 import jax
@@ -27,7 +26,7 @@ from elastic_ckpt.elastic import failures, faults, termination, watch
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction, leaving_for
 from elastic_ckpt.elastic.decision import Decision, Failure, Slices
 from elastic_ckpt.elastic.failures import WorldLostError
-from elastic_ckpt.elastic.world import BetweenWorlds, Leaving, World
+from elastic_ckpt.elastic.world import BetweenWorlds, DeviceState, Leaving, World
 from elastic_ckpt.tiers.persistent import claims
 
 try:
@@ -154,7 +153,8 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
         """See `Cluster`; runs in the main thread, and `train` as well."""
         self._emit = emit
         self._phase = watch.TRAIN
-        slices, of_slices = assignment.work.slices, self._manager.slice_to_devices
+        slices = assignment.work.slices
+        of_slices = self._manager.slice_to_devices
         devices = tuple(device for number in slices for device in of_slices[number])
         self._began_secs = time.monotonic()
         self._set_active(slices, alive=frozenset(self._since))
@@ -348,57 +348,6 @@ class SimulatedSlices(manager.Manager):
     def end_world(self) -> None:
         """Stops the errors of lost arrays, once their world has ended."""
         self._faulty.close()
-
-
-class DeviceState:
-    """The state that a world has handed over, until another world takes it."""
-
-    # What identifies the state, and its leaves.
-    _kept: tuple[object, list[jax.Array]] = (None, [])
-
-    def put(self, step: int, state: Any) -> None:
-        """Keeps the state after `step` steps, a pytree of arrays."""
-        leaves, structure = jax.tree.flatten(state)
-        shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
-        self._kept = (step, structure, shapes), leaves
-
-    def clear(self) -> None:
-        """Releases the arrays."""
-        self._kept = (None, [])
-
-    def take(self, step: int, abstract_state: Any, emit: events.Emit) -> Any:
-        """The state under other shardings, if it can be read; it is kept no longer.
-
-        Args:
-          step: the steps that are done.
-          abstract_state: the pytree of shapes, dtypes and shardings.
-          emit: called when the state is taken.
-
-        Returns:
-          None if there is no such state.
-        """
-        began_secs = time.monotonic()
-        wanted, structure = jax.tree.flatten(abstract_state)
-        form, leaves = self._kept
-        self.clear()
-        shapes = [(leaf.shape, leaf.dtype) for leaf in wanted]
-        if form != (step, structure, shapes):
-            return None
-        # The last first: each leaf is released when it was moved.
-        leaves.reverse()
-        try:
-            moved = [jax.device_put(leaves.pop(), each.sharding) for each in wanted]
-            jax.block_until_ready(moved)
-        except jax.errors.JaxRuntimeError as error:
-            logging.warning("step %d cannot be read from the devices: %s", step, error)
-            return None
-        emit(
-            "state_kept",
-            step=step,
-            device_bytes=sum(leaf.nbytes for leaf in moved),
-            secs=time.monotonic() - began_secs,
-        )
-        return jax.tree.unflatten(structure, moved)
 
 
 def _is_of_a_slice(error: BaseException | None) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from absl import logging
 from etils import epy
 
 from elastic_ckpt.core import errors, events, storage
@@ -21,13 +23,63 @@ with epy.lazy_imports():
     from elastic_ckpt.tiers import choices
 
 if TYPE_CHECKING:
-    from elastic_ckpt.elastic.pathways import DeviceState
     from elastic_ckpt.tiers.persistent.claims import Claimant
 
 
 # "stop": save and return, and the run ends. "resume": save and return, and the run
 # continues in another world.
 Leaving = Literal["stop", "resume"]
+
+
+class DeviceState:
+    """The state that a world has handed over, until another world takes it."""
+
+    # What identifies the state, and its leaves.
+    _kept: tuple[object, list[jax.Array]] = (None, [])
+
+    def put(self, step: int, state: Any) -> None:
+        """Keeps the state after `step` steps, a pytree of arrays."""
+        leaves, structure = jax.tree.flatten(state)
+        shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        self._kept = (step, structure, shapes), leaves
+
+    def clear(self) -> None:
+        """Releases the arrays."""
+        self._kept = (None, [])
+
+    def take(self, step: int, abstract_state: Any, emit: events.Emit) -> Any:
+        """The state under other shardings, if it can be read; it is kept no longer.
+
+        Args:
+          step: the steps that are done.
+          abstract_state: the pytree of shapes, dtypes and shardings.
+          emit: called when the state is taken.
+
+        Returns:
+          None if there is no such state.
+        """
+        began_secs = time.monotonic()
+        wanted, structure = jax.tree.flatten(abstract_state)
+        form, leaves = self._kept
+        self.clear()
+        shapes = [(leaf.shape, leaf.dtype) for leaf in wanted]
+        if form != (step, structure, shapes):
+            return None
+        # The last first: each leaf is released when it was moved.
+        leaves.reverse()
+        try:
+            moved = [jax.device_put(leaves.pop(), each.sharding) for each in wanted]
+            jax.block_until_ready(moved)
+        except jax.errors.JaxRuntimeError as error:
+            logging.warning("step %d cannot be read from the devices: %s", step, error)
+            return None
+        emit(
+            "state_kept",
+            step=step,
+            device_bytes=sum(leaf.nbytes for leaf in moved),
+            secs=time.monotonic() - began_secs,
+        )
+        return jax.tree.unflatten(structure, moved)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -42,8 +94,7 @@ class BetweenWorlds:
         before, no step of theirs counts, and none is saved.
       compiled: compiles a jitted function, or takes what an earlier world has compiled.
       claimant: claims the world for this start of the run; None claims no worlds.
-      device_state: the state that stays on the devices between worlds; None if each
-        world has other processes.
+      device_state: the state that stays on the devices, if the process does.
       answer: the first one; None until the world is to be left.
       step: the steps that are done then, or were when it was last asked; 0 before.
       loses_memory: whether a host loses its memory when it leaves, so that copies have
@@ -55,7 +106,7 @@ class BetweenWorlds:
     await_check: Callable[[], object] = lambda: None
     compiled: Callable[..., Callable[..., Any]] = executables.compile_now
     claimant: Claimant | None = None
-    device_state: DeviceState | None = None
+    device_state: DeviceState = dataclasses.field(default_factory=DeviceState)
     answer: Leaving | None = None
     step: int = 0
     loses_memory: bool = False
@@ -159,9 +210,8 @@ class World:
           step: the number of steps that are done.
           state: a pytree of arrays, which must not be donated afterwards.
         """
-        device_state = self._between.device_state
-        if device_state is not None and self._between.resumes():
-            device_state.put(step, state)
+        if self._between.resumes():
+            self._between.device_state.put(step, state)
 
     def take_state(self, step: int, abstract_state: Any) -> Any:
         """The state that the world before this one has left in device memory.
@@ -173,10 +223,7 @@ class World:
         Returns:
           The arrays; None if there are none for this step.
         """
-        device_state = self._between.device_state
-        if device_state is None:
-            return None
-        return device_state.take(step, abstract_state, self.emit)
+        return self._between.device_state.take(step, abstract_state, self.emit)
 
     def checkpointer(
         self,
@@ -207,8 +254,6 @@ class World:
                     " ec.Local(world.ram_directory, ...)"
                 )
         shared = self._between
-        # A process that goes on makes its backups itself, before it leaves.
-        is_left = shared.resumes if self.devices is None else lambda: False
         return frontend.Checkpointer(
             tiers,
             mesh=self.mesh,
@@ -217,7 +262,8 @@ class World:
             world=run_world.RunWorld(
                 number=self.number,
                 claimant=shared.claimant,
-                is_left=is_left,
+                # A process that goes on makes its backups itself, before it leaves.
+                is_left=shared.resumes if self.devices is None else lambda: False,
                 loses_memory=lambda: shared.loses_memory,
                 await_check=shared.await_check,
             ),

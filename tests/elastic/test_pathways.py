@@ -14,7 +14,7 @@ import pytest
 from pathwaysutils.test import mock_fault_injection
 
 from elastic_ckpt.core import errors, events, topology
-from elastic_ckpt.elastic import decision, pathways
+from elastic_ckpt.elastic import decision, pathways, world
 from elastic_ckpt.elastic.cluster import Assignment
 from elastic_ckpt.elastic.failures import WorldLostError
 from tests import runs
@@ -149,7 +149,7 @@ def state_on(num_slices):
 def taken(state, step, wanted):
     """What is taken of a state after 7 steps, and what is told of it."""
     told = []
-    device_state = pathways.DeviceState()
+    device_state = world.DeviceState()
     device_state.put(7, state)
 
     def emit(name, **fields):

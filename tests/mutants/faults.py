@@ -303,7 +303,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "state in device memory is that of another step",
-        "elastic_ckpt/elastic/pathways.py",
+        "elastic_ckpt/elastic/world.py",
         "if form != (step, structure, shapes):",
         "if form[1:] != (structure, shapes):",
         ("tests/elastic/test_pathways.py",),
