@@ -82,8 +82,9 @@ class KeptExecutables:
 @contextlib.contextmanager
 def kept() -> Iterator[KeptExecutables]:
     """A new directory and key, which end with the block."""
-    parent = _RAM_DISK if os.access(_RAM_DISK, os.W_OK) else tempfile.gettempdir()
-    directory = working_directory.new_path(parent)
+    directory = working_directory.new_path(
+        _RAM_DISK if os.access(_RAM_DISK, os.W_OK) else tempfile.gettempdir()
+    )
     with contextlib.closing(working_directory.WorkingDirectory(directory)):
         yield KeptExecutables(
             directory=directory, key=secrets.token_bytes(32), began_ns=time.time_ns()
