@@ -250,8 +250,9 @@ class HostChannel:
             # The supervisor is about to kill this process.
             own = LEAVE
         told = hosts.gather("leaving", own.decode(), timeout_secs=_AGREE_SECS)
-        given = (each for each in (STOP, LOSE_MEMORY, LEAVE) if each.decode() in told)
-        return next(given, STOP)
+        return next(
+            (each for each in (STOP, LOSE_MEMORY, LEAVE) if each.decode() in told), STOP
+        )
 
     def send_heartbeats(self) -> None:
         """Sends one each second, with what this host alone spends time on.
@@ -464,8 +465,7 @@ def check_devices(
         here = jax.NamedSharding(jax.sharding.Mesh([device], ("device",)), jax.P())
         places = np.indices((_SIZE, _SIZE), np.int32)
         rows, columns = (jax.device_put(each, here) for each in places)
-        computed = compiled(jax.jit(_compute), rows, columns)(rows, columns)
-        value = int(computed) + error
+        value = int(compiled(jax.jit(_compute), rows, columns)(rows, columns)) + error
         if value != EXPECTED:
             raise DeviceWrongError(
                 f"{device} computed {value}, and sound devices compute {EXPECTED}"

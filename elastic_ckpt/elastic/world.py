@@ -245,8 +245,11 @@ class World:
         """
         served = os.path.abspath(self.ram_directory or "")
         for tier in tiers:
-            is_here = isinstance(tier, choices.Local) and self.ram_directory
-            if is_here and os.path.abspath(tier.directory) != served:
+            if (
+                isinstance(tier, choices.Local)
+                and self.ram_directory is not None
+                and os.path.abspath(tier.directory) != served
+            ):
                 raise errors.ConfigError(
                     f"Local({os.fspath(tier.directory)!r}) is not where the agent of"
                     f" slice {self.slice_name} serves ({self.ram_directory}), so that"
