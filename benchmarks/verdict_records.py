@@ -20,10 +20,10 @@ import jax
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import (
     decision,
-    device_check,
     failures,
     watch,
 )
+from elastic_ckpt.elastic import host as host_process
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.failures import HostFailure
 
@@ -198,24 +198,25 @@ def _dies(
 def _hangs(
     world: World, phase: str, *, everywhere: bool = False, is_silent: bool = False
 ) -> Sequence[HostFailure]:
-    now_secs = time.monotonic()
     limits = watch.Limits(most_secs=120.0, heartbeat_secs=30.0)
-    began_secs = now_secs - 300.0
-    watched = watch.Watch(limits, world.hosts, now_secs=began_secs)
+    watched = watch.Watch(limits, world.hosts, now_secs=0.0)
     for host in range(world.hosts):
-        watched.begin(host, "reach", now_secs=began_secs)
+        watched.begin(host, "reach", 1)
         is_here = everywhere or host == world.host
         if not is_here or phase != "reach":
-            watched.begin(host, "join", now_secs=began_secs + 1)
-            watched.begin(host, phase, now_secs=began_secs + 2)
+            watched.begin(host, "join", 2)
+            watched.begin(host, phase, 3)
         if not is_here and phase != "reach":
-            watched.begin(host, "evaluate", now_secs=began_secs + 3)
-        secs = 3.0 if is_silent and host == world.host else 299.9
-        watched.heartbeat(host, now_secs=began_secs + secs)
-    hang = watched.hang(now_secs=now_secs)
+            watched.begin(host, "evaluate", 4)
+    for secs in range(300):
+        watched.look(now_secs=float(secs))
+        for host in range(world.hosts):
+            if secs < 4 or not is_silent or host != world.host:
+                watched.heartbeat(host, 0, {})
+    hang = watched.hang()
     assert hang is not None
     return [
-        failures.of_hang(host, hang, watched.phase(host), now_secs=now_secs)
+        failures.of_hang(host, hang, watched.phase(host), now_secs=time.monotonic())
         for host in hang.hosts or [0]
     ]
 
@@ -355,8 +356,8 @@ RECORDS: dict[str, tuple[Records, ...]] = {
     ),
     "device_wrong": _once(
         _on_one,
-        f"TPU_3 computed 17, and sound devices compute {device_check.EXPECTED}",
-        kind=device_check.DeviceWrongError,
+        f"TPU_3 computed 17, and sound devices compute {host_process.EXPECTED}",
+        kind=host_process.DeviceWrongError,
     ),
     "host_unreachable": _once(_hangs, "reach"),
     "host_stopped": _once(_hangs, "step", is_silent=True),

@@ -827,6 +827,7 @@ class HostsCheckpointer:
         metrics: Mapping[str, Any] | None,
         custom_metadata: Mapping[str, Any] | None,
     ) -> SaveResponse | None:
+        self._world.await_check()
         is_saving = not self._stages.committing.idle
         self._stages.committing.wait()
         self._stages.check()

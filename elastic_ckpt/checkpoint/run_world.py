@@ -21,12 +21,15 @@ class RunWorld:
         RAM, and its copies and its backup are left to the next world.
       loses_memory: whether some host's RAM is lost with this world; then its last save
         has its copies before the world ends.
+      await_check: called when a save begins, on each host; raises an error if what this
+        host has computed must not be saved.
     """
 
     number: int = 0
     claimant: Claimant | None = None
     is_left: Callable[[], bool] = lambda: False
     loses_memory: Callable[[], bool] = lambda: False
+    await_check: Callable[[], object] = lambda: None
 
 
 # A world of a run that has no others, or does not count them.

@@ -95,7 +95,7 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
 
 
 def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
-    host.check_devices(config.world.hardware)
+    host.check_hardware(config.world.hardware)
     config = _with_files(config)
     directory = journal.path_of(config)
     listeners = journal.listening(directory, config.metrics)

@@ -47,7 +47,6 @@ class Cluster(Protocol):
     @property
     def devices_per_slice(self) -> int:
         """The number of devices of each slice."""
-        ...
 
     def slices(self, current: frozenset[int]) -> Slices:
         """The slices that are alive now.
@@ -55,7 +54,6 @@ class Cluster(Protocol):
         Args:
           current: the slices of the present world, or of the last one.
         """
-        ...
 
     def run_world(
         self,
@@ -85,12 +83,9 @@ class Cluster(Protocol):
           StoppedError: if the run was asked to end, and did not end in time.
           RunError: as above, of a cluster of one controller, with the error of `train`.
         """
-        ...
 
     def wait(self, secs: float) -> None:
         """Returns when the slices may have changed, or after `secs`."""
-        ...
 
     def close(self) -> None:
         """Ends what outlives worlds."""
-        ...

@@ -25,6 +25,7 @@ import hashlib
 import hmac
 import io
 import os
+import pathlib
 import pickle
 import re
 import secrets
@@ -57,9 +58,8 @@ _COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
     r"(-start)?\("
 )
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _MAC_BYTES = hashlib.sha256().digest_size
-# The most executables that a world loads before it asks for one: the newest.
-_MOST_PRELOADED = 4
 # Most of what a pickle has, and nothing of JAX.
 _PLAIN = (int, float, tuple, list, dict, type(None))
 
@@ -84,8 +84,9 @@ class KeptExecutables:
 @contextlib.contextmanager
 def kept() -> Iterator[KeptExecutables]:
     """A new directory and key, which end with the block."""
-    parent = _RAM_DISK if os.access(_RAM_DISK, os.W_OK) else tempfile.gettempdir()
-    directory = working_directory.new_path(parent)
+    directory = working_directory.new_path(
+        _RAM_DISK if os.access(_RAM_DISK, os.W_OK) else tempfile.gettempdir()
+    )
     with contextlib.closing(working_directory.WorkingDirectory(directory)):
         yield KeptExecutables(
             directory=directory, key=secrets.token_bytes(32), began_ns=time.time_ns()
@@ -95,7 +96,7 @@ def kept() -> Iterator[KeptExecutables]:
 class Executables:
     """Compiles jitted functions, or loads what an earlier world has compiled.
 
-    The newest executables of earlier worlds like this one are loaded in the background.
+    The executables of earlier worlds like this one are loaded in the background.
 
     Args:
       kept: where they are.
@@ -124,8 +125,7 @@ class Executables:
         began_secs = time.monotonic()
         path = self._path(jitted, arguments)
         if path is not None and (loaded := self._loaded(path, emit)) is not None:
-            secs = time.monotonic() - began_secs
-            emit("executable_loaded", step=step, secs=secs)
+            emit("executable_loaded", step=step, secs=time.monotonic() - began_secs)
             return loaded
         compiled, is_cached = _compiled(jitted, *arguments, step=step, emit=emit)
         # On CPU an executable of JAX's cache is serialized without its code. The next
@@ -134,51 +134,50 @@ class Executables:
             self._keep(path, compiled, _devices(arguments))
         return compiled
 
-    def _begin(self) -> dict[str, futures.Future[_Compiled]]:
-        place = _place()
-        files = [
-            file
-            for file in os.scandir(self._kept.directory)
-            if file.name.startswith(place)
-        ]
-        files.sort(key=lambda file: file.stat().st_mtime_ns, reverse=True)
-        loading = {
-            file.path: background.in_thread(
-                functools.partial(self._load, file.path), name="executable"
+    def _begin(self) -> dict[pathlib.Path, futures.Future[_Compiled]]:
+        # All of them: a world has few programs.
+        return {
+            file: background.in_thread(
+                functools.partial(self._load, file), name="executable"
             )
-            for file in files[:_MOST_PRELOADED]
+            for file in pathlib.Path(self._kept.directory).glob(f"{_place()}-*")
         }
-        # Before the main thread needs it.
-        changed_modules(self._kept.began_ns)
-        return loading
 
-    def _path(self, jitted: Any, arguments: Any) -> str | None:
+    def _path(self, jitted: Any, arguments: Any) -> pathlib.Path | None:
         # None if the function has parts that cannot be compared.
         try:
-            code = jitted.__wrapped__, _abstract(arguments), _settings()
-            name = _digest((*code, changed_modules(self._kept.began_ns)))
+            leaves, structure = jax.tree.flatten(arguments)
+            shapes = [f"{leaf.shape} {leaf.dtype} {leaf.sharding}" for leaf in leaves]
+            code = jitted.__wrapped__, str(structure), shapes, _devices(arguments)
+            # Not of the place: a program may change them after its world has begun.
+            settings = [
+                sorted((name, str(value)) for name, value in jax.config.values.items()),
+                [os.environ.get(name, "") for name in _FLAGS],
+            ]
+            changed = changed_modules(self._kept.began_ns)
+            name = _digest((code, settings, changed))
         except Exception as error:
             # Pickling calls methods of whatever the function refers to.
             logging.warning("the executable of %r is not kept: %r", jitted, error)
             return None
-        return os.path.join(self._kept.directory, f"{_place()}-{name}")
+        return pathlib.Path(self._kept.directory, f"{_place()}-{name}")
 
-    def _loaded(self, path: str, emit: events.Emit) -> _Compiled | None:
-        loading = self._begun.result().get(path)
+    def _loaded(self, path: pathlib.Path, emit: events.Emit) -> _Compiled | None:
         try:
+            loading = self._begun.result().get(path)
             return self._load(path) if loading is None else loading.result()
         except FileNotFoundError:
             return None
         except Exception as error:
             # The backend raises whatever it finds unfit.
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
-            emit("executable_refused", path=path, why=why)
+            emit("executable_refused", path=str(path), why=why)
             storage.remove(path)
             return None
 
-    def _load(self, path: str) -> _Compiled:
-        with open(path, "rb") as file:
-            mac, payload = file.read(_MAC_BYTES), file.read()
+    def _load(self, path: pathlib.Path) -> _Compiled:
+        content = path.read_bytes()
+        mac, payload = content[:_MAC_BYTES], content[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(path, payload)):
             raise ValueError("it was not written by this run, or was altered")
         # The MAC shows that this run's own hosts have written it.
@@ -188,10 +187,9 @@ class Executables:
             *parts, execution_devices=[devices[number] for number in numbers]
         )
 
-    def _keep(self, path: str, compiled: Any, devices: Sequence[jax.Device]) -> None:
+    def _keep(self, path: pathlib.Path, compiled: Any, numbers: Sequence[int]) -> None:
         try:
-            parts = serialize_executable.serialize(compiled)
-            payload = pickle.dumps((parts, [device.id for device in devices]))
+            payload = pickle.dumps((serialize_executable.serialize(compiled), numbers))
             storage.write_atomic(path, self._mac(path, payload) + payload, mode=0o600)
         except (
             *(ValueError, NotImplementedError, OSError),
@@ -200,9 +198,8 @@ class Executables:
             # Not every operation can be serialized; the next world compiles again.
             logging.warning("an executable is not kept: %s", error)
 
-    def _mac(self, path: str, payload: bytes) -> bytes:
-        name = os.path.basename(path).encode()
-        return hmac.digest(self._kept.key, name + payload, "sha256")
+    def _mac(self, path: pathlib.Path, payload: bytes) -> bytes:
+        return hmac.digest(self._kept.key, path.name.encode() + payload, "sha256")
 
 
 def compile_now(
@@ -257,21 +254,13 @@ def loses_order(compiled: Any) -> bool:
     return sum(bool(_COLLECTIVE.search(each)) for each in computations) > 1
 
 
-def _devices(arguments: Any) -> list[jax.Device]:
+def _devices(arguments: Any) -> list[int]:
     # In the order of the mesh; XLA aborts the process if they are not the program's.
-    (devices,) = {
-        tuple(leaf.sharding.mesh.devices.flat) for leaf in jax.tree.leaves(arguments)
+    (numbers,) = {
+        tuple(device.id for device in leaf.sharding.mesh.devices.flat)
+        for leaf in jax.tree.leaves(arguments)
     }
-    return list(devices)
-
-
-def _abstract(arguments: Any) -> list[Any]:
-    leaves, structure = jax.tree.flatten(arguments)
-    return [
-        str(structure),
-        _devices(arguments),
-        [f"{leaf.shape} {leaf.dtype} {leaf.sharding}" for leaf in leaves],
-    ]
+    return list(numbers)
 
 
 def _place() -> str:
@@ -290,14 +279,6 @@ def _place() -> str:
     )
 
 
-def _settings() -> list[Any]:
-    # Not of the place: a program may change them after its world has begun to load.
-    return [
-        sorted((name, str(value)) for name, value in jax.config.values.items()),
-        [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
-    ]
-
-
 def changed_modules(since_ns: int) -> list[tuple[str, int, int]]:
     """The files of modules that have changed since a time, each as it was seen first.
 
@@ -307,21 +288,16 @@ def changed_modules(since_ns: int) -> list[tuple[str, int, int]]:
     files = {
         str(getattr(module, "__file__", None)) for module in list(sys.modules.values())
     }
-    return sorted(
-        (file, *version)
-        for file in files
-        if (version := _version(file)) and version[0] > since_ns
-    )
+    return sorted((f, *_version(f)) for f in files if _version(f)[0] > since_ns)
 
 
 @functools.cache
-def _version(file: str) -> tuple[int, int] | None:
+def _version(file: str) -> tuple[int, int]:
     # When it is seen first: later changes do not reach the module that is imported.
-    try:
+    with contextlib.suppress(OSError):
         stat = os.stat(file)
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_size
+        return stat.st_mtime_ns, stat.st_size
+    return 0, 0
 
 
 def _digest(value: Any) -> str:
@@ -345,23 +321,19 @@ class _Pickler(cloudpickle.Pickler):
             return _number(repr(obj))
         if type(obj) in _PLAIN:
             return None
-        if isinstance(obj, jax.Device):
-            return ("device", obj.id, obj.process_index)
         of = jax.sharding
         layouts = (of.AbstractMesh, of.Mesh, of.NamedSharding, of.PartitionSpec)
-        if isinstance(obj, layouts):
+        if isinstance(obj, (jax.Device, *layouts)):
             mesh = getattr(obj, "mesh", obj)
-            devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
-            numbers = [(each.id, each.process_index) for each in devices]
-            return _number(f"{obj!r} {numbers}")
+            ids = mesh.device_ids.tolist() if isinstance(mesh, of.Mesh) else []
+            return _number(f"{obj!r} {ids}")
         if isinstance(obj, jax.Array):
             raise pickle.PicklingError("it closes over an array")
         if isinstance(obj, type) and "<locals>" not in obj.__qualname__:
             # Otherwise a class that cannot be imported gets a random name.
             return ("class", obj.__module__, obj.__qualname__)
-        wrapped = getattr(obj, "__wrapped__", None)
-        if wrapped is not None and type(obj).__name__ == "PjitFunction":
-            return ("jit", _digest(wrapped))
+        if type(obj).__name__ == "PjitFunction":
+            return ("jit", _digest(obj.__wrapped__))
         return None
 
 

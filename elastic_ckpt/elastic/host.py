@@ -3,10 +3,16 @@
 It is a child of the warm fork server and stands by until the supervisor sends it a
 task. Over a pipe it reports heartbeats, phases, events and why it failed, and gets the
 supervisor's orders. Importing this module does not import JAX, for a fast launcher.
+
+*Devices.* The hosts of a slice that is new or has crashed find out, beside the restore,
+whether its devices compute what they should. Each device multiplies matrices of small
+integers, whose products and sums are exact in the floating point of all hardware and in
+any order, so that all devices have to compute one known number.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import faulthandler
@@ -30,15 +36,16 @@ from typing import Any
 from etils import epy
 
 from elastic_ckpt.core import allgather, background, errors, events, storage
-from elastic_ckpt.elastic import device_check, executables, failures, termination, watch
+from elastic_ckpt.elastic import executables, failures, termination, watch
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
-from elastic_ckpt.elastic.world import Answers, BetweenWorlds, Leaving, World
+from elastic_ckpt.elastic.world import BetweenWorlds, Leaving, World
 from elastic_ckpt.steps import layout
 
 with epy.lazy_imports():
     import jax
+    import numpy as np
 
-    from elastic_ckpt.core import addresses
+    from elastic_ckpt.core import addresses, metrics
     from elastic_ckpt.data import compatibility
     from elastic_ckpt.data.lm import documents
 
@@ -59,15 +66,15 @@ LEAVE = b"leave"
 LOSE_MEMORY = b"lose memory"
 STOP = b"stop"
 
-# At least between two reports of the same phase.
-_PHASE_SECS = 0.2
+# A host measures how late it wakes up, so many times between two heartbeats.
+_TICKS, _TICK_SECS = 10, 0.1
 # How soon JAX aborts a process that has lost the coordination service.
 _ABORT_SECS = 2.0
 # How long other hosts have to report their failures, at most.
 _REPORT_SECS = 10.0
-# How long hosts that got SIGTERM wait for the supervisor's order, which arrives at once
-# unless the supervisor is lost; and for each other.
-_ORDER_SECS = 5.0
+# How long hosts that got SIGTERM wait for the order that the supervisor gives when it
+# learns of the signal; and for each other.
+_ORDER_SECS = 20.0
 _AGREE_SECS = 60.0
 # The longest time to join, if the supervisor does not end the hosts before. When it is
 # over JAX aborts all hosts, and does not name the one that is missing.
@@ -75,8 +82,19 @@ _JOIN_SECS = 900
 # The limit of a try to reach host 0, and the time between two: it is about to listen.
 _TRY_SECS = 5.0
 _REACH_SECS = 0.02
+# What sound devices compute; a test computes it with integers.
+EXPECTED = 2136504280
+_SIZE = 256
+_ROUNDS = 16
+# A prime. Values below it have 8 bits, so that bfloat16 holds them, and the sum of
+# _SIZE products is below 2**24, so that float32 holds it.
+_MODULUS = 251
 # The CPU is always included: colocated data iterators use its devices.
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
+
+
+class DeviceWrongError(errors.RunError):
+    """A device computes wrong values."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,26 +175,13 @@ class Owned:
       memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
       kept: the place of executables.
       most_hosts: that this machine can have in a world.
-      first_slice: the lowest number of the slices of this machine.
       broken: the slices whose devices are to compute wrong values: a fault.
     """
 
     memory: SliceMemory | None
     kept: executables.KeptExecutables
     most_hosts: int = 1
-    first_slice: int = 0
     broken: frozenset[int] = frozenset()
-
-    def slot(self, member: Member, slices: Sequence[int]) -> int:
-        """The number of a host on this machine, the same in all worlds.
-
-        Args:
-          member: the host.
-          slices: of its world.
-        """
-        hosts_per_slice = member.num_hosts // len(slices)
-        index, host_of_slice = divmod(member.host, hosts_per_slice)
-        return (slices[index] - self.first_slice) * hosts_per_slice + host_of_slice
 
 
 class HostChannel:
@@ -184,17 +189,19 @@ class HostChannel:
 
     Args:
       pipe: to the supervisor.
+
+    Attributes:
+      phase: that the program has begun last.
     """
 
     def __init__(self, pipe: connection.Connection) -> None:
         self._pipe = pipe
         self._lock = threading.Lock()
-        self._load = watch.HostLoad()
-        self._phase, self._phase_secs = watch.TRAIN, 0.0
+        self.phase = ""
         # How many phases have begun, reported or not.
         self._num_begun = 0
-        self._has_stepped = False
-        self._order = b""
+        # What this host alone has spent time on since the last heartbeat, by kind.
+        self._spent_secs: dict[str, float] = collections.defaultdict(float)
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
         """Sends an event."""
@@ -206,21 +213,15 @@ class HostChannel:
         with self._lock:
             self._pipe.send_bytes(json.dumps(message).encode())
 
-    def begin(self, phase: str | None = None) -> None:
-        """Reports that the program begins a phase; None begins the same once more."""
-        phase = phase or self._phase
-        self._num_begun += 1
-        now_secs = time.monotonic()
-        if phase != self._phase or now_secs - self._phase_secs > _PHASE_SECS:
-            self._phase, self._phase_secs = phase, now_secs
-            self.send({"phase": phase, "begun": self._num_begun})
+    def begin(self, phase: str) -> None:
+        """Reports that the program begins a phase.
 
-    def step(self) -> None:
-        """Reports that a step is done, and the phase begins once more."""
-        if not self._has_stepped:
-            self._has_stepped = True
-            self.send({"stepped": True})
-        self.begin()
+        The next heartbeat reports that it has begun the same phase once more.
+        """
+        self._num_begun += 1
+        if phase != self.phase:
+            self.phase = phase
+            self.send({"phase": phase, "begun": self._num_begun})
 
     def wait(self, await_check: Callable[[], object]) -> None:
         """Returns when the world begins, which this host has joined.
@@ -231,31 +232,58 @@ class HostChannel:
         """
         if not self._pipe.poll():
             await_check()
-        self._load.listen()
+        jax.monitoring.register_event_duration_secs_listener(self._note)
         self.send({"ready": True})
         order = self._pipe.recv_bytes()
         assert order == BEGIN, order
 
-    def order(self, within_secs: float = 0.0) -> bytes:
-        """The newest order to leave or to stop; empty if none arrives in time."""
-        secs = 0.0 if self._order else within_secs
+    def agree(self, hosts: allgather.Allgather) -> bytes:
+        """The order that all hosts of a world follow, whichever of them got it.
+
+        Some may not have got it yet. If no host gets one, the run ends.
+        """
+        own, secs = b"", _ORDER_SECS
         try:
-            # Without the lock of `send`, which other threads wait for.
+            # Without the lock of `send`, which other threads wait for. The newest order
+            # counts.
             while self._pipe.poll(secs):
-                self._order, secs = self._pipe.recv_bytes(), 0.0
+                own, secs = self._pipe.recv_bytes(), 0.0
         except (EOFError, OSError):
             # The supervisor is about to kill this process.
-            self._order = self._order or LEAVE
-        return self._order
+            own = own or LEAVE
+        told = hosts.gather("leaving", own.decode(), timeout_secs=_AGREE_SECS)
+        return next(
+            (each for each in (STOP, LOSE_MEMORY, LEAVE) if each.decode() in told), STOP
+        )
 
     def send_heartbeats(self) -> None:
-        """Sends one each second, with what this host alone spends time on."""
-        # The supervisor's end is closed when it is about to kill this process.
-        with contextlib.suppress(OSError):
+        """Sends one each second, with what this host alone spends time on.
+
+        If that fails the supervisor has ended, and this process ends with it.
+        """
+        try:
             while True:
-                begun = self._num_begun
-                self.send({"heartbeat": self._load.take(), "begun": begun})
-                self._load.sleep()
+                with self._lock:
+                    spent_secs = {**self._spent_secs}
+                    self._spent_secs.clear()
+                self.send({"heartbeat": spent_secs, "begun": self._num_begun})
+                for _ in range(_TICKS):
+                    began_secs = time.monotonic()
+                    time.sleep(_TICK_SECS)
+                    self._note(watch.LATE, time.monotonic() - began_secs - _TICK_SECS)
+        except OSError:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _note(self, event: str, duration_secs: float, **_: str | int) -> None:
+        # Also called for each duration that the process records.
+        kinds = {
+            watch.LATE: watch.LATE,
+            metrics.DATA_WAIT.name: "data",
+            metrics.DATA_SAVE_BLOCK.name: "save",
+        }
+        if event in kinds:
+            with self._lock:
+                self._spent_secs[kinds[event]] += duration_secs
 
 
 # The program of a host; it joins the world as the given member.
@@ -267,22 +295,13 @@ Task = Callable[[connection.Connection], None]
 def stand_by(pipe: connection.Connection, example: Task | None) -> None:
     """Waits for a task, and does it: what a new process of a supervisor runs.
 
-    It ends with the supervisor, and leaves Ctrl-C, which reaches every process of the
-    terminal, to it.
+    It leaves Ctrl-C, which reaches every process of the terminal, to the supervisor.
 
     Args:
       pipe: to the supervisor, which sends the task.
       example: a task that imports what the one to come imports; None if this waits for
         nothing.
     """
-    supervisor = multiprocessing.parent_process()
-    assert supervisor is not None
-
-    def end() -> None:
-        connection.wait([supervisor.sentinel])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    background.in_thread(end, name="die-with-supervisor")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if example is not None:
         # The pages of its objects become its own now, and not when a host needs them;
@@ -292,11 +311,10 @@ def stand_by(pipe: connection.Connection, example: Task | None) -> None:
         compatibility.versions()
     # What was imported is never garbage, and a collection would copy all of its pages.
     gc.freeze()
-    try:
+    # The supervisor may end first.
+    with contextlib.suppress(EOFError):
         task: Task = pipe.recv()
-    except EOFError:
-        return
-    task(pipe)
+        task(pipe)
 
 
 def run(
@@ -326,9 +344,7 @@ def run(
         if failure.is_of_devices:
             # If it is this host that has lost all others, JAX aborts it meanwhile.
             time.sleep(_ABORT_SECS)
-        fields: dict[str, Any] = dataclasses.asdict(failure)
-        del fields["host"]
-        channel.send({"failure": fields})
+        channel.send({"failure": dataclasses.asdict(failure)})
         sys.stdout.flush()
         if failure.is_of_devices:
             # The supervisor ends it when all have reported: with host 0 the others
@@ -336,10 +352,6 @@ def run(
             time.sleep(_REPORT_SECS)
         # Skips JAX's shutdown, which would wait for hosts that hang.
         os._exit(1)
-    sys.stdout.flush()
-    if channel.order() in (LEAVE, LOSE_MEMORY):
-        # Does not wait for threads that make backups: the next world makes them.
-        os._exit(0)
 
 
 def run_host(
@@ -361,104 +373,125 @@ def run_host(
       channel: to the supervisor.
     """
     slices, memory = assignment.work.slices, owned.memory
+    per_slice = member.num_hosts // len(slices)
+    own = slices[member.host // per_slice]
+    configure(
+        hardware,
+        # The same in all worlds.
+        slot=(own * per_slice + member.host % per_slice) % owned.most_hosts,
+    )
     # The hosts of a machine share its cores, but no devices.
-    local_hosts = min(member.num_hosts, owned.most_hosts)
-    os.environ[documents.LOCAL_HOSTS_VARIABLE] = str(local_hosts)
-    configure(hardware, slot=owned.slot(member, slices))
+    os.environ[documents.LOCAL_HOSTS_VARIABLE] = str(
+        min(member.num_hosts, owned.most_hosts)
+    )
     # Slices of the mesh: a host may simulate several.
-    parts = range(max(1, hardware.slices // hardware.hosts))
-    slices = tuple(each * len(parts) + part for each in slices for part in parts)
-    number = slices[member.host * len(slices) // member.num_hosts]
-    with joined(member, channel), termination.agreed() as is_reached:
-        check_devices(hardware.hardware)
+    parts = max(1, hardware.slices // hardware.hosts)
+
+    def ask(step: int) -> Leaving | None:
+        if not between.step:
+            channel.send({"stepped": True})
+        channel.begin(channel.phase)
+        if not is_reached(step):
+            return None
+        order = channel.agree(hosts)
+        between.loses_memory = order == LOSE_MEMORY
+        return "stop" if order == STOP else "resume"
+
+    with joined(member, channel.begin):
+        check_hardware(hardware.hardware)
+        hosts = allgather.new()
+        # JAX's preemption service takes the signal, and does not say which host got it.
+        termination.call_beside(lambda: channel.send({"sigterm": True}))
         compiled = executables.Executables(owned.kept).compiled
-        await_check = _begin_check(assignment, owned, member, compiled)
-        channel.wait(await_check)
-        leaving = _HostAnswers(channel, member, is_reached, await_check)
-        leaving.emit("world_joined", world=assignment.number)
-        channel.begin(watch.TRAIN)
-        train(
-            World(
-                number=assignment.number,
-                slices=slices,
-                slice_name=str(number),
-                ram_directory=None if memory is None else memory.root(number),
-                rows=assignment.work.rows,
-                microbatches=assignment.work.accumulated,
-                emit=leaving.emit,
-                leaving=leaving,
-                begin=channel.begin,
-                _between=BetweenWorlds(
-                    compiled=compiled,
-                    claimant=assignment.claimant,
-                    resumes=lambda: leaving.resumes,
-                    loses_memory=lambda: leaving.loses_memory,
-                ),
-            )
+        between = BetweenWorlds(
+            emit=events.nobody if member.host else channel,
+            ask=ask,
+            compiled=compiled,
+            claimant=assignment.claimant,
         )
-        if leaving.given is not None:
-            leaving.emit("world_left", step=leaving.step)
+        check = functools.partial(
+            check_devices,
+            jax.local_devices(),
+            compiled,
+            error=int(own in owned.broken),
+        )
+        check_beside = functools.partial(
+            background.in_thread, check, name="device-check"
+        )
+        # A slice that is sound makes it, too, beside its first steps: after a crash its
+        # program is there.
+        between.await_check = (
+            check_beside().result
+            if own in assignment.unchecked
+            else functools.cache(check_beside)
+        )
+        with termination.agreed() as is_reached:
+            channel.wait(between.await_check)
+            between.report("world_joined", world=assignment.number)
+            channel.begin(watch.TRAIN)
+            train(
+                World(
+                    number=assignment.number,
+                    slices=tuple(
+                        each * parts + part for each in slices for part in range(parts)
+                    ),
+                    slice_name=str(own * parts),
+                    ram_directory=None if memory is None else memory.root(own * parts),
+                    rows=assignment.work.rows,
+                    microbatches=assignment.work.accumulated,
+                    emit=between.report,
+                    leaving=between.leaving,
+                    begin=channel.begin,
+                    _between=between,
+                )
+            )
+            if between.answer is not None:
+                between.report("world_left", step=between.step)
+    if between.resumes():
+        sys.stdout.flush()
+        # Does not wait for threads that make backups: the next world makes them.
+        os._exit(0)
 
 
-class _HostAnswers(Answers):
-    """Answers the same on all hosts.
+def check_devices(
+    devices: Sequence[jax.Device],
+    compiled: Callable[..., Any] = lambda jitted, *_: jitted,
+    *,
+    error: int = 0,
+) -> None:
+    """Checks that devices of this process compute what sound ones do.
 
     Args:
-      channel: to the supervisor, which says whether the run continues.
-      member: this host; the first one alone emits events.
-      is_reached: whether the hosts have agreed to leave after a number of steps.
-      await_check: returns when the devices have shown that they are sound.
+      devices: of this process.
+      compiled: compiles a jitted function for its arguments.
+      error: added to what they compute: a fault.
 
-    Attributes:
-      loses_memory: whether a host loses its memory when it leaves.
+    Raises:
+      DeviceWrongError: if one does not.
     """
-
-    def __init__(
-        self,
-        channel: HostChannel,
-        member: Member,
-        is_reached: Callable[[int], bool],
-        await_check: Callable[[], object],
-    ) -> None:
-        super().__init__(events.nobody if member.host else channel, self._agreed)
-        self._channel = channel
-        self._is_reached = is_reached
-        self._await_check = await_check
-        self._hosts = allgather.new()
-        self.loses_memory = False
-
-    def __call__(self, step: int) -> Leaving | None:
-        """See `World.leaving`."""
-        self._await_check()
-        self._channel.step()
-        return super().__call__(step)
-
-    def _agreed(self, step: int) -> Leaving | None:
-        if not self._is_reached(step):
-            return None
-        # SIGTERM may reach a host before the supervisor's order reaches any.
-        own = self._channel.order(_ORDER_SECS).decode()
-        told = self._hosts.gather("leaving", own, timeout_secs=_AGREE_SECS)
-        orders = {each.encode() for each in told}
-        self.loses_memory = LOSE_MEMORY in orders
-        return "stop" if STOP in orders or orders == {b""} else "resume"
+    for device in devices:
+        here = jax.NamedSharding(jax.sharding.Mesh([device], ("device",)), jax.P())
+        places = np.indices((_SIZE, _SIZE), np.int32)
+        rows, columns = (jax.device_put(each, here) for each in places)
+        value = int(compiled(jax.jit(_compute), rows, columns)(rows, columns)) + error
+        if value != EXPECTED:
+            raise DeviceWrongError(
+                f"{device} computed {value}, and sound devices compute {EXPECTED}"
+            )
 
 
-def _begin_check(
-    assignment: Assignment, owned: Owned, member: Member, compiled: Callable[..., Any]
-) -> Callable[[], object]:
-    # Beside the restore; what it returns waits for its end, if it is needed. Otherwise
-    # it is made beside the steps, for its program: after a crash that is loaded.
-    slices = assignment.work.slices
-    own = slices[member.host * len(slices) // member.num_hosts]
-    check = functools.partial(
-        device_check.check_devices,
-        jax.local_devices(),
-        compiled,
-        error=int(own in owned.broken),
-    )
-    begin = functools.partial(background.in_thread, check, name="device-check")
-    return begin().result if own in assignment.unchecked else functools.cache(begin)
+def _compute(rows: jax.Array, columns: jax.Array) -> jax.Array:
+    weights = (5 * rows + 3 * columns * columns + 1) % _MODULUS
+
+    def multiply(_: int, values: jax.Array) -> jax.Array:
+        product = values.astype("float32") @ weights.astype("float32")
+        return product.astype("int32") % _MODULUS
+
+    begin = (7 * rows + 11 * columns) % _MODULUS
+    values = jax.lax.fori_loop(0, _ROUNDS, multiply, begin)
+    # It depends on the order of rows and columns, modulo 2**32.
+    position = (rows * _SIZE + columns + 1).astype("uint32")
+    return (values.astype("uint32") * position).sum(dtype="uint32")
 
 
 def configure(world: Hardware, *, slot: int | None = None) -> None:
@@ -472,9 +505,7 @@ def configure(world: Hardware, *, slot: int | None = None) -> None:
     jax.config.update("jax_platforms", _PLATFORMS[world.hardware])
     gpus = None if slot is None else world.gpus(slot)
     if world.hardware == "gpu" and gpus is not None:
-        visible = ",".join(map(str, gpus))
-        jax.config.update("jax_cuda_visible_devices", visible)
-        jax.config.update("jax_rocm_visible_devices", visible)
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, gpus)))
     jax.config.update("jax_num_cpu_devices", world.devices_per_host)
     if world.jax_cache_dir:
         directory = storage.absolute(os.path.expanduser(world.jax_cache_dir))
@@ -482,7 +513,7 @@ def configure(world: Hardware, *, slot: int | None = None) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def check_devices(hardware: str) -> None:
+def check_hardware(hardware: str) -> None:
     """Raises a RunError if JAX has fallen back to CPUs, as it does without CUDA."""
     if hardware != "cpu" and jax.default_backend() == "cpu":
         raise errors.RunError(
@@ -511,22 +542,35 @@ def join_outer_launcher() -> bool:
 
 
 @contextlib.contextmanager
-def joined(member: Member, channel: HostChannel | None = None) -> Iterator[None]:
+def joined(
+    member: Member, begin: Callable[[str], object] = lambda _: None
+) -> Iterator[None]:
     """Joins the world; at the end of the body leaves it together with all hosts.
 
     If the body raises, JAX is not shut down: the process must end.
 
     Args:
       member: the place of this host.
-      channel: to the supervisor, which learns of phases, and of SIGTERM.
+      begin: called with the name of a phase when it begins.
 
     Raises:
       RunError: if this host does not reach host 0.
     """
-    begin = (lambda _: None) if channel is None else channel.begin
     begin(watch.REACH)
-    if member.host:
-        _reach(member)
+    host, port = member.address.rsplit(":", 1)
+    until_secs = time.monotonic() + _JOIN_SECS
+    # Until host 0 accepts connections.
+    while member.host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _TRY_SECS).close()
+            break
+        except OSError as error:
+            if time.monotonic() > until_secs:
+                raise errors.RunError(
+                    f"host {member.host} has not reached host 0 at {member.address} in"
+                    f" {_JOIN_SECS} s ({error}); check the network between them"
+                ) from error
+            time.sleep(_REACH_SECS)
     begin(watch.JOIN)
     jax.distributed.initialize(
         member.address,
@@ -537,32 +581,9 @@ def joined(member: Member, channel: HostChannel | None = None) -> Iterator[None]
         initialization_timeout=_JOIN_SECS,
     )
     _collect_over_the_same_network()
-    if channel is not None:
-        # JAX's preemption service receives it from here on, and does not say which
-        # host got it.
-        termination.call_beside(signal.SIGTERM, lambda: channel.send({"sigterm": True}))
-    termination.release()
     yield
     # The coordination service ends with host 0; hosts still connected would fail.
     jax.distributed.shutdown()
-
-
-def _reach(member: Member) -> None:
-    # Returns when host 0 accepts connections.
-    host, port = member.address.rsplit(":", 1)
-    began_secs = time.monotonic()
-    while True:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), _TRY_SECS).close()
-        except OSError as error:
-            if time.monotonic() - began_secs > _JOIN_SECS:
-                raise errors.RunError(
-                    f"host {member.host} has not reached host 0 at {member.address} in"
-                    f" {_JOIN_SECS} s ({error}); check the network between them"
-                ) from error
-            time.sleep(_REACH_SECS)
-        else:
-            return
 
 
 def _collect_over_the_same_network() -> None:

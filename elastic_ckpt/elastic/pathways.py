@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 from unittest import mock
 
 import jax
@@ -26,7 +26,7 @@ from elastic_ckpt.elastic import failures, faults, termination, watch
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction, leaving_for
 from elastic_ckpt.elastic.decision import Decision, Failure, Slices
 from elastic_ckpt.elastic.failures import WorldLostError
-from elastic_ckpt.elastic.world import Answers, BetweenWorlds, Leaving, World
+from elastic_ckpt.elastic.world import BetweenWorlds, DeviceState, Leaving, World
 from elastic_ckpt.tiers.persistent import claims
 
 try:
@@ -58,7 +58,7 @@ def initialize() -> None:
     pathwaysutils.initialize()
 
 
-class Pathways:
+class Pathways(contextlib.AbstractContextManager["Pathways"]):
     """Slices whose devices this process controls, on Pathways or simulated.
 
     Args:
@@ -89,24 +89,31 @@ class Pathways:
     ) -> None:
         self._manager = manager
         self._simulated = manager if isinstance(manager, SimulatedSlices) else None
-        _check(injected, self._simulated)
+        if injected and self._simulated is None:
+            raise errors.ConfigError(
+                "faults can only be injected into SimulatedSlices (hardware=cpu in a"
+                " configuration); remove them"
+            )
+        for fault in injected:
+            if fault.kind not in (faults.Kind.KILL_SLICE, faults.Kind.RETURN_SLICE):
+                raise errors.ConfigError(
+                    f"faults contains {fault.kind}, but the only host is"
+                    " the process that trains; use kill_slice and return_slice,"
+                    " or set `hosts` to the number of slices"
+                )
         self._faults = list(injected)
         self._grace_secs = grace_secs
         self._ended = ended
-        self._present_emit = emit or events.nobody
+        self._emit = emit or events.nobody
         # That the training function began last.
         self._phase = watch.TRAIN
-        self._device_state = DeviceState(self._emit)
+        self._device_state = DeviceState()
         self._claimant = claims.Claimant(owner=process.this())
-        # By slice that is alive, since when.
+        # By slice that is alive, since when; and when the last world began.
         self._since = dict.fromkeys(manager.active_slice_indices, time.monotonic())
-        # The slices that were lost since they were last in a world.
-        self._lost: set[int] = set()
+        self._began_secs = math.inf
         self._failures: list[Failure] = []
         manager.start_monitoring(poll_secs)
-
-    def __enter__(self) -> Pathways:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -127,10 +134,11 @@ class Pathways:
             self._emit("slice_returned", slice=number)
         for number in sorted(self._since.keys() - alive):
             self._lose(number, why="it does not answer")
-        present = {number: now_secs - since for number, since in self._since.items()}
+        since = self._since.items()
+        # One that was lost and is back is not in the last world any more.
         return Slices(
-            current=current - self._lost,
-            present_secs=present,
+            current=current & {n for n, secs in since if secs <= self._began_secs},
+            present_secs={number: now_secs - secs for number, secs in since},
             failures=tuple(self._failures),
         )
 
@@ -143,18 +151,23 @@ class Pathways:
         has_changed: Callable[[], Decision | None],
     ) -> bool:
         """See `Cluster`; runs in the main thread, and `train` as well."""
-        self._present_emit = emit
+        self._emit = emit
         self._phase = watch.TRAIN
         slices = assignment.work.slices
-        self._lost -= set(slices)
+        of_slices = self._manager.slice_to_devices
+        devices = tuple(device for number in slices for device in of_slices[number])
+        self._began_secs = time.monotonic()
         self._set_active(slices, alive=frozenset(self._since))
+        stopped: dict[str, storage.Json] = {}
 
         def report(name: str, **fields: storage.Json) -> None:
-            # A run that continues in another world has not been stopped.
-            if name != "run_stopped" or not leaving.resumes:
-                emit(name, **fields)
             if name == "world_claimed":
                 self._claimant = dataclasses.replace(self._claimant, has_claimed=True)
+            # Whether the run ends with this world is known when it has ended.
+            if name == "run_stopped":
+                stopped.update(fields)
+            else:
+                emit(name, **fields)
 
         def ask(step: int) -> Leaving | None:
             self._inject(step)
@@ -165,24 +178,11 @@ class Pathways:
                 return "resume"
             return None
 
-        leaving = Answers(report, ask)
-        of_slices = self._manager.slice_to_devices
-        devices = tuple(device for number in slices for device in of_slices[number])
-        world = World(
-            number=assignment.number,
-            slices=slices,
-            slice_name=topology.slice_of_this_host(len(slices)),
-            rows=assignment.work.rows,
-            devices=devices,
-            microbatches=assignment.work.accumulated,
-            emit=leaving.emit,
-            leaving=leaving,
-            begin=self._begin,
-            _between=BetweenWorlds(
-                device_state=self._device_state,
-                claimant=self._claimant,
-                resumes=lambda: leaving.resumes,
-            ),
+        between = BetweenWorlds(
+            emit=report,
+            ask=ask,
+            claimant=self._claimant,
+            device_state=self._device_state,
         )
         failure, is_over = None, True
         try:
@@ -193,9 +193,22 @@ class Pathways:
                 jax.default_device(devices[0]),
             ):
                 emit("world_joined", world=assignment.number)
-                train(world)
+                train(
+                    World(
+                        number=assignment.number,
+                        slices=slices,
+                        slice_name=topology.slice_of_this_host(len(slices)),
+                        rows=assignment.work.rows,
+                        devices=devices,
+                        microbatches=assignment.work.accumulated,
+                        emit=between.report,
+                        leaving=between.leaving,
+                        begin=self._begin,
+                        _between=between,
+                    )
+                )
                 # SIGTERM may arrive while a world is left for another one.
-                is_over = not leaving.resumes or is_ending(leaving.step)
+                is_over = not between.resumes() or is_ending(between.step)
         except Exception as error:
             self._device_state.clear()
             failure = self._failure(error, slices)
@@ -207,7 +220,9 @@ class Pathways:
             # long as this error.
             raise failure
         if not is_over:
-            emit("world_left", step=leaving.step)
+            emit("world_left", step=between.step)
+        elif stopped:
+            emit("run_stopped", **stopped)
         return is_over
 
     def wait(self, secs: float) -> None:
@@ -218,9 +233,6 @@ class Pathways:
         """Stops checking slices."""
         self._manager.close()
 
-    def _emit(self, name: str, **fields: storage.Json) -> None:
-        self._present_emit(name, **fields)
-
     def _begin(self, phase: str) -> None:
         self._phase = phase
 
@@ -229,16 +241,14 @@ class Pathways:
         self._manager.available_inactive_slices = alive - frozenset(active)
 
     def _failure(self, error: Exception, slices: Sequence[int]) -> errors.RunError:
-        told = failures.of_exception(0, error)
-        told = dataclasses.replace(told, phase=self._phase)
-        if self._simulated is not None:
-            alive = self._simulated.alive()
+        told = dataclasses.replace(failures.of_exception(0, error), phase=self._phase)
+        if self._simulated is None:
+            of_slices = self._manager.slice_to_devices
+            alive = frozenset(elastic.get_active_slice_indices(of_slices))
         else:
-            alive = frozenset(
-                elastic.get_active_slice_indices(self._manager.slice_to_devices)
-            )
+            alive = self._simulated.alive()
         lost = sorted(set(slices) - alive)
-        if lost or any(map(_is_of_a_slice, _causes(error))):
+        if lost or _is_of_a_slice(error):
             message = traceback.format_exception_only(error)[-1].strip()
             self._set_active(slices, alive=alive)
             for number in lost:
@@ -255,7 +265,6 @@ class Pathways:
         return failure
 
     def _lose(self, number: int, *, why: str) -> None:
-        self._lost.add(number)
         self._failures.append(Failure(slice=number, at_secs=time.monotonic()))
         self._since.pop(number, None)
         self._emit("slice_lost", slice=number, why=why.partition("\n")[0])
@@ -305,126 +314,41 @@ class SimulatedSlices(manager.Manager):
         self._down: set[int] = set()
         self._faulty = contextlib.ExitStack()
 
+    def alive(self) -> frozenset[int]:
+        """The numbers of the slices that compute."""
+        return frozenset(self.slice_to_devices.keys() - self._down)
+
     def start_monitoring(self, poll_interval: float | int = 10) -> None:
-        """Does nothing: `give_back` checks the slices."""
+        """Does nothing: `lose` and `give_back` tell what a look would find."""
         del poll_interval
 
     def lose(self, number: int) -> None:
         """Loses a slice; a world on it fails when it reads an array."""
         self._down.add(number)
         if number in self.active_slice_indices:
+            # A new one each time: its arrays are addresses, which are used again.
+            simulator = mock_fault_injection.DeviceLossSimulator()
+            for each in self._down:
+                simulator.mark_slice_lost(each, self.slice_to_devices)
             self._faulty.close()
-            self._faulty.enter_context(self._simulated())
-        else:
-            self._check()
+            self._faulty.enter_context(simulator)
+        self.available_inactive_slices = self.alive() - self.active_slice_indices
 
     def give_back(self, number: int) -> None:
         """Returns a slice, without the arrays that it had."""
         self._down.discard(number)
-        self._check()
+        self.available_inactive_slices = self.alive() - self.active_slice_indices
 
     def end_world(self) -> None:
         """Stops the errors of lost arrays, once their world has ended."""
         self._faulty.close()
 
-    def alive(self) -> frozenset[int]:
-        """The numbers of the slices that compute."""
-        with self._simulated():
-            active = elastic.get_active_slice_indices(self.slice_to_devices)
-        # The look's own arrays may have the addresses of arrays that were lost.
-        return frozenset(active) | (self.slice_to_devices.keys() - self._down)
 
-    def _check(self) -> None:
-        with self._simulated():
-            self._check_inactive_slices()
-
-    @contextlib.contextmanager
-    def _simulated(self) -> Iterator[None]:
-        # A new one each time: its arrays are addresses, which are used again.
-        simulator = mock_fault_injection.DeviceLossSimulator()
-        for number in self._down:
-            simulator.mark_slice_lost(number, self.slice_to_devices)
-        with simulator:
-            yield
-
-
-class DeviceState:
-    """The state that a world has handed over, until another world takes it.
-
-    Args:
-      emit: called when a state is taken.
-    """
-
-    def __init__(self, emit: events.Emit = events.nobody) -> None:
-        self._emit = emit
-        self.clear()
-
-    def put(self, step: int, state: Any) -> None:
-        """Keeps the state after `step` steps, a pytree of arrays."""
-        leaves, structure = jax.tree.flatten(state)
-        self._kept = (step, structure, [*map(_form, leaves)]), leaves
-
-    def clear(self) -> None:
-        """Releases the arrays."""
-        self._kept: tuple[object, list[jax.Array]] = None, []
-
-    def take(self, step: int, abstract_state: Any) -> Any:
-        """The state under other shardings, if it can be read; it is kept no longer.
-
-        Args:
-          step: the steps that are done.
-          abstract_state: the pytree of shapes, dtypes and shardings.
-
-        Returns:
-          None if there is no such state.
-        """
-        began_secs = time.monotonic()
-        wanted, structure = jax.tree.flatten(abstract_state)
-        form, leaves = self._kept
-        self.clear()
-        if form != (step, structure, [*map(_form, wanted)]):
-            return None
-        # The last first: each leaf is released when it was moved.
-        leaves.reverse()
-        try:
-            moved = [jax.device_put(leaves.pop(), each.sharding) for each in wanted]
-            jax.block_until_ready(moved)
-        except jax.errors.JaxRuntimeError as error:
-            logging.warning("step %d cannot be read from the devices: %s", step, error)
-            return None
-        num_bytes = sum(leaf.nbytes for leaf in moved)
-        secs = time.monotonic() - began_secs
-        self._emit("state_kept", step=step, device_bytes=num_bytes, secs=secs)
-        return jax.tree.unflatten(structure, moved)
-
-
-def _check(injected: Sequence[faults.Fault], simulated: SimulatedSlices | None) -> None:
-    if injected and simulated is None:
-        raise errors.ConfigError(
-            "faults can only be injected into SimulatedSlices (hardware=cpu in a"
-            " configuration); remove them"
-        )
-    of_slices = (faults.Kind.KILL_SLICE, faults.Kind.RETURN_SLICE)
-    for fault in injected:
-        if fault.kind not in of_slices:
-            raise errors.ConfigError(
-                f"faults contains {fault.kind}, but the only host is"
-                " the process that trains; use kill_slice and return_slice,"
-                " or set `hosts` to the number of slices"
-            )
-
-
-def _is_of_a_slice(error: BaseException) -> bool:
-    return isinstance(error, jax.errors.JaxRuntimeError) and (
+def _is_of_a_slice(error: BaseException | None) -> bool:
+    # Also if it is the cause of one.
+    if error is None:
+        return False
+    is_here = isinstance(error, jax.errors.JaxRuntimeError) and (
         elastic.is_error_due_to_slice_down(error, log_traceback=False)
     )
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _form(leaf: Any) -> tuple[Any, Any]:
-    return leaf.shape, leaf.dtype
+    return is_here or _is_of_a_slice(error.__cause__ or error.__context__)

@@ -234,7 +234,7 @@ class HostsOfWorld:
       is_running: whether a host has reported more than that it has joined; before,
         there is nothing to save.
       has_stepped: whether a host has done a step.
-      slow: finds slow hosts.
+      watch: finds hosts that hang or are slow.
       preempted: the slices of hosts that got SIGTERM from others than this machine.
     """
 
@@ -263,8 +263,7 @@ class HostsOfWorld:
         self._ends: dict[str, dict[str, Any]] = {}
         now_secs = time.monotonic()
         self._join_until_secs = now_secs + _PREPARE_SECS
-        self._hangs = watch.Watch(limits, len(self.slices), now_secs=now_secs)
-        self.slow = watch.SlowHosts(now_secs=now_secs)
+        self.watch = watch.Watch(limits, len(self.slices), now_secs=now_secs)
         self._oom_kills = failures.oom_kills()
         # A new directory: this may be a second start of a run that is alive.
         self._logs = storage.make_unique_directory(machines.own.log_directory)
@@ -307,7 +306,7 @@ class HostsOfWorld:
         elif self._is_late:
             # Some do not join, or do not finish the check of their devices.
             missing = {*range(len(self.slices))} - self._ready
-            hosts = self._hangs.behind() or (missing if self._ready else set())
+            hosts = self.watch.behind() or (missing if self._ready else set())
         return frozenset(self.slices[each] for each in hosts)
 
     @property
@@ -326,7 +325,6 @@ class HostsOfWorld:
     def begin(self, emit: events.Emit) -> None:
         """Has the hosts begin, which wait for this once they have joined."""
         self.emit = emit
-        self._hangs.start_again(now_secs=time.monotonic())
         self._order("tell", self.alive, text=BEGIN.decode())
 
     def signal(self, hosts: Iterable[int], number: int) -> None:
@@ -387,10 +385,9 @@ class HostsOfWorld:
             case {"exit": int(code)}:
                 self._end(host, code)
             case {"heartbeat": load, "begun": begun}:
-                self._hangs.heartbeat(host, now_secs=now_secs, begun=begun)
-                self.slow.note(host, load, phase=self._hangs.phase(host))
+                self.watch.heartbeat(host, begun, load)
             case {"phase": phase, "begun": begun}:
-                self._hangs.begin(host, phase, now_secs=now_secs, begun=begun)
+                self.watch.begin(host, phase, begun)
             case {"stepped": True}:
                 self.has_stepped = True
             case {"ready": True}:
@@ -401,7 +398,7 @@ class HostsOfWorld:
                 if self._machine(host) != self._machines.number:
                     # Each machine has a clock of its own.
                     fields = fields | {"at_secs": now_secs}
-                self._fail(HostFailure(host=host, **fields))
+                self._fail(HostFailure(**fields))
             case {"event": ("world_left" | "run_stopped") as name, "fields": fields}:
                 self._ends[name] = fields
             case {"event": name, "fields": fields}:
@@ -417,14 +414,14 @@ class HostsOfWorld:
     def look(self) -> None:
         """Finds hosts that hang; called often."""
         now_secs = time.monotonic()
-        self._hangs.look(now_secs=now_secs)
-        hang = self._hangs.hang(now_secs=now_secs)
+        self.watch.look(now_secs=now_secs)
+        hang = self.watch.hang()
         if hang is not None and self.deadline_secs == math.inf:
             self.signal(self.alive, signal.SIGUSR1)
             self.signal(self.alive, signal.SIGCONT)
             time.sleep(_STACKS_SECS)
             for host in hang.hosts or [0]:
-                phase = self._hangs.phase(host)
+                phase = self.watch.phase(host)
                 self._fail(failures.of_hang(host, hang, phase, now_secs=now_secs))
             # Hosts that hang report nothing more.
             self.deadline_secs = now_secs
@@ -486,7 +483,7 @@ class HostsOfWorld:
             is_here = self._machine(host) == self._machines.number
             killed = is_here * (failures.oom_kills() - self._oom_kills)
             self._fail(failures.silent_death(host, exit_code, oom_kills=killed))
-        self._hangs.end(host)
+        self.watch.end(host)
 
     def _fail(self, failure: HostFailure) -> None:
         host, is_first, log = failure.host, not self.failures, ""
@@ -495,7 +492,7 @@ class HostsOfWorld:
         with contextlib.suppress(OSError):
             lines = pathlib.Path(log_file).read_text(errors="replace").splitlines()
             log = "\n".join(lines[-_SHOWN_LOG_LINES:])
-        phase = self._hangs.phase(host)
+        phase = self.watch.phase(host)
         self.failures.append(
             dataclasses.replace(failure, phase=phase, log=log, log_file=log_file)
         )
@@ -779,10 +776,10 @@ class ProcessCluster:
         self._inject(world)
         if world.has_stepped:
             self._machines.own.stand_by()
-        for slow in world.slow.newly_slow(now_secs=time.monotonic()):
-            number = world.slices[slow.host]
+        for host, phase, why in world.watch.newly_slow():
+            number = world.slices[host]
             self._slices[number].is_slow = True
-            self._emit("slow_host", slice=number, **dataclasses.asdict(slow))
+            self._emit("slow_host", slice=number, host=host, phase=phase, why=why)
 
     def _change(self, world: HostsOfWorld, decided: Decision | None) -> None:
         # Ends a world for the next one, if that is decided on, and is prepared. What is
@@ -799,6 +796,9 @@ class ProcessCluster:
         else:
             self._discard()
             is_due = self._hands_over or bool(decided)
+            if world.preempted and not is_due:
+                # Its hosts wait for an order, and a run that is not elastic ends.
+                world.stop()
         is_abandoned_often = self._num_abandoned >= _MOST_ABANDONED
         may_abandon = is_planned and not (loses_memory or is_abandoned_often)
         # A machine that goes does not wait until its hosts have something to save.

@@ -153,7 +153,6 @@ class Station:
                 memory=memory,
                 kept=resources.enter_context(executables.kept()),
                 most_hosts=self._most_hosts,
-                first_slice=self.slices[0],
             )
             self._reserve()
             for number in self.slices:

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import connection, resource_tracker
 
-from elastic_ckpt.core import events, preemption
+from elastic_ckpt.core import background, events, preemption
 
 # The exit status that a shell reports for a process ended by SIGTERM.
 EXIT_CODE = 128 + signal.SIGTERM
@@ -79,20 +79,19 @@ def _handled(number: signal.Signals, handler: Callable[..., object]) -> Iterator
         signal.signal(number, before)
 
 
-def call_beside(number: signal.Signals, call: Callable[[], object]) -> None:
-    """Calls a function in a thread after a signal, beside a handler of others.
+def call_beside(call: Callable[[], object]) -> None:
+    """Calls a function in a thread after SIGTERM, beside a handler of others.
 
     It may be called more than once for a signal. Signals that are delivered to a thread
     that is none of Python's are missed; the main thread gets them as long as it does
     not block them.
 
     Args:
-      number: of the signal, whose handler outside of Python stays in force.
-      call: the function.
+      call: the function; the handler outside of Python stays in force.
     """
     # `faulthandler` writes a stack into a pipe, and runs the handler of before.
     reader, writer = os.pipe()
-    faulthandler.register(number, file=writer, all_threads=False, chain=True)
+    faulthandler.register(signal.SIGTERM, file=writer, all_threads=False, chain=True)
 
     def wait() -> None:
         # The supervisor's end is closed when it is about to kill this process.
@@ -100,7 +99,7 @@ def call_beside(number: signal.Signals, call: Callable[[], object]) -> None:
             while os.read(reader, 65536):
                 call()
 
-    threading.Thread(target=wait, name=f"await-{number.name}", daemon=True).start()
+    background.in_thread(wait, name="note-sigterm")
 
 
 class Notice:
@@ -109,9 +108,12 @@ class Notice:
     Its descriptor is readable at once after a signal, even while the main thread
     compiles or waits. Other threads than the main one get no signals, and none here. If
     it is closed before the first SIGTERM is received, the handler of before gets it.
+
+    Attributes:
+      has_received: whether `received` has returned True.
     """
 
-    _has_come = _has_received = False
+    has_received = _has_come = False
 
     def __enter__(self) -> Notice:
         with contextlib.ExitStack() as stack:
@@ -128,7 +130,7 @@ class Notice:
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
-        if self._has_come and not self._has_received:
+        if self._has_come and not self.has_received:
             signal.raise_signal(signal.SIGTERM)
 
     def fileno(self) -> int:
@@ -141,7 +143,7 @@ class Notice:
         Returns False, too, if another thread calls `stop`.
         """
         is_sigterm = signal.SIGTERM in self._reader.recv(4096)
-        self._has_received |= is_sigterm
+        self.has_received |= is_sigterm
         return is_sigterm
 
     def is_coming(self) -> bool:
@@ -158,7 +160,7 @@ class Notice:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Blocks SIGTERM, until `release`, in processes that are started in the block."""
+    """Blocks SIGTERM, until `agreed`, in processes that are started in the block."""
     # Starting the tracker would unblock the signal, so it is started before.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -166,11 +168,6 @@ def held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def release() -> None:
-    """Unblocks SIGTERM; one that arrived while it was blocked is delivered now."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 @contextlib.contextmanager
@@ -184,6 +181,8 @@ def agreed() -> Iterator[Callable[[int], bool]]:
 
     # The checkpointer asks the same service.
     with preemption.counting():
+        # One that arrived while it was held is delivered now.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         ask = multihost_utils.reached_preemption_sync_point
         yield lambda step: preemption.reached(step, ask)
 
@@ -192,53 +191,43 @@ def agreed() -> Iterator[Callable[[int], bool]]:
 def in_this_process(
     *, grace_secs: float, ended: Callable[[], None], emit: events.Emit
 ) -> Iterator[Callable[[int], bool]]:
-    """`agreed`; a process that is alone in its world watches the time, too.
+    """`agreed` for a process that is alone in its world, and watches the time, too.
 
     It ends without saving if the block takes longer than the grace period after the
     signal, and at a signal before the first call, when there is nothing to save.
 
     Args:
-      grace_secs: the time limit of the block after the signal; of several processes the
-        launcher sets it.
+      grace_secs: the time limit of the block after the signal.
       ended: called before the process ends, in another thread.
       emit: called for `stop_requested`, in another thread.
     """
-    import jax
+    has_trained, is_over = threading.Event(), threading.Event()
 
-    if jax.distributed.is_initialized():
-        with agreed() as is_reached:
-            yield is_reached
-        return
-    has_trained, signalled, is_over = (threading.Event() for _ in range(3))
-
-    def watch(notice: Notice) -> None:
+    def watch() -> None:
         while not notice.received():
             if is_over.is_set():
                 return
-        signalled.set()
-        can_save = has_trained.is_set()
-        if can_save:
+        if has_trained.is_set():
             emit("stop_requested", within_secs=grace_secs)
+            if is_over.wait(grace_secs):
+                return
         else:
             _say(f"elastic-ckpt train: ended by {cause()} before the first step")
-        if not can_save or not is_over.wait(grace_secs):
-            ended()
-            os._exit(exit_code())
+        ended()
+        os._exit(exit_code())
 
-    def is_ending(step: int) -> bool:
-        del step
+    def is_ending(_: int) -> bool:
         has_trained.set()
-        return signalled.is_set()
+        return notice.has_received
 
     with Notice() as notice:
-        thread = threading.Thread(target=watch, args=(notice,), daemon=True)
-        thread.start()
+        watching = background.in_thread(watch, name="await-sigterm")
         try:
             yield is_ending
         finally:
             is_over.set()
             notice.stop()
-            thread.join()
+            background.wait([watching])
 
 
 def _say(text: str) -> None:

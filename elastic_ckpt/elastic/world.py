@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from absl import logging
 from etils import epy
 
 from elastic_ckpt.core import errors, events, storage
@@ -21,7 +23,6 @@ with epy.lazy_imports():
     from elastic_ckpt.tiers import choices
 
 if TYPE_CHECKING:
-    from elastic_ckpt.elastic.pathways import DeviceState
     from elastic_ckpt.tiers.persistent.claims import Claimant
 
 
@@ -30,26 +31,107 @@ if TYPE_CHECKING:
 Leaving = Literal["stop", "resume"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceState:
+    """The state that a world has handed over, until another world takes it."""
+
+    # What identifies the state, and its leaves.
+    _kept: tuple[object, list[jax.Array]] = (None, [])
+
+    def put(self, step: int, state: Any) -> None:
+        """Keeps the state after `step` steps, a pytree of arrays."""
+        leaves, structure = jax.tree.flatten(state)
+        shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        self._kept = (step, structure, shapes), leaves
+
+    def clear(self) -> None:
+        """Releases the arrays."""
+        self._kept = (None, [])
+
+    def take(self, step: int, abstract_state: Any, emit: events.Emit) -> Any:
+        """The state under other shardings, if it can be read; it is kept no longer.
+
+        Args:
+          step: the steps that are done.
+          abstract_state: the pytree of shapes, dtypes and shardings.
+          emit: called when the state is taken.
+
+        Returns:
+          None if there is no such state.
+        """
+        began_secs = time.monotonic()
+        wanted, structure = jax.tree.flatten(abstract_state)
+        form, leaves = self._kept
+        self.clear()
+        shapes = [(leaf.shape, leaf.dtype) for leaf in wanted]
+        if form != (step, structure, shapes):
+            return None
+        # The last first: each leaf is released when it was moved.
+        leaves.reverse()
+        try:
+            moved = [jax.device_put(leaves.pop(), each.sharding) for each in wanted]
+            jax.block_until_ready(moved)
+        except jax.errors.JaxRuntimeError as error:
+            logging.warning("step %d cannot be read from the devices: %s", step, error)
+            return None
+        emit(
+            "state_kept",
+            step=step,
+            device_bytes=sum(leaf.nbytes for leaf in moved),
+            secs=time.monotonic() - began_secs,
+        )
+        return jax.tree.unflatten(structure, moved)
+
+
+@dataclasses.dataclass(kw_only=True)
 class BetweenWorlds:
-    """What a world shares with those before and after it.
+    """What a world shares with those before and after it, and how it is left for them.
 
     Attributes:
+      emit: called for each event of the world.
+      ask: returns how the world is left after a number of steps, the same on all hosts;
+        not called after the first answer.
+      await_check: returns when the devices of this host have shown that they are sound:
+        before, no step of theirs counts, and none is saved.
       compiled: compiles a jitted function, or takes what an earlier world has compiled.
       claimant: claims the world for this start of the run; None claims no worlds.
-      device_state: the state that stays on the devices between worlds; None if each
-        world has other processes.
-      resumes: whether the hosts have agreed to leave for another world of the run,
-        which makes the backups that are still owed.
+      device_state: the state that stays on the devices, if the process does.
+      answer: the first one; None until the world is to be left.
+      step: the steps that are done then, or were when it was last asked; 0 before.
       loses_memory: whether a host loses its memory when it leaves, so that copies have
         to be made before.
     """
 
+    emit: events.Emit = events.nobody
+    ask: Callable[[int], Leaving | None] = lambda _: None
+    await_check: Callable[[], object] = lambda: None
     compiled: Callable[..., Callable[..., Any]] = executables.compile_now
     claimant: Claimant | None = None
-    device_state: DeviceState | None = None
-    resumes: Callable[[], bool] = lambda: False
-    loses_memory: Callable[[], bool] = lambda: False
+    device_state: DeviceState = dataclasses.field(default_factory=DeviceState)
+    answer: Leaving | None = None
+    step: int = 0
+    loses_memory: bool = False
+    _emits_steps: bool = False
+
+    def report(self, name: str, **fields: storage.Json) -> None:
+        """Emits an event of the world."""
+        self._emits_steps |= name in ("run_started", "step")
+        self.emit(name, **fields)
+
+    def leaving(self, step: int) -> Leaving | None:
+        """See `World.leaving`; reports the steps of programs that do not."""
+        self.await_check()
+        if not self._emits_steps:
+            self.emit("step_done", step=step)
+        if self.answer is None:
+            self.answer, self.step = self.ask(step), step
+        return self.answer
+
+    def resumes(self) -> bool:
+        """Whether the hosts have agreed to leave for another world of the run.
+
+        That makes the backups that are still owed.
+        """
+        return self.answer == "resume"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +170,7 @@ class World:
     emit: events.Emit = events.nobody
     leaving: Callable[[int], Leaving | None] = lambda _: None
     begin: Callable[[str], None] = lambda _: None
-    _between: BetweenWorlds = BetweenWorlds()
+    _between: BetweenWorlds = dataclasses.field(default_factory=BetweenWorlds)
 
     def compiled(
         self, jitted: Any, *arguments: Any, step: int = 0
@@ -128,9 +210,8 @@ class World:
           step: the number of steps that are done.
           state: a pytree of arrays, which must not be donated afterwards.
         """
-        device_state = self._between.device_state
-        if device_state is not None and self._between.resumes():
-            device_state.put(step, state)
+        if self._between.resumes():
+            self._between.device_state.put(step, state)
 
     def take_state(self, step: int, abstract_state: Any) -> Any:
         """The state that the world before this one has left in device memory.
@@ -142,8 +223,7 @@ class World:
         Returns:
           The arrays; None if there are none for this step.
         """
-        device_state = self._between.device_state
-        return None if device_state is None else device_state.take(step, abstract_state)
+        return self._between.device_state.take(step, abstract_state, self.emit)
 
     def checkpointer(
         self,
@@ -163,20 +243,20 @@ class World:
           ConfigError: if `ec.Local` has another directory.
           Exception: as `ec.Checkpointer`.
         """
-        served = self.ram_directory
+        served = os.path.abspath(self.ram_directory or "")
         for tier in tiers:
-            if not isinstance(tier, choices.Local) or served is None:
-                continue
-            directory = os.fspath(tier.directory)
-            if os.path.abspath(directory) != os.path.abspath(served):
+            if (
+                isinstance(tier, choices.Local)
+                and self.ram_directory is not None
+                and os.path.abspath(tier.directory) != served
+            ):
                 raise errors.ConfigError(
-                    f"Local({directory!r}) is not where the agent of slice"
-                    f" {self.slice_name} serves ({served}), so that other hosts would"
-                    " not find its steps; use ec.Local(world.ram_directory, ...)"
+                    f"Local({os.fspath(tier.directory)!r}) is not where the agent of"
+                    f" slice {self.slice_name} serves ({self.ram_directory}), so that"
+                    " other hosts would not find its steps; use"
+                    " ec.Local(world.ram_directory, ...)"
                 )
         shared = self._between
-        # A process that goes on makes its backups itself, before it leaves.
-        is_left = shared.resumes if self.devices is None else lambda: False
         return frontend.Checkpointer(
             tiers,
             mesh=self.mesh,
@@ -185,8 +265,10 @@ class World:
             world=run_world.RunWorld(
                 number=self.number,
                 claimant=shared.claimant,
-                is_left=is_left,
-                loses_memory=shared.loses_memory,
+                # A process that goes on makes its backups itself, before it leaves.
+                is_left=shared.resumes if self.devices is None else lambda: False,
+                loses_memory=lambda: shared.loses_memory,
+                await_check=shared.await_check,
             ),
             emit=emit or self.emit,
         )
@@ -195,47 +277,3 @@ class World:
 def between(world: World) -> BetweenWorlds:
     """What the world shares with those before and after it."""
     return world._between
-
-
-def is_claiming(world: World) -> bool:
-    """Whether its run may go on on another machine, by the claims of its worlds."""
-    claimant = between(world).claimant
-    return claimant is not None and claimant.owner is None
-
-
-class Answers:
-    """Answers `World.leaving`, and reports the steps of programs that do not.
-
-    Args:
-      emit: called for each event of the world.
-      ask: returns the answer after a number of steps; not called after the first one.
-
-    Attributes:
-      given: None until the world is to be left.
-      step: the steps that are done then.
-    """
-
-    def __init__(self, emit: events.Emit, ask: Callable[[int], Leaving | None]) -> None:
-        self._emit = emit
-        self._ask = ask
-        self._emits_steps = False
-        self.given: Leaving | None = None
-        self.step = 0
-
-    def emit(self, name: str, **fields: storage.Json) -> None:
-        """Passes an event on."""
-        self._emits_steps |= name in ("run_started", "step")
-        self._emit(name, **fields)
-
-    def __call__(self, step: int) -> Leaving | None:
-        """See `World.leaving`."""
-        if not self._emits_steps:
-            self._emit("step_done", step=step)
-        if self.given is None:
-            self.given, self.step = self._ask(step), step
-        return self.given
-
-    @property
-    def resumes(self) -> bool:
-        """Whether the run continues in another world."""
-        return self.given == "resume"

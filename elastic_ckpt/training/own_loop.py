@@ -31,7 +31,7 @@ from elastic_ckpt.core import (
 )
 from elastic_ckpt.data import elastic_data
 from elastic_ckpt.data.state import Ranges
-from elastic_ckpt.elastic.world import BetweenWorlds, World, between, is_claiming
+from elastic_ckpt.elastic.world import BetweenWorlds, World, between
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.inspect.run_files import RunRecord
 from elastic_ckpt.tiers.choices import Chosen, Tier
@@ -111,6 +111,7 @@ class RunDirectory:
                 nobody = events.nobody if world is None else world.emit
                 self._journal = emit or nobody
             if is_own and is_primary:
+                claimant = self._between.claimant
                 self._journal = closing.enter_context(
                     journal.kept(
                         path,
@@ -118,7 +119,7 @@ class RunDirectory:
                         steps=self._record.steps_directory,
                         listeners=listeners,
                         # A host of a machine that stands still would hold it.
-                        is_locked=world is None or not is_claiming(world),
+                        is_locked=claimant is None or claimant.owner is not None,
                     )
                 )
             elif is_own:

@@ -609,9 +609,14 @@ def alone(
       emit: called for its events.
       ended: called before SIGTERM ends the only process of the run.
     """
-    with termination.in_this_process(
-        grace_secs=configured.limits(config).grace_secs, ended=ended, emit=emit
-    ) as is_ending:
+    # The launcher of several processes sets the time limit.
+    if jax.distributed.is_initialized():
+        leaving = termination.agreed()
+    else:
+        leaving = termination.in_this_process(
+            grace_secs=configured.limits(config).grace_secs, ended=ended, emit=emit
+        )
+    with leaving as is_ending:
         slices = config.world.slices
         # An outer launcher starts the hosts again, which take over.
         claimant = claims.Claimant(

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
+import types
 
 from elastic_ckpt.core import errors, topology
 
@@ -100,3 +101,10 @@ def fail_in_turn(place, _):
         raise errors.DataError("the cause")
     time.sleep(0.05 * place.host)
     raise RuntimeError(f"an echo in host {place.host}")
+
+
+def get_sigterm_from_others(place, emit):
+    """Waits for an order, as a host does that leaves, and ends."""
+    emit("save_started", step=place.host)
+    emit.send({"sigterm": True})
+    emit.agree(types.SimpleNamespace(gather=lambda _, own, **__: [own]))

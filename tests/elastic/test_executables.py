@@ -18,49 +18,47 @@ from elastic_ckpt.elastic import executables
 
 pytestmark = pytest.mark.usefixtures("without_jax_cache")
 
-ROWS = 8
-# What was unpickled although it was altered, or loaded before.
-UNPICKLED = []
-
-
-class Events:
-    def __init__(self):
-        self.names = []
-
-    def __call__(self, name, **_):
-        self.names.append(name)
+COMPILED = ["compile_started", "compiled"]
+LOADED = ["executable_loaded"]
 
 
 @pytest.fixture
 def kept():
-    UNPICKLED.clear()
     with executables.kept() as kept:
         yield kept
     assert not os.path.exists(kept.directory)
-    assert not UNPICKLED
 
 
-def arguments(num_devices=4, rows=ROWS):
+@pytest.fixture
+def unpickled(monkeypatch):
+    """What is unpickled from here on, though nothing may be."""
+    contents = []
+    monkeypatch.setattr(executables.pickle, "loads", contents.append)
+    yield
+    assert not contents
+
+
+def sharded(num_devices=4, rows=8):
     mesh = Mesh(np.array(jax.devices()[:num_devices]), ("data",))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     return jax.device_put(np.arange(rows, dtype=np.float32), sharding)
 
 
-def step_of(scale):
+def run(kept, *, scale=3.0, num_devices=4, rows=8, keeper=None):
+    """Runs a new jitted function, as a new world does; returns its events."""
+    x, names = sharded(num_devices, rows), []
+
     @jax.jit
     def step(x):
         return jnp.cumsum(x * scale), (x * x).sum()
 
-    return step
-
-
-def run(kept, *, scale=3.0, num_devices=4, rows=ROWS, keeper=None):
-    """Runs a new jitted function, as a new world does; returns results and events."""
-    emit = Events()
-    x = arguments(num_devices, rows)
     keeper = keeper or executables.Executables(kept)
-    compiled = keeper.compiled(step_of(scale), x, step=1, emit=emit)
-    return [np.asarray(each) for each in compiled(x)], emit.names
+    compiled = keeper.compiled(
+        step, x, step=1, emit=lambda name, **_: names.append(name)
+    )
+    expected = executables.compile_now(step, x)(x)
+    jax.tree.map(np.testing.assert_array_equal, compiled(x), expected)
+    return names
 
 
 def files(kept):
@@ -69,24 +67,12 @@ def files(kept):
     )
 
 
-COMPILED = ["compile_started", "compiled"]
-LOADED = ["executable_loaded"]
-
-
-def assert_same(first, second):
-    for one, other in zip(first, second, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 def test_what_was_compiled_is_loaded_and_has_the_same_bits(kept):
-    first, names = run(kept)
-    assert names == COMPILED
-    second, names = run(kept)
-    assert names == LOADED
-    assert_same(first, second)
+    assert run(kept) == COMPILED
+    assert run(kept) == LOADED
     (file,) = files(kept)
     assert file.stat().st_mode & 0o777 == 0o600
-    assert pathlib.Path(kept.directory).stat().st_mode & 0o777 == 0o700
+    assert file.parent.stat().st_mode & 0o777 == 0o700
 
 
 def preloading(kept):
@@ -97,30 +83,19 @@ def preloading(kept):
     return keeper
 
 
-def test_a_world_loads_what_is_kept_before_it_asks(kept, monkeypatch):
-    first, _ = run(kept)
-    keeper = preloading(kept)
-    # From here on nothing is loaded.
-    monkeypatch.setattr(executables.pickle, "loads", refuse_to_unpickle)
-    second, names = run(kept, keeper=keeper)
-    assert names == LOADED
-    assert_same(first, second)
-    assert run(kept, scale=4.0, keeper=keeper)[1] == COMPILED
-
-
-def test_what_is_kept_under_a_setting_is_loaded_before_the_program_makes_it(
-    kept, monkeypatch
-):
+def test_a_world_loads_what_is_kept_before_it_asks_or_changes_a_setting(kept, request):
     before = jax.config.jax_default_prng_impl
     try:
         for setting in (before, "unsafe_rbg"):
             jax.config.update("jax_default_prng_impl", setting)
-            assert run(kept)[1] == COMPILED
+            assert run(kept) == COMPILED
         jax.config.update("jax_default_prng_impl", before)
         keeper = preloading(kept)
-        monkeypatch.setattr(executables.pickle, "loads", refuse_to_unpickle)
+        request.getfixturevalue("unpickled")
+        assert run(kept, keeper=keeper) == LOADED
+        assert run(kept, scale=4.0, keeper=keeper) == COMPILED
         jax.config.update("jax_default_prng_impl", "unsafe_rbg")
-        assert run(kept, keeper=keeper)[1] == LOADED
+        assert run(kept, keeper=keeper) == LOADED
     finally:
         jax.config.update("jax_default_prng_impl", before)
 
@@ -132,61 +107,52 @@ def test_a_module_that_changes_before_it_is_imported_is_another_program(
     (tmp_path / "imported_late.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("imported_late")
-    assert run(kept)[1] == COMPILED
+    assert run(kept) == COMPILED
     # What is imported is not read again.
     (tmp_path / "imported_late.py").write_text("# changed")
-    assert run(kept)[1] == LOADED
+    assert run(kept) == LOADED
 
 
 @pytest.mark.parametrize("change", [{"scale": 4.0}, {"num_devices": 2}, {"rows": 16}])
 def test_another_program_mesh_or_argument_is_compiled(kept, change):
     run(kept)
-    results, names = run(kept, **change)
-    assert names == COMPILED
-    compiled = executables.compile_now(
-        step_of(change.get("scale", 3.0)),
-        x := arguments(change.get("num_devices", 4), change.get("rows", ROWS)),
-    )
-    assert_same(results, map(np.asarray, compiled(x)))
+    assert run(kept, **change) == COMPILED
 
 
-@pytest.mark.parametrize("at", [0, 40, -1])
-def test_an_altered_executable_is_refused_and_compiled_anew(kept, at, monkeypatch):
-    first, _ = run(kept)
+def altered(at):
+    def alter(kept):
+        (file,) = files(kept)
+        content = bytearray(file.read_bytes())
+        content[at] ^= 1
+        file.write_bytes(content)
+        return kept
+
+    return alter
+
+
+def of_another_run(kept):
+    return dataclasses.replace(kept, key=bytes(32))
+
+
+def under_the_name_of_another(kept):
     (file,) = files(kept)
-    content = bytearray(file.read_bytes())
-    content[at] ^= 1
-    file.write_bytes(content)
-    monkeypatch.setattr(executables.pickle, "loads", refuse_to_unpickle)
-    second, names = run(kept)
-    assert names == ["executable_refused", *COMPILED]
-    assert_same(first, second)
-    monkeypatch.undo()
-    assert run(kept)[1] == LOADED
-
-
-def refuse_to_unpickle(content):
-    UNPICKLED.append(content)
-    raise AssertionError("an altered executable was unpickled")
-
-
-def test_an_executable_of_another_run_is_refused(kept, monkeypatch):
-    run(kept)
-    other = dataclasses.replace(kept, key=bytes(32))
-    with monkeypatch.context() as patched:
-        patched.setattr(executables.pickle, "loads", refuse_to_unpickle)
-        assert run(other)[1] == ["executable_refused", *COMPILED]
-    assert run(other)[1] == LOADED
-
-
-def test_an_executable_under_the_name_of_another_is_refused(kept, monkeypatch):
-    run(kept)
-    (first,) = files(kept)
     run(kept, scale=4.0)
-    (second,) = set(files(kept)) - {first}
-    first.rename(second)
-    monkeypatch.setattr(executables.pickle, "loads", refuse_to_unpickle)
-    assert run(kept, scale=4.0)[1] == ["executable_refused", *COMPILED]
+    (other,) = set(files(kept)) - {file}
+    other.rename(file)
+    return kept
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [altered(0), altered(40), altered(-1), of_another_run, under_the_name_of_another],
+)
+def test_a_spoilt_executable_is_refused_and_compiled_anew(kept, spoilt, request):
+    run(kept)
+    kept = spoilt(kept)
+    request.getfixturevalue("unpickled")
+    assert run(kept) == ["executable_refused", *COMPILED]
+    request.getfixturevalue("monkeypatch").undo()
+    assert run(kept) == LOADED
 
 
 @pytest.fixture
@@ -200,22 +166,15 @@ def jax_cache(tmp_path):
 
 
 @pytest.mark.usefixtures("without_jax_cache", "jax_cache")
-def test_an_executable_of_jaxs_cache_is_not_kept(kept):
+def test_an_executable_of_jaxs_cache_is_not_kept_unless_only_a_constant_is_there(kept):
     # XLA serializes it without its code on CPU.
-    first, _ = run(kept)
+    run(kept)
     (file,) = files(kept)
     file.unlink()
     jax.clear_caches()
-    for _ in range(2):
-        again, names = run(kept)
-        assert names == COMPILED
-        assert files(kept) == []
-        assert_same(first, again)
-        jax.clear_caches()
+    assert run(kept) == COMPILED
+    assert files(kept) == []
 
-
-@pytest.mark.usefixtures("without_jax_cache", "jax_cache")
-def test_an_executable_is_kept_though_a_constant_of_it_is_in_jaxs_cache(kept):
     def constant():
         with jax.ensure_compile_time_eval():
             return jnp.cumsum(jnp.arange(5.0))
@@ -223,9 +182,8 @@ def test_an_executable_is_kept_though_a_constant_of_it_is_in_jaxs_cache(kept):
     constant()
     jax.clear_caches()
     with executables._cache_hits() as hits:
-        x = arguments()
         step = jax.jit(lambda x: x + constant().sum())
-        executables.Executables(kept).compiled(step, x)
+        executables.Executables(kept).compiled(step, sharded())
     assert hits
     assert files(kept)
 
@@ -238,8 +196,6 @@ def test_what_another_thread_finds_in_jaxs_cache_does_not_count():
         thread.start()
         thread.join()
         assert not hits
-        jax.monitoring.record_event(executables._CACHE_HIT)
-        assert hits
 
 
 @pytest.mark.parametrize(
@@ -251,7 +207,7 @@ def test_on_cpus_of_several_hosts_collectives_in_and_around_a_loop_are_not_kept(
 ):
     # A program that was loaded would have no order between them.
     monkeypatch.setattr(topology, "num_hosts", lambda: num_hosts)
-    x = arguments()
+    x = sharded()
     whole = NamedSharding(x.sharding.mesh, PartitionSpec())
 
     def summed(x):
@@ -273,8 +229,7 @@ def test_a_function_has_one_name_whether_its_texts_are_one_object_or_equal():
     def closed_over(*texts):
         return lambda: texts
 
-    text = "".join(["a", "long", "text"])
-    again = "".join(["a", "long", "text"])
+    text, again = ("".join(["a", "long", "text"]) for _ in range(2))
     assert text is not again
     same = executables._digest(closed_over(text, text))
     assert executables._digest(closed_over(text, again)) == same

@@ -1,4 +1,4 @@
-"""A host leaves as its supervisor orders, and reports each SIGTERM."""
+"""A host checks its devices, leaves as ordered, and reports phases and SIGTERM."""
 
 import json
 import multiprocessing
@@ -8,9 +8,15 @@ import subprocess
 import sys
 import types
 
+import jax
+import numpy as np
 import pytest
 
-from elastic_ckpt.elastic import host
+import elastic_ckpt as ec
+from elastic_ckpt.elastic import host, watch
+from elastic_ckpt.elastic.world import BetweenWorlds, World
+from tests import host_worlds
+from tests.elastic import failing_hosts
 
 
 @pytest.fixture
@@ -21,51 +27,56 @@ def pipes():
 
 
 @pytest.mark.parametrize(
-    ("own", "others", "answer", "loses_memory"),
+    ("own", "others", "agreed"),
     [
-        (host.LEAVE, [host.LEAVE], "resume", False),
-        (host.LEAVE, [host.LOSE_MEMORY], "resume", True),
+        ([host.LEAVE], [host.LEAVE], host.LEAVE),
+        ([host.LEAVE], [host.LOSE_MEMORY], host.LOSE_MEMORY),
         # The order has not reached all hosts yet.
-        (host.LEAVE, [b""], "resume", False),
-        (host.STOP, [b""], "stop", False),
+        ([host.LEAVE], [b""], host.LEAVE),
+        ([host.STOP], [b""], host.STOP),
         # The run ends while its hosts leave for another world.
-        (host.LEAVE, [host.STOP], "stop", False),
+        ([host.LEAVE], [host.STOP], host.STOP),
+        ([host.LOSE_MEMORY, host.STOP], [host.LOSE_MEMORY], host.STOP),
         # The supervisor is lost, and kills this process.
-        (None, [b""], "resume", False),
+        (None, [b""], host.LEAVE),
     ],
 )
-def test_all_hosts_leave_in_one_way(pipes, own, others, answer, loses_memory):
+def test_all_hosts_leave_in_one_way(pipes, own, others, agreed):
     ours, theirs = pipes
-    member = host.Member(address="", num_hosts=2, host=1)
-    checked = []
-    leaving = host._HostAnswers(
-        host.HostChannel(theirs),
-        member,
-        lambda step: step == 3,
-        lambda: checked.append(1),
-    )
-    leaving._hosts = types.SimpleNamespace(
-        gather=lambda _, mine, **__: [mine, *(each.decode() for each in others)]
-    )
-    assert [leaving(1), leaving(2)] == [None, None]
     if own is None:
         ours.close()
-        # What the steps have reported cannot be sent any more.
-        leaving._channel.step = lambda: None
-    else:
-        ours.send_bytes(own)
-    assert [leaving(3), leaving(4)] == [answer, answer]
-    assert (leaving.step, leaving.loses_memory) == (3, loses_memory)
-    assert len(checked) == 4
+    for order in own or ():
+        ours.send_bytes(order)
+    hosts = types.SimpleNamespace(
+        gather=lambda _, mine, **__: [mine, *(each.decode() for each in others)]
+    )
+    assert host.HostChannel(theirs).agree(hosts) == agreed
 
 
-def test_the_newest_order_counts(pipes):
+def test_a_phase_is_told_when_another_one_begins(pipes):
     ours, theirs = pipes
     channel = host.HostChannel(theirs)
-    assert channel.order() == b""
-    ours.send_bytes(host.LOSE_MEMORY)
-    ours.send_bytes(host.STOP)
-    assert [channel.order(600.0), channel.order(600.0)] == [host.STOP] * 2
+    for phase in ("restore", "step", "step", "save"):
+        channel.begin(phase)
+    channel("world_left", step=3)
+    assert [json.loads(ours.recv_bytes()) for _ in range(4)] == [
+        {"phase": "restore", "begun": 1},
+        {"phase": "step", "begun": 2},
+        {"phase": "save", "begun": 4},
+        {"event": "world_left", "fields": {"step": 3}},
+    ]
+
+
+def test_a_host_that_gets_sigterm_ends_a_run_that_is_not_elastic(tmp_path):
+    told = []
+    host_worlds.run(
+        failing_hosts.get_sigterm_from_others,
+        num_hosts=1,
+        log_directory=tmp_path,
+        emit=lambda name, **_: told.append(name),
+        limits=watch.unlimited(grace_secs=600),
+    )
+    assert told == ["save_started", "slice_preempted", "stop_requested"]
 
 
 EARLY = """
@@ -79,9 +90,11 @@ channel = host.HostChannel(connection.Connection(int(sys.argv[1])))
 host.configure(host.Hardware())
 member = host.Member(address=sys.argv[2], num_hosts=1, host=0)
 step = 0
-with host.joined(member, channel), termination.agreed() as is_reached:
-    while not is_reached(step):
-        step += 1
+with host.joined(member, channel.begin):
+    termination.call_beside(lambda: channel.send({"sigterm": True}))
+    with termination.agreed() as is_reached:
+        while not is_reached(step):
+            step += 1
 """
 
 
@@ -100,3 +113,41 @@ def test_sigterm_from_before_a_host_has_joined_is_reported(pipes):
             messages.append(json.loads(ours.recv_bytes()))
     assert child.returncode == 0
     assert [each.get("phase") for each in messages[:-1]] == ["reach", "join"]
+
+
+def test_the_number_is_that_of_whole_numbers_on_every_device():
+    size, modulus = host._SIZE, host._MODULUS
+    rows, columns = np.indices((size, size)).astype(np.int64)
+    weights = (5 * rows + 3 * columns * columns + 1) % modulus
+    values = (7 * rows + 11 * columns) % modulus
+    for _ in range(host._ROUNDS):
+        values = values @ weights % modulus
+    expected = int((values * (rows * size + columns + 1)).sum() % 2**32)
+    assert expected == host.EXPECTED
+    # Exact in bfloat16 and float32.
+    assert modulus <= 2**8
+    assert size * (modulus - 1) ** 2 < 2**24
+    host.check_devices(jax.local_devices()[:2])
+
+
+def test_a_wrong_number_names_the_device():
+    device = jax.local_devices()[0]
+    with pytest.raises(host.DeviceWrongError, match="and sound devices") as e:
+        host.check_devices([device], error=1)
+    assert f"{device} computed {host.EXPECTED + 1}" in str(e.value)
+
+
+def test_no_step_is_done_or_saved_before_the_devices_are_sound(tmp_path):
+    def check():
+        host.check_devices(jax.local_devices(), error=1)
+
+    told = []
+    between = BetweenWorlds(emit=lambda name, **_: told.append(name), await_check=check)
+    world = World(number=1, slices=(0,), slice_name="0", _between=between)
+    with world.checkpointer([ec.Persistent(tmp_path, every=1)]) as checkpointer:
+        with pytest.raises(host.DeviceWrongError):
+            checkpointer.save_checkpointables_async(1, {"state": {}})
+        assert not checkpointer.checkpoints
+    with pytest.raises(host.DeviceWrongError):
+        between.leaving(1)
+    assert not told

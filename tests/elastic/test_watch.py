@@ -1,5 +1,7 @@
 """Hosts that hang or are slow are found by their heartbeats and phases."""
 
+import collections
+
 import pytest
 
 from elastic_ckpt.elastic import watch
@@ -9,227 +11,168 @@ ALL = (0, 1, 2)
 
 
 class World:
-    """Three hosts whose clocks, heartbeats and phases the test moves."""
+    """Hosts whose clocks, heartbeats and phases the test moves."""
 
-    def __init__(self, limits=LIMITS):
+    def __init__(self, limits=LIMITS, hosts=3):
         self.secs = 1000.0
-        self.watch = watch.Watch(limits, 3, now_secs=self.secs)
+        self.watch = watch.Watch(limits, hosts, now_secs=self.secs)
+        self.begun = collections.Counter()
 
-    @property
-    def hang(self):
-        return self.watch.hang(now_secs=self.secs)
+    def after(self, *acts):
+        for act in acts:
+            act(self)
+        return self.watch.hang()
+
+    def slow_after(self, secs, *loads):
+        """The hosts that become slow, if each second of theirs has these parts."""
+        named = []
+        for _ in range(secs):
+            passes(1, ())(self)
+            for host, load in enumerate(loads):
+                self.watch.heartbeat(host, self.begun[host], load)
+            named += self.watch.newly_slow()
+        return [(host, phase) for host, phase, _ in named]
 
 
 def passes(secs, hosts=ALL):
     """Time passes; these hosts send a heartbeat at its end."""
 
     def act(world):
-        world.secs += secs
+        until_secs = world.secs + secs
+        while world.secs < until_secs:
+            world.secs = min(world.secs + 1, until_secs)
+            world.watch.look(now_secs=world.secs)
         for host in hosts:
-            world.watch.heartbeat(host, now_secs=world.secs)
+            world.watch.heartbeat(host, world.begun[host], {})
 
     return act
+
+
+def stands_still(world):
+    """The watching process is paused, or the hosts wait for their world to begin."""
+    world.secs += 900
+    world.watch.look(now_secs=world.secs)
 
 
 def begins(phase, hosts=ALL):
     def act(world):
         for host in hosts:
-            world.watch.begin(host, phase, now_secs=world.secs)
+            world.begun[host] += 1
+            world.watch.begin(host, phase, world.begun[host])
 
     return act
 
 
-def starts_again(world):
-    world.watch.start_again(now_secs=world.secs)
-
-
-def looks(world):
-    world.watch.look(now_secs=world.secs)
+def begins_again(world):
+    """Heartbeats tell that the same phase has begun once more."""
+    world.begun.update(ALL)
+    passes(0)(world)
 
 
 def knows(phase, secs):
     """All hosts have been in a phase three times."""
-    return [begins(phase), passes(secs)] * 3 + [begins(phase)]
+    return [begins(phase), *[passes(secs), begins_again] * 3]
 
 
 reaches, joins = begins(watch.REACH), begins(watch.JOIN, (0, 1))
-# What happens, and who hangs after the last act, but not before it.
-HANGS = {
-    "no heartbeat in any phase": (
-        [passes(1), *[passes(1, (0, 2))] * 21],
-        ({1}, "no heartbeat for 21 s, in ['start']"),
-    ),
-    "no heartbeat yet, so it has the time of its phase": (
-        [passes(1, (0, 2))] * 601,
-        (None, "phase 'start'"),
-    ),
-    "a phase that is not known": (
-        [begins("compile"), passes(600), passes(1)],
-        (set(), "hangs in phase 'compile' for 601 s"),
-    ),
-    "a short phase, for at least a minute": (
-        [*knows("step", 0.1), passes(59.5), passes(1)],
-        (set(), "phase 'step'"),
-    ),
-    "a known phase, for ten times its longest": (
-        [*knows("step", 12), passes(119.5), passes(1)],
-        (set(), "phase 'step'"),
-    ),
-    "a long phase, for at most the whole bound": (
-        [*knows("step", 100), passes(599.5), passes(1)],
-        (set(), "phase 'step'"),
-    ),
-    "the host that is behind": (
-        [begins("step"), passes(1), begins("step", (0, 2)), passes(599), passes(2)],
-        ({1}, "phase 'step'"),
-    ),
-    "a host that does not reach host 0": (
-        [reaches, joins, passes(30), passes(1)],
-        ({2}, "hangs in phase 'reach' for 31 s"),
-    ),
-    "host 0, if nobody reaches it": (
-        [reaches, begins(watch.JOIN, (0,)), passes(30), passes(1)],
-        ({0}, ""),
-    ),
-    "nobody, if all have joined": (
-        [reaches, begins(watch.JOIN), passes(600), passes(1)],
-        (set(), ""),
-    ),
-    "time counts when host 0 has begun to listen": (
-        [
-            *(begins(watch.REACH, (1, 2)), passes(100), begins(watch.REACH, (0,))),
-            *(joins, passes(30), passes(1)),
-        ],
-        ({2}, ""),
-    ),
-    "hosts that were prepared have all the time": (
-        [reaches, joins, passes(30), starts_again, passes(30), passes(1)],
-        ({2}, ""),
-    ),
-    "one that has not started, for which the others wait": (
-        [begins(watch.REACH, (0, 1)), joins, passes(600), passes(1)],
-        ({2}, ""),
-    ),
-    "host 0 has not started": (
-        [begins(watch.REACH, (1, 2)), passes(600), passes(1)],
-        ({0}, ""),
-    ),
-    "one that compiles while another had the program": (
-        [
-            *(begins("compile"), passes(1), begins(watch.TRAIN, (0,))),
-            *(passes(598), passes(3)),
-        ],
-        ({1, 2}, "hangs in phase 'compile' for 602 s"),
-    ),
-    "those in a step have the time of the one that compiles": (
-        [
-            *(*knows("step", 1), begins("compile", (1,)), begins("step", (0, 2))),
-            *(passes(599), passes(2)),
-        ],
-        (None, ""),
-    ),
-    "a program is not judged by another one": (
-        [
-            *(begins("compile"), passes(1), begins("step"), passes(1)),
-            *(begins("compile"), passes(599), passes(2)),
-        ],
-        (set(), "phase 'compile'"),
-    ),
-    "storage is not judged by memory": (
-        [
-            *(begins("restore"), passes(1), begins("step"), passes(1)),
-            *(begins("restore"), passes(599), passes(2)),
-        ],
-        (set(), "phase 'restore'"),
-    ),
-    "a training that names no phases": (
-        [*knows(watch.TRAIN, 1), passes(600), passes(1)],
-        (set(), "phase 'train'"),
-    ),
-    "the watching process stood still, which does not count": (
-        [
-            *(begins("step"), passes(1), looks, passes(900, ())),
-            # The message of one host is received first.
-            *(passes(0, (0,)), looks),
-            *[passes(1, (0, 2)), looks] * 19,
-            passes(1, (0, 2)),
-        ],
-        ({1}, ""),
-    ),
-}
+host_0_reaches, host_0_joins = begins(watch.REACH, (0,)), begins(watch.JOIN, (0,))
+others_reach, all_join = begins(watch.REACH, (1, 2)), begins(watch.JOIN)
+step, compiles = begins("step"), begins("compile")
+others_step = begins("step", (0, 2))
+nobody = set()
 
 
-@pytest.mark.parametrize("name", HANGS)
-def test_hang_is_found_when_its_time_is_over_and_not_before(name):
-    (*acts, last), (hosts, why) = HANGS[name]
+@pytest.mark.parametrize(
+    ("acts", "hosts", "why"),
+    [
+        # No heartbeat, in any phase.
+        ([passes(1), *[passes(1, (0, 2))] * 21], {1}, "for 21 s, in ['start']"),
+        # None yet, so it has the time of its phase.
+        ([passes(1, (0, 2))] * 601, nobody, "phase 'start' for 601 s"),
+        ([compiles, passes(600), passes(1)], nobody, "phase 'compile' for 601 s"),
+        # One is behind the others.
+        ([step, passes(1), others_step, passes(599), passes(2)], {1}, "'step'"),
+        # One does not reach host 0, and nobody does.
+        ([reaches, joins, passes(30), passes(1)], {2}, "phase 'reach' for 31 s"),
+        ([reaches, host_0_joins, passes(30), passes(1)], {0}, "'join'"),
+        ([reaches, all_join, passes(600), passes(1)], nobody, "'join'"),
+        # Time counts from when host 0 listens.
+        (
+            [others_reach, passes(100), host_0_reaches, joins, passes(30), passes(1)],
+            {2},
+            "'reach'",
+        ),
+        # Time in which nobody looks does not count, and no heartbeats are missed in it.
+        ([reaches, joins, stands_still, passes(29), passes(1)], {2}, "'reach'"),
+        ([step, passes(1), stands_still, *[passes(1, (0, 2))] * 20], {1}, "for 21 s"),
+        # One has not started, for which the others wait.
+        ([begins(watch.REACH, (0, 1)), joins, passes(600), passes(1)], {2}, "'start'"),
+        ([others_reach, passes(600), passes(1)], {0}, "'start'"),
+        # Some compile while another had the program.
+        (
+            [compiles, passes(1), begins(watch.TRAIN, (0,)), passes(598), passes(3)],
+            {1, 2},
+            "phase 'compile' for 602 s",
+        ),
+        # Those in a step have the time of the one that compiles.
+        (
+            [step, begins("compile", (1,)), others_step, passes(599), passes(2)],
+            nobody,
+            "'step'",
+        ),
+        # A program is not judged by another one.
+        (
+            [compiles, passes(1), step, passes(1), compiles, passes(599), passes(2)],
+            nobody,
+            "'compile'",
+        ),
+    ],
+)
+def test_hang_is_found_when_its_time_is_over_and_not_before(acts, hosts, why):
     world = World()
-    for act in acts:
-        act(world)
-    assert world.hang is None
-    last(world)
-    assert hosts is None or world.hang.hosts == hosts
-    assert why in world.hang.why
+    assert world.after(*acts[:-1]) is None
+    hang = world.after(acts[-1])
+    assert hang.hosts == hosts
+    assert why in hang.why
+
+
+@pytest.mark.parametrize(
+    ("phase", "longest_secs", "most_secs"),
+    [("step", 0.1, 60), ("step", 12, 120), ("step", 100, 600), ("train", 1, 600)],
+)
+def test_a_known_phase_may_take_ten_times_its_longest(phase, longest_secs, most_secs):
+    world = World()
+    assert world.after(*knows(phase, longest_secs), passes(most_secs - 0.5)) is None
+    assert f"phase '{phase}'" in world.after(passes(1)).why
 
 
 def test_a_host_reaches_host_0_as_slowly_as_a_heartbeat_may_take():
     world = World(watch.Limits(most_secs=600.0, heartbeat_secs=90.0))
-    for act in (reaches, joins, passes(90)):
-        act(world)
-    assert world.hang is None
-    passes(1)(world)
-    assert world.hang.why == "hangs in phase 'reach' for 91 s"
+    assert world.after(reaches, joins, passes(90)) is None
+    assert world.after(passes(1)).why == "hangs in phase 'reach' for 91 s"
 
 
 @pytest.mark.parametrize("phase", ["start", "prepare", "restore", "compile", "step"])
-def test_a_host_is_judged_by_no_other_host_and_no_other_world(phase):
+def test_a_host_is_judged_by_no_other_host(phase):
     # Its slice may have lost its memory, its machine may be new.
-    for act in (begins(phase), passes(1), begins("evaluate")):
-        act(World())
     world = World()
-    for act in (begins(phase), passes(1), begins("evaluate", (0,)), passes(598)):
-        act(world)
-    assert world.hang is None
-    passes(3)(world)
-    assert world.hang.hosts == {1, 2}
+    acts = begins(phase), passes(1), begins("evaluate", (0,)), passes(598)
+    assert world.after(*acts) is None
+    assert world.after(passes(3)).hosts == {1, 2}
 
 
-def test_uploads_at_the_end_may_take_any_time():
+def test_uploads_at_the_end_may_take_any_time_and_hosts_that_ended_count_no_more():
     world = World()
-    begins(watch.CLOSE)(world)
-    passes(100_000)(world)
-    assert world.hang is None
-
-
-def test_a_host_that_has_ended_is_not_waited_for():
-    world = World()
-    begins("step")(world)
-    passes(1)(world)
+    assert world.after(begins(watch.CLOSE), passes(10_000)) is None
+    world.after(step)
     for host in ALL:
         world.watch.end(host)
-    passes(1000, ())(world)
-    assert world.hang is None
+    assert world.after(passes(1000, ())) is None
 
 
 QUICK = {"late": 0.02, "data": 0.05}
 STARVED = {"late": 0.7, "data": 0.05}
 WAITING = {"late": 0.02, "data": 0.8}
-
-
-class Loads:
-    """Hosts that send a heartbeat a second, with parts of that second."""
-
-    def __init__(self):
-        self.secs = 1000.0
-        self.slow = watch.SlowHosts(now_secs=self.secs)
-
-    def slow_after(self, secs, *loads):
-        named = []
-        for _ in range(secs):
-            self.secs += 1
-            for host, load in enumerate(loads):
-                self.slow.note(host, {**load, "secs": 1.0}, phase="step")
-            named += self.slow.newly_slow(now_secs=self.secs)
-        return [(each.host, each.phase) for each in named]
 
 
 @pytest.mark.parametrize(
@@ -251,27 +194,31 @@ class Loads:
     ],
 )
 def test_a_host_is_slow_in_a_phase_if_it_is_so_alone(secs, loads, named):
-    assert Loads().slow_after(secs, *loads) == named
+    world = World(hosts=len(loads))
+    world.after(begins("step", range(len(loads))))
+    assert world.slow_after(secs, *loads) == named
 
 
 @pytest.mark.parametrize("pause_secs", [1, 10, 20])
 def test_a_pause_of_a_host_is_not_slow_and_a_relapse_is(pause_secs):
-    loads = Loads()
+    world = World()
     for _ in range(5):
-        assert not loads.slow_after(pause_secs, QUICK, STARVED, QUICK)
-        assert not loads.slow_after(30, QUICK, QUICK, QUICK)
-    assert not loads.slow_after(1, {"data": 60.0}, QUICK, QUICK)
-    assert not loads.slow_after(60, QUICK, QUICK, QUICK)
+        assert not world.slow_after(pause_secs, QUICK, STARVED, QUICK)
+        assert not world.slow_after(30, QUICK, QUICK, QUICK)
+    assert not world.slow_after(1, {"data": 60.0}, QUICK, QUICK)
+    assert not world.slow_after(60, QUICK, QUICK, QUICK)
     for _ in range(2):
-        assert len(loads.slow_after(40, QUICK, STARVED, QUICK)) == 1
-        loads.slow_after(10, QUICK, QUICK, QUICK)
+        assert len(world.slow_after(40, QUICK, STARVED, QUICK)) == 1
+        world.slow_after(10, QUICK, QUICK, QUICK)
 
 
 def test_the_reason_has_both_numbers():
-    slow = watch.SlowHosts(now_secs=0.0)
-    for window in (1, 2, 3):
-        for host, secs in enumerate((80.4, 1.2, 3.0)):
-            slow.note(host, {"data": secs, "secs": 100.0}, phase="step")
-        named = slow.newly_slow(now_secs=window * watch.WINDOW_SECS)
-    (host,) = named
-    assert host.why == "it waited for its data 80 % of the time, other hosts 2 %"
+    world = World()
+    named = []
+    for _ in range(watch.WINDOWS):
+        passes(watch.WINDOW_SECS, ())(world)
+        for host, secs in enumerate((8.04, 0.12, 0.3)):
+            world.watch.heartbeat(host, 0, {"data": secs})
+        named += world.watch.newly_slow()
+    ((_, _, why),) = named
+    assert why == "it waited for its data 80 % of the time, other hosts 2 %"

@@ -269,8 +269,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "an executable is loaded for other arguments",
         "elastic_ckpt/elastic/executables.py",
-        "code = jitted.__wrapped__, _abstract(arguments), _settings()",
-        "code = jitted.__wrapped__, None, _settings()",
+        "code = jitted.__wrapped__, str(structure), shapes, _devices(arguments)",
+        "code = jitted.__wrapped__",
         ("tests/elastic/test_executables.py",),
     ),
     Fault(
@@ -303,9 +303,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "state in device memory is that of another step",
-        "elastic_ckpt/elastic/pathways.py",
-        "if form != (step, structure, [*map(_form, wanted)]):",
-        "if form[1:] != (structure, [*map(_form, wanted)]):",
+        "elastic_ckpt/elastic/world.py",
+        "if form != (step, structure, shapes):",
+        "if form[1:] != (structure, shapes):",
         ("tests/elastic/test_pathways.py",),
     ),
     Fault(

@@ -220,7 +220,7 @@ REFUSALS = {
         "not a directory of this", local_checkpoint_directory="gs://b/ram"
     ),
     "accelerator that is missing": Refusal(
-        lambda _: host.check_devices("gpu"),
+        lambda _: host.check_hardware("gpu"),
         "hardware=gpu, but JAX finds only CPUs on .* set hardware=cpu",
         errors.RunError,
     ),

@@ -6,7 +6,7 @@ import jax
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.elastic import host
+from elastic_ckpt.elastic import cluster, decision, host
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TlsFiles
 from elastic_ckpt.training import configured, launch, load, schema
 from tests.refusals import training as refusals
@@ -126,17 +126,19 @@ def test_hosts_of_a_machine_see_different_gpus(monkeypatch):
     assert updates["jax_cuda_visible_devices"] == "8,9,10,11"
 
 
-def members(num_hosts):
-    return [
-        host.Member(address="127.0.0.1:1", num_hosts=num_hosts, host=number)
-        for number in range(num_hosts)
-    ]
-
-
 @pytest.mark.parametrize(
-    ("first_slice", "slices", "slots"),
-    [(0, (0, 1, 2), [0, 1, 2, 3, 4, 5]), (0, (0, 2), [0, 1, 4, 5]), (4, (5,), [2, 3])],
+    ("slices", "slots"),
+    [((0, 1, 2), [0, 1, 2, 3, 4, 5]), ((0, 2), [0, 1, 4, 5]), ((4,), [2, 3])],
 )
-def test_host_has_the_same_devices_in_all_worlds(first_slice, slices, slots):
-    owned = host.Owned(memory=None, kept=None, first_slice=first_slice)
-    assert [owned.slot(each, slices) for each in members(len(slots))] == slots
+def test_host_has_the_same_devices_in_all_worlds(monkeypatch, slices, slots):
+    def configure(_, *, slot):
+        raise KeyError(slot)
+
+    monkeypatch.setattr(host, "configure", configure)
+    work = decision.Train(slices=slices, spares=(), rows=0, accumulated=1)
+    world = cluster.Assignment(number=1, work=work)
+    owned = host.Owned(memory=None, kept=None, most_hosts=6)
+    for number, slot in enumerate(slots):
+        member = host.Member(address="", num_hosts=len(slots), host=number)
+        with pytest.raises(KeyError, match=str(slot)):
+            host.run_host(None, host.Hardware(), world, owned, member, None)

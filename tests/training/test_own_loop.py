@@ -332,7 +332,7 @@ def test_error_of_the_loop_is_the_end_of_its_events(recording):
 def test_worlds_of_several_machines_need_no_lock_and_of_one_machine_they_do(recording):
     def recorded(owner):
         claimant = Claimant(name="start", owner=owner)
-        between = BetweenWorlds(claimant=claimant, resumes=lambda: True)
+        between = BetweenWorlds(claimant=claimant, answer="resume")
         world = World(number=2, slices=(0,), slice_name="0", _between=between)
         with recording.run(world=world) as run:
             run.log(1, next(recording.batches))
