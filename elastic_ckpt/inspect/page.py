@@ -38,6 +38,8 @@ _HEIGHT = 190
 _BAR = 22
 # A series has at most this many points; extremes are kept.
 _MOST_POINTS = 800
+# With more marks their names would lie on each other.
+_MOST_NAMED = 6
 _CONFIG: Spec = {
     "aria": False,
     "background": "#fff",
@@ -94,6 +96,7 @@ def lines(
     *,
     x: str,
     y: str,
+    marks: Sequence[tuple[float, str]] = (),
     is_log: bool = False,
     from_zero: bool = False,
 ) -> Spec:
@@ -103,6 +106,7 @@ def lines(
       series: at least one, with at least one point in all.
       x: the title of the horizontal axis, with its unit.
       y: of the vertical axis, likewise.
+      marks: x and the name of moments, as vertical lines.
       is_log: whether the vertical axis is logarithmic.
       from_zero: whether it begins at 0.
     """
@@ -133,6 +137,18 @@ def lines(
         }
         for each in drawn
     ]
+    moments = {"values": [{"x": at, "name": name} for at, name in marks]}
+    at: Spec = {"x": {"field": "x", "type": "quantitative"}}
+    if marks:
+        rule = {"type": "rule", "color": _BAD, "strokeDash": [3, 3]}
+        layers.append({"data": moments, "mark": rule, "encoding": at})
+    if 0 < len(marks) <= _MOST_NAMED:
+        mark = {
+            **{"type": "text", "color": _BAD, "align": "left"},
+            **{"baseline": "top", "dx": 4, "fontSize": 11},
+        }
+        named = {**at, "text": {"field": "name"}, "y": {"value": 2}}
+        layers.append({"data": moments, "mark": mark, "encoding": named})
     return {"layer": layers, "height": _HEIGHT}
 
 

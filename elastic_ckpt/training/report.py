@@ -292,6 +292,7 @@ def _slices(record: Record) -> Section:
             [Series(name="training", points=training, kind="area")],
             x="minutes since the first event",
             y="slices",
+            marks=_marks(record),
             from_zero=True,
         ),
         columns=("minute", "event", "details"),
@@ -302,6 +303,20 @@ def _slices(record: Record) -> Section:
             )
         ][-_MOST_ROWS:],
     )
+
+
+def _marks(record: Record) -> list[tuple[float, str]]:
+    # With a lost slice its hosts are lost.
+    lost = "slice_lost" if record.named("slice_lost") else "host_lost"
+    texts = {
+        lost: "slice {slice} lost" if lost == "slice_lost" else "host {host} lost",
+        "slow_host": "host {host} slow",
+        "run_failed": "failed",
+    }
+    return [
+        (record.minute(event), texts[event["event"]].format_map(event))
+        for event in record.named(*texts)
+    ]
 
 
 def _loss(record: Record) -> Section:
