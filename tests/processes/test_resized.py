@@ -39,7 +39,7 @@ class TestResized(claims.Claims):
         shutil.copytree(run.path, copy)
         (copy / "step_log" / "attempt-00002.jsonl").unlink()
         output = runs.verb("audit", copy, code=1)
-        assert "FAILED: step 5 is missing from the step log" in output
+        assert "FAILED: the step log is incomplete: world 2 saved steps" in output
 
     def test_inspect_shows_arrays_and_data_of_every_step(self, run):
         content = json.loads(runs.verb("inspect", run.path, "--json"))
