@@ -223,18 +223,10 @@ def decide(
     most = min(len(usable), policy.max_slices or len(usable))
     objections = []
     for number in range(most, policy.min_slices - 1, -1):
-        batch = _batch(number, policy, work)
-        why = batch if isinstance(batch, str) else work.objection(number, batch[0])
-        if why is None:
-            assert not isinstance(batch, str)
-            rows, accumulated = batch
-            return Train(
-                slices=tuple(sorted(usable[:number])),
-                spares=tuple(sorted(usable[number:])),
-                rows=rows,
-                accumulated=accumulated,
-            )
-        objections.append(why)
+        decided = _train(usable, number, policy, work)
+        if isinstance(decided, Train):
+            return decided
+        objections.append(decided)
     missing = (
         f"{_count(usable)} usable, and min_slices={policy.min_slices}"
         if most < policy.min_slices
@@ -246,8 +238,8 @@ def decide(
     return Wait(why=missing, within_secs=max(0.0, policy.wait_secs - waited_secs))
 
 
-def _batch(number: int, policy: Policy, work: Work) -> tuple[int, int] | str:
-    # The rows of a batch on `number` slices and the parts that they are computed in.
+def _train(usable: list[int], number: int, policy: Policy, work: Work) -> Train | str:
+    # Trains on the best of the usable slices; or why so many cannot compute a batch.
     devices = number * work.devices_per_slice
     if policy.batch == "keep_per_device":
         rows, indivisible = divmod(work.rows * number, work.num_slices)
@@ -261,15 +253,20 @@ def _batch(number: int, policy: Policy, work: Work) -> tuple[int, int] | str:
     rows_per_device, indivisible = divmod(rows, devices)
     if indivisible:
         return f"{rows} rows do not divide over the {devices} devices of {number}"
-    return rows, _parts(rows_per_device, work.max_rows_per_device)
-
-
-def _parts(rows: int, max_rows: int) -> int:
-    # The least number of equal parts of `rows` that are at most `max_rows`.
-    return next(
+    if why := work.objection(number, rows):
+        return why
+    # The fewest equal parts that fit into a device.
+    most = max(work.max_rows_per_device, 1)
+    accumulated = next(
         parts
-        for parts in range(1, max(rows, 1) + 1)
-        if rows % parts == 0 and rows // parts <= max(max_rows, 1)
+        for parts in range(1, max(rows_per_device, 1) + 1)
+        if rows_per_device % parts == 0 and rows_per_device // parts <= most
+    )
+    return Train(
+        slices=tuple(sorted(usable[:number])),
+        spares=tuple(sorted(usable[number:])),
+        rows=rows,
+        accumulated=accumulated,
     )
 
 

@@ -85,9 +85,9 @@ def due(faults: Sequence[Fault], step: int) -> tuple[Fault, ...]:
 
 
 def _fault(entry: dict[str, int]) -> Fault:
-    names = entry.keys() - {"at_step"}
-    kinds = names & {*Kind}
-    if len(entry) != 2 or len(kinds) != 1 or min(entry.values()) < 0:
+    kinds = entry.keys() & {*Kind}
+    is_complete = len(kinds) == 1 and entry.keys() == kinds | {"at_step"}
+    if not is_complete or min(entry.values()) < 0:
         raise ValueError(f"{entry} is not a fault")
     (kind,) = kinds
     return Fault(kind=kind, target=entry[kind], at_step=entry["at_step"])

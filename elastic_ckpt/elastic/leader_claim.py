@@ -25,7 +25,6 @@ from elastic_ckpt.core import clock, process, storage
 from elastic_ckpt.tiers.persistent import records
 
 DIRECTORY = "leaders"
-_MODE = 0o600
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +73,7 @@ class LeaderClaims:
     ) -> None:
         # Records have the key of the links between supervisors.
         self.directory = storage.absolute(shared) / DIRECTORY
-        self._records = records.Records(self.directory, mode=_MODE)
+        self._records = records.Records(self.directory, mode=0o600)
         self._machine = machine
         self._lost_secs = lost_secs
         self._owner = owner or process.this()

@@ -185,8 +185,9 @@ class MachineSupervisor:
                 if isinstance(error, errors.ReplacedError) and not self._claims.check():
                     # By the next leader, and not by another start.
                     return None
-                stops = (errors.StoppedError, SystemExit, KeyboardInterrupt)
-                is_stopped = isinstance(error, stops)
+                is_stopped = isinstance(
+                    error, (errors.StoppedError, SystemExit, KeyboardInterrupt)
+                )
                 failure = "" if is_stopped else str(error) or repr(error)
                 machines.end(self._lost_secs, is_stopped=is_stopped, failure=failure)
                 raise

@@ -23,7 +23,7 @@ import pathlib
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from elastic_ckpt.core import codec, errors, events, process, storage
 from elastic_ckpt.elastic import failures, faults, link, termination, watch
@@ -159,11 +159,10 @@ class Machines:
 
     def forget(self, machine: int) -> None:
         """Takes another machine for lost; it may connect again."""
-        if machine in self._links:
-            lost = self._links.pop(machine)
-            lost.close()
-            for each in self.connected:
-                self.order(each, forget=lost.hello["agents"])
+        lost = self._links.pop(machine)
+        lost.close()
+        for each in self.connected:
+            self.order(each, forget=lost.hello["agents"])
 
     def wait_until(self, is_so: Callable[[set[int]], bool], secs: float) -> None:
         """Waits until it is so of the machines that are there, or time is over."""
@@ -196,7 +195,7 @@ class Machines:
             self._links.popitem()[1].close()
 
     def _admit(self, accepted: link.Link) -> None:
-        number, own = accepted.hello.get("machine", -1), self.own
+        number = accepted.hello.get("machine", -1)
         if accepted.hello.get("configured") != self._configured:
             failure = (
                 f"machine {number} has another configuration than machine"
@@ -207,8 +206,9 @@ class Machines:
             accepted.send(refused=f"another supervisor of machine {number} is there")
         else:
             self._links[number] = accepted
-            machines = sorted(self.connected)
-            accepted.send(agents=own.hello["agents"], machines=machines)
+            accepted.send(
+                agents=self.own.hello["agents"], machines=sorted(self.connected)
+            )
             return
         accepted.close()
 
@@ -257,7 +257,8 @@ class HostsOfWorld:
         self._key, self._machines, self._limits = key, machines, limits
         # What they were asked last; empty for nothing.
         self._asked = b""
-        self._ready: set[int] = set()
+        # Those that have not joined the others.
+        self._missing = {*self.alive}
         # Hosts that stop before their last step report both ends; which of them is the
         # reason is known when all have ended.
         self._ends: dict[str, dict[str, Any]] = {}
@@ -287,40 +288,30 @@ class HostsOfWorld:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether `begin` need not be waited for: all have joined, or one fails."""
-        have_joined = len(self._ready) == len(self.slices)
-        return have_joined or bool(self.failures) or self._is_late
+        """Whether `begin` need not be waited for: all have joined, or some do not."""
+        is_late = time.monotonic() > self._join_until_secs
+        return not self._missing or bool(self.failures) or is_late
 
-    @property
-    def _is_late(self) -> bool:
-        return time.monotonic() > self._join_until_secs
-
-    @property
-    def unfit(self) -> frozenset[int]:
-        """The slices whose hosts keep a world from being prepared."""
+    def unfit(self) -> dict[int, str]:
+        """By slice whose hosts keep a world from being prepared, why."""
         hosts: Collection[int] = ()
+        why = "its hosts do not join the others in time"
         if self.failures:
             # Others may have failed because of these.
             cause = failures.first_failure(self.failures)
             hosts = failures.lost_hosts(self.failures) or {cause.host}
-        elif self._is_late:
+            why = cause.message
+        elif self._missing and self.is_prepared:
             # Some do not join, or do not finish the check of their devices.
-            missing = {*range(len(self.slices))} - self._ready
-            hosts = self.watch.behind() or (missing if self._ready else set())
-        return frozenset(self.slices[each] for each in hosts)
-
-    @property
-    def why_unfit(self) -> str:
-        """What keeps it from being prepared."""
-        if not self.failures:
-            return "its hosts do not join the others in time"
-        return failures.first_failure(self.failures).message
+            missing = self._missing if len(self._missing) < len(self.slices) else ()
+            hosts = self.watch.behind() or missing
+        return {self.slices[each]: why for each in sorted(hosts)}
 
     @property
     def is_over(self) -> bool:
         """Whether all hosts have ended, or those that are left have to."""
-        is_late = time.monotonic() > self.deadline_secs
-        return is_late or self.alive <= {each.host for each in self.failures}
+        have_ended = self.alive <= {each.host for each in self.failures}
+        return have_ended or time.monotonic() > self.deadline_secs
 
     def begin(self, emit: events.Emit) -> None:
         """Has the hosts begin, which wait for this once they have joined."""
@@ -371,8 +362,7 @@ class HostsOfWorld:
             return
         grace_secs = self._limits.grace_secs if self.is_running else 0.0
         # Hosts that are left after a failure have less time.
-        until_secs = time.monotonic() + grace_secs
-        self.deadline_secs = min(self.deadline_secs, until_secs)
+        self.deadline_secs = min(self.deadline_secs, time.monotonic() + grace_secs)
         if self.is_running:
             self.emit("stop_requested", within_secs=grace_secs)
             self._ask(STOP)
@@ -391,7 +381,7 @@ class HostsOfWorld:
             case {"stepped": True}:
                 self.has_stepped = True
             case {"ready": True}:
-                self._ready.add(host)
+                self._missing.discard(host)
             case {"sigterm": True} if not self._asked:
                 self.preempted.add(self.slices[host])
             case {"failure": fields}:
@@ -533,11 +523,10 @@ class _Slice:
     def settle_again(self) -> None:
         """Has it show that it stays, and is sound, before it is used."""
         self.is_unchecked = True
-        if self.since_secs < math.inf:
-            self.since_secs = time.monotonic()
+        self.since_secs = max(self.since_secs, time.monotonic())
 
 
-class ProcessCluster:
+class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
     """Slices of host processes; a `Cluster`.
 
     Args:
@@ -569,12 +558,11 @@ class ProcessCluster:
         self._training: HostsOfWorld | None = None
         self._next: HostsOfWorld | None = None
         # Those of machines that follow at the start are there from it on.
+        there, now_secs = machines.slices(machines.connected), time.monotonic()
         self._slices = {
-            number: _Slice(since_secs=math.inf)
+            number: _Slice(since_secs=now_secs if number in there else math.inf)
             for number in sorted(machines.slices(range(machines.own.num_machines)))
         }
-        for number in machines.slices(machines.connected):
-            self._slices[number].since_secs = time.monotonic()
         # When the last world began.
         self._began_secs = math.inf
         self._failures: list[Failure] = []
@@ -582,9 +570,6 @@ class ProcessCluster:
         self._num_abandoned = self._step = 0
         # Whether this machine was asked to end; and whether others may go on.
         self._is_ending = self._hands_over = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -749,9 +734,11 @@ class ProcessCluster:
         # A prepared world waits, for any time; one that is killed ends.
         if self._training is not None:
             self._training.look()
-        for key, world in list(self._worlds.items()):
-            if not world.alive and world not in (self._training, self._next):
-                del self._worlds[key]
+        self._worlds = {
+            key: world
+            for key, world in self._worlds.items()
+            if world.alive or world in (self._training, self._next)
+        }
 
     def _lose(self, machine: int) -> None:
         for world in self._worlds.values():
@@ -817,11 +804,11 @@ class ProcessCluster:
         if self._next is None or not _is_for(self._next, following):
             self._discard()
             self._next = self._world(following)
-        if unfit := self._next.unfit - {*world.slices}:
-            self._refuse(unfit, self._next.why_unfit)
+        is_prepared, unfit = self._next.is_prepared, self._next.unfit()
+        for number in sorted(unfit.keys() - {*world.slices}):
+            self._refuse(number, unfit[number])
             self._discard()
-            return False
-        return self._next.is_prepared
+        return is_prepared and self._next is not None
 
     def _terminate(self, world: HostsOfWorld) -> None:
         # SIGTERM to this machine, or once more.
@@ -846,26 +833,19 @@ class ProcessCluster:
         for number, each in self._slices.items():
             is_own = number in self._machines.own.slices
             if each.is_leaving and is_own and not self._is_ending:
-                self._order_fault(faults.Kind.KILL_SLICE, number)
+                self._machines.own.do(
+                    {"fault": faults.Kind.KILL_SLICE, "slice": number}
+                )
             each.is_leaving = False
 
-    def _order_fault(self, kind: faults.Kind, number: int) -> None:
-        self._machines.order(
-            self._machines.of_slice(number), fault=kind.value, slice=number
-        )
-
-    def _refuse(self, slices: Iterable[int], why: str) -> None:
-        for number in sorted(slices):
-            each = self._slices[number]
-            secs = min(_RETRY_SECS * 2**each.refusals, _MOST_RETRY_SECS)
-            each.refused_until_secs = time.monotonic() + secs
-            each.refusals += 1
-            each.settle_again()
-            self._note_failure(number)
-            self._emit("slice_refused", slice=number, why=why)
-
-    def _note_failure(self, number: int) -> None:
-        self._failures.append(Failure(slice=number, at_secs=time.monotonic()))
+    def _refuse(self, number: int, why: str) -> None:
+        each, now_secs = self._slices[number], time.monotonic()
+        secs = min(_RETRY_SECS * 2**each.refusals, _MOST_RETRY_SECS)
+        each.refused_until_secs = now_secs + secs
+        each.refusals += 1
+        each.settle_again()
+        self._failures.append(Failure(slice=number, at_secs=now_secs))
+        self._emit("slice_refused", slice=number, why=why)
 
     def _note_lost(self, error: WorldLostError, world: HostsOfWorld) -> None:
         # Of slices that are not lost nothing but processes was, which are started anew.
@@ -895,9 +875,9 @@ class ProcessCluster:
             elif cause is not None and cause.is_hang:
                 each.settle_again()
             if cause is not None and "DeviceWrongError" in cause.error:
-                self._refuse([number], cause.message)
+                self._refuse(number, cause.message)
             elif not each.is_leaving:
-                self._note_failure(number)
+                self._failures.append(Failure(slice=number, at_secs=time.monotonic()))
 
     def _inject(self, world: HostsOfWorld) -> None:
         for fault in faults.due(self._faults, self._step):
@@ -922,7 +902,8 @@ class ProcessCluster:
                 case faults.Kind.RETURN_SLICE:
                     self._slices[target].is_away = False
             if not of_hosts:
-                self._order_fault(kind, target)
+                machine = self._machines.of_slice(target)
+                self._machines.order(machine, fault=kind.value, slice=target)
 
 
 def _is_for(world: HostsOfWorld, assignment: Assignment) -> bool:

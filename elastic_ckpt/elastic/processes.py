@@ -76,7 +76,7 @@ def place(
     if number is not None:
         given = {of_this: str(number)}
     name, text = next((each for each in given.items() if each[1]), ("", ""))
-    if text is None or not text:
+    if not text:
         raise errors.ConfigError(
             f"{of_this} is not set, and the environment has none of"
             f" {', '.join(_NUMBER_VARIABLES)}; set it to the number of this machine,"
@@ -276,8 +276,11 @@ def supervise(
     host.check_sent(train)
     own = cluster._station
     own.train = train
-    same = dataclasses.asdict(own.hardware) | {"jax_cache_dir": ""}
-    same |= {"machines": own.num_machines}
+    same = {
+        **dataclasses.asdict(own.hardware),
+        "jax_cache_dir": "",
+        "machines": own.num_machines,
+    }
     cluster._supervisor(
         lead,
         kept=lambda: contextlib.nullcontext(emit),
@@ -295,12 +298,11 @@ def _check_writable(name: str, path: str) -> None:
             f" processes append to files; give {name} a local one (steps go to a bucket"
             " by ec.Persistent)"
         )
-    why = "it cannot be written"
     try:
         storage.make_directory(os.path.abspath(path))
+        if not os.access(path, os.W_OK):
+            raise PermissionError("it cannot be written")
     except OSError as error:
-        why = str(error)
-    if not os.access(path, os.W_OK):
         raise errors.ConfigError(
-            f"Processes({name}={path!r}): {why}; name a directory that can be written"
-        )
+            f"Processes({name}={path!r}): {error}; name a directory that can be written"
+        ) from None

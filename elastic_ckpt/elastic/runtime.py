@@ -11,7 +11,6 @@ trains, and returns when it is done, or when `world.leaving(step)` says so.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -111,30 +110,33 @@ def lead(
     The time is that of the clock, also of the cluster's errors.
     """
     led = _Run(cluster, present_policy, work, emit, clock)
-    try:
-        for number in itertools.count(1):
+    for number in itertools.count(1):
+        try:
             chosen = led.choose()
-            slices, spares = list(chosen.slices), list(chosen.spares)
-            led.emit("world_started", world=number, slices=slices, spares=spares)
-            try:
-                is_over = cluster.run_world(
-                    train,
-                    Assignment(number=number, work=chosen),
-                    emit=led.emit,
-                    has_changed=functools.partial(led.change, chosen),
-                )
-            except WorldLostError as error:
-                led.lose(error)
-            else:
-                if is_over:
-                    return
-                led.begin_recovery(led.asked_secs)
-    except process_cluster.LeadershipLostError:
-        # The next leader goes on.
-        raise
-    except errors.ElasticCkptError as error:
-        led.end(error)
-        raise
+            led.emit(
+                "world_started",
+                world=number,
+                slices=list(chosen.slices),
+                spares=list(chosen.spares),
+            )
+            is_over = cluster.run_world(
+                train,
+                Assignment(number=number, work=chosen),
+                emit=led.emit,
+                has_changed=led.change,
+            )
+        except WorldLostError as error:
+            led.lose(error)
+        except process_cluster.LeadershipLostError:
+            # The next leader goes on.
+            raise
+        except errors.ElasticCkptError as error:
+            led.end(error)
+            raise
+        else:
+            if is_over:
+                return
+            led.begin_recovery(led.asked_secs)
 
 
 class _Run:
@@ -172,8 +174,6 @@ class _Run:
         # The worlds that were lost without progress, and how the last one was.
         self._lost: list[WorldLostError] = []
         self._how = ""
-        # The error that has a verdict.
-        self._judged: errors.RunError | None = None
 
     def choose(self) -> Train:
         """Waits for the slices of the next world."""
@@ -181,7 +181,7 @@ class _Run:
         waiting_for = ""
         while True:
             waited_secs = self._clock() - began_secs
-            _, now = self._decide(frozenset(self._slices), waited_secs=waited_secs)
+            _, now = self._decide(waited_secs=waited_secs)
             if isinstance(now, Train):
                 return now
             if not now.within_secs:
@@ -197,25 +197,26 @@ class _Run:
                 )
             self._cluster.wait(now.within_secs)
 
-    def change(self, chosen: Train) -> Decision | None:
+    def change(self) -> Decision | None:
         """The decision for which a world has to end; None while it should go on."""
-        slices, now = self._decide(frozenset(chosen.slices))
+        slices, now = self._decide()
         if isinstance(now, Train):
-            return None if now.slices == chosen.slices else now
+            return None if [*now.slices] == self._slices else now
         # A slice is about to be lost, and the others are too few without it.
-        is_leaving = not slices.present_secs.keys() >= set(chosen.slices)
+        is_leaving = not slices.present_secs.keys() >= {*self._slices}
         return now if is_leaving and self._policy.max_retries else None
 
-    def _decide(
-        self, current: frozenset[int], *, waited_secs: float = 0.0
-    ) -> tuple[Slices, Decision]:
+    def _decide(self, *, waited_secs: float = 0.0) -> tuple[Slices, Decision]:
         policy = self._present_policy()
-        slices = self._cluster.slices(current)
+        slices = self._cluster.slices(frozenset(self._slices))
         excluded = slices.quarantined(policy)
         for number in sorted(excluded - self._quarantined):
             count = sum(failure.slice == number for failure in slices.failures)
-            why = f"it has failed {count} times in this run"
-            self.emit("slice_quarantined", slice=number, why=why)
+            self.emit(
+                "slice_quarantined",
+                slice=number,
+                why=f"it has failed {count} times in this run",
+            )
         self._quarantined |= excluded
         decided = decide(slices, policy, self._work, waited_secs=waited_secs)
         if policy is not self._policy:
@@ -293,16 +294,14 @@ class _Run:
                 " remove the cause of the first loss and start the run again:"
                 f" {self._lost[0]}"
             )
-        self._judged = end
         if end is not None:
             raise end from (error.__cause__ if end is error else error)
 
     def end(self, error: errors.ElasticCkptError) -> None:
         """Adds the verdict on the error with which the run ends."""
-        if error is not self._judged:
-            is_program = isinstance(error, ProgramFailedError)
-            told = error.failures if is_program else [failures.of_exception(0, error)]
-            self._judge(told, num_hosts=1, is_lost=False)
+        is_program = isinstance(error, ProgramFailedError)
+        told = error.failures if is_program else [failures.of_exception(0, error)]
+        self._judge(told, num_hosts=1, is_lost=False)
 
     def _judge(
         self, failed: Sequence[failures.HostFailure], **of_this: Any

@@ -135,7 +135,6 @@ class Station:
         self.log_directory = log_directory
         self.interface = interface
         self._memory = memory
-        self._most_hosts = len(self.slices) * self.hosts_per_slice
         self.number = self.slices[0] // len(self.slices)
         self.num_machines = num_slices // len(self.slices)
         self._agents: dict[int, agent.AgentProcess] = {}
@@ -144,15 +143,13 @@ class Station:
         # Of the host that was started last, and of one that has trained a step.
         self._last: host.Program | None = None
         self._example: host.Program | None = None
-        # Slices whose devices are to compute wrong values: a fault.
-        self._broken: frozenset[int] = frozenset()
         self._ports: list[socket.socket] = []
         with contextlib.ExitStack() as resources:
             resources.callback(self._end_all)
             self._owned = host.Owned(
                 memory=memory,
                 kept=resources.enter_context(executables.kept()),
-                most_hosts=self._most_hosts,
+                most_hosts=len(self.slices) * self.hosts_per_slice,
             )
             self._reserve()
             for number in self.slices:
@@ -185,7 +182,8 @@ class Station:
             case {"fault": Kind.RETURN_SLICE, "slice": int(number)}:
                 self._serve(number)
             case {"fault": Kind.BREAK_SLICE, "slice": int(number)}:
-                self._broken |= {number}
+                broken = self._owned.broken | {number}
+                self._owned = dataclasses.replace(self._owned, broken=broken)
             case {"forget": list(agents)}:
                 self._forget(agents)
         return []
@@ -214,7 +212,9 @@ class Station:
 
     def stand_by(self) -> None:
         """Starts a process for the next world, if there are too few; called often."""
-        if self._example is not None and len(self._standing_by) < self._most_hosts:
+        if self._example is not None and (
+            len(self._standing_by) < self._owned.most_hosts
+        ):
             example = functools.partial(host.run, self._example)
             self._standing_by.append(HostProcess(example))
 
@@ -231,9 +231,8 @@ class Station:
 
     def program(self, assignment: Assignment) -> host.Program:
         """What each host of this machine does in a world."""
-        owned = dataclasses.replace(self._owned, broken=self._broken)
         return functools.partial(
-            host.run_host, self.train, self.hardware, assignment, owned
+            host.run_host, self.train, self.hardware, assignment, self._owned
         )
 
     def _start(self, key: Key, order: Mapping[str, Any]) -> None:

@@ -175,7 +175,7 @@ def test_the_memory_of_a_machine_that_ends_stays(hosts, host_alone):
 
 
 def test_a_slice_that_returns_is_refused_no_longer(hosts):
-    hosts._refuse([0], "its devices are wrong")
+    hosts._refuse(0, "its devices are wrong")
     hosts._slices[0].is_away = True
     assert not hosts.slices(frozenset()).present_secs
     hosts._slices[0].is_away = False
@@ -196,8 +196,7 @@ def test_a_prepared_world_blames_the_host_that_others_failed_for(hosts, listener
     world = hosts._world(assignment(0, 1))
     world.take(1, {"exit": -signal.SIGABRT})
     world.take(0, {"exit": -signal.SIGKILL})
-    assert world.unfit == {0}
-    assert world.why_unfit == "killed by SIGKILL"
+    assert world.unfit() == {0: "killed by SIGKILL"}
     far.close()
 
 

@@ -276,8 +276,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a batch is accumulated in unequal parts",
         "elastic_ckpt/elastic/decision.py",
-        "if rows % parts == 0 and rows // parts <= max(max_rows, 1)",
-        "if rows // parts <= max(max_rows, 1)",
+        "if rows_per_device % parts == 0 and rows_per_device // parts <= most",
+        "if rows_per_device // parts <= most",
         ("tests/elastic/test_decision.py",),
     ),
     Fault(

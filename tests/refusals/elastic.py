@@ -36,7 +36,9 @@ REFUSALS = {
     "faults: a word": Refusal(
         listed("kill_slice"), r"'kill_slice' is not a list .*write it as \[\{kill_slice"
     ),
-    "faults: no step": Refusal(listed('[{"kill_slice": 1}]'), "is not a fault"),
+    "faults: no step": Refusal(
+        listed('[{"kill_slice": 1, "step": 2}]'), "is not a fault"
+    ),
     "faults: no such kind": Refusal(
         listed('[{"burn_slice": 1, "at_step": 2}]'), "burn_slice"
     ),
