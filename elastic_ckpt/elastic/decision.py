@@ -239,7 +239,7 @@ def decide(
 
 
 def _train(usable: list[int], number: int, policy: Policy, work: Work) -> Train | str:
-    # Trains on the best of the usable slices; or why so many cannot compute a batch.
+    # On the best of the usable slices; or why so many cannot compute a batch.
     devices = number * work.devices_per_slice
     if policy.batch == "keep_per_device":
         rows, indivisible = divmod(work.rows * number, work.num_slices)

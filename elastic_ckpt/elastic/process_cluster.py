@@ -56,6 +56,12 @@ _RETRY_SECS, _MOST_RETRY_SECS = 30.0, 3600.0
 # the time must not keep the run from training.
 _MOST_ABANDONED = 3
 _SHOWN_LOG_LINES = 15
+# What the hosts get by a fault.
+_SIGNALS = {
+    faults.Kind.KILL_HOST: signal.SIGKILL,
+    faults.Kind.KILL_SLICE: signal.SIGKILL,
+    faults.Kind.HANG_HOST: signal.SIGSTOP,
+}
 
 
 class LeadershipLostError(errors.StoppedError):
@@ -79,7 +85,6 @@ class Machines:
       own: as given.
       number: of this machine.
       has_lead: as given.
-      are_several: whether the run has other machines.
       lost_secs: the time after which a machine that does not answer is lost.
     """
 
@@ -92,7 +97,6 @@ class Machines:
         configured: str = "",
     ) -> None:
         self.own, self.number = own, own.number
-        self.are_several = listener is not None
         self.lost_secs = math.inf if listener is None else listener.lost_secs
         self.has_lead = has_lead
         self._listener = listener
@@ -549,7 +553,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         self._faults = list(injected)
         self._emit = emit
         # Of several machines any may continue the run.
-        owner = None if machines.are_several else process.this()
+        owner = None if machines.own.num_machines > 1 else process.this()
         self._claimant = claims.Claimant(owner=owner)
         self._keys = itertools.count(1)
         # The worlds of which hosts may be alive, by key; the one that trains, and the
@@ -813,7 +817,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
     def _terminate(self, world: HostsOfWorld) -> None:
         # SIGTERM to this machine, or once more.
         is_first = not (self._hands_over or world.is_stopping)
-        if self._machines.are_several and is_first:
+        if self._machines.own.num_machines > 1 and is_first:
             # All hosts leave, and the next leader starts others without this machine.
             self._is_ending = self._hands_over = True
             self._preempt(self._machines.own.slices)
@@ -891,19 +895,14 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
             of_hosts = kind in faults.OF_HOSTS
             named = range(len(world.slices)) if of_hosts else world.slices
             hosts = [host for host, number in enumerate(named) if number == target]
-            match kind:
-                case faults.Kind.KILL_HOST:
-                    world.signal(hosts, signal.SIGKILL)
-                case faults.Kind.HANG_HOST:
-                    world.signal(hosts, signal.SIGSTOP)
-                case faults.Kind.KILL_SLICE:
-                    self._slices[target].is_away = True
-                    world.signal(hosts, signal.SIGKILL)
-                case faults.Kind.RETURN_SLICE:
-                    self._slices[target].is_away = False
+            if kind in _SIGNALS:
+                world.signal(hosts, _SIGNALS[kind])
+            if kind in (faults.Kind.KILL_SLICE, faults.Kind.RETURN_SLICE):
+                self._slices[target].is_away = kind is faults.Kind.KILL_SLICE
             if not of_hosts:
-                machine = self._machines.of_slice(target)
-                self._machines.order(machine, fault=kind.value, slice=target)
+                self._machines.order(
+                    self._machines.of_slice(target), fault=kind, slice=target
+                )
 
 
 def _is_for(world: HostsOfWorld, assignment: Assignment) -> bool:

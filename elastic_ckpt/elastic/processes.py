@@ -188,7 +188,7 @@ class Processes(ProcessCluster):
                 f"Processes(ram={os.fspath(ram)!r}) needs the name of the run, which"
                 " its directories there get; add run='my_run'"
             )
-        own = None
+        own = Place(slices=range(slices), interface=station.LOOPBACK)
         if machines > 1:
             if shared is None:
                 raise errors.ConfigError(
@@ -219,10 +219,10 @@ class Processes(ProcessCluster):
                 hardware=hardware,
                 jax_cache_dir=jax_cache_dir,
             ),
-            slices=None if own is None else own.slices,
+            slices=own.slices,
             memory=memory,
             log_directory=os.path.abspath(logs),
-            interface=station.LOOPBACK if own is None else own.interface,
+            interface=own.interface,
         )
         super().__init__(
             Machines(self._station),
@@ -230,16 +230,15 @@ class Processes(ProcessCluster):
             injected=injected,
             emit=emit or events.nobody,
         )
-        self._supervisor = None
-        if own is not None and shared is not None:
-            self._supervisor = functools.partial(
-                machine_supervisor.MachineSupervisor,
-                self._station,
-                shared=storage.absolute(shared),
-                injected=injected,
-                limits=limits,
-                lost_secs=machine_timeout_secs,
-            )
+        # Of several machines.
+        self._supervisor = functools.partial(
+            machine_supervisor.MachineSupervisor,
+            self._station,
+            shared=storage.absolute(shared or ""),
+            injected=injected,
+            limits=limits,
+            lost_secs=machine_timeout_secs,
+        )
 
     def close(self) -> None:
         """Ends the hosts and agents, and removes the executables."""
@@ -271,7 +270,7 @@ def supervise(
       ConfigError: if `train` cannot be sent to hosts.
       RunError: with the first failure of the run; or if no leader can be reached.
     """
-    if not isinstance(cluster, Processes) or cluster._supervisor is None:
+    if not isinstance(cluster, Processes) or cluster._station.num_machines == 1:
         return False
     host.check_sent(train)
     own = cluster._station

@@ -57,15 +57,12 @@ class ScaledPolicy:
             if content != self._content:
                 # It is read once, also if it is none that can be.
                 self._content = content
-                self._policy = self._requested(content)
+                request = checked_json.parse(content, what="request", version=_VERSION)
+                slices, bounds = request["slices"], self._configured
+                most = max(bounds.min_slices, min(slices, bounds.max_slices or slices))
+                self._policy = dataclasses.replace(bounds, max_slices=most)
         except FileNotFoundError:
             pass
         except (checked_json.UnreadableError, *bucket_clients.failures()) as error:
             logging.warning("%s is not read: %s", self._path, error)
         return self._policy
-
-    def _requested(self, content: bytes) -> Policy:
-        fields = checked_json.parse(content, what="request", version=_VERSION)
-        slices, bounds = fields["slices"], self._configured
-        most = max(bounds.min_slices, min(slices, bounds.max_slices or slices))
-        return dataclasses.replace(bounds, max_slices=most)

@@ -178,7 +178,11 @@ class Station:
             case {"signal": key, "number": int(number)} if tuple(key) in self.hosts:
                 self.hosts[tuple(key)].signal(number)
             case {"fault": Kind.KILL_SLICE, "slice": number} if number in self._agents:
-                self._drop_memory(number)
+                gone = self._agents.pop(number)
+                gone.close()
+                self._forget([gone.address.url])
+                assert self._memory is not None
+                storage.remove(self._memory.of_slice(number))
             case {"fault": Kind.RETURN_SLICE, "slice": int(number)}:
                 self._serve(number)
             case {"fault": Kind.BREAK_SLICE, "slice": int(number)}:
@@ -280,13 +284,6 @@ class Station:
                 tls_key=self._memory.tls_key,
             )
         )
-
-    def _drop_memory(self, number: int) -> None:
-        assert self._memory is not None
-        gone = self._agents.pop(number)
-        gone.close()
-        self._forget([gone.address.url])
-        storage.remove(self._memory.of_slice(number))
 
     def _forget(self, agents: Sequence[str]) -> None:
         # The next world does not wait for them.
