@@ -80,8 +80,6 @@ class LeaderClaims:
         # The newest claim and its count, and since when they are known.
         self._seen = (0, 0)
         self._since_secs = clock.monotonic()
-        # By claim whose holder is known to have ended: by what.
-        self._ended: dict[int, str] = {}
         self._held: records.Held | None = None
 
     @property
@@ -106,7 +104,7 @@ class LeaderClaims:
         # A request of this process may have been carried out, though it failed.
         if there is None or not there.secs or there.process == self._owner:
             return None
-        lost = self._ended.get(term, "")
+        lost = ""
         if asked_secs - self._since_secs >= there.secs:
             lost = f"its claim was not renewed for {there.secs:g} s"
         elif there.process.is_dead:
@@ -124,14 +122,10 @@ class LeaderClaims:
             self._seen = (term, count)
             self._since_secs = clock.monotonic()
 
-    def note_end(self, term: int, why: str) -> None:
-        """Notes that the process which holds a claim has ended."""
-        self._ended[term] = why
-
     def take(
         self, address: str, key: str, *, renewed_to: Callable[[int], None]
     ) -> bool:
-        """Takes the claim that was free at the last `look`, unless another has.
+        """Takes the claim after the one that the last `look` saw, unless another has.
 
         Args:
           address: of this supervisor, `host:port`.

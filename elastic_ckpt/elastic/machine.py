@@ -9,6 +9,7 @@ hosts, another one takes the claim, and it continues the run as a new start woul
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import random
 import time
@@ -120,16 +121,16 @@ class MachineSupervisor:
             return self._follow(leader)
         except links.LinkLostError as error:
             is_refused = isinstance(error.__cause__, ConnectionRefusedError)
-            if is_refused and self._followed == leader.term:
-                # It listened there as long as it lived.
-                end = f"nothing listens at {leader.address} any more"
-                self._claims.note_end(leader.term, end)
-            raise _UnreachableError(
-                f"machine {leader.machine}, which leads the run, at"
-                f" {leader.address} ({error}). Its claim is {leader.claim}, and is"
-                " renewed: let the machines reach each other at all ports, or end"
-                " that supervisor, and another machine leads"
-            ) from error
+            if not (is_refused and self._followed == leader.term):
+                raise _UnreachableError(
+                    f"machine {leader.machine}, which leads the run, at"
+                    f" {leader.address} ({error}). Its claim is {leader.claim}, and is"
+                    " renewed: let the machines reach each other at all ports, or end"
+                    " that supervisor, and another machine leads"
+                ) from error
+        # It listened there as long as it lived.
+        lost = f"nothing listens at {leader.address} any more"
+        return self._lead(dataclasses.replace(leader, lost=lost))
 
     @contextlib.contextmanager
     def _claiming(self) -> Iterator[None]:

@@ -234,9 +234,7 @@ def test_a_process_that_has_ended_is_not_waited_for(tmp_path):
         first, second = machine(tmp_path, 0), machine(tmp_path, 1)
         assert take(first)
         assert not second.look().lost
-        second.note_end(second.look().term, "nothing listens at a:1 any more")
-        assert second.look().lost == "nothing listens at a:1 any more"
-        assert take(second)
+        assert second.take("a:1", "key", renewed_to=lambda _: None)
         # The next one is another process.
         assert not take(first)
         # Its key is for its owner alone.
