@@ -230,7 +230,7 @@ class Processes(ProcessCluster):
             injected=injected,
             emit=emit or events.nobody,
         )
-        # Of several machines.
+        # Used if there are several machines.
         self._supervisor = functools.partial(
             machine_supervisor.MachineSupervisor,
             self._station,
