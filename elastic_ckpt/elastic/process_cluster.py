@@ -435,14 +435,12 @@ class HostsOfWorld:
                     " may not have been saved"
                 )
             raise lost
-        if self.alive and self.is_stopping and not self.is_running:
-            raise errors.StoppedError(
-                f"ended by {termination.cause()} before the first step"
-            )
         if self.alive and self.is_stopping:
             hosts = ", ".join(map(str, sorted(self.alive)))
             raise errors.StoppedError(
-                f"hosts {hosts} did not save and end within"
+                f"ended by {termination.cause()} before the first step"
+                if not self.is_running
+                else f"hosts {hosts} did not save and end within"
                 f" {self._limits.grace_secs:g} s of {termination.cause()} and were"
                 " killed; raise Limits.grace_secs (in a configuration"
                 " termination_grace_period_seconds) if saving takes longer and the"
