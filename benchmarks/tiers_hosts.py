@@ -13,6 +13,7 @@ import functools
 import gc
 import itertools
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -181,7 +182,9 @@ def run(program: Program, place: Place, *, num_hosts: int = HOSTS) -> turns.Secs
     own.on_host = on_host
     machines = process_cluster.Machines(own)
     with contextlib.closing(own):
-        process_cluster.ProcessCluster(machines, limits=watch.unlimited()).run_world(
+        process_cluster.ProcessCluster(
+            machines, limits=watch.Limits(most_secs=math.inf, heartbeat_secs=math.inf)
+        ).run_world(
             on_host,
             cluster.Assignment(number=1, work=work),
             emit=events.nobody,

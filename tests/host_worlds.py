@@ -1,6 +1,7 @@
 """Hosts of this machine that run any program, as those of one world."""
 
 import contextlib
+import math
 
 from elastic_ckpt.core import events
 from elastic_ckpt.elastic import (
@@ -39,7 +40,7 @@ def assignment(number, num_hosts):
 @contextlib.contextmanager
 def opened(program, *, num_hosts, log_directory, limits=None, injected=()):
     """A cluster whose hosts run a program."""
-    limits = limits or watch.unlimited()
+    limits = limits or watch.Limits(most_secs=math.inf, heartbeat_secs=math.inf)
     own = Station(program, num_hosts=num_hosts, log_directory=log_directory)
     with contextlib.closing(own):
         machines = process_cluster.Machines(own)

@@ -86,6 +86,3 @@ class Cluster(Protocol):
 
     def wait(self, secs: float) -> None:
         """Returns when the slices may have changed, or after `secs`."""
-
-    def close(self) -> None:
-        """Ends what outlives worlds."""

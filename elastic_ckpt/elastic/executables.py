@@ -58,10 +58,7 @@ _COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
     r"(-start)?\("
 )
-_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _MAC_BYTES = hashlib.sha256().digest_size
-# Most of what a pickle has, and nothing of JAX.
-_PLAIN = (int, float, tuple, list, dict, type(None))
 
 _Compiled = Callable[..., Any]
 
@@ -152,10 +149,10 @@ class Executables:
             # Not of the place: a program may change them after its world has begun.
             settings = [
                 sorted((name, str(value)) for name, value in jax.config.values.items()),
-                [os.environ.get(name, "") for name in _FLAGS],
+                [os.environ.get(n, "") for n in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
+                changed_modules(self._kept.began_ns),
             ]
-            changed = changed_modules(self._kept.began_ns)
-            name = _digest((code, settings, changed))
+            name = _digest((code, settings))
         except Exception as error:
             # Pickling calls methods of whatever the function refers to.
             logging.warning("the executable of %r is not kept: %r", jitted, error)
@@ -319,8 +316,6 @@ class _Pickler(cloudpickle.Pickler):
         """A comparable stand-in for values of JAX, and for texts."""
         if type(obj) in (str, bytes):
             return _number(repr(obj))
-        if type(obj) in _PLAIN:
-            return None
         of = jax.sharding
         layouts = (of.AbstractMesh, of.Mesh, of.NamedSharding, of.PartitionSpec)
         if isinstance(obj, (jax.Device, *layouts)):

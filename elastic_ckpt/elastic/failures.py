@@ -24,7 +24,6 @@ import dataclasses
 import os
 import re
 import signal
-import sys
 import sysconfig
 import time
 import traceback
@@ -33,7 +32,6 @@ from typing import Any, NamedTuple
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import watch
-from elastic_ckpt.elastic.watch import Hang
 
 RESTART, LEAVE_OUT, STOP = "restart", "leave out", "stop"
 # The signals by which a program ends itself.
@@ -98,6 +96,7 @@ class HostFailure:
 def of_exception(host: int, error: BaseException) -> HostFailure:
     """The failure of a host whose program has raised an exception."""
     is_ours = isinstance(error, errors.ElasticCkptError)
+    names = [kind.__name__ for kind in type(error).__mro__]
     said = str(error) if is_ours else f"{type(error).__name__}: {error}"
     users = [
         frame
@@ -111,21 +110,13 @@ def of_exception(host: int, error: BaseException) -> HostFailure:
         host=host,
         message=said.removesuffix(": "),
         is_ours=is_ours,
-        is_of_devices=_is_of_devices(error),
+        # On CPU, a lost connection is a ValueError.
+        is_of_devices="JaxRuntimeError" in names
+        or ("ValueError" in names and "Gloo" in said),
         at_secs=time.monotonic(),
-        error=[kind.__name__ for kind in type(error).__mro__],
+        error=names,
         traceback="".join(told.format())[-_MOST_TRACEBACK:].rstrip(),
         place=f"{users[-1].filename}:{users[-1].lineno}" if users else "",
-    )
-
-
-def _is_of_devices(error: BaseException) -> bool:
-    # JAX was imported by whatever could raise it. On CPU, a lost connection is a
-    # ValueError.
-    jax = sys.modules.get("jax")
-    return jax is not None and (
-        isinstance(error, jax.errors.JaxRuntimeError)
-        or (isinstance(error, ValueError) and "Gloo" in str(error))
     )
 
 
@@ -157,7 +148,7 @@ def silent_death(host: int, exit_code: int, *, oom_kills: int = 0) -> HostFailur
     )
 
 
-def of_hang(host: int, hang: Hang, phase: str, *, now_secs: float) -> HostFailure:
+def of_hang(host: int, hang: watch.Hang, phase: str, *, now_secs: float) -> HostFailure:
     """The failure of a host that is ended because its world hangs.
 
     Args:
@@ -566,11 +557,10 @@ def judge(
         "storage": "".join(_PATH.findall(lead.message)[:1]),
         "host": _listed(hosts),
     }
-    others = "" if is_all else f"of host {_listed(hosts)}"
     is_left_out = kind.action == LEAVE_OUT and len(hosts) < num_hosts
     return Verdict(
         kind=kind,
-        which=which.get(kind.what, others),
+        which=which.get(kind.what, "" if is_all else f"of host {_listed(hosts)}"),
         lead=lead,
         how=how,
         step=step,

@@ -403,27 +403,23 @@ def run_host(
         # JAX's preemption service takes the signal, and does not say which host got it.
         termination.call_beside(lambda: channel.send({"sigterm": True}))
         compiled = executables.Executables(owned.kept).compiled
+        check_beside = functools.partial(
+            background.in_thread,
+            lambda: check_devices(
+                jax.local_devices(), compiled, error=int(own in owned.broken)
+            ),
+            name="device-check",
+        )
         between = BetweenWorlds(
             emit=events.nobody if member.host else channel,
             ask=ask,
             compiled=compiled,
             claimant=assignment.claimant,
-        )
-        check = functools.partial(
-            check_devices,
-            jax.local_devices(),
-            compiled,
-            error=int(own in owned.broken),
-        )
-        check_beside = functools.partial(
-            background.in_thread, check, name="device-check"
-        )
-        # A slice that is sound makes it, too, beside its first steps: after a crash its
-        # program is there.
-        between.await_check = (
-            check_beside().result
+            # A slice that is sound makes it, too, beside its first steps: after a crash
+            # its program is there.
+            await_check=check_beside().result
             if own in assignment.unchecked
-            else functools.cache(check_beside)
+            else functools.cache(check_beside),
         )
         with termination.agreed() as is_reached:
             channel.wait(between.await_check)

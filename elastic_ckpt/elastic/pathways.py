@@ -25,7 +25,6 @@ from elastic_ckpt.core import errors, events, extras, process, storage, topology
 from elastic_ckpt.elastic import failures, faults, termination, watch
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction, leaving_for
 from elastic_ckpt.elastic.decision import Decision, Failure, Slices
-from elastic_ckpt.elastic.failures import WorldLostError
 from elastic_ckpt.elastic.world import BetweenWorlds, DeviceState, Leaving, World
 from elastic_ckpt.tiers.persistent import claims
 
@@ -154,8 +153,11 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
         self._emit = emit
         self._phase = watch.TRAIN
         slices = assignment.work.slices
-        of_slices = self._manager.slice_to_devices
-        devices = tuple(device for number in slices for device in of_slices[number])
+        devices = tuple(
+            device
+            for number in slices
+            for device in self._manager.slice_to_devices[number]
+        )
         self._began_secs = time.monotonic()
         self._set_active(slices, alive=frozenset(self._since))
         stopped: dict[str, storage.Json] = {}
@@ -242,19 +244,18 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
 
     def _failure(self, error: Exception, slices: Sequence[int]) -> errors.RunError:
         told = dataclasses.replace(failures.of_exception(0, error), phase=self._phase)
-        if self._simulated is None:
-            of_slices = self._manager.slice_to_devices
-            alive = frozenset(elastic.get_active_slice_indices(of_slices))
-        else:
-            alive = self._simulated.alive()
+        alive = frozenset(
+            elastic.get_active_slice_indices(self._manager.slice_to_devices)
+            if self._simulated is None
+            else self._simulated.alive
+        )
         lost = sorted(set(slices) - alive)
         if lost or _is_of_a_slice(error):
-            message = traceback.format_exception_only(error)[-1].strip()
             self._set_active(slices, alive=alive)
             for number in lost:
-                self._lose(number, why=message)
+                self._lose(number, why=told.message)
             traceback.clear_frames(error.__traceback__)
-            return WorldLostError([told], gone=lost)
+            return failures.WorldLostError([told], gone=lost)
         if isinstance(error, errors.RunError):
             return error
         if not told.is_ours:
@@ -290,6 +291,9 @@ class SimulatedSlices(manager.Manager):
     Args:
       num_slices: the number of groups.
 
+    Attributes:
+      alive: the numbers of the slices that compute.
+
     Raises:
       ConfigError: if the devices cannot be divided evenly among them.
     """
@@ -311,33 +315,28 @@ class SimulatedSlices(manager.Manager):
         # CPU devices do not have the number of a slice.
         with mock.patch.object(elastic, "get_slice_to_devices", return_value=groups):
             super().__init__(devices)
-        self._down: set[int] = set()
+        self.alive = set(groups)
         self._faulty = contextlib.ExitStack()
-
-    def alive(self) -> frozenset[int]:
-        """The numbers of the slices that compute."""
-        return frozenset(self.slice_to_devices.keys() - self._down)
 
     def start_monitoring(self, poll_interval: float | int = 10) -> None:
         """Does nothing: `lose` and `give_back` tell what a look would find."""
-        del poll_interval
 
     def lose(self, number: int) -> None:
         """Loses a slice; a world on it fails when it reads an array."""
-        self._down.add(number)
+        self.alive.discard(number)
         if number in self.active_slice_indices:
             # A new one each time: its arrays are addresses, which are used again.
             simulator = mock_fault_injection.DeviceLossSimulator()
-            for each in self._down:
+            for each in self.slice_to_devices.keys() - self.alive:
                 simulator.mark_slice_lost(each, self.slice_to_devices)
             self._faulty.close()
             self._faulty.enter_context(simulator)
-        self.available_inactive_slices = self.alive() - self.active_slice_indices
+        self.available_inactive_slices = self.alive - self.active_slice_indices
 
     def give_back(self, number: int) -> None:
         """Returns a slice, without the arrays that it had."""
-        self._down.discard(number)
-        self.available_inactive_slices = self.alive() - self.active_slice_indices
+        self.alive.add(number)
+        self.available_inactive_slices = self.alive - self.active_slice_indices
 
     def end_world(self) -> None:
         """Stops the errors of lost arrays, once their world has ended."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import os
 import signal
 import socket
@@ -21,17 +22,13 @@ from multiprocessing import connection, resource_tracker
 
 from elastic_ckpt.core import background, events, preemption
 
-# The exit status that a shell reports for a process ended by SIGTERM.
-EXIT_CODE = 128 + signal.SIGTERM
-INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
-
 # Set by the first Ctrl-C.
 _interrupted = threading.Event()
 
 
 def exit_code() -> int:
-    """The exit status of a run that was asked to end."""
-    return INTERRUPTED_EXIT_CODE if _interrupted.is_set() else EXIT_CODE
+    """The exit status that a shell reports for a process ended by what has asked."""
+    return 128 + (signal.SIGINT if _interrupted.is_set() else signal.SIGTERM)
 
 
 def cause() -> str:
@@ -60,7 +57,7 @@ def ending(program: str) -> Iterator[None]:
         if _interrupted.is_set():
             _say("elastic-ckpt: interrupted again, and ended at once")
             # Processes that this one has started end with it.
-            os._exit(INTERRUPTED_EXIT_CODE)
+            os._exit(exit_code())
         _interrupted.set()
         _say("elastic-ckpt: saving and ending; Ctrl-C again ends at once")
         os.kill(os.getpid(), signal.SIGTERM)
@@ -183,8 +180,9 @@ def agreed() -> Iterator[Callable[[int], bool]]:
     with preemption.counting():
         # One that arrived while it was held is delivered now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        ask = multihost_utils.reached_preemption_sync_point
-        yield lambda step: preemption.reached(step, ask)
+        yield functools.partial(
+            preemption.reached, ask=multihost_utils.reached_preemption_sync_point
+        )
 
 
 @contextlib.contextmanager

@@ -75,11 +75,6 @@ class Limits:
     grace_secs: float = 60.0
 
 
-def unlimited(**limits: float) -> Limits:
-    """Limits of hosts that may hang for any time; otherwise as given."""
-    return Limits(most_secs=math.inf, heartbeat_secs=math.inf, **limits)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hang:
     """Hosts that hang.

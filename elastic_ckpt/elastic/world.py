@@ -6,13 +6,14 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from absl import logging
 from etils import epy
 
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import executables, watch
+from elastic_ckpt.tiers.persistent.claims import Claimant
 
 with epy.lazy_imports():
     import jax
@@ -21,10 +22,6 @@ with epy.lazy_imports():
     from elastic_ckpt.checkpoint import run_world
     from elastic_ckpt.core import topology
     from elastic_ckpt.tiers import choices
-
-if TYPE_CHECKING:
-    from elastic_ckpt.tiers.persistent.claims import Claimant
-
 
 # "stop": save and return, and the run ends. "resume": save and return, and the run
 # continues in another world.
@@ -256,7 +253,6 @@ class World:
                     " other hosts would not find its steps; use"
                     " ec.Local(world.ram_directory, ...)"
                 )
-        shared = self._between
         return frontend.Checkpointer(
             tiers,
             mesh=self.mesh,
@@ -264,16 +260,11 @@ class World:
             slice_name=self.slice_name,
             world=run_world.RunWorld(
                 number=self.number,
-                claimant=shared.claimant,
+                claimant=self._between.claimant,
                 # A process that goes on makes its backups itself, before it leaves.
-                is_left=shared.resumes if self.devices is None else lambda: False,
-                loses_memory=lambda: shared.loses_memory,
-                await_check=shared.await_check,
+                is_left=lambda: self.devices is None and self._between.resumes(),
+                loses_memory=lambda: self._between.loses_memory,
+                await_check=self._between.await_check,
             ),
             emit=emit or self.emit,
         )
-
-
-def between(world: World) -> BetweenWorlds:
-    """What the world shares with those before and after it."""
-    return world._between

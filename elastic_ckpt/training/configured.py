@@ -324,7 +324,9 @@ def limits(config: schema.Config) -> watch.Limits:
     # The rest of the time is for the report.
     grace_secs = 0.9 * config.run.termination_grace_period_seconds
     if not section.elastic_enabled:
-        return watch.unlimited(grace_secs=grace_secs)
+        return watch.Limits(
+            most_secs=math.inf, heartbeat_secs=math.inf, grace_secs=grace_secs
+        )
     return watch.Limits(
         most_secs=section.elastic_hang_timeout_seconds,
         heartbeat_secs=section.elastic_heartbeat_timeout_seconds,

@@ -31,7 +31,7 @@ from elastic_ckpt.core import (
 )
 from elastic_ckpt.data import elastic_data
 from elastic_ckpt.data.state import Ranges
-from elastic_ckpt.elastic.world import BetweenWorlds, World, between
+from elastic_ckpt.elastic.world import BetweenWorlds, World
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.inspect.run_files import RunRecord
 from elastic_ckpt.tiers.choices import Chosen, Tier
@@ -91,7 +91,7 @@ class RunDirectory:
         self._record = dataclasses.replace(_of_loop(path, chosen), **(_record or {}))
         slices = int(self._record.settings.get("slices", 1))
         self._world = topology.present(slices) if world is None else world.topology
-        self._between = BetweenWorlds() if world is None else between(world)
+        self._between = BetweenWorlds() if world is None else world._between
         # The steps that are done; None before the first. And those of the newest save.
         self._done: int | None = None
         self._saved = 0

@@ -1,6 +1,7 @@
 """A host checks its devices, leaves as ordered, and reports phases and SIGTERM."""
 
 import json
+import math
 import multiprocessing
 import os
 import socket
@@ -74,7 +75,9 @@ def test_a_host_that_gets_sigterm_ends_a_run_that_is_not_elastic(tmp_path):
         num_hosts=1,
         log_directory=tmp_path,
         emit=lambda name, **_: told.append(name),
-        limits=watch.unlimited(grace_secs=600),
+        limits=watch.Limits(
+            most_secs=math.inf, heartbeat_secs=math.inf, grace_secs=600
+        ),
     )
     assert told == ["save_started", "slice_preempted", "stop_requested"]
 

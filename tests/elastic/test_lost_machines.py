@@ -1,6 +1,7 @@
 """A leader notices what becomes of machines and their hosts; no host is started."""
 
 import contextlib
+import math
 import signal
 import time
 import types
@@ -62,7 +63,9 @@ def machines(tmp_path, listener):
 def hosts(machines, recorded):
     """A cluster of these machines, and a far one that follows."""
     return process_cluster.ProcessCluster(
-        machines, limits=watch.unlimited(), emit=recorded
+        machines,
+        limits=watch.Limits(most_secs=math.inf, heartbeat_secs=math.inf),
+        emit=recorded,
     )
 
 

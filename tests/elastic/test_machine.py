@@ -79,7 +79,7 @@ class Machines:
         run = {
             "shared": str(self.directory),
             "injected": (),
-            "limits": watch.unlimited(),
+            "limits": watch.Limits(most_secs=math.inf, heartbeat_secs=math.inf),
             "lost_secs": lost_secs,
             "kept": lambda: contextlib.nullcontext(emit),
             "configured": "the digest of a configuration",

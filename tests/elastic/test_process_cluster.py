@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import os
 import signal
 import subprocess
@@ -128,7 +129,7 @@ def test_hosts_that_do_not_end_in_time_after_sigterm_are_killed(tmp_path, record
         recorded(name, **fields)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    limits = watch.unlimited(grace_secs=0.2)
+    limits = watch.Limits(most_secs=math.inf, heartbeat_secs=math.inf, grace_secs=0.2)
     with pytest.raises(
         errors.StoppedError, match=r"hosts 0, 1 did not save and end within 0\.2 s"
     ):
@@ -149,7 +150,7 @@ def test_hosts_that_get_sigterm_while_they_start_agree_on_a_step(tmp_path, recor
         if len(recorded.named("save_started")) == 2 and name == "save_started":
             os.kill(os.getpid(), signal.SIGTERM)
 
-    limits = watch.unlimited(grace_secs=600)
+    limits = watch.Limits(most_secs=math.inf, heartbeat_secs=math.inf, grace_secs=600)
     run(failing_hosts.take_the_signal, tmp_path, emit, limits=limits)
     first, second = recorded.named("saved")
     # It may be the first one that they ask about.

@@ -100,7 +100,7 @@ def test_a_process_ends_before_its_first_step_or_when_its_grace_is_over(steps, t
         check=False,
     )
     assert ended.stdout.split("\n")[:-1] == told
-    assert ended.returncode == termination.EXIT_CODE
+    assert ended.returncode == termination.exit_code()
     assert ("before the first step" in ended.stderr) == (not steps)
 
 

@@ -33,7 +33,7 @@ def run(directory, arguments):
 
     config = maxtext_keys.supervised(maxtext_keys.given(arguments))
     is_stopped = maxtext_worlds.run(config, arguments, emit=emit, train=train)
-    return termination.EXIT_CODE if is_stopped else 0
+    return termination.exit_code() if is_stopped else 0
 
 
 if __name__ == "__main__":
