@@ -199,6 +199,7 @@ class WorldLostError(errors.RunError):
       failures: of all hosts that failed, one at least.
       num_hosts: of the world.
       hosts: whose slices are lost; empty if the program or the network failed.
+      is_of_program: whether the program failed, and would again.
       gone: the slices that are gone with their memory.
       machines: the machines of these slices, if the run has several.
     """
@@ -216,6 +217,7 @@ class WorldLostError(errors.RunError):
         self.failures = tuple(failures)
         self.num_hosts = num_hosts
         self.hosts = judged.hosts
+        self.is_of_program = judged.action == STOP
         self.gone = frozenset(gone)
         self.machines = frozenset(machines)
 

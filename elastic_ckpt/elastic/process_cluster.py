@@ -233,7 +233,7 @@ class HostsOfWorld:
       deadline_secs: when the hosts are killed; infinite while they may go on.
       is_running: whether a host has reported more than that it has joined; before,
         there is nothing to save.
-      has_stepped: whether a host has done a step.
+      stepped: the hosts that have done a step.
       watch: finds hosts that hang or are slow.
       preempted: the slices of hosts that got SIGTERM from others than this machine.
     """
@@ -252,7 +252,8 @@ class HostsOfWorld:
         self.alive = set(range(len(self.slices)))
         self.failures: list[HostFailure] = []
         self.deadline_secs = math.inf
-        self.is_running = self.has_stepped = False
+        self.is_running = False
+        self.stepped: set[int] = set()
         self.preempted: set[int] = set()
         self._key, self._machines, self._limits = key, machines, limits
         # What they were asked last; empty for nothing.
@@ -350,7 +351,10 @@ class HostsOfWorld:
         Returns:
           Whether they leave from now on; False if they do, or cannot be asked yet.
         """
-        is_abandoned = may_abandon and not self.has_stepped
+        is_abandoned = may_abandon and not self.stepped
+        if self._asked == LEAVE and loses_memory:
+            # A machine has to go meanwhile: the newest order counts.
+            self._ask(LOSE_MEMORY)
         if self._asked or not (is_abandoned or self.is_running):
             return False
         if is_abandoned:
@@ -389,7 +393,7 @@ class HostsOfWorld:
             case {"phase": phase, "begun": begun}:
                 self.watch.begin(host, phase, begun)
             case {"stepped": True}:
-                self.has_stepped = True
+                self.stepped.add(host)
             case {"ready": True}:
                 self._ready.add(host)
             case {"sigterm": True} if not self._asked:
@@ -435,7 +439,7 @@ class HostsOfWorld:
         """
         if self.failures:
             lost = WorldLostError(self.failures, num_hosts=len(self.slices))
-            if lost.hosts and self.is_stopping:
+            if self.is_stopping and not lost.is_of_program:
                 raise errors.StoppedError(
                     f"{lost}\nafter {termination.cause()} to the run, so its last step"
                     " may not have been saved"
@@ -546,6 +550,8 @@ class ProcessCluster:
       injected: faults, by their steps.
       emit: called for what happens to slices before the first world; that of the run
         is called afterwards.
+      are_unchecked: whether the slices that are there are to be checked, because
+        another machine led the run before, and may have refused some.
     """
 
     def __init__(
@@ -555,6 +561,7 @@ class ProcessCluster:
         limits: watch.Limits,
         injected: Sequence[faults.Fault] = (),
         emit: events.Emit = events.nobody,
+        are_unchecked: bool = False,
     ) -> None:
         self._machines, self._limits = machines, limits
         self._faults = list(injected)
@@ -570,7 +577,7 @@ class ProcessCluster:
         self._next: HostsOfWorld | None = None
         # Those of machines that follow at the start are there from it on.
         self._slices = {
-            number: _Slice(since_secs=math.inf)
+            number: _Slice(since_secs=math.inf, is_unchecked=are_unchecked)
             for number in sorted(machines.slices(range(machines.own.num_machines)))
         }
         for number in machines.slices(machines.connected):
@@ -652,10 +659,11 @@ class ProcessCluster:
                     if not notice.is_coming() and world.deadline_secs == math.inf:
                         self._preempt(world.preempted)
                         self._change(world, has_changed())
-                if world.has_stepped:
-                    # Their devices have passed the check.
-                    for number in world.slices:
-                        self._slices[number].is_unchecked = False
+                hosts = enumerate(world.slices)
+                late = {number for host, number in hosts if host not in world.stepped}
+                for number in {*world.slices} - late:
+                    # Its devices have passed the check.
+                    self._slices[number].is_unchecked = False
                 is_over = world.result()
             except (WorldLostError, errors.StoppedError) as error:
                 if isinstance(error, WorldLostError):
@@ -774,7 +782,7 @@ class ProcessCluster:
 
     def _look(self, world: HostsOfWorld) -> None:
         self._inject(world)
-        if world.has_stepped:
+        if world.stepped:
             self._machines.own.stand_by()
         for host, phase, why in world.watch.newly_slow():
             number = world.slices[host]
@@ -796,7 +804,7 @@ class ProcessCluster:
         else:
             self._discard()
             is_due = self._hands_over or bool(decided)
-            if world.preempted and not is_due:
+            if (world.preempted or loses_memory) and not is_due:
                 # Its hosts wait for an order, and a run that is not elastic ends.
                 world.stop()
         is_abandoned_often = self._num_abandoned >= _MOST_ABANDONED
@@ -806,7 +814,7 @@ class ProcessCluster:
         if is_due and world.leave(
             self._step, loses_memory=loses_memory, may_abandon=may_abandon
         ):
-            self._num_abandoned += not world.has_stepped
+            self._num_abandoned += not world.stepped
             self._emit("world_leaving", slices=leaving_for(decided))
 
     def _prepare(self, world: HostsOfWorld, decided: Train) -> bool:
