@@ -216,7 +216,10 @@ def _hangs(
     hang = watched.hang()
     assert hang is not None
     return [
-        failures.of_hang(host, hang, watched.phase(host), now_secs=time.monotonic())
+        dataclasses.replace(
+            failures.of_hang(host, hang, now_secs=time.monotonic()),
+            phase=watched.phase(host),
+        )
         for host in hang.hosts or [0]
     ]
 

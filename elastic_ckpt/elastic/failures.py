@@ -148,13 +148,12 @@ def silent_death(host: int, exit_code: int, *, oom_kills: int = 0) -> HostFailur
     )
 
 
-def of_hang(host: int, hang: watch.Hang, phase: str, *, now_secs: float) -> HostFailure:
+def of_hang(host: int, hang: watch.Hang, *, now_secs: float) -> HostFailure:
     """The failure of a host that is ended because its world hangs.
 
     Args:
       host: one of the culprits, or any host if there are none.
       hang: of the world.
-      phase: that the host is in.
       now_secs: the time, on the machine's monotonic clock.
     """
     return HostFailure(
@@ -166,7 +165,6 @@ def of_hang(host: int, hang: watch.Hang, phase: str, *, now_secs: float) -> Host
         is_hang=True,
         at_secs=now_secs,
         since_secs=now_secs - hang.secs,
-        phase=phase,
     )
 
 
@@ -190,6 +188,7 @@ class WorldLostError(errors.RunError):
       failures: of all hosts that failed, one at least.
       num_hosts: of the world.
       hosts: whose slices are lost; empty if the program or the network failed.
+      is_of_program: whether the program failed, and would again.
       gone: the slices that are gone with their memory.
       machines: the machines of these slices, if the run has several.
     """
@@ -207,6 +206,7 @@ class WorldLostError(errors.RunError):
         self.failures = tuple(failures)
         self.num_hosts = num_hosts
         self.hosts = judged.hosts
+        self.is_of_program = judged.action == STOP
         self.gone = frozenset(gone)
         self.machines = frozenset(machines)
 

@@ -204,18 +204,21 @@ class MachineSupervisor:
         def report(name: str, **fields: storage.Json) -> None:
             nonlocal is_stopped
             is_stopped |= name == "run_stopped"
+            # If all are connected, no other one reaches more.
+            are_all = len(machines.connected) == self._own.num_machines
             if name == "world_started":
                 self._gives_way_secs, self._may_give_way = math.inf, True
-            elif name == "waiting_for_slices" and self._may_give_way:
+            elif name == "waiting_for_slices" and self._may_give_way and not are_all:
                 self._gives_way_secs = time.monotonic() + 2 * self._lost_secs
                 self._may_give_way = False
             emit(name, **fields)
 
         with self._kept() as emit:
             emit("leader_found", machine=number, leader=number)
+            is_first = before is None and not self._followed
             if before is not None:
                 emit("leader_lost", machine=before.machine, why=before.lost)
-            elif not self._followed:
+            if is_first:
                 self._begin()
             self._followed = -1
             # Of those that it has heard of last.
@@ -225,6 +228,7 @@ class MachineSupervisor:
                 limits=self._limits,
                 injected=self._injected,
                 emit=emit,
+                are_unchecked=not is_first,
             ) as cluster:
                 self._lead_run(cluster, report)
         return is_stopped

@@ -237,7 +237,7 @@ class HostsOfWorld:
       deadline_secs: when the hosts are killed; infinite while they may go on.
       is_running: whether a host has reported more than that it has joined; before,
         there is nothing to save.
-      has_stepped: whether a host has done a step.
+      stepped: the hosts that have done a step.
       watch: finds hosts that hang or are slow.
       preempted: the slices of hosts that got SIGTERM from others than this machine.
     """
@@ -256,7 +256,8 @@ class HostsOfWorld:
         self.alive = set(range(len(self.slices)))
         self.failures: list[HostFailure] = []
         self.deadline_secs = math.inf
-        self.is_running = self.has_stepped = False
+        self.is_running = False
+        self.stepped: set[int] = set()
         self.preempted: set[int] = set()
         self._key, self._machines, self._limits = key, machines, limits
         # What they were asked last; empty for nothing.
@@ -345,7 +346,10 @@ class HostsOfWorld:
         Returns:
           Whether they leave from now on; False if they do, or cannot be asked yet.
         """
-        is_abandoned = may_abandon and not self.has_stepped
+        is_abandoned = may_abandon and not self.stepped
+        if self._asked == LEAVE and loses_memory:
+            # A machine has to go meanwhile: the newest order counts.
+            self._ask(LOSE_MEMORY)
         if self._asked or not (is_abandoned or self.is_running):
             return False
         if is_abandoned:
@@ -374,7 +378,6 @@ class HostsOfWorld:
 
     def take(self, host: int, message: Mapping[str, Any]) -> None:
         """Takes in a message of a host, or its end."""
-        now_secs = time.monotonic()
         match message:
             case {"exit": int(code)}:
                 self._end(host, code)
@@ -383,7 +386,7 @@ class HostsOfWorld:
             case {"phase": phase, "begun": begun}:
                 self.watch.begin(host, phase, begun)
             case {"stepped": True}:
-                self.has_stepped = True
+                self.stepped.add(host)
             case {"ready": True}:
                 self._missing.discard(host)
             case {"sigterm": True} if not self._asked:
@@ -391,7 +394,7 @@ class HostsOfWorld:
             case {"failure": fields}:
                 if self._machine(host) != self._machines.number:
                     # Each machine has a clock of its own.
-                    fields = fields | {"at_secs": now_secs}
+                    fields = fields | {"at_secs": time.monotonic()}
                 self._fail(HostFailure(**fields))
             case {"event": ("world_left" | "run_stopped") as name, "fields": fields}:
                 self._ends[name] = fields
@@ -415,8 +418,7 @@ class HostsOfWorld:
             self.signal(self.alive, signal.SIGCONT)
             time.sleep(_STACKS_SECS)
             for host in hang.hosts or [0]:
-                phase = self.watch.phase(host)
-                self._fail(failures.of_hang(host, hang, phase, now_secs=now_secs))
+                self._fail(failures.of_hang(host, hang, now_secs=now_secs))
             # Hosts that hang report nothing more.
             self.deadline_secs = now_secs
 
@@ -429,7 +431,7 @@ class HostsOfWorld:
         """
         if self.failures:
             lost = WorldLostError(self.failures, num_hosts=len(self.slices))
-            if lost.hosts and self.is_stopping:
+            if self.is_stopping and not lost.is_of_program:
                 raise errors.StoppedError(
                     f"{lost}\nafter {termination.cause()} to the run, so its last step"
                     " may not have been saved"
@@ -458,8 +460,9 @@ class HostsOfWorld:
 
     def _order(self, kind: str, hosts: Iterable[int], **more: Any) -> None:
         for host in hosts:
-            order = {kind: [self._key, host], **more}
-            self._machines.order(self._machine(host), **order)
+            self._machines.order(
+                self._machine(host), **{kind: [self._key, host]}, **more
+            )
 
     def _ask(self, order: bytes) -> None:
         self._order("tell", self.alive, text=order.decode())
@@ -537,6 +540,8 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
       injected: faults, by their steps.
       emit: called for what happens to slices before the first world; that of the run
         is called afterwards.
+      are_unchecked: whether the slices that are there are to be checked, because
+        another machine led the run before, and may have refused some.
     """
 
     def __init__(
@@ -546,6 +551,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         limits: watch.Limits,
         injected: Sequence[faults.Fault] = (),
         emit: events.Emit = events.nobody,
+        are_unchecked: bool = False,
     ) -> None:
         self._machines, self._limits = machines, limits
         self._faults = list(injected)
@@ -562,7 +568,10 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         # Those of machines that follow at the start are there from it on.
         there, now_secs = machines.slices(machines.connected), time.monotonic()
         self._slices = {
-            number: _Slice(since_secs=now_secs if number in there else math.inf)
+            number: _Slice(
+                since_secs=now_secs if number in there else math.inf,
+                is_unchecked=are_unchecked,
+            )
             for number in sorted(machines.slices(range(machines.own.num_machines)))
         }
         # When the last world began.
@@ -639,10 +648,11 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
                     if not notice.is_coming() and world.deadline_secs == math.inf:
                         self._preempt(world.preempted)
                         self._change(world, has_changed())
-                if world.has_stepped:
-                    # Their devices have passed the check.
-                    for number in world.slices:
-                        self._slices[number].is_unchecked = False
+                hosts = enumerate(world.slices)
+                late = {number for host, number in hosts if host not in world.stepped}
+                for number in {*world.slices} - late:
+                    # Its devices have passed the check.
+                    self._slices[number].is_unchecked = False
                 is_over = world.result()
             except (WorldLostError, errors.StoppedError) as error:
                 if isinstance(error, WorldLostError):
@@ -763,7 +773,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
 
     def _look(self, world: HostsOfWorld) -> None:
         self._inject(world)
-        if world.has_stepped:
+        if world.stepped:
             self._machines.own.stand_by()
         for host, phase, why in world.watch.newly_slow():
             number = world.slices[host]
@@ -785,17 +795,17 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         else:
             self._discard()
             is_due = self._hands_over or bool(decided)
-            if world.preempted and not is_due:
+            if (world.preempted or loses_memory) and not is_due:
                 # Its hosts wait for an order, and a run that is not elastic ends.
                 world.stop()
-        is_abandoned_often = self._num_abandoned >= _MOST_ABANDONED
-        may_abandon = is_planned and not (loses_memory or is_abandoned_often)
+        is_rare = self._num_abandoned < _MOST_ABANDONED
+        may_abandon = is_planned and is_rare and not loses_memory
         # A machine that goes does not wait until its hosts have something to save.
         may_abandon |= self._hands_over and not world.is_running
         if is_due and world.leave(
             self._step, loses_memory=loses_memory, may_abandon=may_abandon
         ):
-            self._num_abandoned += not world.has_stepped
+            self._num_abandoned += not world.stepped
             self._emit("world_leaving", slices=leaving_for(decided))
 
     def _prepare(self, world: HostsOfWorld, decided: Train) -> bool:
@@ -814,13 +824,13 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
 
     def _terminate(self, world: HostsOfWorld) -> None:
         # SIGTERM to this machine, or once more.
-        is_first = not (self._hands_over or world.is_stopping)
-        if self._machines.own.num_machines > 1 and is_first:
+        own = self._machines.own
+        if own.num_machines == 1 or self._hands_over or world.is_stopping:
+            world.stop()
+        else:
             # All hosts leave, and the next leader starts others without this machine.
             self._is_ending = self._hands_over = True
-            self._preempt(self._machines.own.slices)
-        else:
-            world.stop()
+            self._preempt(own.slices)
 
     def _preempt(self, slices: Iterable[int]) -> None:
         for number in sorted(slices):

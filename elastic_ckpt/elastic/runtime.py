@@ -171,9 +171,10 @@ class _Run:
         # The steps done in this world, and by the run; those that the world began with;
         # and its first one, or that of the world before.
         self._step = self._done = self._start = self._first = 0
-        # The worlds that were lost without progress, and how the last one was.
+        # The worlds that were lost without progress. How the last one was, and after
+        # which step, until a world is past that.
         self._lost: list[WorldLostError] = []
-        self._how = ""
+        self._how, self._failed = "", 0
 
     def choose(self) -> Train:
         """Waits for the slices of the next world."""
@@ -254,6 +255,8 @@ class _Run:
     def _note_step(self, step: int, newest: int) -> None:
         if step > (newest if self._step else self._first):
             self._lost.clear()
+        if step > self._failed:
+            self._how = ""
         if not self._step:
             self._first = step
         recovered = self._account.recovered()
@@ -279,7 +282,7 @@ class _Run:
             machines=error.machines,
             is_lost=len(self._lost) <= most,
         )
-        self._how = judged.how
+        self._how, self._failed = judged.how, self._step
         end: errors.RunError | None = None
         if judged.kind.name == "replaced":
             end = errors.ReplacedError(judged.words)

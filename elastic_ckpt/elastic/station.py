@@ -66,7 +66,9 @@ class HostProcess:
         once.
 
     Attributes:
-      channel: with its messages; it ends when the process has ended.
+      channel: with its messages; it ends when the process has ended, and those that it
+        has forked.
+      ended: a descriptor that is readable when the process has ended.
     """
 
     def __init__(self, example: host.Task | None = None) -> None:
@@ -78,6 +80,11 @@ class HostProcess:
         with termination.held():
             self._process.start()
         sender.close()
+        assert self._process.pid is not None
+        try:
+            self.ended = os.pidfd_open(self._process.pid)
+        except ProcessLookupError:
+            self.ended = os.open(os.devnull, os.O_RDONLY)
 
     def tell(self, message: bytes) -> None:
         """Sends the process its task, or a message, unless it has ended."""
@@ -86,16 +93,15 @@ class HostProcess:
 
     def signal(self, number: int) -> None:
         """Sends the process a signal, unless it has ended."""
-        # The fork server may have reaped one whose end it has not reported yet.
-        with contextlib.suppress(ProcessLookupError):
-            if self._process.is_alive():
-                assert self._process.pid is not None
-                os.kill(self._process.pid, number)
+        # Also if the fork server has ended.
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self.ended, number)
 
     def wait(self) -> int:
         """Waits for the end of the process, and returns its exit code."""
         self._process.join()
         self.channel.close()
+        os.close(self.ended)
         return self._process.exitcode or 0
 
 
@@ -199,20 +205,24 @@ class Station:
           secs: how long, at most.
           *extra: what ends the waiting when it is readable.
         """
-        channels = {each.channel: key for key, each in self.hosts.items()}
-        ready = connection.wait([*channels, *extra], secs)
-        for channel, key in channels.items():
-            if channel in ready:
-                yield {"host": [*key], **self._read(channel, key)}
+        hosts = dict(self.hosts)
+        waited = [
+            each for host in hosts.values() for each in (host.channel, host.ended)
+        ]
+        ready = connection.wait([*waited, *extra], secs)
+        for key, each in hosts.items():
+            if each.channel in ready or each.ended in ready:
+                yield {"host": [*key], **self._read(key, each)}
 
-    def _read(self, channel: connection.Connection, key: Key) -> dict[str, Any]:
-        try:
-            message = json.loads(channel.recv_bytes())
-        except (EOFError, OSError):
-            return {"exit": self.hosts.pop(key).wait()}
-        if "stepped" in message:
-            self._example = self._last
-        return message
+    def _read(self, key: Key, sender: HostProcess) -> dict[str, Any]:
+        # Processes that a host has forked keep its channel open, which has no message.
+        with contextlib.suppress(EOFError, OSError):
+            if sender.channel.poll():
+                message = json.loads(sender.channel.recv_bytes())
+                if "stepped" in message:
+                    self._example = self._last
+                return message
+        return {"exit": self.hosts.pop(key).wait()}
 
     def stand_by(self) -> None:
         """Starts a process for the next world, if there are too few; called often."""

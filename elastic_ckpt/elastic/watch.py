@@ -202,7 +202,7 @@ class Watch:
         host = min(hosts & waited_secs.keys() or waited_secs)
         secs = waited_secs[host]
         return Hang(
-            hosts=hosts,
+            hosts=hosts & waited_secs.keys(),
             why=f"hangs in phase {self.phase(host)!r} for {secs:.0f} s",
             secs=secs,
         )

@@ -36,6 +36,7 @@ from elastic_ckpt.training import load, schema
 
 with epy.lazy_imports():
     from elastic_ckpt.core import metrics, topology
+    from elastic_ckpt.elastic import process_cluster
     from elastic_ckpt.monitoring import goodput, prometheus, summaries, tensorboard
     from elastic_ckpt.tiers.persistent import claims
 
@@ -208,6 +209,9 @@ def kept(
         try:
             yield journal
             journal._log.check()
+        except process_cluster.LeadershipLostError:
+            # Another machine goes on.
+            raise
         except (errors.StoppedError, KeyboardInterrupt, SystemExit):
             journal.stopped_early()
             raise

@@ -8,6 +8,7 @@ import types
 
 import pytest
 
+from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import (
     cluster,
     decision,
@@ -149,6 +150,27 @@ def test_a_machine_that_comes_while_the_run_ends_is_told(machines, listener):
     machines.end(0.05, is_stopped=True)
     assert {"over": True, "is_stopped": True, "failure": ""} in far.receive()
     far.close()
+
+
+def test_hosts_that_fail_while_the_run_ends_end_it(hosts):
+    world = hosts._world(assignment(0))
+    world.is_running = True
+    world.stop()
+    failure = {"host": 0, "message": "DEADLINE_EXCEEDED: Barrier", "at_secs": 1.0}
+    world.take(0, {"failure": {**failure, "is_of_devices": True}})
+    with pytest.raises(errors.StoppedError, match="may not have been saved"):
+        world.result()
+
+
+def test_hosts_that_leave_are_told_that_a_machine_goes_meanwhile(hosts):
+    world = hosts._world(assignment(0))
+    world.is_running = True
+    orders = []
+    hosts._machines.own.do = orders.append
+    for loses_memory in (False, True):
+        world.leave(3, loses_memory=loses_memory, may_abandon=False)
+    told = [each["text"] for each in orders if "text" in each]
+    assert told == ["leave", "lose memory"]
 
 
 def test_hosts_that_leave_are_told_that_the_run_ends(hosts):

@@ -201,10 +201,13 @@ def test_the_next_leader_comes_at_once_when_nothing_listens_any_more(machines):
 
     first = machines.start(0, dies)
     machines.await_event(0, "leader_found")
-    second = machines.start(1, lambda *_: None)
+    checked = []
+    second = machines.start(1, lambda hosts, _: checked.append(hosts._slices[1]))
     machines.join()
     assert machines.ends[1] is False
     assert machines.leaders() == [0, 1]
+    # The first one may have refused some.
+    assert checked[0].is_unchecked
     # The lost machine's agents are not asked any more.
     assert second._own.forgotten == ["http://m0"]
 
@@ -224,6 +227,18 @@ def test_a_leader_that_waits_in_vain_gives_way_to_one_that_reaches_more(machines
     # It does so once.
     assert not first._may_give_way
     assert not first._claims.has_lead
+
+
+def test_a_leader_that_reaches_all_does_not_give_way(machines):
+    def lead(cluster, emit):
+        await_other(cluster)
+        emit("waiting_for_slices", why="they are refused", within_secs=600.0)
+
+    first = machines.start(0, lead)
+    machines.await_event(0, "leader_found")
+    machines.start(1, await_other)
+    machines.join()
+    assert first._gives_way_secs == math.inf
 
 
 @contextlib.contextmanager

@@ -1,9 +1,11 @@
 """Hosts of a world end, fail and stop, and their supervisor tells what happened."""
 
+import contextlib
 import dataclasses
 import functools
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -11,7 +13,14 @@ import sys
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.elastic import failures, faults, process_cluster, watch
+from elastic_ckpt.elastic import (
+    failures,
+    faults,
+    host,
+    process_cluster,
+    station,
+    watch,
+)
 from tests import host_worlds, runs
 from tests.elastic import failing_hosts
 from tests.recorded_events import RecordedEvents
@@ -91,6 +100,14 @@ def test_all_hosts_that_die_together_are_reported(tmp_path, recorded, monkeypatc
     reported = recorded.named("host_lost")
     assert sorted(each["host"] for each in reported) == [0, 1]
     assert {each["why"] for each in reported} == {"killed by SIGKILL"}
+
+
+def test_a_host_is_missed_though_one_that_it_has_forked_lives(tmp_path):
+    own = station.Station(host.Hardware(), log_directory=tmp_path)
+    with contextlib.closing(own):
+        started = own.hosts[1, 0] = station.HostProcess()
+        started.tell(pickle.dumps(failing_hosts.fork_and_be_killed))
+        assert list(own.wait(600)) == [{"host": [1, 0], "exit": -signal.SIGKILL}]
 
 
 def test_nothing_is_heard_of_a_world_that_is_lost(tmp_path, recorded):

@@ -233,6 +233,25 @@ def test_a_run_goes_on_while_each_world_begins_later_than_the_lost_one_did():
     assert len(cluster.ran) == 7
 
 
+def crashes(*steps):
+    """A world in which a host crashes after some steps."""
+
+    def world(cluster):
+        for step in steps:
+            cluster.emit("step_done", step=step)
+        raise WorldLostError([silent_death(0, -11)], num_hosts=9)
+
+    return world
+
+
+def test_a_crash_is_that_of_the_program_only_if_no_world_was_past_it():
+    cluster = ScriptedCluster(range(2), [crashes(), crashes(1, 2), crashes(), ends])
+    run(cluster)
+    assert len(cluster.ran) == 4
+    with pytest.raises(errors.RunError, match="fails at the same step"):
+        run(ScriptedCluster(range(2), [crashes(1), crashes(1), ends]))
+
+
 def test_what_a_change_of_slices_took_is_told_after_the_first_step():
     def shrinks(cluster):
         for step in (11, 12):
