@@ -62,8 +62,10 @@ def draw(
         number = int(random.integers(slices))
         back = time + random.exponential(repair_hours * 3600.0)
         if time >= back_at[number]:
-            lost = Event(time, "slice_lost", number)
-            events += [lost, Event(back, "slice_returned", number)]
+            events += [
+                Event(time, "slice_lost", number),
+                Event(back, "slice_returned", number),
+            ]
             back_at[number] = back
     return sorted(events)
 

@@ -7,7 +7,6 @@ benchmarks, on two cores and a local disk, which say little about other machines
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import math
@@ -88,11 +87,12 @@ def measured(
     Raises:
       RunError: if the run has trained no step.
     """
-    taken: dict[str, list[float]] = collections.defaultdict(list)
-    for event in events:
-        if event["event"] == "recovered":
-            for cost, field in _PHASES.items():
-                taken[cost].append(event[field])
+    changes = [event for event in events if event["event"] == "recovered"]
+    means = {
+        cost: statistics.fmean(each[field] for each in changes)
+        for cost, field in _PHASES.items()
+        if changes
+    }
     causes = [metrics.GOODPUT_SECS[cause].name for cause in ("productive", "again")]
     steps = [line for line in lines if line["metric"] in causes]
     if not steps:
@@ -100,7 +100,6 @@ def measured(
             "the run of --costs has recorded no step; name one that has trained"
         )
     secs, count = (sum(line[key] for line in steps) for key in ("sum", "count"))
-    means = {name: statistics.fmean(values) for name, values in taken.items()}
     return Costs(**means, step_secs=secs / count)
 
 
@@ -161,8 +160,8 @@ def of_config(
     tiers = Chosen.from_choices(configured.tiers(config, persistent=directory))
     local, peers, persistent = tiers.local, tiers.peers, tiers.persistent
     assert persistent is not None
-    every_secs = 60 * (persistent.every_minutes or 0.0)
-    every = persistent.every or max(1, round(every_secs / costs.step_secs))
+    every_steps = 60 * (persistent.every_minutes or 0.0) / costs.step_secs
+    every = persistent.every or max(1, round(every_steps))
     work = configured.work(config, groups)
     if why := work.objection(work.num_slices, work.rows):
         raise errors.ConfigError(why)

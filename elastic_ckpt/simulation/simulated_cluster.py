@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import signal
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.core import events as run_events
 from elastic_ckpt.elastic import cluster, decision, runtime
-from elastic_ckpt.elastic.failures import HostFailure, WorldLostError
+from elastic_ckpt.elastic.failures import WorldLostError, silent_death
 from elastic_ckpt.monitoring import goodput
 from elastic_ckpt.simulation.failures import Event
 from elastic_ckpt.simulation.plan import RunPlan
@@ -169,9 +170,9 @@ class Saves:
         if is_due and last.done_at["storage"] <= done:
             save.done_at["storage"] = done + secs["storage"]
         save.done_at[self._first] = done
-        complete = self._complete(now).values()
         under_way = (e for e in self._saves if max(e.done_at.values()) > now)
-        self._saves = [*dict.fromkeys((*complete, *under_way)), save]
+        kept = dict.fromkeys((*self._complete(now).values(), *under_way))
+        self._saves = [*kept, save]
         return block
 
     def finish(self, save: Save, *, now: float) -> None:
@@ -184,8 +185,8 @@ class Saves:
         """Notes that a slice has lost its memory, and what is uploaded from there."""
         for save in self._saves:
             save.holders = frozenset(each - {number} for each in save.holders)
-            is_uploading = self._plan.in_ram and save.done_at.get("storage", now) > now
-            if is_uploading and not all(save.holders):
+            is_lost = self._plan.in_ram and not all(save.holders)
+            if is_lost and save.done_at.get("storage", now) > now:
                 del save.done_at["storage"]
 
     def end_world(self, *, now: float) -> None:
@@ -293,15 +294,10 @@ class SimulatedCluster(cluster.Cluster):
             # More may be lost until the loss is noticed and the world has ended.
             self._world = frozenset()
             self._advance(plan.costs.end_secs)
-            killed = HostFailure(
-                host=work.slices.index(number) * plan.hosts_per_slice,
-                message="killed by SIGKILL",
-                is_signal=True,
-                is_silent=True,
-                at_secs=at_secs,
-            )
+            host = work.slices.index(number) * plan.hosts_per_slice
+            killed = silent_death(host, -signal.SIGKILL)
             raise WorldLostError(
-                [killed],
+                [dataclasses.replace(killed, at_secs=at_secs)],
                 num_hosts=len(work.slices) * plan.hosts_per_slice,
                 gone=self._lost.intersection(work.slices),
             ) from None
@@ -316,8 +312,8 @@ class SimulatedCluster(cluster.Cluster):
         tier, save = self._saves.newest(now=self.now)
         emit("run_started", start_step=save.step, slices=len(self._world))
         if tier != "none":
-            rate = getattr(costs, f"{tier}_mib_per_sec")
-            self._advance(costs.restore_secs + self._plan.host_mib / rate)
+            read_secs = self._plan.host_mib / getattr(costs, f"{tier}_mib_per_sec")
+            self._advance(costs.restore_secs + read_secs)
             emit("restored_from", step=save.step, bad_copies=0)
         self.counts[tier] += bool(self._step)
         self.counts["steps_lost"] += self._step - save.step
@@ -336,8 +332,10 @@ class SimulatedCluster(cluster.Cluster):
         rows_ratio = work.rows * of_all.num_slices / of_all.rows / len(work.slices)
         step_secs = plan.costs.step_secs * rows_ratio
         order = sorted(work.slices)
-        places = holders(len(order), plan.hosts_per_slice, plan.copies)
-        held = frozenset(frozenset(order[n] for n in each) for each in places)
+        held = frozenset(
+            frozenset(order[place] for place in places)
+            for places in holders(len(order), plan.hosts_per_slice, plan.copies)
+        )
 
         def do_steps(count: int, secs: float) -> Save:
             self._advance(secs)
@@ -356,11 +354,10 @@ class SimulatedCluster(cluster.Cluster):
         while self._step < plan.steps:
             moment = self._next_moment()
             # Until the next save, the end, the first new step, or the moment.
-            again = self._newest_step - self._step
             count = min(
                 plan.period - self._step % plan.period,
                 plan.steps - self._step,
-                again or math.inf,
+                self._newest_step - self._step or math.inf,
                 max(1, (moment - self.now) // step_secs),
             )
             do_steps(int(count), int(count) * step_secs)
@@ -378,11 +375,10 @@ class SimulatedCluster(cluster.Cluster):
     def _next_moment(self) -> float:
         # When the decision may change: slices come and go, or have settled.
         settle_secs = self._plan.policy.settle_secs + _MOMENT_SECS
-        settled = [since + settle_secs for since in self._since.values()]
-        coming = [self._plan.secs, *(each for each in settled if each > self.now)]
+        coming = [since + settle_secs for since in self._since.values()]
         if self._events:
             coming.append(self._events[0].time)
-        return min(coming)
+        return min([self._plan.secs, *(each for each in coming if each > self.now)])
 
     def _advance(self, secs: float) -> None:
         # Lets time pass, until a slice of the world is lost.
