@@ -233,11 +233,6 @@ class Trainer:
                     self._save(done, state, last=done == steps or leaving)
         self._catch_up()
         finding = self.callbacks.decision
-        is_rollback = finding is not None and finding.action is Action.ROLLBACK
-        if is_rollback and done == self.callbacks.decided_step:
-            # Mostly one more batch was read before they decided. So it always is, and
-            # the run always goes on with the same batch.
-            self._next(done)
         # A run that was complete already, or whose data has ended, may lack its last
         # checkpoint in storage.
         if done and self._is_end_due(done, finding):
@@ -445,6 +440,14 @@ class Trainer:
             margin=section.divergence_rollback_steps,
             first_due=self.first_due,
         )
+        if ended.step == self.callbacks.decided_step:
+            # Mostly callbacks decide one step later. So one more batch is always read
+            # and logged, and the run always continues with the same batch.
+            batch = self._next(ended.step)
+            if batch is not None:
+                self.run.log(ended.step + 1, batch)
+                # It is no step of the run.
+                self.run._event = None
         state = self._back_to(saver, ended, saved.get(step), leaves_out=True)
         saver.save_again(step, state)
         first, last = self.batches.left_out[-1]
