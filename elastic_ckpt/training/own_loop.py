@@ -279,8 +279,10 @@ class RunDirectory:
                 with contextlib.suppress(Exception):
                     end()
             return
-        self._catch_up()
-        self._close_log()
+        try:
+            self._catch_up()
+        finally:
+            self._close_log()
         if self._done is None:
             return
         is_done = self._steps is None or self._done >= self._steps
@@ -306,10 +308,11 @@ class RunDirectory:
             self._late.append(self._thread.submit(self._show, event))
 
     def _wait(self) -> None:
-        # Waits until the last step is written. One that could not be must not be saved.
-        late, self._late = self._late, []
-        for each in late:
-            each.result()
+        # Waits until the last step is written. One that could not be must never be
+        # saved, and one whose wait was interrupted is waited for again.
+        while self._late:
+            self._late[0].result()
+            del self._late[0]
 
     def _catch_up(self) -> None:
         self._report()

@@ -272,7 +272,9 @@ def test_a_step_that_was_not_logged_is_not_saved(recording, monkeypatch, method)
     ):
         patch.setattr(step_log.StepLog, method, full)
         run.log(1, next(recording.batches))
-        run.emit("save_started", step=1)
+        for _ in range(2):
+            with contextlib.suppress(OSError):
+                run.emit("save_started", step=1)
     assert "save_started" not in [name for name, _ in recording.told]
 
 
