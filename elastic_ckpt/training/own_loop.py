@@ -189,7 +189,6 @@ class RunDirectory:
         self._catch_up()
         if self._done != step - 1:
             self._start(step - 1)
-        self._wait()
         now, since = time.monotonic(), self._since_secs
         self._done, self._since_secs = step, now
         if self._log is None:
@@ -242,6 +241,8 @@ class RunDirectory:
     def _start(self, done: int) -> None:
         # Reports that a loop begins, or begins anew, with the step after `done`.
         self._begin(done)
+        # The audit expects an attempt of each start that is told.
+        self._wait()
         self.emit(
             "run_started",
             run=self._record.run,
