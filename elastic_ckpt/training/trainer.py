@@ -138,6 +138,8 @@ class Trainer:
             return self._new_state()
         if path := self.config.model.init_from:
             self.world.emit("weights_skipped", path=path, step=self.start_step)
+        # The first batch is read as soon as the data is restored.
+        self._resize(self.start_step)
         abstract_state = self.program.abstract_state
         state = self.world.take_state(self.start_step, abstract_state)
         if state is not None and self.saver.restore_data(self.start_step):
@@ -273,14 +275,17 @@ class Trainer:
 
     def _next(self, step: int) -> elastic_data.Batch | None:
         # The batch of a step, from 0; None if the data has ended.
-        rows = batch_size.at(self.sizes, step)
-        if rows != self._rows:
-            self.batches.resize(rows)
-        self._rows = rows
+        self._resize(step)
         try:
             return next(self.batches)
         except StopIteration:
             return None
+
+    def _resize(self, step: int) -> None:
+        rows = batch_size.at(self.sizes, step)
+        if rows != self._rows:
+            self.batches.resize(rows)
+        self._rows = rows
 
     def _compiled(
         self, number: int, state: model.TrainState, batch: elastic_data.Batch

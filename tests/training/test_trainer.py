@@ -146,5 +146,11 @@ def test_run_that_goes_back_continues_with_the_same_batch_whenever_it_decides(
         assert outcome["passed"], outcome
         first, again = step_log.read(directory / "tiny")
         assert (len(first.records), again.start_step) == (5, period)
+        # A restart reads its first batch in the size that it has.
+        restarted = jobs.assembled(config)
+        with restarted.run:
+            restarted.restore()
+            assert len(next(restarted.batches)["inputs"]) == 16
+            restarted.close()
         after.append((again.left_out[-1][1], again.records[0].digest))
     assert after[0] == after[1]
