@@ -64,7 +64,7 @@ class RunDirectory:
       steps: the number of steps of the whole run; None if it is not known.
       world: of an elastic run, which it reports events to. Where it may run on several
         machines, the claims of worlds decide between them, and no lock.
-      emit: called with each event; by default that of `world`.
+      emit: called with each event, from any thread; by default that of `world`.
 
     Raises:
       RunError: if another live process records in the directory.
@@ -136,8 +136,9 @@ class RunDirectory:
         """
         if name == "save_started":
             self._sync()
-        elif name == "saved":
-            self._saved = int(str(fields["step"])) + 1 - self._record.first_step
+        elif name in ("saved", "restored_from"):
+            done = int(str(fields["step"])) + 1 - self._record.first_step
+            self._saved = max(self._saved, done)
         elif name == "world_claimed":
             self._claim = int(str(fields["world"]))
         elif name == "data_ended":

@@ -289,6 +289,7 @@ def test_a_step_that_was_not_logged_is_not_saved(recording, monkeypatch, method)
         (["save_started", "saved"], [], True),
         # It went back, and has saved nothing since.
         (["save_started", "saved"], [2, 3], False),
+        (["restored_from"], [], True),
     ],
 )
 def test_a_run_that_stops_is_saved_if_its_last_step_is_committed(
