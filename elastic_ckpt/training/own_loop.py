@@ -195,8 +195,9 @@ class RunDirectory:
         if self._log is None:
             metrics.TRAIN_STEPS.record(step)
         else:
-            write = self._thread.submit(self._log.write, step - 1, *rows, loss)
-            self._late.append(write)
+            self._late.append(
+                self._thread.submit(self._log.write, step - 1, *rows, loss)
+            )
         self._event = {
             "step": step,
             "steps": self._steps,
@@ -274,24 +275,23 @@ class RunDirectory:
             left_out=left_out,
         )
 
-    def _end(self, *raised: Any) -> None:
-        if raised != (None, None, None):
-            # A step that was lost with its devices must not hide the error of the run.
-            for end in (self._catch_up, self._close_log):
-                with contextlib.suppress(Exception):
-                    end()
-            return
-        try:
-            self._catch_up()
-        finally:
-            self._close_log()
-        if self._done is None:
+    def _end(self, kind: type[BaseException] | None, *_: Any) -> None:
+        # A step that was lost with its devices must not hide the error of the run.
+        with contextlib.suppress(Exception) if kind else contextlib.nullcontext():
+            try:
+                self._catch_up()
+            finally:
+                self._close_log()
+        if kind or self._done is None:
             return
         is_done = self._steps is None or self._done >= self._steps
         resumes = self._between.resumes()
         if is_done and not resumes:
-            secs = time.monotonic() - self._began_secs
-            self.emit("run_finished", step=self._done, secs=secs)
+            self.emit(
+                "run_finished",
+                step=self._done,
+                secs=time.monotonic() - self._began_secs,
+            )
         else:
             # If no other world follows, none makes the backup.
             is_lent = resumes and self._has_local

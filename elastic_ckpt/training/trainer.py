@@ -362,8 +362,7 @@ class Trainer:
         self.world.begin("save")
         began = time.monotonic()
         self.saver.save(step, state, last=last)
-        secs = time.monotonic() - began
-        self.run.emit("save_blocked", step=step, secs=secs)
+        self.run.emit("save_blocked", step=step, secs=time.monotonic() - began)
 
     def _new_state(self) -> model.TrainState:
         section, params = self.config.model, self.program.abstract_state["params"]
