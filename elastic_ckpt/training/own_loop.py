@@ -117,6 +117,7 @@ class RunDirectory:
                         path,
                         self._journal,
                         steps=self._record.steps_directory,
+                        first_step=self._record.first_step,
                         listeners=listeners,
                         # A host of a machine that stands still would hold it.
                         is_locked=claimant is None or claimant.owner is not None,

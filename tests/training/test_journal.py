@@ -73,6 +73,14 @@ SAVED = ("restored_from", {"step": 3})
         ([SAVED], SystemExit(143), {"event": "run_stopped", "step": 3, "saved": True}),
         ([SAVED, ("step_done", {"step": 4})], SystemExit(143),
          {"event": "run_stopped", "step": 4, "saved": False}),
+        *((told, SystemExit(143), {"event": "run_stopped", "step": 3, "saved": saved})
+          for told, saved in (
+              ([SAVED, BEGUN], True),
+              ([step(3), ("saved", {"step": 3})], True),
+              # The loss of a step may be known later.
+              ([("saved", {"step": 3}), step(3)], True),
+              ([step(3), ("saved", {"step": 2})], False),
+          )),
         # A start that was refused leaves no event.
         (None, errors.DataError("refused"), None),
         (None, SystemExit(143), None),
@@ -90,6 +98,14 @@ def test_end_of_a_run_is_kept_with_its_last_step(config, told, error, end):
     first, *_, last = recorded(config)
     assert (first, last) == ({"event": "run_started", **STARTED}, end)
     assert not any(each["event"].startswith("step") for each in recorded(config))
+
+
+def test_steps_that_are_numbered_from_0_are_saved_under_the_number_before(config):
+    with pytest.raises(SystemExit), kept(config, first_step=0) as emit:  # noqa: PT012
+        emit("step", **step(4)[1])
+        emit("saved", step=3, secs=1.0)
+        raise SystemExit(143)
+    assert recorded(config)[-1] == {"event": "run_stopped", "step": 4, "saved": True}
 
 
 def test_run_is_locked_and_a_stop_that_was_asked_for_is_known(config):
