@@ -189,6 +189,7 @@ class Trainer:
                     self._leave_newest_good(self.saver, ended, finding)
                 return ended
             if ended.is_stopped:
+                self.run._begin(int(state["step"]), left_out=self.batches.left_out)
                 return Ended(state, int(state["step"]), is_stopped=True)
 
     def loop(self, state: model.TrainState, *, start_step: int, steps: int) -> Ended:
@@ -384,6 +385,8 @@ class Trainer:
             to_step=None if self._older is None else self._older.step,
             why=why,
         )
+        if self._older is None:
+            self.world.begin("step")
         return self._older is not None
 
     def _back_to(

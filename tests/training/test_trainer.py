@@ -154,3 +154,18 @@ def test_run_that_goes_back_continues_with_the_same_batch_whenever_it_decides(
             restarted.close()
         after.append((again.left_out[-1][1], again.records[0].digest))
     assert after[0] == after[1]
+
+
+def test_run_that_goes_back_while_its_hosts_leave_stops_at_the_older_step(
+    tmp_path, corpus
+):
+    called = f"{__name__}:planted"
+    config = configured(
+        tmp_path, corpus, checkpoint_period=2, training_callbacks=called
+    )
+    recorded = RecordedEvents()
+    parts = {"emit": recorded, "leaving": lambda step: "stop" if step == 4 else None}
+    ended = jobs.trained(jobs.assembled(config, **parts))
+    assert (ended.step, ended.is_stopped) == (2, True)
+    assert recorded.named("run_stopped") == [{"step": 2, "saved": True}]
+    assert step_log.read(tmp_path / "tiny")[-1].start_step == 2
