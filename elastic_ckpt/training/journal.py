@@ -114,8 +114,9 @@ class Journal:
         # The steps that are done, and those of the newest save or restore.
         self._step, self._saved = 0, -1
         self._has_begun = self.is_stopped = False
-        # Syncs a log in an object store.
-        self._timer = threading.Timer(_SYNC_SECS, self.sync)
+        self._is_closed = threading.Event()
+        if not self._is_local:
+            threading.Thread(target=self._sync_late, daemon=True).start()
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
         """Shows and keeps one event; from any thread."""
@@ -137,11 +138,6 @@ class Journal:
                 claim = {"claim": self._claim} if self._claim else {}
                 line = {"time": time.time(), "event": name, **fields, **claim}
                 self._log.append(line)
-            is_late = not self._is_local and self._log.late_bytes > 0
-            if is_late and not self._timer.is_alive():
-                self._timer = threading.Timer(_SYNC_SECS, self.sync)
-                self._timer.daemon = True
-                self._timer.start()
 
     def sync(self) -> None:
         """Writes the events so far, unless they are written; a failure is logged."""
@@ -155,12 +151,16 @@ class Journal:
         except (errors.CheckpointError, *bucket_clients.failures()) as error:
             logging.warning("the run's events cannot be written now: %s", error)
 
+    def _sync_late(self) -> None:
+        while not self._is_closed.wait(_SYNC_SECS):
+            self.sync()
+
     def close(self) -> None:
         """Writes what is left, and closes the log; a failure is logged.
 
         The run's result is known, and an error of it must not be hidden.
         """
-        self._timer.cancel()
+        self._is_closed.set()
         self.sync()
         if self._is_local:
             with contextlib.suppress(OSError):

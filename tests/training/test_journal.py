@@ -2,6 +2,7 @@ import contextlib
 import dataclasses
 import socket
 import sys
+import threading
 import urllib.request
 
 import pytest
@@ -126,6 +127,24 @@ def test_stop_is_in_the_bucket_before_the_process_exits(bucket):
         told.sync()
         told.stopped_early()
         assert recorded(config)[-1]["event"] == "run_stopped"
+
+
+def test_events_reach_a_bucket_though_an_upload_has_failed(bucket, monkeypatch):
+    sync, failures, synced = jsonlog.JsonLog.sync, [OSError("busy")], threading.Event()
+
+    def failing_once(log):
+        if failures:
+            raise failures.pop()
+        sync(log)
+        synced.set()
+
+    monkeypatch.setattr(jsonlog.JsonLog, "sync", failing_once)
+    monkeypatch.setattr(journal, "_SYNC_SECS", 0.01)
+    config = configured(bucket)
+    with kept(config) as told:
+        told("run_started", **STARTED)
+        assert synced.wait(60)
+        assert recorded(config)
 
 
 def test_steps_that_an_earlier_start_has_trained_are_no_goodput_again(config):
