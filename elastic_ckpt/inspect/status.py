@@ -263,7 +263,7 @@ def phase(events: Sequence[Event], *, is_alive: bool | None, program: str) -> st
     begun = (core_events.NAMES[e["event"]].begins for e in reversed(events))
     now = next(filter(None, begun), "not started")
     if now == "restoring" and program != "train":
-        # Loops of others report their start with their first step.
+        # Loops of others have restored their state when they report their start.
         now = "training"
     if is_alive is False and now not in core_events.ENDS and events:
         return "not running: its process ended without a last event"

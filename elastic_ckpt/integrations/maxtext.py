@@ -129,8 +129,8 @@ class Run:
         self._sizes: Any = None
         # The batch of the step that is computed, until the step is logged.
         self._batch: elastic_data.Batch | None = None
-        # The steps that are done, and those that were when MaxText began.
-        self._done = self._start = 0
+        # The steps that are done.
+        self._done = 0
         # The newest step that MaxText asked about, and the answer.
         self._asked: tuple[int, str | None] = (-1, None)
 
@@ -260,7 +260,7 @@ class Run:
         """Makes MaxText's logger, which reports each step to us, too."""
         assert self._record is not None
         record = self._record
-        self._done = self._start = start_step
+        self._done = start_step
         rows = config.global_batch_size_to_load
         if start_step and self._rows_before not in (0, rows):
             before = self._rows_before
@@ -340,7 +340,7 @@ class Run:
         try:
             self._batch = next(batches)
         except StopIteration:
-            if self._record is not None and self._done > self._start:
+            if self._record is not None:
                 self._record.emit("data_ended", step=self._done)
             raise
         if self._sizes is not None:

@@ -89,27 +89,35 @@ class Journal:
       steps: the directory of the run's steps, where its worlds are claimed.
       claim: the world that was claimed last when this start began; 0 if there is none,
         or no other start can be there.
+      first_step: the number under which the run's first step is saved.
 
     Attributes:
       is_stopped: whether the run ended because it was asked to.
     """
 
     def __init__(
-        self, emit: events.Emit, directory: str, *, steps: str, claim: int
+        self,
+        emit: events.Emit,
+        directory: str,
+        *,
+        steps: str,
+        claim: int,
+        first_step: int = 1,
     ) -> None:
         self._emit = emit
         self._log = jsonlog.writer(os.path.join(directory, run_files.EVENTS))
         self._is_local = storage.is_local(directory)
-        self._steps = steps
+        self._steps, self._first_step = steps, first_step
         # The world that was claimed last, and whether this start has claimed it: until
         # then the newest one may be its own.
         self._claim, self._has_claimed = claim, False
         self._lock = threading.Lock()
-        # The newest step, and whether it is in a save.
-        self._step, self._is_saved = 0, False
+        # The steps that are done, and those of the newest save or restore.
+        self._step, self._saved = 0, -1
         self._has_begun = self.is_stopped = False
-        # Syncs a log in an object store.
-        self._timer = threading.Timer(_SYNC_SECS, self.sync)
+        self._is_closed = threading.Event()
+        if not self._is_local:
+            threading.Thread(target=self._sync_late, daemon=True).start()
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
         """Shows and keeps one event; from any thread."""
@@ -118,8 +126,11 @@ class Journal:
             self._has_begun = True
             if name in _OF_STEPS:
                 self._step = int(str(fields.get("start_step", fields.get("step"))))
+            if name in ("saved", "restored_from"):
+                self._saved = int(str(fields["step"])) + 1 - self._first_step
+            elif name == "world_left":
                 # All hosts save before they leave.
-                self._is_saved = name in ("restored_from", "world_left")
+                self._saved = self._step
             elif name == "run_stopped":
                 self.is_stopped = True
             elif name == "world_claimed":
@@ -128,11 +139,6 @@ class Journal:
                 claim = {"claim": self._claim} if self._claim else {}
                 line = {"time": time.time(), "event": name, **fields, **claim}
                 self._log.append(line)
-            is_late = not self._is_local and self._log.late_bytes > 0
-            if is_late and not self._timer.is_alive():
-                self._timer = threading.Timer(_SYNC_SECS, self.sync)
-                self._timer.daemon = True
-                self._timer.start()
 
     def sync(self) -> None:
         """Writes the events so far, unless they are written; a failure is logged."""
@@ -146,12 +152,16 @@ class Journal:
         except (errors.CheckpointError, *bucket_clients.failures()) as error:
             logging.warning("the run's events cannot be written now: %s", error)
 
+    def _sync_late(self) -> None:
+        while not self._is_closed.wait(_SYNC_SECS):
+            self.sync()
+
     def close(self) -> None:
         """Writes what is left, and closes the log; a failure is logged.
 
         The run's result is known, and an error of it must not be hidden.
         """
-        self._timer.cancel()
+        self._is_closed.set()
         self.sync()
         if self._is_local:
             with contextlib.suppress(OSError):
@@ -163,7 +173,7 @@ class Journal:
         It is written at once: the process may exit without closing the journal.
         """
         if self._has_begun:
-            self("run_stopped", step=self._step, saved=self._is_saved)
+            self("run_stopped", step=self._step, saved=self._saved >= self._step)
             self.sync()
 
 
@@ -173,6 +183,7 @@ def kept(
     emit: events.Emit,
     *,
     steps: str | None = None,
+    first_step: int = 1,
     listeners: contextlib.AbstractContextManager[None] | None = None,
     is_locked: bool = True,
 ) -> Iterator[Journal]:
@@ -183,6 +194,7 @@ def kept(
       emit: shows the events.
       steps: the directory of its steps, where its worlds are claimed; by default that
         in `directory`.
+      first_step: the number under which its first step is saved.
       listeners: of the run's metrics, unless this process has others.
       is_locked: whether to lock the run; otherwise the claims of its worlds decide
         between several processes.
@@ -204,7 +216,9 @@ def kept(
         steps = steps or steps_of(directory)
         newest = None if is_locked else claims.newest(steps)
         claim = 0 if newest is None else newest.number
-        journal = Journal(measured, directory, steps=steps, claim=claim)
+        journal = Journal(
+            measured, directory, steps=steps, claim=claim, first_step=first_step
+        )
         closing.callback(journal.close)
         try:
             yield journal

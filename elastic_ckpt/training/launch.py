@@ -130,10 +130,15 @@ def on_hosts(
         )
 
     def kept() -> contextlib.AbstractContextManager[journal.Journal]:
-        listeners = journal.listening_on_machine(config)
-        # A leader that is cut off, or frozen, would hold a lock.
-        is_locked = place is None
-        return journal.kept(directory, show, listeners=listeners, is_locked=is_locked)
+        return journal.kept(
+            directory,
+            show,
+            # MaxText numbers its steps from 0.
+            first_step=0 if program else 1,
+            listeners=journal.listening_on_machine(config),
+            # A leader that is cut off, or frozen, would hold a lock.
+            is_locked=place is None,
+        )
 
     lead = functools.partial(_run, config, of_host, groups)
     if place is None:

@@ -64,7 +64,7 @@ class RunDirectory:
       steps: the number of steps of the whole run; None if it is not known.
       world: of an elastic run, which it reports events to. Where it may run on several
         machines, the claims of worlds decide between them, and no lock.
-      emit: called with each event; by default that of `world`.
+      emit: called with each event, from any thread; by default that of `world`.
 
     Raises:
       RunError: if another live process records in the directory.
@@ -117,6 +117,7 @@ class RunDirectory:
                         path,
                         self._journal,
                         steps=self._record.steps_directory,
+                        first_step=self._record.first_step,
                         listeners=listeners,
                         # A host of a machine that stands still would hold it.
                         is_locked=claimant is None or claimant.owner is not None,
@@ -136,8 +137,9 @@ class RunDirectory:
         """
         if name == "save_started":
             self._sync()
-        elif name == "saved":
-            self._saved = int(str(fields["step"])) + 1 - self._record.first_step
+        elif name in ("saved", "restored_from"):
+            done = int(str(fields["step"])) + 1 - self._record.first_step
+            self._saved = max(self._saved, done)
         elif name == "world_claimed":
             self._claim = int(str(fields["world"]))
         elif name == "data_ended":
@@ -189,14 +191,14 @@ class RunDirectory:
         self._catch_up()
         if self._done != step - 1:
             self._start(step - 1)
-        self._wait()
         now, since = time.monotonic(), self._since_secs
         self._done, self._since_secs = step, now
         if self._log is None:
             metrics.TRAIN_STEPS.record(step)
         else:
-            write = self._thread.submit(self._log.write, step - 1, *rows, loss)
-            self._late.append(write)
+            self._late.append(
+                self._thread.submit(self._log.write, step - 1, *rows, loss)
+            )
         self._event = {
             "step": step,
             "steps": self._steps,
@@ -242,6 +244,8 @@ class RunDirectory:
     def _start(self, done: int) -> None:
         # Reports that a loop begins, or begins anew, with the step after `done`.
         self._begin(done)
+        # The audit expects an attempt of each start that is told.
+        self._wait()
         self.emit(
             "run_started",
             run=self._record.run,
@@ -272,22 +276,23 @@ class RunDirectory:
             left_out=left_out,
         )
 
-    def _end(self, *raised: Any) -> None:
-        if raised != (None, None, None):
-            # A step that was lost with its devices must not hide the error of the run.
-            for end in (self._catch_up, self._close_log):
-                with contextlib.suppress(Exception):
-                    end()
-            return
-        self._catch_up()
-        self._close_log()
-        if self._done is None:
+    def _end(self, kind: type[BaseException] | None, *_: Any) -> None:
+        # A step that was lost with its devices must not hide the error of the run.
+        with contextlib.suppress(Exception) if kind else contextlib.nullcontext():
+            try:
+                self._catch_up()
+            finally:
+                self._close_log()
+        if kind or self._done is None:
             return
         is_done = self._steps is None or self._done >= self._steps
         resumes = self._between.resumes()
         if is_done and not resumes:
-            secs = time.monotonic() - self._began_secs
-            self.emit("run_finished", step=self._done, secs=secs)
+            self.emit(
+                "run_finished",
+                step=self._done,
+                secs=time.monotonic() - self._began_secs,
+            )
         else:
             # If no other world follows, none makes the backup.
             is_lent = resumes and self._has_local
@@ -306,10 +311,11 @@ class RunDirectory:
             self._late.append(self._thread.submit(self._show, event))
 
     def _wait(self) -> None:
-        # Waits until the last step is written. One that could not be must not be saved.
-        late, self._late = self._late, []
-        for each in late:
-            each.result()
+        # Waits until the last step is written. One that could not be must never be
+        # saved, and one whose wait was interrupted is waited for again.
+        while self._late:
+            self._late[0].result()
+            del self._late[0]
 
     def _catch_up(self) -> None:
         self._report()

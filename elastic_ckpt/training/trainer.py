@@ -138,6 +138,8 @@ class Trainer:
             return self._new_state()
         if path := self.config.model.init_from:
             self.world.emit("weights_skipped", path=path, step=self.start_step)
+        # The first batch is read as soon as the data is restored.
+        self._resize(self.start_step)
         abstract_state = self.program.abstract_state
         state = self.world.take_state(self.start_step, abstract_state)
         if state is not None and self.saver.restore_data(self.start_step):
@@ -187,6 +189,7 @@ class Trainer:
                     self._leave_newest_good(self.saver, ended, finding)
                 return ended
             if ended.is_stopped:
+                self.run._begin(int(state["step"]), left_out=self.batches.left_out)
                 return Ended(state, int(state["step"]), is_stopped=True)
 
     def loop(self, state: model.TrainState, *, start_step: int, steps: int) -> Ended:
@@ -233,11 +236,6 @@ class Trainer:
                     self._save(done, state, last=done == steps or leaving)
         self._catch_up()
         finding = self.callbacks.decision
-        is_rollback = finding is not None and finding.action is Action.ROLLBACK
-        if is_rollback and done == self.callbacks.decided_step:
-            # Mostly one more batch was read before they decided. So it always is, and
-            # the run always goes on with the same batch.
-            self._next(done)
         # A run that was complete already, or whose data has ended, may lack its last
         # checkpoint in storage.
         if done and self._is_end_due(done, finding):
@@ -278,14 +276,17 @@ class Trainer:
 
     def _next(self, step: int) -> elastic_data.Batch | None:
         # The batch of a step, from 0; None if the data has ended.
-        rows = batch_size.at(self.sizes, step)
-        if rows != self._rows:
-            self.batches.resize(rows)
-        self._rows = rows
+        self._resize(step)
         try:
             return next(self.batches)
         except StopIteration:
             return None
+
+    def _resize(self, step: int) -> None:
+        rows = batch_size.at(self.sizes, step)
+        if rows != self._rows:
+            self.batches.resize(rows)
+        self._rows = rows
 
     def _compiled(
         self, number: int, state: model.TrainState, batch: elastic_data.Batch
@@ -362,8 +363,7 @@ class Trainer:
         self.world.begin("save")
         began = time.monotonic()
         self.saver.save(step, state, last=last)
-        secs = time.monotonic() - began
-        self.run.emit("save_blocked", step=step, secs=secs)
+        self.run.emit("save_blocked", step=step, secs=time.monotonic() - began)
 
     def _new_state(self) -> model.TrainState:
         section, params = self.config.model, self.program.abstract_state["params"]
@@ -385,6 +385,8 @@ class Trainer:
             to_step=None if self._older is None else self._older.step,
             why=why,
         )
+        if self._older is None:
+            self.world.begin("step")
         return self._older is not None
 
     def _back_to(
@@ -445,6 +447,14 @@ class Trainer:
             margin=section.divergence_rollback_steps,
             first_due=self.first_due,
         )
+        if ended.step == self.callbacks.decided_step:
+            # Mostly callbacks decide one step later. So one more batch is always read
+            # and logged, and the run always continues with the same batch.
+            batch = self._next(ended.step)
+            if batch is not None:
+                self.run.log(ended.step + 1, batch)
+                # It is no step of the run.
+                self.run._event = None
         state = self._back_to(saver, ended, saved.get(step), leaves_out=True)
         saver.save_again(step, state)
         first, last = self.batches.left_out[-1]

@@ -234,12 +234,20 @@ def test_its_evaluation_begins_anew_and_padding_weighs_nothing(installed, run):
     assert tokens == sum(len(f"held out {number}") + 1 for number in range(13))
 
 
-def test_only_the_end_of_the_data_ends_a_run_well(run, tmp_path, capsys):
-    losses = run(steps=1000, num_epoch=1, packing=False)
+def test_only_the_end_of_the_data_ends_a_run_well(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(program(), "SAVES_STEPS", True)
+    keys = {"steps": 1000, "num_epoch": 1, "packing": False, "checkpoint_period": 1}
+    losses = run(**keys)
     assert "Training stopped" in capsys.readouterr().out
     rows = sum((b["targets_segmentation"] > 0).any(axis=1).sum() for b in losses)
     # Every ninth text is empty: begin and end token alone make an example too.
     assert rows == 60
+    # So it does at once when the run is started again.
+    assert not run(**keys)
+    events = (tmp_path / "runs" / "first" / "events.jsonl").read_text().splitlines()
+    last = json.loads(events[-1])
+    assert (last["event"], last["step"]) == ("run_finished", len(losses))
+    capsys.readouterr()
     run(code=1, train_data_columns="body", checkpoint_dir=f"{tmp_path}/other")
     printed = capsys.readouterr()
     assert "Training stopped" not in printed.out

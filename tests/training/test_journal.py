@@ -2,6 +2,7 @@ import contextlib
 import dataclasses
 import socket
 import sys
+import threading
 import urllib.request
 
 import pytest
@@ -73,6 +74,14 @@ SAVED = ("restored_from", {"step": 3})
         ([SAVED], SystemExit(143), {"event": "run_stopped", "step": 3, "saved": True}),
         ([SAVED, ("step_done", {"step": 4})], SystemExit(143),
          {"event": "run_stopped", "step": 4, "saved": False}),
+        *((told, SystemExit(143), {"event": "run_stopped", "step": 3, "saved": saved})
+          for told, saved in (
+              ([SAVED, BEGUN], True),
+              ([step(3), ("saved", {"step": 3})], True),
+              # The loss of a step may be known later.
+              ([("saved", {"step": 3}), step(3)], True),
+              ([step(3), ("saved", {"step": 2})], False),
+          )),
         # A start that was refused leaves no event.
         (None, errors.DataError("refused"), None),
         (None, SystemExit(143), None),
@@ -90,6 +99,14 @@ def test_end_of_a_run_is_kept_with_its_last_step(config, told, error, end):
     first, *_, last = recorded(config)
     assert (first, last) == ({"event": "run_started", **STARTED}, end)
     assert not any(each["event"].startswith("step") for each in recorded(config))
+
+
+def test_steps_that_are_numbered_from_0_are_saved_under_the_number_before(config):
+    with pytest.raises(SystemExit), kept(config, first_step=0) as emit:  # noqa: PT012
+        emit("step", **step(4)[1])
+        emit("saved", step=3, secs=1.0)
+        raise SystemExit(143)
+    assert recorded(config)[-1] == {"event": "run_stopped", "step": 4, "saved": True}
 
 
 def test_run_is_locked_and_a_stop_that_was_asked_for_is_known(config):
@@ -110,6 +127,24 @@ def test_stop_is_in_the_bucket_before_the_process_exits(bucket):
         told.sync()
         told.stopped_early()
         assert recorded(config)[-1]["event"] == "run_stopped"
+
+
+def test_events_reach_a_bucket_though_an_upload_has_failed(bucket, monkeypatch):
+    sync, failures, synced = jsonlog.JsonLog.sync, [OSError("busy")], threading.Event()
+
+    def failing_once(log):
+        if failures:
+            raise failures.pop()
+        sync(log)
+        synced.set()
+
+    monkeypatch.setattr(jsonlog.JsonLog, "sync", failing_once)
+    monkeypatch.setattr(journal, "_SYNC_SECS", 0.01)
+    config = configured(bucket)
+    with kept(config) as told:
+        told("run_started", **STARTED)
+        assert synced.wait(60)
+        assert recorded(config)
 
 
 def test_steps_that_an_earlier_start_has_trained_are_no_goodput_again(config):

@@ -261,8 +261,6 @@ def test_callbacks_see_each_step_before_it_is_saved_and_may_prevent_it(
         return
     assert (ended.step, ended.is_stopped) == (2, False)
     assert (ended.finding.action, ended.finding.since) == (action, 2)
-    # A run that goes back has read one batch more, whenever the callback was called.
-    assert next(parts) == 2 + (action is Action.ROLLBACK)
 
 
 @pytest.mark.parametrize(("max_batches", "loss"), [(0, 2.5), (1, 3.0)])

@@ -271,9 +271,15 @@ def test_a_step_that_was_not_logged_is_not_saved(recording, monkeypatch, method)
         monkeypatch.context() as patch,
     ):
         patch.setattr(step_log.StepLog, method, full)
-        run.log(1, next(recording.batches))
-        run.emit("save_started", step=1)
-    assert "save_started" not in [name for name, _ in recording.told]
+        with contextlib.suppress(OSError):
+            run.log(1, next(recording.batches))
+        for _ in range(2):
+            with contextlib.suppress(OSError):
+                run.emit("save_started", step=1)
+    told = [name for name, _ in recording.told]
+    assert "save_started" not in told
+    # The audit of a start that was told expects its attempt.
+    assert ("run_started" in told) == (method == "write")
 
 
 @pytest.mark.parametrize(
@@ -283,6 +289,7 @@ def test_a_step_that_was_not_logged_is_not_saved(recording, monkeypatch, method)
         (["save_started", "saved"], [], True),
         # It went back, and has saved nothing since.
         (["save_started", "saved"], [2, 3], False),
+        (["restored_from"], [], True),
     ],
 )
 def test_a_run_that_stops_is_saved_if_its_last_step_is_committed(
