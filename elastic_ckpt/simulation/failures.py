@@ -10,7 +10,7 @@ hours of a host. Each counts as the loss of the host's slice, which is the worst
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,7 +71,7 @@ def draw(
 
 
 def of_log(
-    log: Iterable[Mapping[str, Any]], *, slices: int, hosts_per_slice: int
+    log: Sequence[Mapping[str, Any]], *, slices: int, hosts_per_slice: int
 ) -> list[Event]:
     """The failures in the events of a run, by their times since the first event.
 
@@ -84,13 +84,12 @@ def of_log(
     Raises:
       ConfigError: if an event names a slice that the cluster lacks.
     """
-    lines = list(log)
     events: list[Event] = []
     world: Sequence[int] = range(slices)
     # By slice, the place of its last event in this world.
     last: dict[int, int] = {}
-    for line in lines:
-        name, time = line["event"], line["time"] - lines[0]["time"]
+    for line in log:
+        name, time = line["event"], line["time"] - log[0]["time"]
         if name == "world_started":
             world, last = line["slices"], {}
         elif name in ("slice_lost", "slice_returned", "host_lost"):

@@ -195,11 +195,15 @@ def alternatives(planned: RunPlan) -> dict[str, RunPlan]:
         max_slices=fewer,
         min_slices=min(planned.policy.min_slices, fewer),
     )
-    present = decision.Slices(present_secs=dict.fromkeys(range(planned.slices), 0.0))
-    decided = decision.decide(present, policy, planned.work)
+    decided = decision.decide(
+        decision.Slices(present_secs=dict.fromkeys(range(planned.slices), 0.0)),
+        policy,
+        planned.work,
+    )
     if fewer and isinstance(decided, decision.Train) and len(decided.slices) == fewer:
         plans["one more spare"] = dataclasses.replace(planned, policy=policy)
     for period in {max(1, planned.period // 2), planned.period * 2}:
-        name = f"a save every {period} steps"
-        plans[name] = dataclasses.replace(planned, period=period)
+        plans[f"a save every {period} steps"] = dataclasses.replace(
+            planned, period=period
+        )
     return plans

@@ -241,9 +241,6 @@ class SimulatedCluster(cluster.Cluster):
         """See `Work`."""
         return self._plan.work.devices_per_slice
 
-    def close(self) -> None:
-        """Does nothing."""
-
     def slices(self, current: frozenset[int]) -> decision.Slices:
         """The slices that are there at this time."""
         return decision.Slices(
@@ -265,8 +262,9 @@ class SimulatedCluster(cluster.Cluster):
         Without enough slices the next start waits for a change of them.
         """
         self._failures.clear()
-        present, plan = self.slices(frozenset()), self._plan
-        decided = decision.decide(present, plan.policy, plan.work)
+        decided = decision.decide(
+            self.slices(frozenset()), self._plan.policy, self._plan.work
+        )
         if not isinstance(decided, decision.Train):
             self.wait(math.inf)
 
@@ -294,8 +292,9 @@ class SimulatedCluster(cluster.Cluster):
             # More may be lost until the loss is noticed and the world has ended.
             self._world = frozenset()
             self._advance(plan.costs.end_secs)
-            host = work.slices.index(number) * plan.hosts_per_slice
-            killed = silent_death(host, -signal.SIGKILL)
+            killed = silent_death(
+                work.slices.index(number) * plan.hosts_per_slice, -signal.SIGKILL
+            )
             raise WorldLostError(
                 [dataclasses.replace(killed, at_secs=at_secs)],
                 num_hosts=len(work.slices) * plan.hosts_per_slice,
@@ -327,9 +326,11 @@ class SimulatedCluster(cluster.Cluster):
         emit: run_events.Emit,
         has_changed: Callable[[], decision.Decision | None],
     ) -> bool:
-        plan, of_all = self._plan, self._plan.work
+        plan = self._plan
         # As long as a device has rows.
-        rows_ratio = work.rows * of_all.num_slices / of_all.rows / len(work.slices)
+        rows_ratio = (
+            work.rows / len(work.slices) * plan.work.num_slices / plan.work.rows
+        )
         step_secs = plan.costs.step_secs * rows_ratio
         order = sorted(work.slices)
         held = frozenset(
