@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import importlib.util
 import os
 import pathlib
 import re
@@ -71,6 +72,13 @@ def imported():
                 if name not in sys.stdlib_module_names and not ours:
                     modules.add(of_module[name][0].lower().replace("_", "-"))
     return modules
+
+
+def test_images_import_modules_that_are_there():
+    named = re.findall(r'python -c "import (.*)"', DOCKERFILE)
+    names = [name for each in named for name in each.split(", ")]
+    assert "elastic_ckpt_sidecar.worker" in names
+    assert all(map(importlib.util.find_spec, names))
 
 
 def test_the_requirements_are_what_the_rooms_of_the_image_import():
