@@ -52,10 +52,11 @@ def run(
             mesh = world.mesh
             with world.checkpointer(tiers) as checkpointer:
                 ...  # Restore the newest step, if there is one.
-                while step < 1000:
-                    ...  # Train a step, and save it.
-                    if world.leaving(step):
-                        return
+                leaving = None
+                while step < 1000 and leaving is None:
+                    ...  # Train a step.
+                    leaving = world.leaving(step)
+                    ...  # Save the step, with force=True if the hosts leave.
 
         if __name__ == "__main__":
             ec.elastic.run(train, cluster=ec.elastic.Processes(slices=4))

@@ -219,10 +219,10 @@ class DivergenceSection:
     )
     divergence_action: str = key(
         "off",
-        "What a loss or gradient norm that is infinite or NaN, and the detectors below,"
-        " do: `warn` reports; `stop` ends the run with the"
-        " newest checkpoint from before the divergence; `abort` ends it without a"
-        " save; `rollback` returns to that checkpoint, or else the beginning, and"
+        "What happens when the loss or the gradient norm is infinite or NaN, or when a"
+        " detector below finds a divergence: `warn` reports it; `stop` ends the run"
+        " with the newest checkpoint from before it; `abort` ends the run without a"
+        " save; `rollback` returns to that checkpoint, or else to the beginning, and"
         " skips the data read since.",
         choices=("off", "warn", "stop", "abort", "rollback"),
     )
