@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.core import errors, metrics
@@ -32,7 +32,8 @@ class Costs:
       start_secs: until the processes of the next world have joined.
       prepare_secs: until the job is assembled, and the newest step is found.
       restore_secs: of a restore, besides reading the state.
-      compile_secs: until the step is compiled or loaded.
+      compile_secs: of the step, in the first world of a number of slices.
+      load_secs: of the executable, in later ones.
       first_step_secs: of a world.
       block_secs: that a save holds up the loop, besides copying the state.
       capture_mib_per_sec: copied while a save holds up the loop.
@@ -45,7 +46,8 @@ class Costs:
     start_secs: float = 0.25
     prepare_secs: float = 0.40
     restore_secs: float = 0.27
-    compile_secs: float = 0.45
+    compile_secs: float = 9.7
+    load_secs: float = 0.25
     first_step_secs: float = 1.97
     block_secs: float = 0.0014
     capture_mib_per_sec: float = 4190.0
@@ -67,16 +69,20 @@ class Costs:
         return dataclasses.replace(self, **values)
 
 
-# The costs that are a field of `recovered`.
-_PHASES = {
-    **{f"{phase}_secs": f"{phase}_secs" for phase in ("end", "start", "prepare")},
-    **{"restore_secs": "restore_secs", "compile_secs": "compile_secs"},
-    "first_step_secs": "step_secs",
+# By cost, the event whose mean it is, and its field.
+_MEASURED = {
+    "end_secs": ("recovered", "end_secs"),
+    "start_secs": ("recovered", "start_secs"),
+    "prepare_secs": ("recovered", "prepare_secs"),
+    "restore_secs": ("recovered", "restore_secs"),
+    "compile_secs": ("compiled", "secs"),
+    "load_secs": ("executable_loaded", "secs"),
+    "first_step_secs": ("recovered", "step_secs"),
 }
 
 
 def measured(
-    events: Iterable[Mapping[str, Any]], lines: Iterable[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]], lines: Iterable[Mapping[str, Any]]
 ) -> Costs:
     """The costs of a run: means, because a run pays their sum.
 
@@ -87,11 +93,10 @@ def measured(
     Raises:
       RunError: if the run has trained no step.
     """
-    changes = [event for event in events if event["event"] == "recovered"]
     means = {
-        cost: statistics.fmean(each[field] for each in changes)
-        for cost, field in _PHASES.items()
-        if changes
+        cost: statistics.fmean(values)
+        for cost, (name, field) in _MEASURED.items()
+        if (values := [each[field] for each in events if each["event"] == name])
     }
     causes = [metrics.GOODPUT_SECS[cause].name for cause in ("productive", "again")]
     steps = [line for line in lines if line["metric"] in causes]
@@ -156,8 +161,9 @@ def of_config(
             " it to true to simulate what saves are worth"
         )
     groups = configured.groups(config)
-    directory = journal.path_of(config)
-    tiers = Chosen.from_choices(configured.tiers(config, persistent=directory))
+    tiers = Chosen.from_choices(
+        configured.tiers(config, persistent=journal.path_of(config))
+    )
     local, peers, persistent = tiers.local, tiers.peers, tiers.persistent
     assert persistent is not None
     every_steps = 60 * (persistent.every_minutes or 0.0) / costs.step_secs

@@ -235,6 +235,8 @@ class SimulatedCluster(cluster.Cluster):
         self._lost: set[int] = set()
         self._step = self._newest_step = 0
         self._saves = Saves(plan)
+        # The numbers of slices whose step is compiled.
+        self._compiled: set[int] = set()
 
     @property
     def devices_per_slice(self) -> int:
@@ -313,12 +315,15 @@ class SimulatedCluster(cluster.Cluster):
         if tier != "none":
             read_secs = self._plan.host_mib / getattr(costs, f"{tier}_mib_per_sec")
             self._advance(costs.restore_secs + read_secs)
-            emit("restored_from", step=save.step, bad_copies=0)
+        # Also of a beginning: the first batch is read now, and the step compiled.
+        emit("restored_from", step=save.step, bad_copies=0)
         self.counts[tier] += bool(self._step)
         self.counts["steps_lost"] += self._step - save.step
         self._step = save.step
-        self._advance(costs.compile_secs)
-        emit("executable_loaded", step=self._step, secs=costs.compile_secs)
+        is_known = len(self._world) in self._compiled
+        self._advance(costs.load_secs if is_known else costs.compile_secs)
+        self._compiled.add(len(self._world))
+        emit("executable_loaded", step=self._step)
 
     def _train(
         self,
@@ -328,10 +333,12 @@ class SimulatedCluster(cluster.Cluster):
     ) -> bool:
         plan = self._plan
         # As long as a device has rows.
-        rows_ratio = (
-            work.rows / len(work.slices) * plan.work.num_slices / plan.work.rows
+        # As long as a device has rows.
+        step_secs = (
+            plan.costs.step_secs
+            * (work.rows / plan.work.rows)
+            * (plan.work.num_slices / len(work.slices))
         )
-        step_secs = plan.costs.step_secs * rows_ratio
         order = sorted(work.slices)
         held = frozenset(
             frozenset(order[place] for place in places)
@@ -362,8 +369,11 @@ class SimulatedCluster(cluster.Cluster):
                 max(1, (moment - self.now) // step_secs),
             )
             do_steps(int(count), int(count) * step_secs)
-            is_done = self._step >= plan.steps
-            if self.now >= moment and not is_done and (decided := has_changed()):
+            if (
+                self._step < plan.steps
+                and self.now >= moment
+                and (decided := has_changed())
+            ):
                 # The hosts agree on a step, save it, and leave.
                 emit("world_leaving", slices=cluster.leaving_for(decided))
                 save = do_steps(1, step_secs)
