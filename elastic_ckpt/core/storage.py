@@ -109,9 +109,10 @@ def write_atomic(
       mode: as for `atomic_path`; ignored in object stores.
     """
     if not is_local(path):
-        # Without a file on this machine, which a kill would leave.
+        # One request, so that it is repeated as a whole where its answer is lost.
+        filesystem, name = bucket_clients.opened(os.fspath(path))
         before("write", path)
-        absolute(path).write_bytes(bytes(content))
+        filesystem.pipe_file(name, bytes(content))
         return
     with atomic_path(path, mode=mode) as temporary:
         write_in_place(temporary, content)

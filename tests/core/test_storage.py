@@ -7,9 +7,11 @@ import subprocess
 import sys
 import threading
 
+import fsspec
 import pytest
 
 from elastic_ckpt.core import errors, storage, storage_cause
+from tests import faulty_buckets
 
 ERRNOS = errno.errorcode
 
@@ -102,6 +104,41 @@ def test_of_many_that_create_a_file_or_object_one_does(steps_in, place):
     number = actual.index((True, actual[0][1]))
     assert {content for _, content in actual} == {b"%d" % number}
     assert storage.names(file.parent) == ["file"]
+
+
+class LostAnswers(faulty_buckets.Faults):
+    """Every other answer to a request that writes is lost."""
+
+    def next(self, command):
+        if command not in ("PUT", "POST"):
+            return None
+        self.count(faulty_buckets.LOST_ANSWER if self.is_lost else "answered")
+        self.is_lost = not self.is_lost
+        return None if self.is_lost else faulty_buckets.LOST_ANSWER
+
+    is_lost = True
+
+
+@pytest.mark.parametrize("bucket", ["gs", "s3"], indirect=True)
+def test_object_whose_answer_is_lost_is_written_again(
+    bucket, object_stores, monkeypatch
+):
+    storage.write_atomic(f"{bucket}/file", b"before")
+    faults = LostAnswers()
+    clients = fsspec.get_filesystem_class(bucket.partition("://")[0])
+    with (
+        faulty_buckets.before(object_stores, faults) as environment,
+        monkeypatch.context() as patched,
+    ):
+        for name, value in environment.items():
+            patched.setenv(name, value)
+        clients.clear_instance_cache()
+        try:
+            storage.write_atomic(f"{bucket}/file", b"after")
+        finally:
+            clients.clear_instance_cache()
+    assert faults.happened == {faulty_buckets.LOST_ANSWER: 1, "answered": 1}
+    assert storage.read_bytes(f"{bucket}/file") == b"after"
 
 
 def test_others_may_do_with_files_what_the_process_allows(tmp_path):
