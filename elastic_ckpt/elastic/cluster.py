@@ -21,15 +21,12 @@ class Assignment:
     Attributes:
       number: of the world, from 1 at each start of a run.
       work: the slices and the rows of a batch.
-      unchecked: the slices whose devices have to show that they are sound; a cluster
-        adds them.
       claimant: claims the world in storage, for this start of the run; a cluster adds
         it.
     """
 
     number: int
     work: Train
-    unchecked: frozenset[int] = frozenset()
     claimant: Claimant | None = None
 
 

@@ -4,8 +4,8 @@ It is a child of the warm fork server and stands by until the supervisor sends i
 task. Over a pipe it reports heartbeats, phases, events and why it failed, and gets the
 supervisor's orders. Importing this module does not import JAX, for a fast launcher.
 
-*Devices.* The hosts of a slice that is new or has crashed find out, beside the restore,
-whether its devices compute what they should. Each device multiplies matrices of small
+*Devices.* Every host checks, while it restores, that its devices compute correctly, and
+no step counts before they have passed. Each device multiplies matrices of small
 integers, whose products and sums are exact in the floating point of all hardware and in
 any order, so that all devices have to compute one known number.
 """
@@ -16,7 +16,6 @@ import collections
 import contextlib
 import dataclasses
 import faulthandler
-import functools
 import gc
 import json
 import multiprocessing
@@ -403,8 +402,7 @@ def run_host(
         # JAX's preemption service takes the signal, and does not say which host got it.
         termination.call_beside(lambda: channel.send({"sigterm": True}))
         compiled = executables.Executables(owned.kept).compiled
-        check_beside = functools.partial(
-            background.in_thread,
+        check = background.in_thread(
             lambda: check_devices(
                 jax.local_devices(), compiled, error=int(own in owned.broken)
             ),
@@ -415,11 +413,7 @@ def run_host(
             ask=ask,
             compiled=compiled,
             claimant=assignment.claimant,
-            # A slice that is sound makes it, too, beside its first steps: after a crash
-            # its program is there.
-            await_check=check_beside().result
-            if own in assignment.unchecked
-            else functools.cache(check_beside),
+            await_check=check.result,
         )
         with termination.agreed() as is_reached:
             channel.wait(between.await_check)

@@ -228,7 +228,6 @@ class MachineSupervisor:
                 limits=self._limits,
                 injected=self._injected,
                 emit=emit,
-                are_unchecked=not is_first,
             ) as cluster:
                 self._lead_run(cluster, report)
         return is_stopped

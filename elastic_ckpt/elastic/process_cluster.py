@@ -237,7 +237,7 @@ class HostsOfWorld:
       deadline_secs: when the hosts are killed; infinite while they may go on.
       is_running: whether a host has reported more than that it has joined; before,
         there is nothing to save.
-      stepped: the hosts that have done a step.
+      has_stepped: whether a host has done a step.
       watch: finds hosts that hang or are slow.
       preempted: the slices of hosts that got SIGTERM from others than this machine.
     """
@@ -257,7 +257,7 @@ class HostsOfWorld:
         self.failures: list[HostFailure] = []
         self.deadline_secs = math.inf
         self.is_running = False
-        self.stepped: set[int] = set()
+        self.has_stepped = False
         self.preempted: set[int] = set()
         self._key, self._machines, self._limits = key, machines, limits
         # What they were asked last; empty for nothing.
@@ -346,7 +346,7 @@ class HostsOfWorld:
         Returns:
           Whether they leave from now on; False if they do, or cannot be asked yet.
         """
-        is_abandoned = may_abandon and not self.stepped
+        is_abandoned = may_abandon and not self.has_stepped
         if self._asked == LEAVE and loses_memory:
             # A machine has to go meanwhile: the newest order counts.
             self._ask(LOSE_MEMORY)
@@ -386,7 +386,7 @@ class HostsOfWorld:
             case {"phase": phase, "begun": begun}:
                 self.watch.begin(host, phase, begun)
             case {"stepped": True}:
-                self.stepped.add(host)
+                self.has_stepped = True
             case {"ready": True}:
                 self._missing.discard(host)
             case {"sigterm": True} if not self._asked:
@@ -511,7 +511,6 @@ class _Slice:
       since_secs: since when it is there; infinite if it is not.
       is_away: whether it is not used until its machine has come back.
       is_leaving: whether the world under way has to do without it from now on.
-      is_unchecked: whether it is new, or has crashed, and is to be checked.
       is_slow: whether it has slow hosts.
       refused_until_secs: when it may be used, after it was refused.
       refusals: how often it was.
@@ -520,14 +519,12 @@ class _Slice:
     since_secs: float
     is_away: bool = False
     is_leaving: bool = False
-    is_unchecked: bool = False
     is_slow: bool = False
     refused_until_secs: float = 0.0
     refusals: int = 0
 
     def settle_again(self) -> None:
-        """Has it show that it stays, and is sound, before it is used."""
-        self.is_unchecked = True
+        """Has it show that it stays before it is used."""
         self.since_secs = max(self.since_secs, time.monotonic())
 
 
@@ -540,8 +537,6 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
       injected: faults, by their steps.
       emit: called for what happens to slices before the first world; that of the run
         is called afterwards.
-      are_unchecked: whether the slices that are there are to be checked, because
-        another machine led the run before, and may have refused some.
     """
 
     def __init__(
@@ -551,7 +546,6 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         limits: watch.Limits,
         injected: Sequence[faults.Fault] = (),
         emit: events.Emit = events.nobody,
-        are_unchecked: bool = False,
     ) -> None:
         self._machines, self._limits = machines, limits
         self._faults = list(injected)
@@ -568,10 +562,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         # Those of machines that follow at the start are there from it on.
         there, now_secs = machines.slices(machines.connected), time.monotonic()
         self._slices = {
-            number: _Slice(
-                since_secs=now_secs if number in there else math.inf,
-                is_unchecked=are_unchecked,
-            )
+            number: _Slice(since_secs=now_secs if number in there else math.inf)
             for number in sorted(machines.slices(range(machines.own.num_machines)))
         }
         # When the last world began.
@@ -598,7 +589,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         for number, each in self._slices.items():
             is_there = number in connected and not (each.is_away or each.is_leaving)
             if is_there and each.since_secs == math.inf:
-                self._slices[number] = _Slice(since_secs=now_secs, is_unchecked=True)
+                self._slices[number] = _Slice(since_secs=now_secs)
                 self._emit("slice_returned", slice=number)
             elif not is_there and each.since_secs < math.inf:
                 each.since_secs = math.inf
@@ -648,11 +639,6 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
                     if not notice.is_coming() and world.deadline_secs == math.inf:
                         self._preempt(world.preempted)
                         self._change(world, has_changed())
-                hosts = enumerate(world.slices)
-                late = {number for host, number in hosts if host not in world.stepped}
-                for number in {*world.slices} - late:
-                    # Its devices have passed the check.
-                    self._slices[number].is_unchecked = False
                 is_over = world.result()
             except (WorldLostError, errors.StoppedError) as error:
                 if isinstance(error, WorldLostError):
@@ -688,15 +674,6 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         # The slices of the world that trains.
         return () if self._training is None else self._training.slices
 
-    def _completed(self, assignment: Assignment) -> Assignment:
-        return dataclasses.replace(
-            assignment,
-            claimant=self._claimant,
-            unchecked=frozenset(
-                n for n in assignment.work.slices if self._slices[n].is_unchecked
-            ),
-        )
-
     def _world(self, assignment: Assignment) -> HostsOfWorld:
         key = next(self._keys)
         self._worlds[key] = HostsOfWorld(key, assignment, self._machines, self._limits)
@@ -705,7 +682,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
     def _begun(self, assignment: Assignment) -> HostsOfWorld:
         # The world of an assignment, which has begun; it may be prepared.
         self._began_secs = time.monotonic()
-        assignment = self._completed(assignment)
+        assignment = dataclasses.replace(assignment, claimant=self._claimant)
         if self._next and (self._next.failures or not _is_for(self._next, assignment)):
             self._discard()
         world = self._training = self._next or self._world(assignment)
@@ -773,7 +750,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
 
     def _look(self, world: HostsOfWorld) -> None:
         self._inject(world)
-        if world.stepped:
+        if world.has_stepped:
             self._machines.own.stand_by()
         for host, phase, why in world.watch.newly_slow():
             number = world.slices[host]
@@ -805,14 +782,13 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         if is_due and world.leave(
             self._step, loses_memory=loses_memory, may_abandon=may_abandon
         ):
-            self._num_abandoned += not world.stepped
+            self._num_abandoned += not world.has_stepped
             self._emit("world_leaving", slices=leaving_for(decided))
 
     def _prepare(self, world: HostsOfWorld, decided: Train) -> bool:
         # Prepares the world that is decided on; returns whether it is.
-        following = self._completed(
-            Assignment(number=world.assignment.number + 1, work=decided)
-        )
+        number = world.assignment.number + 1
+        following = Assignment(number=number, work=decided, claimant=self._claimant)
         if self._next is None or not _is_for(self._next, following):
             self._discard()
             self._next = self._world(following)
@@ -881,7 +857,6 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
                 continue
             why = "it is gone at the same time" if cause is None else str(error)
             self._emit("slice_lost", slice=number, why=why.partition("\n")[0])
-            each.is_unchecked = True
             if number in error.gone:
                 each.since_secs = math.inf
             elif cause is not None and cause.is_hang:
@@ -914,12 +889,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
 
 
 def _is_for(world: HostsOfWorld, assignment: Assignment) -> bool:
-    # Whether its hosts are those of an assignment, whatever is spare, and are checked
-    # if they have to be.
+    # Whether its hosts are those of an assignment, whatever is spare.
     mine = world.assignment
     work = dataclasses.replace(assignment.work, spares=mine.work.spares)
-    return (
-        mine.number == assignment.number
-        and mine.work == work
-        and mine.unchecked >= assignment.unchecked
-    )
+    return mine.number == assignment.number and mine.work == work

@@ -231,10 +231,3 @@ def test_a_prepared_world_waits_for_any_time(hosts):
     world.take(0, {"phase": watch.JOIN, "begun": 1})
     hosts.wait(0.0)
     assert not world.failures
-
-
-def test_a_slice_that_crashed_meanwhile_is_checked_in_another_world(hosts):
-    prepared = hosts._next = hosts._world(assignment(0))
-    hosts._slices[0].is_unchecked = True
-    prepared.alive.clear()
-    assert hosts._begun(assignment(0)).assignment.unchecked == {0}

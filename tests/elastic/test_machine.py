@@ -201,13 +201,10 @@ def test_the_next_leader_comes_at_once_when_nothing_listens_any_more(machines):
 
     first = machines.start(0, dies)
     machines.await_event(0, "leader_found")
-    checked = []
-    second = machines.start(1, lambda hosts, _: checked.append(hosts._slices[1]))
+    second = machines.start(1, lambda *_: None)
     machines.join()
     assert machines.ends[1] is False
     assert machines.leaders() == [0, 1]
-    # The first one may have refused some.
-    assert checked[0].is_unchecked
     # The lost machine's agents are not asked any more.
     assert second._own.forgotten == ["http://m0"]
 
