@@ -149,5 +149,5 @@ def of_run(directory: str) -> plan.Costs:
     """
     run_files.read(directory)
     measured = run_files.read_metrics(os.path.join(directory, run_files.METRICS))
-    lines = itertools.chain.from_iterable(measured.values())
+    lines = [*itertools.chain.from_iterable(measured.values())]
     return plan.measured(run_files.read_events(directory), lines)

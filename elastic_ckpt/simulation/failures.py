@@ -10,6 +10,7 @@ hours of a host. Each counts as the loss of the host's slice, which is the worst
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -54,8 +55,8 @@ def draw(
       seed: of the draw; all times are exponentially distributed.
     """
     random = np.random.default_rng(seed)
-    mean_secs = machine_hours * 3600.0 / (slices * hosts_per_slice)
-    times = np.sort(random.uniform(0.0, secs, random.poisson(secs / mean_secs)))
+    expected = secs * slices * hosts_per_slice / (machine_hours * 3600.0)
+    times = np.sort(random.uniform(0.0, secs, random.poisson(expected)))
     events: list[Event] = []
     back_at = dict.fromkeys(range(slices), 0.0)
     for time in times.tolist():
@@ -76,8 +77,8 @@ def of_log(
     """The failures in the events of a run, by their times since the first event.
 
     Args:
-      log: events. Others than the three, and `world_started`, whose slices number the
-        lost hosts, are ignored.
+      log: events. Others than the three, and `world_started`, are ignored: its slices
+        number the lost hosts, and tell whether a lost slice has kept its memory.
       slices: of the cluster.
       hosts_per_slice: of the cluster.
 
@@ -86,29 +87,33 @@ def of_log(
     """
     events: list[Event] = []
     world: Sequence[int] = range(slices)
-    # By slice, the place of its last event in this world.
-    last: dict[int, int] = {}
-    for line in log:
+    # By slice, when this world lost it, or a host of it.
+    lost: dict[int, float] = {}
+    end = {"event": "world_started", "time": 0.0, "slices": (), "spares": ()}
+    for line in [*log, end]:
         name, time = line["event"], line["time"] - log[0]["time"]
         if name == "world_started":
-            world, last = line["slices"], {}
+            world = line["slices"]
+            # A slice that is there without having returned has lost a process alone.
+            back = {e.slice for e in events if e.time > lost.get(e.slice, math.inf)}
+            kept = {*world, *line["spares"]} - back
+            events += [
+                Event(at, "host_lost" if number in kept else "slice_lost", number)
+                for number, at in lost.items()
+            ]
+            lost = {}
         elif name in ("slice_lost", "slice_returned", "host_lost"):
-            is_host = name == "host_lost"
-            place = line["host"] // hosts_per_slice if is_host else line["slice"]
-            known = world if is_host else range(slices)
+            kind = name.partition("_")[0]
+            place = line[kind] // hosts_per_slice if kind == "host" else line[kind]
+            known = world if kind == "host" else range(slices)
             if place >= len(known) or known[place] >= slices:
-                what = f"host {line['host']}" if is_host else f"slice {place}"
                 raise errors.ConfigError(
-                    f"--trace: {name} of {what}, and the configured slices are 0 to"
-                    f" {slices - 1}, of {hosts_per_slice} hosts each; set hosts and"
-                    " slices as in the run"
+                    f"--trace: {name} of {kind} {line[kind]}, and the configured slices"
+                    f" are 0 to {slices - 1}, of {hosts_per_slice} hosts each; set"
+                    " hosts and slices as in the run"
                 )
-            number = known[place]
-            before = events[last[number]].name if number in last else ""
-            if name == "slice_returned" or before in ("", "slice_returned"):
-                last[number] = len(events)
-                events.append(Event(time, name, number))
-            elif name == "slice_lost":
-                # Its hosts are missed before it is: one loss.
-                events[last[number]] = events[last[number]]._replace(name=name)
+            if name == "slice_returned":
+                events.append(Event(time, name, known[place]))
+            else:
+                lost.setdefault(known[place], time)
     return sorted(events)

@@ -7,11 +7,11 @@ benchmarks, on two cores and a local disk, which say little about other machines
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.core import errors, metrics
@@ -28,12 +28,12 @@ class Costs:
     Attributes:
       step_secs: a step on all slices that train at most.
       end_secs: from a loss, or from the last step before a change, until the world has
-        ended.
+        ended; the mean of a run includes the time in which a hang is found.
       start_secs: until the processes of the next world have joined.
       prepare_secs: until the job is assembled, and the newest step is found.
       restore_secs: of a restore, besides reading the state.
-      compile_secs: of the step, in the first world of a number of slices.
-      load_secs: of the executable, in later ones.
+      compile_secs: of compiling, in the first world of a number of slices.
+      load_secs: until the first batch is read, and the step loaded.
       first_step_secs: of a world.
       block_secs: that a save holds up the loop, besides copying the state.
       capture_mib_per_sec: copied while a save holds up the loop.
@@ -69,20 +69,8 @@ class Costs:
         return dataclasses.replace(self, **values)
 
 
-# By cost, the event whose mean it is, and its field.
-_MEASURED = {
-    "end_secs": ("recovered", "end_secs"),
-    "start_secs": ("recovered", "start_secs"),
-    "prepare_secs": ("recovered", "prepare_secs"),
-    "restore_secs": ("recovered", "restore_secs"),
-    "compile_secs": ("compiled", "secs"),
-    "load_secs": ("executable_loaded", "secs"),
-    "first_step_secs": ("recovered", "step_secs"),
-}
-
-
 def measured(
-    events: Sequence[Mapping[str, Any]], lines: Iterable[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]
 ) -> Costs:
     """The costs of a run: means, because a run pays their sum.
 
@@ -93,19 +81,34 @@ def measured(
     Raises:
       RunError: if the run has trained no step.
     """
-    means = {
-        cost: statistics.fmean(values)
-        for cost, (name, field) in _MEASURED.items()
-        if (values := [each[field] for each in events if each["event"] == name])
+    names = collections.Counter(event["event"] for event in events)
+    compiled = [event["secs"] for event in events if event["event"] == "compiled"]
+    secs, counts = (
+        {
+            cause: sum(line[key] for line in lines if line["metric"] == metric.name)
+            for cause, metric in metrics.GOODPUT_SECS.items()
+        }
+        for key in ("sum", "count")
+    )
+    secs["load"] = secs["compile"] - sum(compiled)
+    phases = ("start", "prepare", "restore", "load", "first_step")
+    # By cost, its sum, and how often the run has paid it.
+    paid = {
+        "step": (
+            secs["productive"] + secs["again"],
+            counts["productive"] + counts["again"],
+        ),
+        "compile": (sum(compiled), len(compiled)),
+        "end": (secs["end"], names["recovered"]),
+        **{phase: (secs[phase], names["world_started"]) for phase in phases},
     }
-    causes = [metrics.GOODPUT_SECS[cause].name for cause in ("productive", "again")]
-    steps = [line for line in lines if line["metric"] in causes]
-    if not steps:
+    if not paid["step"][1]:
         raise errors.RunError(
             "the run of --costs has recorded no step; name one that has trained"
         )
-    secs, count = (sum(line[key] for line in steps) for key in ("sum", "count"))
-    return Costs(**means, step_secs=secs / count)
+    return Costs(
+        **{f"{cost}_secs": total / n for cost, (total, n) in paid.items() if n}
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -320,8 +321,8 @@ class SimulatedCluster(cluster.Cluster):
         self.counts[tier] += bool(self._step)
         self.counts["steps_lost"] += self._step - save.step
         self._step = save.step
-        is_known = len(self._world) in self._compiled
-        self._advance(costs.load_secs if is_known else costs.compile_secs)
+        is_new = len(self._world) not in self._compiled
+        self._advance(costs.load_secs + is_new * costs.compile_secs)
         self._compiled.add(len(self._world))
         emit("executable_loaded", step=self._step)
 
@@ -339,10 +340,9 @@ class SimulatedCluster(cluster.Cluster):
             * (work.rows / plan.work.rows)
             * (plan.work.num_slices / len(work.slices))
         )
-        order = sorted(work.slices)
         held = frozenset(
-            frozenset(order[place] for place in places)
-            for places in holders(len(order), plan.hosts_per_slice, plan.copies)
+            frozenset(work.slices[place] for place in places)
+            for places in holders(len(work.slices), plan.hosts_per_slice, plan.copies)
         )
 
         def do_steps(count: int, secs: float) -> Save:
@@ -386,9 +386,10 @@ class SimulatedCluster(cluster.Cluster):
     def _next_moment(self) -> float:
         # When the decision may change: slices come and go, or have settled.
         settle_secs = self._plan.policy.settle_secs + _MOMENT_SECS
-        coming = [since + settle_secs for since in self._since.values()]
-        if self._events:
-            coming.append(self._events[0].time)
+        coming = [
+            *(since + settle_secs for since in self._since.values()),
+            *(event.time for event in itertools.islice(self._events, 1)),
+        ]
         return min([self._plan.secs, *(each for each in coming if each > self.now)])
 
     def _advance(self, secs: float) -> None:

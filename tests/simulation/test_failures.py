@@ -32,19 +32,26 @@ def test_failures_are_as_frequent_as_machines_fail():
 def test_failures_of_a_log_are_counted_once_and_numbered_as_in_the_cluster():
     log = [
         {"time": 10.0, "event": "run_started"},
-        {"time": 11.0, "event": "world_started", "slices": [0, 2, 3]},
+        {"time": 11.0, "event": "world_started", "slices": [0, 2, 3], "spares": []},
         # The first host of slice 2, then all of it.
         {"time": 20.0, "event": "host_lost", "host": 2},
         {"time": 20.1, "event": "host_lost", "host": 3},
         {"time": 20.2, "event": "slice_lost", "slice": 2},
-        {"time": 21.0, "event": "world_started", "slices": [0, 3]},
+        {"time": 21.0, "event": "world_started", "slices": [0, 3], "spares": []},
+        # A process of slice 0 alone, which is used at once again.
+        {"time": 25.0, "event": "slice_lost", "slice": 0},
+        {"time": 26.0, "event": "world_started", "slices": [3], "spares": [0]},
         {"time": 30.0, "event": "slice_returned", "slice": 2},
         {"time": 35.0, "event": "slice_lost", "slice": 2},
-        {"time": 40.0, "event": "host_lost", "host": 3},
+        # It comes back before the next world.
+        {"time": 36.0, "event": "slice_returned", "slice": 2},
+        {"time": 40.0, "event": "host_lost", "host": 1},
     ]
     assert failures.of_log(log, slices=4, hosts_per_slice=2) == [
         Event(10.0, "slice_lost", 2),
+        Event(15.0, "host_lost", 0),
         Event(20.0, "slice_returned", 2),
         Event(25.0, "slice_lost", 2),
-        Event(30.0, "host_lost", 3),
+        Event(26.0, "slice_returned", 2),
+        Event(30.0, "slice_lost", 3),
     ]
