@@ -90,7 +90,7 @@ def measured(
         }
         for key in ("sum", "count")
     )
-    secs["load"] = secs["compile"] - sum(compiled)
+    secs["load"] = max(0.0, secs["compile"] - sum(compiled))
     phases = ("start", "prepare", "restore", "load", "first_step")
     # By cost, its sum, and how often the run has paid it.
     paid = {
