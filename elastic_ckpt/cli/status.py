@@ -106,7 +106,7 @@ def _losses(content: status.Status) -> Iterator[tuple[str, str]]:
         cost = "the run would begin anew"
         if step is not None:
             again = max(0, (content.step or 0) - step - 1 + content.first_step)
-            cost = f"restores step {step:,}, {again:,} steps to train again"
+            cost = f"restores step {step:,}, {again:,} steps to retrain"
         several = f"{domain}s {', '.join(names)}: each"
         yield "if lost", f"{several if names[1:] else f'{domain} {names[0]}:'} {cost}"
 

@@ -15,14 +15,14 @@ from elastic_ckpt.core import storage
 
 
 class Event(NamedTuple):
-    """What an event of some name is.
+    """The fields of an event, and what it means to people.
 
     Attributes:
-      fields: their names.
-      text: the line that people see, which `monitoring.progress` formats with the
-        fields; empty for none, or if it takes more than that.
-      begins: the phase of the run that begins with it; empty if none does. What is told
-        about a run (progress, status, the seconds of a recovery, goodput) follows it.
+      fields: the names of the fields.
+      text: the line that `monitoring.progress` formats with the fields; empty if it
+        prints none, or composes the line itself.
+      begins: the phase of the run that the event begins, if any. Progress, status,
+        the phases of a recovery and goodput all follow it.
     """
 
     fields: tuple[str, ...]
@@ -46,19 +46,19 @@ NAMES: dict[str, Event] = {
     "world_claimed": _event("world step"),
     "world_leaving": _event(
         "slices",
-        "leaving after the step under way{slices:after , to continue on slices }",
+        "leaving after the current step{slices:after , to continue on slices }",
         begins="leaving for other slices",
     ),
     "world_left": _event(
-        "step", "left after step {step}, for other slices", begins="choosing slices"
+        "step", "left after step {step} to continue on other slices", begins="choosing slices"
     ),
     "recovered": _event(
         "world steps_lost secs end_secs decide_secs start_secs prepare_secs"
         " restore_secs compile_secs step_secs",
-        "went on after {secs:.1f} s ({end_secs:phase end}{decide_secs:phase decide}"
+        "recovered in {secs:.1f} s ({end_secs:phase end}{decide_secs:phase decide}"
         "{start_secs:phase start}{prepare_secs:phase prepare}"
         "{restore_secs:phase restore}{compile_secs:phase compile}"
-        "{step_secs:phase step}); {steps_lost:count step} to train again",
+        "{step_secs:phase step}); {steps_lost:count step} to retrain",
         begins="training",
     ),
     "state_kept": _event(
@@ -78,10 +78,10 @@ NAMES: dict[str, Event] = {
     "slice_lost": _event(
         "slice why", "slice {slice} is lost: {why}", begins="choosing slices"
     ),
-    "slice_preempted": _event("slice", "slice {slice} is asked to end (SIGTERM)"),
+    "slice_preempted": _event("slice", "slice {slice} is being preempted (SIGTERM)"),
     "slice_returned": _event("slice", "slice {slice} is back"),
-    "slice_refused": _event("slice why", "slice {slice} is not taken in: {why}"),
-    "slice_quarantined": _event("slice why", "slice {slice} is not used again: {why}"),
+    "slice_refused": _event("slice why", "slice {slice} is refused: {why}"),
+    "slice_quarantined": _event("slice why", "slice {slice} is quarantined: {why}"),
     "fault_injected": _event("kind target step", "injected {kind} {target}"),
     "slow_host": _event(
         "host slice phase why",
@@ -89,7 +89,7 @@ NAMES: dict[str, Event] = {
     ),
     "scale_requested": _event(
         "slices chosen",
-        "{slices:count slice} requested: the run is to be on slices {chosen}",
+        "{slices:count slice} requested: the run moves to slices {chosen}",
     ),
     "waiting_for_slices": _event(
         "why within_secs",
@@ -105,11 +105,11 @@ NAMES: dict[str, Event] = {
     "batch_changed": _event(
         "step rows rows_before per_device_before",
         "global batch {rows_before} -> {rows} rows since step {step};"
-        " per_device_batch_size={per_device_before:g} keeps it",
+        " set per_device_batch_size={per_device_before:g} to keep it",
     ),
     "step_interrupted": _event(
         "step path resume_step",
-        "step {step} was interrupted while it was saved and is passed over ({path});"
+        "the save of step {step} was interrupted, so the step is skipped ({path});"
         " the newest complete step is {resume_step}",
     ),
     "compile_started": _event("step", "compiling for step {step}", begins="compiling"),
@@ -134,9 +134,9 @@ NAMES: dict[str, Event] = {
     "backed_up": _event("step bytes secs world"),
     "degraded": _event("tier step cause why"),
     "storage_recovered": _event(
-        "step cause steps secs", "storage takes steps again, since step {step}"
+        "step cause steps secs", "storage accepts steps again, since step {step}"
     ),
-    "step_passed_over": _event("step why", "passed over: {why}"),
+    "step_passed_over": _event("step why", "skipped: {why}"),
     "went_back": _event("step to_step"),
     "component_not_loaded": _event("step component why", "{why}"),
     "weights_loaded": _event(
@@ -145,7 +145,7 @@ NAMES: dict[str, Event] = {
         begins="reading the first batch",
     ),
     "weights_skipped": _event(
-        "path step", "init_from is not read: the run has saved step {step}"
+        "path step", "init_from is ignored: the run has saved step {step}"
     ),
     "restored_from": _event(
         "step local_bytes close_bytes distant_bytes persistent_bytes bad_copies"
@@ -153,13 +153,13 @@ NAMES: dict[str, Event] = {
         "restored step {step}: {local_bytes:bytes from this host's RAM}"
         "{close_bytes:bytes from close peers}{distant_bytes:bytes from distant peers}"
         "{persistent_bytes:bytes from persistent storage}"
-        "{bad_copies:after ; bad copies: }{repaired:after , put right: }",
+        "{bad_copies:after ; bad copies: }{repaired:after , repaired: }",
         begins="reading the first batch",
     ),
     "restore_distrusted": _event(
         "step restored_step to_step why",
         "step {step}: {why}, soon after step {restored_step} was restored from RAM"
-        "{to_step:after ; it is abandoned, and the run goes back to step }",
+        "{to_step:after ; abandoning it and rolling back to step }",
     ),
     "evaluated": _event(
         "step loss batches secs",
@@ -170,20 +170,20 @@ NAMES: dict[str, Event] = {
     ),
     "rolled_back": _event(
         "step to_step rows rollbacks secs",
-        "went back from step {step} to {to_step}, and left out {rows:count row};"
+        "rolled back from step {step} to {to_step}, leaving out {rows:count row};"
         " {rollbacks:count rollback} so far",
     ),
     "data_ended": _event(
         "step",
-        "the data ended after step {step}, the last of the run",
+        "the data ended: step {step} is the last",
         begins="saving the last step",
     ),
     "run_finished": _event(
-        "step secs", "step {step} is done, after {secs:.1f} s", begins="finished"
+        "step secs", "finished at step {step} after {secs:.1f} s", begins="finished"
     ),
     "stop_requested": _event(
         "within_secs",
-        "asked to end: saving after the step under way, within {within_secs:g} s",
+        "asked to stop: saving after the current step, within {within_secs:g} s",
         begins="saving before the end",
     ),
     "run_stopped": _event("step saved", begins="stopped"),
@@ -234,14 +234,14 @@ class EventQueue:
         self._queue.put((name, fields))
 
     def flush(self) -> None:
-        """Passes on the events that are there."""
+        """Passes on all queued events."""
         while not self._queue.empty():
             name, fields = self._queue.get()
             self._emit(name, **fields)
 
     @contextlib.contextmanager
     def flushing(self) -> Iterator[None]:
-        """Flushes when the block ends, also after an error."""
+        """Flushes when the block ends, even with an error."""
         try:
             yield
         finally:
@@ -249,11 +249,11 @@ class EventQueue:
 
 
 def counted(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records of a log, without those of starts after another one replaced them.
+    """A log's records, without those that a start wrote after it had been replaced.
 
     Args:
-      records: in the order in which they were written; `claim`, the number of the world
-        that their writer had claimed last, is taken out of them.
+      records: in the order of writing. `claim`, the last world that the writer of a
+        record had claimed, is removed from each.
     """
     newest = 0
     kept = []

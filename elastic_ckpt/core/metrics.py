@@ -5,8 +5,8 @@ metrics.DATA_LOAD.timed():`. `jax.monitoring` passes it to all registered listen
 those of `elastic_ckpt.monitoring` and the program's own. There are three kinds:
 
 * duration: seconds, for the listeners of durations
-* gauge: a level, of which the last value counts, for the listeners of scalars
-* counter: an amount, of which the sum counts, for the listeners of scalars
+* gauge: a level whose last value counts, for the listeners of scalars
+* counter: an amount whose sum counts, for the listeners of scalars
 
 Recording takes about a microsecond without listeners, and never raises.
 """
@@ -34,8 +34,8 @@ class Metric:
     Attributes:
       name: its name in `jax.monitoring`.
       kind: how its values are combined.
-      unit: the unit of its values; the name ends with it.
-      meaning: the description of a value.
+      unit: the unit of its values, with which the name ends.
+      meaning: what a value means.
     """
 
     name: str
@@ -44,13 +44,13 @@ class Metric:
     meaning: str
 
     def record(self, value: float) -> None:
-        """Passes `value` to the listeners; the same error of one is logged once."""
+        """Passes `value` to the listeners; logs each distinct error of theirs once."""
         try:
             if self.kind == "duration":
                 monitoring.record_event_duration_secs(self.name, value)
             else:
                 monitoring.record_scalar(self.name, value)
-        # Listeners are foreign code; their errors must not end the training.
+        # Listeners are foreign code, whose errors must not end the training.
         except Exception as error:
             _warn_once(self.name, f"{type(error).__name__}: {error}")
 
@@ -66,7 +66,7 @@ class Metric:
 @functools.lru_cache(maxsize=256)
 def _warn_once(name: str, reason: str) -> None:
     logging.warning(
-        "a listener of jax.monitoring failed on %s (%s); the run goes on without it",
+        "a listener of jax.monitoring failed on %s (%s); the run continues without it",
         name,
         reason,
     )
@@ -91,7 +91,7 @@ DATA_WAIT = _metric("data/wait_secs", "duration", "the loop waited for a batch")
 DATA_READ_AHEAD = _metric(
     "data/read_ahead_batches",
     "gauge",
-    "batches that were ready on this host when one was asked for",
+    "batches ready on this host when the loop asked for one",
 )
 DATA_ROWS = _metric(
     "data/rows", "counter", "rows of a delivered batch that this host loaded"
@@ -107,7 +107,7 @@ DATA_SAVE_BLOCK = _metric(
 DATA_SAVE = _metric(
     "data/save_secs",
     "duration",
-    "from capturing the data state until this host had written its part",
+    "from capturing the data state until this host has written its part",
 )
 DATA_LOAD = _metric(
     "data/load_secs", "duration", "the data state was read and the iterator moved to it"
@@ -120,7 +120,7 @@ CHECKPOINT_SAVE_BLOCK = _metric(
 CHECKPOINT_SAVE = _metric(
     "checkpoint/save_secs",
     "duration",
-    "from the start of a save until its step was complete",
+    "from the start of a save until its step is complete",
 )
 CHECKPOINT_LOAD = _metric(
     "checkpoint/load_secs", "duration", "a step was restored, weights and data state"
@@ -163,10 +163,10 @@ CHECKPOINT_BACKUP_SECS = _metric(
 CHECKPOINT_BACKLOG = _metric(
     "checkpoint/backlog_steps",
     "gauge",
-    "steps that were due in persistent storage and are not there",
+    "steps due in persistent storage that are not there yet",
 )
 CHECKPOINT_FAILURES = _metric(
-    "checkpoint/tier_failures", "counter", "times that a tier did not take a step"
+    "checkpoint/tier_failures", "counter", "times a tier failed to accept a step"
 )
 VALIDATION = _metric(
     "validation/check_secs", "duration", "copies of the state were compared"
@@ -195,13 +195,13 @@ TRAIN_GRADIENT_NORM = _metric(
     "train/gradient_norm", "gauge", "of the step, before clipping"
 )
 GOODPUT = _metric(
-    "goodput/percent", "gauge", "the part of this start's time that trained new steps"
+    "goodput/percent", "gauge", "share of this start's time that trained new steps"
 )
 GOODPUT_SECS = {
     cause: _metric(f"goodput/{cause}_secs", "duration", meaning)
     for cause, meaning in {
         "productive": "trained new steps",
-        "again": "trained steps again that were lost",
+        "again": "retrained lost steps",
         "save": "the loop was blocked by a save",
         "evaluate": "evaluated",
         "validate": "compared copies of the state",
@@ -219,7 +219,7 @@ SLICES = _metric("run/slices", "gauge", "slices of the world")
 MISSING_SLICES = _metric(
     "run/missing_slices",
     "gauge",
-    "slices that were lost, refused or quarantined and are not back",
+    "slices lost, refused or quarantined that have not rejoined",
 )
 SAVED_STEPS = _metric(
     "run/saved_steps", "gauge", "steps done at the newest complete save"
@@ -227,11 +227,11 @@ SAVED_STEPS = _metric(
 STORED_STEPS = _metric(
     "run/stored_steps", "gauge", "steps done at the newest save in persistent storage"
 )
-LOST_STEPS = _metric("run/lost_steps", "counter", "steps that a change of slices lost")
+LOST_STEPS = _metric("run/lost_steps", "counter", "steps lost to a change of slices")
 LOST_HOSTS = _metric("run/lost_hosts", "counter", "hosts whose loss ended a world")
 LOST_SLICES = _metric("run/lost_slices", "counter", "slices that were lost")
 FINDINGS = _metric("run/findings", "counter", "findings of callbacks: divergences")
 ROLLBACKS = _metric(
-    "run/rollbacks", "counter", "times that the run went back to a step on a finding"
+    "run/rollbacks", "counter", "times a finding made the run roll back"
 )
 FAILURES = _metric("run/failures", "counter", "failures that ended the run")

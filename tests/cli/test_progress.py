@@ -53,7 +53,7 @@ FAILED = ("run_failed", {"step": 0, "why": "x"})
     [
         (
             [("step_interrupted", {"step": 8, "path": "/r/8.tmp", "resume_step": 4})],
-            "step 8 was interrupted while it was saved and is passed over (/r/8.tmp);"
+            "the save of step 8 was interrupted, so the step is skipped (/r/8.tmp);"
             " the newest complete step is 4",
         ),
         # A run that is refused again and again does not begin.
@@ -75,7 +75,7 @@ FAILED = ("run_failed", {"step": 0, "why": "x"})
         ),
         (
             [("restored_from", RAM | {"step": 2, "bad_copies": 2, "repaired": 1})],
-            "restored step 2; bad copies: 2, put right: 1",
+            "restored step 2; bad copies: 2, repaired: 1",
         ),
         (
             [("world_started", {"world": 2, "slices": [0, 2], "spares": [1]})],
@@ -83,7 +83,7 @@ FAILED = ("run_failed", {"step": 0, "why": "x"})
         ),
         (
             [("scale_requested", {"slices": 1, "chosen": [3]})],
-            "1 slice requested: the run is to be on slices 3",
+            "1 slice requested: the run moves to slices 3",
         ),
         (
             [("state_kept", {"step": 4, "device_bytes": 2**21, "secs": 0.1})],
@@ -108,7 +108,7 @@ def test_full_storage_is_one_line_until_it_takes_steps_again():
     )
     assert first.startswith("persistent tier, step 140: it was not backed up: ")
     assert first.endswith("No space left; make room there, or keep fewer steps")
-    assert told.startswith("storage takes steps again")
+    assert told.startswith("storage accepts steps again")
     assert second.startswith("persistent tier, step 200: ")
 
 
@@ -128,7 +128,7 @@ def test_file_gets_a_line_each_log_period_and_a_terminal_one_that_moves(
         "first: to step 4 on 1 host, 1 slice, 2 devices\n"
         "step 2/4 | loss 2.0000 | 2.0 steps/s | 1 host, 1 slice, 2 devices\n"
         "step 4/4 | loss 2.0000 | 2.0 steps/s | 1 host, 1 slice, 2 devices\n"
-        "step 4 is done, after 2.0 s\n"
+        "finished at step 4 after 2.0 s\n"
     )
     monkeypatch.setenv("COLUMNS", "30")
     output = shown_in(Terminal())

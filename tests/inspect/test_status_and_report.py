@@ -102,7 +102,7 @@ def test_screen_has_all_of_it():
             "in storage step 20, 41 s old",
             "backup     10 steps behind RAM, being written, or cut short: step 40"
             + why,
-            "if lost    slices 0, 2: each restores step 20, 10 steps to train again",
+            "if lost    slices 0, 2: each restores step 20, 10 steps to retrain",
             "if lost    slice 1: the run would begin anew",
             *(f"replicas   {each}" for each in lines),
             f"last event 11 s ago: {last['event']} step=30",

@@ -25,7 +25,7 @@ def preempt_after_refusal(run):
         started.terminate()
 
     # The output is not read meanwhile, and a full pipe blocks the run.
-    run.stop_after("slice 2 is not used again", "log_period=200", act=preempt)
+    run.stop_after("slice 2 is quarantined", "log_period=200", act=preempt)
 
 
 @pytest.mark.slow
