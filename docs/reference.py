@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import json_fields
+import yaml
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import elastic_ckpt as ec
 from elastic_ckpt.cli import main as cli
+from elastic_ckpt.elastic import failures
 
 ROOT = pathlib.Path(__file__).parent.parent
 # The directory of the pages that are not written here.
@@ -96,6 +98,28 @@ These fields are frozen: a change to one is in the [changelog](../about/changelo
 New fields may be added, so ignore those that your program does not know.
 """
 
+_VERDICTS = """\
+# Verdicts
+
+When a world of a run is lost, or the run ends with an error, the run names what failed
+in one line (`verdict: host 1 was killed from outside ...: restart`), in the event
+`verdict`, and in its [report](../guides/watch-and-repair.md).
+
+The verdict is the first row below that fits what the hosts recorded. *Restart* starts
+another world, *leave out* starts one without the slice until it rejoins, and *stop*
+ends the run.
+
+| Kind | What failed | It | Action | What helps |
+|---|---|---|---|---|
+"""
+
+_RUNBOOK = """\
+# Runbook
+
+What each of the [shipped alerts](../guides/watch-and-repair.md) means, and what to do
+first. `RUN` stands for the directory of the run.
+"""
+
 _BENCHMARKS = """\
 # Benchmarks
 
@@ -123,6 +147,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/command-line.md": command_line(),
         "reference/json.md": json_of_verbs(),
         "reference/errors.md": errors(),
+        "reference/verdicts.md": verdicts(),
+        "reference/runbook.md": runbook(),
         "about/benchmarks.md": benchmarks(),
     }
     pages |= {f"reference/api/{_page(name)}.md": api(name) for name in API}
@@ -247,6 +273,32 @@ def _literal(node: ast.expr) -> str:
     if isinstance(node, ast.BinOp):
         return _literal(node.left) + _literal(node.right)
     return "…"
+
+
+def verdicts() -> str:
+    """Every kind of failure, and what a run does about it."""
+    rows = [
+        (f"`{kind.name}`", kind.what, kind.meaning, kind.action, kind.advice)
+        for kind in failures.KINDS
+    ]
+    return _VERDICTS + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def runbook() -> str:
+    """Every alert, as configs/monitoring/alerts.yaml explains it."""
+    lines = [_RUNBOOK]
+    shipped = (ROOT / "configs/monitoring/alerts.yaml").read_text()
+    for group in yaml.safe_load(shipped)["groups"]:
+        for rule in group["rules"]:
+            means = rule["annotations"]
+            lines += [f"## {rule['alert']}", "", f"{_readable(means['summary'])}.", ""]
+            lines += [_readable(means["description"]), ""]
+    return "\n".join(lines)
+
+
+def _readable(template: str) -> str:
+    # `{{ $value | humanizeDuration }}` stands for a value that an alert fills in.
+    return _text(re.sub(r"\{\{.*?\}\}", "…", template))
 
 
 def benchmarks() -> str:

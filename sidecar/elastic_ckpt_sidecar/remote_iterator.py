@@ -185,7 +185,7 @@ class _Workers:
             except Exception as error:
                 raise errors.ConfigError(
                     "the workers beside the accelerators cannot run our code, or yours:"
-                    f" {error}; build their image by docs/pages/guides/pathways.md,"
+                    f" {error}; build their image by docs/pages/guides/kubernetes.md,"
                     " with the modules that your pipeline imports"
                 ) from error
             compatibility.check(head + facts)

@@ -1,7 +1,6 @@
 """Failures of hosts: the verdict on each, and what the user reads of it."""
 
 import dataclasses
-import pathlib
 import random
 import signal
 
@@ -12,7 +11,6 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import decision, failures, runtime
 from tests.recorded_events import RecordedEvents
 
-ROOT = pathlib.Path(__file__).parents[2]
 # Those that run before a change lands; the other ones run before a release.
 SOON = ("host_crashed", "host_hangs", "program_failed", "step_unreadable")
 
@@ -42,14 +40,10 @@ def test_a_healthy_run_has_no_verdict_though_its_slices_change():
     assert verdicts.healthy(random.Random(0)) == []
 
 
-def test_every_row_of_the_table_is_injected_and_on_the_page():
+def test_every_row_of_the_table_is_injected():
     names = {kind.name for kind in failures.KINDS}
     injected = {*verdict_records.RECORDS, *verdicts.IN_PROCESSES}
     assert {meant.partition(":")[0] for meant in injected} == names
-    page = (ROOT / "docs/pages/guides/verdicts.md").read_text()
-    for kind in failures.KINDS:
-        cells = (f"`{kind.name}`", kind.what, kind.meaning, kind.action, kind.advice)
-        assert f"| {' | '.join(cells)} |" in page
 
 
 def raised(host, error):
