@@ -13,7 +13,7 @@ from tests import pages, shared_memory
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 GUIDES = ROOT / "docs/pages"
-FIRST_RUN = (GUIDES / "start/first-run.md").read_text()
+FIRST_RUN = (GUIDES / "start/install.md").read_text()
 OWN_DATA = (GUIDES / "guides/own-data.md").read_text()
 # Beside load the demo may end before the slice that returned is used again.
 SLICE_IS_BACK = "{return_slice: 1, at_step: 60}"

@@ -69,7 +69,7 @@ def test_the_example_the_agents_and_the_monitor_are_valid(tmp_path):
     assert monitor["spec"]["selector"]["matchLabels"] == labels
 
 
-@pytest.mark.parametrize("name", ["kubernetes", "pathways", "slurm"])
+@pytest.mark.parametrize("name", ["kubernetes", "slurm"])
 def test_each_file_of_a_guide_is_valid(name, tmp_path):
     directory = overlays.copied(tmp_path) / "mine"
     directory.mkdir()
