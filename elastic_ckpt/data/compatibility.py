@@ -1,9 +1,9 @@
 """Checks before the first batch that all hosts have the same software and data.
 
 Colocated Python sends code by cloudpickle, which needs the same Python minor version
-and the same JAX on both sides. Rows depend on the versions of Grain and of this package
-and on each host's files. Workers beside accelerators send these facts to the head;
-controllers exchange them through JAX's coordination service.
+and the same JAX on both sides. Rows depend on Grain, on this package and on each host's
+files. Workers beside accelerators send these facts to the head; controllers exchange
+them through JAX's coordination service.
 """
 
 from __future__ import annotations

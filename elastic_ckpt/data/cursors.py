@@ -1,13 +1,8 @@
 """Cursors: the position of each logical shard in its pipeline, in files by shard range.
 
-Consecutive shards `[first, last]` of one host are saved in one file,
-`shards-00000-00011.json.gz`: a `checked_json` file of version 1 with the fields
-
-* `position`: the position of the data state that the cursors belong to
-* `cursors`: the cursors of the shards, from `first` to `last`
-
-The cursor of a shard that has not yielded a row is null. The file names contain the
-ranges, so a host reads only the files with its own shards, whoever wrote them.
+A host saves consecutive shards in one file, such as `shards-00000-00011.json.gz`
+(`FORMAT.md`). The names contain the ranges, so a host reads only the files with its own
+shards, whoever wrote them.
 """
 
 from __future__ import annotations

@@ -40,9 +40,9 @@ def from_list(text: str, *, key: str) -> list[Dataset]:
     """The datasets of `patterns,weight;patterns,weight`, or of patterns only.
 
     A dataset is named after the end of its first pattern, from the last component
-    without a wildcard, so moved files are still the same dataset. If the name is taken,
-    it gets more leading components: appending a dataset to the list does not rename
-    earlier ones. A single dataset needs no weight.
+    without a wildcard, so moved files are still the same dataset. A name that is taken
+    gets more leading components, so appending a dataset does not rename earlier ones. A
+    single dataset needs no weight.
 
     Raises:
       ConfigError: if a part lacks a weight; names `key` and the part.

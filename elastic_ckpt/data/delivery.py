@@ -37,12 +37,7 @@ def rows_held(sharding: NamedSharding, global_batch_size: int) -> dict[int, np.n
 def placements(
     sharding: NamedSharding, global_batch_size: int, later: tuple[int, ...] = ()
 ) -> dict[int, rows.Placement]:
-    """The rows of each host, by its number.
-
-    Args:
-      sharding: the sharding of a batch.
-      global_batch_size: B.
-      later: other sizes that batches may have later.
+    """The rows of each host, by its number; `later` are sizes that batches may get.
 
     Raises:
       ConfigError: if a batch does not divide over the mesh.
@@ -71,7 +66,7 @@ def saved_shards(
 def warn_of_shared_shards(
     data: elastic_data.ElasticData, placements: Iterable[rows.Placement]
 ) -> None:
-    """Warns if several hosts, or workers of a loader, run the same logical shards."""
+    """Warns if several hosts or loader workers run the same logical shards."""
     reads = rows.shard_reads(data.num_shards, placements) if data.num_shards else 1
     if reads > 1:
         logging.warning(

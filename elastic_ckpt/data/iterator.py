@@ -45,10 +45,7 @@ CHANGE_SECS = 600.0
 def check_alike(sharding: NamedSharding, course: stages.Course, num_taken: int) -> None:
     """Raises a ConfigError unless all processes of a mesh continue with equal batches.
 
-    Args:
-      sharding: the sharding of a batch.
-      course: how this process continues.
-      num_taken: the batches that this process has taken since the last change.
+    This process continues with `course`, `num_taken` batches after the last change.
     """
     hosts = tuple(delivery.rows_held(sharding, course.size))
     own = f"in batches of {course.size} rows, {num_taken} batches after the last change"
@@ -182,12 +179,7 @@ class HostIterator:
     ) -> Callable[[epath.PathLike], None]:
         """Returns a function that writes this host's part of a state into a directory.
 
-        Each cursor is written by one host.
-
-        Args:
-          taken: the state; by default that after the last batch.
-          progress: as in `state.DataState`.
-          left_out: as in `state.DataState`.
+        One host writes each cursor. By default the state is that after the last batch.
         """
         position, run = taken or self.get_state()
         data, me = self.course.data, topology.this_host()
@@ -210,7 +202,7 @@ class HostIterator:
         return write
 
     def load(self, directory: epath.PathLike, saved: state.DataState) -> None:
-        """Moves to a data state, saved in `directory` by any number of hosts.
+        """Moves to the data state that any number of hosts saved in `directory`.
 
         Raises:
           DataError: if its cursors cannot be read.
@@ -280,7 +272,7 @@ def _done() -> Awaitable[None]:
 
 
 class Batches:
-    """The iterator in the training process.
+    """The iterator in the training process; `ec.batches` creates it.
 
     It ends finite data at the same batch on every host. That takes a computation over
     all devices, so all hosts must call it in the same order.
@@ -399,11 +391,7 @@ class Batches:
         self._rows_here = len(own)
 
     async def save(self, directory: Any) -> Awaitable[None]:
-        """Captures the state; the awaitable writes it.
-
-        Args:
-          directory: a `PathAwaitingCreation` of Orbax.
-        """
+        """Captures the state; the awaitable writes it to Orbax's directory."""
         began = time.monotonic()
         with metrics.DATA_SAVE_BLOCK.timed():
             write = self._hosts.take(

@@ -4,14 +4,13 @@
 `set_state`, and torchdata, `state_dict` and `load_state_dict`. `data.torch_loader`
 puts it under a loader of PyTorch.
 
-A state is JSON. The state of a rank has the cursors of the shards that it runs, so a
-world of a different size loads the states of all ranks together:
+A state is JSON (`FORMAT.md`). The state of a rank has the cursors of the shards that it
+runs, so a world of a different size loads the states of all ranks together:
 `load_state_dict([one, two])`.
 
 The workers of a PyTorch loader take the batches of a rank in turn (`of_worker`). A
-worker's state has the rank's position after its own last batch, and the cursors of the
-shards that it runs; `merged` combines the workers' states into that of the rank. States
-of data with stages have `progress`, as in `data.state`.
+worker's state has the rank's position after the worker's last batch, and the cursors of
+the worker's shards; `merged` combines the states of all workers.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ StateDict = dict[str, storage.Json]
 class LocalBatches:
     """One rank's rows of each global batch, as NumPy arrays, without JAX devices.
 
-    For PyTorch and other frameworks, and for tests; in a JAX program, use `ec.batches`
-    for global arrays. The state is JSON, and any number of ranks can load it.
+    For PyTorch and other frameworks, and for tests; `ec.batches` is for JAX programs.
+    The state is JSON, and any number of ranks can load it.
 
     Args:
       data: the result of `ec.data.from_config`, `positional` or `sharded`.

@@ -29,7 +29,7 @@ _PHASE = 0x6A09E667F3BCC909
 # Weights are rounded to multiples of the largest one divided by this, but not to 0.
 _FINENESS = 2**40
 
-# Fields of a state: elements taken from each dataset, states of the datasets, weights.
+# Fields of a state.
 TAKEN, _PARTS, _WEIGHTS = "taken", "parts", "weights"
 
 
@@ -57,14 +57,7 @@ def bounds(weights: tuple[float, ...]) -> np.ndarray:
 
 
 def chosen(turn: int, num_turns: int, *, shard: int, ends: np.ndarray) -> np.ndarray:
-    """The index of the dataset of each of `num_turns` turns of a shard.
-
-    Args:
-      turn: the first turn.
-      num_turns: the number of turns.
-      shard: the number of the shard.
-      ends: the result of `bounds`.
-    """
+    """The index of the dataset of each turn, given the `bounds` of the weights."""
     points = np.arange(turn, turn + num_turns, dtype=np.uint64) * np.uint64(_GOLDEN)
     points += np.uint64(shard * _PHASE % _ONE)
     return np.searchsorted(ends, points, side="right")
@@ -76,16 +69,16 @@ class Mixture(shard_steps.Step):
     If a dataset ends, the others continue; the mixture ends with the last of them. A
     dataset is opened when its first element is due.
 
-    The state contains the state of each dataset under its name, so datasets may be
-    added or removed, and weights changed, before it is loaded. It also contains its
-    weights, so that `lm.Rows` reads the documents that it holds again in the same
-    order; new weights apply from its next chapter on, and datasets that have ended are
-    tried again. Steps that buffer no elements, such as `map` and `filter`, may follow;
-    after steps that do, weights cannot change.
+    The state contains the state of each dataset by name, so it can be loaded after
+    datasets were added or removed and weights changed. It also contains its weights, so
+    that `lm.Rows` reads the documents that it holds again in the same order; new
+    weights apply from its next chapter on, and datasets that have ended are tried
+    again. Weights cannot change before steps that buffer elements; `map` and `filter`
+    do not.
 
     Args:
-      parts: the datasets by name, or a function that creates the dataset of a name,
-        without a nested mixture, when it is opened.
+      parts: the datasets by name, or a function that creates a named dataset, without a
+        nested mixture, when it is opened.
       weights: the weight of each name, 0 or more; only their ratios count.
       shard: the number of the shard.
     """
@@ -138,10 +131,7 @@ class Mixture(shard_steps.Step):
 
 
 class _MixtureIterator(shard_steps.Elements):
-    """Draws from the datasets of a mixture, turn by turn.
-
-    The state has the weights in use, and the datasets that have ended under them.
-    """
+    """Draws from the datasets of a mixture, turn by turn."""
 
     def __init__(self, mixture: Mixture) -> None:
         super().__init__()
@@ -239,11 +229,8 @@ class _MixtureIterator(shard_steps.Elements):
 def renew(iterator: Any) -> bool:
     """Switches the mixtures of a pipeline to their current weights.
 
-    A state keeps the weights by which its elements were chosen. Only call this where no
-    elements are buffered, or where they are read again from an earlier state.
-
-    Args:
-      iterator: the iterator of the pipeline, or of any part of it.
+    Only call this where no elements are buffered, or where they are read again from an
+    earlier state, which keeps its weights.
 
     Returns:
       Whether any weights have changed.

@@ -1,9 +1,9 @@
 """Which records each shard reads, as pure functions of numbers.
 
-Each epoch permutes the blocks by a key of its own, which also orders the records.
-Shards read equal `share`s of that order: over any number of epochs, two shards' record
-counts differ by at most one. A share is a run of the order, or every g-th record of a
-run that a group of g shards reads together.
+Each epoch has a keyed permutation of the blocks, and so an order of records. Shards
+read equal `share`s of it: over any number of epochs, the record counts of two shards
+differ by at most one. A share is a run of the order, or every g-th record of a run that
+a group of g shards reads together.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MOST_SHUFFLED = 1024
 GROUP_SHARDS = 256
 # Chains of blocks per group, which reads parts of a chain at both ends.
 _CHAINS_OF_GROUP = 2
-# Minimum number of epochs whose order is cached: shards are in different epochs. With
-# few blocks, a shard that opens skips through many epochs, and so does the next one.
+# Minimum number of cached epochs, because shards are in different ones. With few
+# blocks, each shard that opens skips through many epochs.
 _LEAST_EPOCHS = 3
 _MOST_ORDERED = 2**15
 
@@ -36,14 +36,13 @@ _ROUNDS = 6
 class Order:
     """The records of a dataset, as its shards read them in each epoch.
 
-    Shards read the blocks of a small dataset together, and records are shuffled within
-    each block. Shards also share chains of blocks if there are few: a shard that begins
-    in the middle of a chain has to read it from its start.
+    Shards share the blocks of a small dataset, whose records are shuffled within each
+    block. They also share chains of blocks if there are few, because a shard that
+    begins within a chain must read it from its start.
 
     Args:
       sizes: the number of records of each block, int64 `[blocks]`.
-      is_chained: whether each block must follow its predecessor in every epoch, because
-        it can only be read after it.
+      is_chained: whether each block can only be read after its predecessor.
       num_bytes: the size of the dataset.
       num_shards: S.
       seed: the seed of the permutations; None keeps blocks and records in file order.
@@ -97,11 +96,7 @@ class Order:
         return share(shard, epoch=epoch, **self._sharing)
 
     def part(self, epoch: int, places: range) -> tuple[int, Sequence[int], int | None]:
-        """The records at the first of `places`, up to the end of their block.
-
-        Args:
-          epoch: the epoch, from 0.
-          places: ascending positions in the epoch.
+        """The records at the first of some ascending places, up to a block's end.
 
         Returns:
           The block, the numbers of the records in it, and the next block of the epoch.

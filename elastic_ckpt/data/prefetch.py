@@ -65,20 +65,13 @@ IN_CALLER = ReadAhead(batches=0)
 TWO_BATCHES = ReadAhead()
 
 
-# The share of the time that the thread may be busy, and the busy time that is always
-# allowed.
+# The share of the time that the thread may be busy, and the CPU time always allowed.
 _MOST_SHARE = 0.05
 _LEAST_SECS = 1.0
 
 
 class Prefetched(Generic[T]):
-    """The rows of a host, read ahead and converted.
-
-    Args:
-      rows: the rows.
-      make: converts the rows of a batch; called in the background thread.
-      read_ahead: how far to read ahead.
-    """
+    """The rows of a host, read ahead and converted by `make` in a background thread."""
 
     def __init__(
         self,

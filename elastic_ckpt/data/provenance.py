@@ -2,10 +2,9 @@
 
 Shuffling, cutting and packing depend only on the lengths of documents. So the pipeline
 of a shard is run again with each token replaced by an id: the document's number, in the
-order of reading, and the token's index in it. The resulting rows identify their
-documents. Everything else is the pipeline's own code and state, so the rerun can begin
-at any saved cursor. In a run with stages, each stage has such a pipeline, and documents
-carried over from one stage to the next keep their ids.
+order of reading, and the token's index in it. Everything else is the pipeline's own
+code and state, so the rerun can begin at any saved cursor. In a run with stages, each
+stage has such a pipeline, and documents carried over to the next keep their ids.
 
 In a pipeline without `Tokens`, the field `record` of its rows identifies the records.
 """
@@ -54,8 +53,8 @@ class Piece:
       record: the document's record in the file, from 0.
       epoch: the epoch, from 0.
       first_token: the index in the document of the first of these tokens.
-      num_tokens: the number of these tokens among the row's inputs; the targets end one
-        token later. None if the pipeline does not tokenize records.
+      num_tokens: their number among the row's inputs; the targets end one token later.
+        None if the pipeline does not tokenize records.
       document_tokens: the number of tokens of the whole document; None likewise.
     """
 
@@ -81,7 +80,7 @@ class FollowedShard:
       make_shard: builds the pipeline of a shard, also in a run with stages.
       shard: the shard's number.
       cursor: where to begin; None for the beginning.
-      row: the number of the first row to return, if it is after the cursor.
+      row: the first row to return, if it is after the cursor.
       watched: a dataset's name, and one of its records, numbered over all epochs. Then
         rows have only the pieces of this record.
 
@@ -250,18 +249,13 @@ class FollowedShard:
 
 @dataclasses.dataclass(frozen=True)
 class _Documents:
-    """An encoder that returns ids instead of tokens.
-
-    Attributes:
-      of: the pipeline's own encoder.
-      shard: numbers the documents.
-    """
+    """Returns ids in place of the tokens of the encoder `of`."""
 
     of: documents.Encoder
     shard: FollowedShard
 
     def value(self, element: dict[str, Any]) -> tuple[Any, int]:
-        """What is encoded of a record, and the number of the document."""
+        """The value to encode, and the number of the document."""
         value = self.of.value(element)
         record = element.get(records.RECORD)
         if not isinstance(record, _Number):
@@ -327,7 +321,6 @@ def read_until(
 
 
 def _check_after(tokens: Any, made: Any) -> None:
-    # Raises a DataError if a user's function works on tokens.
     for each in shard_steps.datasets(made):
         is_ours = type(each).__module__.startswith("elastic_ckpt.")
         leaves = shard_steps.passes_on(each) or type(each).__name__ in _LEAVING

@@ -20,13 +20,12 @@ from elastic_ckpt.data.sources import decoded, files, source
 # The field of an element with the number of its record, counted over all epochs.
 RECORD = "record"
 
-# How a mixture's records are dealt to shards. With joint shares, the extra records of
-# finite data rotate over the shards across datasets, not for each dataset.
+# How a mixture's records are dealt to shards. With joint shares, the extra records
+# rotate over the shards across all datasets, not within each.
 DEALING = "dealing"
 SHARES, JOINT_SHARES = "shares", "joint shares"
 
-# The fields of a state: the epoch; the records read in it, corrupt ones included; and
-# the corrupt records skipped in all epochs.
+# Fields of a state. `taken` includes corrupt records; `skipped` counts all epochs.
 _EPOCH, _TAKEN, _SKIPPED = "epoch", "taken", "skipped"
 
 # Records converted to elements at a time.
@@ -90,7 +89,7 @@ class Records(shard_steps.Step[source.Element]):
       source: the files, such as `Parquet`.
       shard: the number of the shard, from 0.
       num_shards: S, the number of shards of the run.
-      read_options: the order, and the number of epochs.
+      read_options: the order and the number of epochs.
     """
 
     def __init__(
@@ -219,8 +218,8 @@ _Convert = Callable[[source.Block, Sequence[int], int], list[Any]]
 class RecordsIterator(shard_steps.Elements[source.Element]):
     """Reads the records of a shard.
 
-    The state is that after the last record taken. A record with an error raises it when
-    it is due, in every call.
+    The state is that after the last record taken. Every call that takes a bad record
+    raises its error.
     """
 
     def __init__(self, records: Records) -> None:

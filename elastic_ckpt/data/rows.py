@@ -2,13 +2,13 @@
 
 A run reads S logical shards, and its batches have B rows. With g = gcd(B, S), rows and
 shards fall into g classes of b = B / g consecutive rows and m = S / g consecutive
-shards. Each class of rows takes its rows from the class of shards with the same number,
-from one shard after another. So a host runs the shards of the classes in which it has
-rows. If the number of hosts divides S and B, and hosts have consecutive rows in order,
-these are the same shards for every B.
+shards. Each class of rows is filled from the class of shards with the same number, one
+shard after another. So a host runs the shards of the classes in which it has rows. If
+the number of hosts divides S and B, and hosts have consecutive rows in order, these are
+the same shards for every B.
 
 How many rows a shard has yielded follows from the history, the sizes of the batches so
-far, whatever the hosts.
+far, and not from the hosts.
 
 Glossary: r row of a batch, s shard, n batch of a period; S shards, B rows of a batch.
 """
@@ -37,8 +37,8 @@ class Placement:
       global_batch_size: B.
       held: the rows that the host loads, ascending, int64.
       later: the rows that it would load in batches of other sizes, by size.
-      every: the host takes one of this many successive batches; other processes with
-        the same rows, such as workers of a PyTorch loader, take the others.
+      every: the host takes one of this many successive batches; workers of a PyTorch
+        loader with the same rows take the others.
       first: the number of batches that it skips before its first.
     """
 
@@ -140,14 +140,9 @@ def batch_origins(
 def host_shards(
     num_shards: int, size: int, held: np.ndarray, *, every: int = 1, first: int = 0
 ) -> np.ndarray:
-    """The shards that a host runs until the batch size changes.
+    """The shards that a host with these rows runs until the batch size changes.
 
-    Args:
-      num_shards: S.
-      size: B.
-      held: the rows of the host.
-      every: the host takes one of this many successive batches.
-      first: the number of its first batch in the period.
+    It takes one of `every` successive batches, from batch `first` of the period on.
     """
     rows, shards = _classes(num_shards, size)
     stride = math.gcd(every, shards)
@@ -158,13 +153,7 @@ def host_shards(
 def shard_hosts(
     num_shards: int, size: int, held: Mapping[int, np.ndarray]
 ) -> np.ndarray:
-    """The host that saves each shard, int64 `[S]`: the first that runs it.
-
-    Args:
-      num_shards: S.
-      size: B.
-      held: the rows of each host.
-    """
+    """The host that saves each shard, int64 `[S]`: the first that runs it."""
     hosts = np.empty(num_shards, np.int64)
     for host in sorted(held, reverse=True):
         hosts[host_shards(num_shards, size, held[host])] = host

@@ -1,9 +1,9 @@
 """Reads the rows of some logical shards, batch by batch, in the current process.
 
-The cursor of a shard is a restart point: the number of rows that the shard had yielded,
-and the state of its pipeline then. A shard can continue from any restart point at or
-before its row: it makes the rows in between again and drops them. So cursors are noted
-only where a pipeline begins a chapter, or after each batch if it has no chapters.
+A cursor is a restart point of a shard: the number of rows that it had yielded, and the
+state of its pipeline then. A shard can continue from any earlier cursor: it makes the
+rows in between again and drops them. So cursors are noted only where a pipeline begins
+a chapter, or after each batch if it has no chapters.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ from elastic_ckpt.data.lm import rows as lm_rows
 
 Rows = dict[str, np.ndarray]
 
-# Keys that mark a JSON list that was a tuple, the pairs of a dict that JSON cannot
-# store, the base64 of bytes, and the dtype, shape and base64 of an array.
+# Keys that mark values that JSON lacks; see `FORMAT.md`.
 _MARKS = {"()", "{}", "b''", "array()"}
 
-# Fields of a cursor: the rows that the shard had yielded, and the state of its
-# pipeline, or its last state if it has ended.
+# Fields of a cursor.
 _ROW, _STATE, _ENDED = "row", "state", "ended"
 
 
@@ -67,8 +65,7 @@ class Task:
       start: the cursors of the shards to run; None for a shard at its beginning.
       finite: whether the data ends: then shards that have ended yield rows of zeros,
         and `mask` is false for these.
-      every: returns one of this many successive batches; the rows of the others are
-        read and dropped.
+      every: returns one of this many successive batches, and drops the others.
       first: the number of batches to drop before the first.
     """
 
@@ -203,7 +200,7 @@ class ShardRows:
         return self._zeros if row is None else row
 
     def _any(self) -> Any:
-        # An example of any shard, for its shapes: this host's shards may have none.
+        # For the shapes, an example of any shard: this host's may have none.
         with records.row_due():
             for shard in range(self._task.num_shards):
                 for example in self._task.make_shard(shard):
@@ -320,9 +317,8 @@ def with_ids(loaded: Rows, ids: np.ndarray) -> Rows:
 
 def to_json(state: Any) -> Any:
     """A Grain state as JSON, which `from_json` converts back."""
-    # These states contain NumPy integers, and tuples that must stay tuples, because
-    # Grain's concat-then-split compares them with tuples. A user's iterator may have
-    # anything in its state.
+    # Grain's states contain NumPy integers, and tuples that its concat-then-split
+    # compares with tuples. A user's iterator may have anything in its state.
     if isinstance(state, np.generic):
         state = state.item()
     match state:

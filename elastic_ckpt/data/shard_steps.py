@@ -66,7 +66,7 @@ class Elements(grain.DatasetIterator[T]):
     """An iterator that can return many elements at a time."""
 
     def some(self, at_most: int) -> list[T]:
-        """At least one of the next elements, in any batches; empty at the end.
+        """At least one of the next elements; empty at the end.
 
         Arrays may be views of larger ones: copy those to keep.
         """
@@ -137,8 +137,8 @@ def shown(dataset: Any) -> str:
 def unsliced(first: Any, last: Any) -> list[str]:
     """The sources of which two shards read the same records, as strings.
 
-    Shards read different parts of a source if anything but a seed, from the source to
-    the end of the pipeline, depends on the shard.
+    They read different records if anything but a seed, from the source to the end of
+    the pipeline, depends on the shard.
     """
     inputs = parents(first), parents(last)
     # Only the first of our steps in a pipeline selects records.
@@ -154,13 +154,7 @@ def unsliced(first: Any, last: Any) -> list[str]:
 
 
 def are_alike(one: Any, other: Any, *, seeds: bool = True) -> bool:
-    """Whether two datasets are certainly equal, apart from their parents.
-
-    Args:
-      one: a dataset.
-      other: the other dataset.
-      seeds: whether seeds must be equal, too.
-    """
+    """Whether two datasets are certainly equal; ignores parents, and seeds if asked."""
     if type(one) is not type(other):
         return False
     settings, others = (

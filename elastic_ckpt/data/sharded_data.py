@@ -2,10 +2,8 @@
 
 A shard may filter, tokenise, chunk, shuffle and pack in any way, because nothing inside
 it depends on hosts or batches. Rows are taken from the shards in turn (`data.rows`). A
-host runs the shards of its rows, from their saved cursors.
-
-Rows are made in the caller, or in worker processes that share the host's shards. The
-saved state is the same in both cases.
+host runs the shards of its rows, in the caller or in worker processes; the saved state
+does not depend on that.
 """
 
 from __future__ import annotations
@@ -53,21 +51,14 @@ class ShardedData:
     """Elastic data with a pipeline for each logical shard; `sharded` creates it.
 
     Attributes:
-      make_shard: builds the pipeline of a shard from the shard's number: a Grain
-        `IterDataset` of dicts of arrays with the same shapes everywhere. It must be a
-        pure function and picklable by cloudpickle. Batches have an additional feature,
-        `example_id`, uint32 `[B, 2]`: the number of rows before it in the run. Examples
-        must not have this feature, or the one in `end`.
+      make_shard: see `sharded`.
       num_shards: S, fixed for the whole run.
-      pipeline: identifies `make_shard`, JSON; change it when the examples change. For a
-        configuration, its settings by key.
+      pipeline: identifies `make_shard`, JSON. For a configuration, its settings by key.
       end: how the data ends. If it does, batches have the feature `mask`, bool `[B]`:
         rows of a shard that has ended are zeros, with the `example_id` of padding.
-      num_workers: worker processes of each host that run its shards; 0 runs them in the
-        host's own process, and None does so with a warning if they slow the loop down.
-        The state does not depend on it.
-      per_worker_batches: batches that each worker process prepares in advance; the
-        state does not depend on it.
+      num_workers: see `sharded`; None runs shards in the host's own process, with a
+        warning if they slow the loop down.
+      per_worker_batches: see `sharded`.
     """
 
     make_shard: MakeShard
@@ -117,9 +108,9 @@ def sharded(
 ) -> ShardedData:
     """Elastic data of S logical shards, each with its own Grain pipeline.
 
-    Rows are taken from the shards in turn, so they do not depend on the number of
-    hosts; when it changes, shards move between hosts. A shard may filter, tokenise,
-    shuffle and pack in any way.
+    Rows are taken from the shards in turn, whatever the number of hosts; when it
+    changes, shards move between hosts. A shard may filter, tokenise, shuffle and pack
+    in any way.
 
         def make_shard(shard):
             records = ec.data.Records(

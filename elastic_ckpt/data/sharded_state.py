@@ -3,10 +3,7 @@
 That library has the first rank with an entry write it under its name, and each rank
 reads the entries that it names. Because entries are named by logical shard, not by
 rank, any number of ranks can read the state of any other, without a collective.
-
-An entry is text: a `checked_json` object of version 1. The entry `position` has all
-fields of `LocalBatches.get_state` but its cursors. The entry `shard_00017` has `cursor`
-and the `position` that it belongs to.
+`FORMAT.md` describes the entries.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Stages: data whose mixture, row length or batch size changes at steps of the run.
 
-A stage begins at a training step. Iterators count the steps, roll the count back when
-the run rolls back, and save it with the data state.
+A stage begins at a training step. Iterators count steps, roll the count back with the
+run, and save it with the data state.
 
-Each stage has its own pipelines. A shard enters the next stage from its cursor: the
-documents that the old rows still hold come first in the new ones. So each document is
-trained on once, on any number of hosts. Pipelines without `lm.Rows` have the same steps
-in all stages, so one cursor fits all of them.
+Each stage has its own pipelines. A shard enters the next stage from its cursor:
+documents that the old rows still hold come first in the new ones, so each is trained on
+once, on any number of hosts. Pipelines without `lm.Rows` have the same steps in all
+stages, so one cursor fits all of them.
 
 The cursor of a stage after the first is `{"stage": n, "of": state}`. A carried-over
 document has the place `{HELD: {"stage": m, "cursor": cursor in stage m}, "taken": k,
@@ -109,7 +109,7 @@ class StagedData:
         }
 
     def host_batches(self, placement: rows.Placement) -> elastic_data.HostBatches:
-        """The rows of each global batch of this stage that one host loads."""
+        """The rows of each global batch that one host loads, in this stage."""
         return self.sharded().host_batches(placement)
 
     def sharded(self) -> sharded_data.ShardedData:
@@ -122,7 +122,7 @@ class StagedData:
 
 
 def staged(stages: Sequence[Stage]) -> StagedData:
-    """Data that changes at steps of the run: a curriculum.
+    """A curriculum: data that changes at steps of the run.
 
         data = ec.data.staged(
             [
@@ -349,7 +349,6 @@ _CHANGING = (
 
 
 def _check_fits(stage: Stage, before: Sequence[Stage]) -> None:
-    # Raises a ConfigError if `stage` cannot follow the stages `before` it.
     where = f"staged: the stage that begins at step {stage.begin}"
     *identities, now = (each.data.identity() for each in (*before, stage))
     changed = state.dataset_changes(identities, [now])
@@ -406,7 +405,7 @@ def _same_step(one: Any, other: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StagedShards:
-    """Makes the pipeline of a shard in one stage of a run.
+    """The `make_shard` of one stage, given those of all stages.
 
     Attributes:
       make_shards: the `make_shard` of each stage.
@@ -440,8 +439,6 @@ def _rows_of(opened: Any) -> lm_rows.RowsIterator | None:
 
 
 class _StagedRows(grain.IterDataset):
-    """The rows of a shard in the stage of `staged`."""
-
     passes_on = holds_nothing = True
 
     def __init__(self, staged: StagedShards, shard: int) -> None:
@@ -504,13 +501,7 @@ class _StagedRowsIterator(grain.DatasetIterator):
 
 
 class _Continued(shard_steps.Elements):
-    """A stage's documents, after any that an earlier stage still held.
-
-    Args:
-      documents: the documents of the stage.
-      staged: all stages.
-      shard: the number of the shard.
-    """
+    """A stage's documents, after any that an earlier stage still held."""
 
     def __init__(
         self, documents: grain.DatasetIterator, staged: StagedShards, shard: int

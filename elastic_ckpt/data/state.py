@@ -1,21 +1,12 @@
 """The data state: the position of a run in its data, in one small checked file.
 
-Version 1 of `data_state.json` (a `checked_json` file) has the fields
+`FORMAT.md` describes `data_state.json`, a `checked_json` file with the fields of
+`DataState`. The cursors of logical shards are in separate files, see `data.cursors`.
 
-* `engine`: the engine that wrote it, `"positional"` or `"sharded"`
-* `position`: the position, equal on all hosts: `{"global_next_index": 960}`, or
-  `{"batches": [[96, 8], [48, 4]]}`, the batches so far: the rows of each, and how many
-* `pipeline`: the settings that determine the order of examples, by configuration key
-* `left_out`: the ranges of positions, `[start, stop]`, that the run has skipped
-* `progress`, null without stages: the training step of the next batch, and the number
-  of stages that have begun, `{"step": 20, "begun": 2}`
-
-It does not contain the number of hosts; that and the batch size may differ at a resume.
-The cursors of logical shards are in separate files, see `data.cursors`.
-
-`pipeline` is the result of `ElasticData.identity`: JSON values by key. At a resume they
-must be equal, except that in a mixture (`datasets`, by name) weights may differ, and
-datasets may be added or removed. A name means the same dataset throughout a run.
+At a resume, the number of hosts and the batch size may differ. `pipeline`, the result
+of `ElasticData.identity`, must be equal, except that in a mixture (`datasets`, by name)
+weights may differ, and datasets may be added or removed. A name means the same dataset
+throughout a run.
 """
 
 from __future__ import annotations
@@ -74,10 +65,11 @@ class DataState:
 
     Attributes:
       engine: the engine's name.
-      position: the position, equal on all hosts, JSON.
-      pipeline: the identity of the pipeline, from configuration key to JSON value.
-      left_out: the ranges before `position` whose rows were not trained on, because
-        the run rolled back and continued after them: starts and stops, ascending.
+      position: the position, equal on all hosts: `{"global_next_index": 960}`, or the
+        sizes and numbers of the batches so far, `{"batches": [[96, 8], [48, 4]]}`.
+      pipeline: the identity of the pipeline, by configuration key.
+      left_out: the ranges before `position` that were not trained on, because the run
+        rolled back and continued after them: starts and stops, ascending.
       progress: only of data with stages.
     """
 
@@ -112,7 +104,7 @@ def write(directory: epath.PathLike, state: DataState) -> None:
 
 
 def read(directory: epath.PathLike) -> DataState:
-    """Reads and checks the state that `write` wrote into `directory`.
+    """Reads and checks the state in `directory`.
 
     Raises:
       DataError: as `checked_json.read`.
@@ -236,7 +228,7 @@ def late_stages(begins: Sequence[int], *, step: int, begun: int) -> list[str]:
 
 
 def dataset_changes(before: Iterable[Pipeline], now: Iterable[Pipeline]) -> list[str]:
-    """The names that mean a different dataset now, and datasets that were renamed.
+    """The datasets that were renamed, or replaced under the same name.
 
     Under another dataset's name, a dataset would continue at the wrong place; under a
     new name it would start over.
@@ -277,7 +269,6 @@ def _datasets(description: Pipeline, outer: str = "") -> Iterator[tuple[str, Any
 
 
 def _other_datasets(prefix: str, before: Pipeline, now: Pipeline) -> list[str]:
-    # The forbidden difference if datasets must stay and were added or removed.
     old, new = (dict(_datasets(each)) for each in (before, now))
     # A dataset may limit the epochs of its own records.
     steps = [step for entry in new.values() for step in entry.get(STEPS, ())]

@@ -1,9 +1,9 @@
 """The rows of one rank through torchdata's `StatefulDataLoader`.
 
 The loader takes batches from its workers in turn, so each worker makes every n-th batch
-of the rank (`local_batches.of_worker`). Its state is that after its last delivered
-batch, and a shard's cursor is the newest one of all workers (`local_batches.merged`).
-So the state of the rank depends neither on the number of workers nor on that of ranks.
+of the rank (`local_batches.of_worker`). The workers' states after their last delivered
+batches are merged into that of the rank (`local_batches.merged`), which depends neither
+on the number of workers nor on that of ranks.
 
 Only this module of the library imports torch and torchdata.
 """
@@ -72,10 +72,9 @@ class TorchLoader(stateful_dataloader.StatefulDataLoader):
     def load_state_dict(
         self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     ) -> None:
-        """Moves to a state, or to the combined states of all ranks.
+        """Moves to a state, or to the combined states of all ranks of any world.
 
-        The state may come from any numbers of ranks and workers. A running iteration
-        does not move; start a new one.
+        A running iteration does not move; start a new one.
 
         Raises:
           DataError: as `LocalBatches.set_state`.

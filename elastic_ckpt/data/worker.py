@@ -2,8 +2,8 @@
 
 A process receives its task through its standard input, by cloudpickle, and never
 imports the program's main module, so a script needs no `if __name__ == "__main__":`.
-Its standard output is the pipe; what user code prints goes to standard error. Arrays
-are read from the pipe straight into their memory, without the interpreter lock.
+Its standard output is the pipe; user code prints to standard error. Arrays are read
+from the pipe straight into their memory, without the interpreter lock.
 
 A process ends at once when its standard input closes, so none outlives a killed host.
 Neither pipes nor processes have names that could be left behind.
@@ -91,8 +91,6 @@ class Workers:
 
 
 class _Worker:
-    """A process that runs some shards of a task."""
-
     def __init__(self, name: str, task: shard_rows.Task, *, num_ahead: int) -> None:
         self._name = name
         content = _pickled(task)

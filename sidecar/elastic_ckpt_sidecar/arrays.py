@@ -37,7 +37,8 @@ from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers.captured import Captured
 
-# The maximum size of a group on a host: groups pass through its memory one at a time.
+# The maximum size of a group of several leaves on a host: groups pass through its
+# memory one at a time.
 GROUP_BYTES = 2**28
 # The axis of a mesh of one device.
 _ONE = "device"
@@ -50,7 +51,7 @@ class PlacedLeaf:
     Attributes:
       path: the path in the tree.
       shape: the shape of the whole array.
-      dtype: the name of the dtype; None means the saved dtype.
+      dtype: the name of the dtype; None means the saved one.
       spec: the sharding over the group's mesh; None for the head's own values.
     """
 
@@ -60,18 +61,13 @@ class PlacedLeaf:
     spec: tuple[str | tuple[str, ...] | None, ...] | None
 
     def on(self, mesh: Mesh) -> NamedSharding:
-        """The sharding of the leaf's array on the group's mesh."""
+        """The leaf's sharding on the group's mesh."""
         return NamedSharding(mesh, PartitionSpec(*(self.spec or ())))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """Leaves over one mesh.
-
-    Attributes:
-      mesh: CPU devices of hosts.
-      leaves: the leaves, in the order of their arrays.
-    """
+    """Leaves over one mesh of CPU devices."""
 
     mesh: Mesh
     leaves: tuple[PlacedLeaf, ...]
@@ -81,9 +77,7 @@ class Group:
     ) -> jax.ShapeDtypeStruct:
         """Returns the abstract array of a leaf, as bytes for the head's own values.
 
-        Args:
-          leaf: a leaf of this group.
-          dtypes: the saved dtypes, by path.
+        `dtypes` are the saved ones, by path.
         """
         dtype = np.dtype(leaf.dtype or dtypes[leaf.path])
         shape = leaf.shape
@@ -110,12 +104,9 @@ class Group:
         asked: Sequence[trees.AskedLeaf],
         dtypes: Mapping[str, str],
     ) -> dict[str, Any]:
-        """Moves a group's arrays from CPU devices to where its leaves belong.
+        """Moves a group's arrays from CPU devices to where the `asked` leaves belong.
 
-        Args:
-          arrays: the arrays of the leaves, in order.
-          asked: the requested leaves, in the same order.
-          dtypes: the saved dtypes, by path.
+        `dtypes` are the saved ones, by path.
 
         Returns:
           The leaves by path.
@@ -149,14 +140,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupDescription:
-    """A group with device ids in place of devices.
-
-    Attributes:
-      device_ids: the devices of the mesh, in row-major order.
-      shape: the shape of the mesh.
-      axes: the axis names of the mesh.
-      leaves: as in `Group`.
-    """
+    """A group with the mesh's device ids, in row-major order, shape and axis names."""
 
     device_ids: tuple[int, ...]
     shape: tuple[int, ...]
@@ -172,12 +156,7 @@ class GroupDescription:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostDevices:
-    """The devices of a host.
-
-    Attributes:
-      accelerators: the devices of the run's arrays.
-      cpus: the CPU device beside each accelerator.
-    """
+    """The accelerators of a host, and the CPU device beside each."""
 
     accelerators: tuple[jax.Device, ...]
     cpus: tuple[jax.Device, ...]
@@ -188,7 +167,7 @@ class HeadArrays:
 
     Args:
       hosts: the devices of all hosts, in order of number.
-      group_bytes: the maximum size of a group on a host, unless one leaf is larger.
+      group_bytes: see `GROUP_BYTES`.
     """
 
     def __init__(
@@ -232,8 +211,7 @@ class HeadArrays:
     def _grouped(
         self, leaves: Iterable[tuple[Leaf | trees.AskedLeaf, Sharding | None, Any]]
     ) -> tuple[tuple[Group, ...], list[list[Any]]]:
-        # The head's own values form separate groups, even from leaves on host 0. A
-        # group has at most `_most_bytes` on a device, unless one leaf has more.
+        # The head's own values form separate groups, even from leaves on host 0.
         groups_of: dict[tuple[Mesh, bool, int], list[tuple[PlacedLeaf, Any]]] = {}
         last: dict[tuple[Mesh, bool], tuple[int, int]] = {}
         for leaf, sharding, value in leaves:
@@ -297,7 +275,7 @@ class HostArrays:
       saver: the host's saver.
       reader: the host's reader.
       host: the host's number.
-      host_of: the host's number for each CPU device, by device id.
+      host_of: the number of each CPU device's host, by device id.
       devices: all CPU devices of the world, by id.
     """
 
@@ -335,13 +313,9 @@ class HostArrays:
     def hold(
         self, layout: int, group: int, arrays: Sequence[jax.Array], *, kept: bool
     ) -> None:
-        """Copies this host's shards of a group's arrays.
+        """Holds this host's shards of a group's arrays, without a copy if `kept`.
 
-        Args:
-          layout: the layout's number.
-          group: the group's number in the layout.
-          arrays: the arrays of its leaves.
-          kept: whether nothing else changes the arrays, so that no copy is needed.
+        Nothing else changes `kept` arrays.
         """
         members = self._layouts[layout][group]
         shards = {}
@@ -373,11 +347,7 @@ class HostArrays:
 
     @calls.call()
     def select(self, layout: int, components: tuple[str, ...]) -> None:
-        """Selects this host's boxes of a layout to read from the open step.
-
-        Args:
-          layout: the layout's number.
-          components: the requested components.
+        """Selects this host's boxes of a layout, and components, of the open step.
 
         Raises:
           CheckpointError: if the step lacks a leaf or component.

@@ -27,7 +27,7 @@ class _HostAgent(host_calls.HostCalls):
 
     Args:
       configs: the configs of all hosts of the world, by number.
-      host_of: the host's number for each CPU device, by device id.
+      host_of: the number of each CPU device's host, by device id.
     """
 
     def __init__(

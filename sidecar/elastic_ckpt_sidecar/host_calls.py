@@ -33,7 +33,7 @@ class HostCalls:
     """Runs calls beside the accelerators; colocated classes extend it.
 
     Args:
-      host_of: the host's number for each CPU device, by device id.
+      host_of: the number of each CPU device's host, by device id.
 
     Attributes:
       hosts: the hosts of this process, by number; normally one.
@@ -120,10 +120,7 @@ class Caller:
     ) -> list[dict[str, Any]]:
         """Runs a call on hosts; returns each `allgather.outcome` with the host's name.
 
-        Args:
-          call: the call.
-          arguments: the arguments, by name.
-          sharding: the sharding of a message; each of its devices has an outcome.
+        Each device of the message's `sharding` has an outcome.
 
         Raises:
           RunError: if a host does not answer in time.

@@ -115,13 +115,13 @@ class HostData:
         progress: state.Progress | None,
         size: int | None,
     ) -> None:
-        """Continues with a new batch size, or in the stage that begins.
+        """Continues from the state `number` with a new batch size or stage.
 
         Args:
           begin: the number of the new state.
-          number: the number of the state to continue from.
+          number: the number of the old state.
           progress: the run's progress.
-          size: rows of a batch; None begins the stage.
+          size: rows of a batch; None begins the next stage.
         """
         self.go_back(number)
         course = self._rows.course.with_progress(progress)

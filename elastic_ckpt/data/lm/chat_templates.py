@@ -7,8 +7,8 @@ reaching Python, but limits neither its time nor its memory.
 
 If the template has `{% generation %}` blocks, the assistant's text is what they render.
 Otherwise the conversation is also rendered up to the start and up to the end of each
-turn of the assistant: the difference is the turn. That requires each rendering to be a
-prefix of the next; other templates are rejected.
+turn of the assistant, and the difference is the turn. A template is rejected unless
+each rendering is a prefix of the next.
 """
 
 from __future__ import annotations

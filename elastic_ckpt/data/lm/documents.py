@@ -30,12 +30,12 @@ LOCAL_HOSTS_VARIABLE = "LOCAL_WORLD_SIZE"
 
 
 def num_threads(asked: int, *, num_processes: int = 1) -> int:
-    """The number of threads for each of the processes that read a host's data.
+    """The number of threads of each process that reads a host's data.
 
     Args:
       asked: the configured threads of a host; 0 means the cores that this process may
         use, divided by the number of hosts on this machine.
-      num_processes: the number of processes that share the threads.
+      num_processes: the number of processes that share them.
     """
     hosts = int(os.environ.get(LOCAL_HOSTS_VARIABLE) or 1)
     return max(1, (asked or _num_cores() // hosts) // num_processes)

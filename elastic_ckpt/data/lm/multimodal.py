@@ -1,9 +1,9 @@
 """Packs text with encoded images or audio, which are decoded once they are in a row.
 
-A document is a list of parts: tokens, and encoded media that each take the place of a
-number of tokens. Whole documents are fitted into rows by their tokens and by the media
-that a row may have. Only the media in delivered rows are decoded, by a user's function,
-to arrays of one shape, as JAX needs them.
+A document is a list of parts: tokens, and encoded media that each take the place of
+some tokens. Whole documents are fitted into rows by their tokens and media. Only the
+media in delivered rows are decoded, by a user's function, to arrays of one shape, as
+JAX needs them.
 """
 
 from __future__ import annotations
@@ -139,7 +139,6 @@ class _MultimodalIterator(lm_rows.RowsIterator):
     of: Any  # MultimodalRows
 
     def hold(self, documents: list[Any]) -> lm_rows.Held:
-        """See `RowsIterator`."""
         whole = list(map(self._checked, documents))
         held = super().hold([document.tokens for document in whole])
         return held._replace(documents=whole)
@@ -173,13 +172,11 @@ class _MultimodalIterator(lm_rows.RowsIterator):
         return _Document(parts, tokens, media)
 
     def cut(self, held: lm_rows.Held, first: int, stop: int) -> list[Any]:
-        """See `RowsIterator`; documents are never cut."""
-        del stop
+        del stop  # documents are never cut
         (number,) = _numbers(held, [first])
         return held.documents[number].parts
 
     def costs(self, held: lm_rows.Held, at: np.ndarray) -> list[tuple[int, ...]]:
-        """See `RowsIterator`."""
         more = [held.documents[n].media.values() for n in _numbers(held, at)]
         return [
             (*cost, *map(len, media))
@@ -187,14 +184,12 @@ class _MultimodalIterator(lm_rows.RowsIterator):
         ]
 
     def limits(self) -> tuple[int, ...]:
-        """See `RowsIterator`."""
         return (
             *super().limits(),
             *(m.max_per_row for m in self.of.modalities.values()),
         )
 
     def more(self, rows: Sequence[lm_rows.Unmade | None]) -> lm_rows.Row:
-        """See `RowsIterator`."""
         more: lm_rows.Row = {}
         for name, modality in self.of.modalities.items():
             shape = len(rows), modality.max_per_row

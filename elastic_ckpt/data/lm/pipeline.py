@@ -1,9 +1,9 @@
 """The pipeline of a logical shard that a configuration describes.
 
-    records -> tokens -> mixture -> rows
+    records -> mixture -> tokens -> rows
 
-Texts are mixed before they are tokenized. Each step is a Grain dataset whose iterator
-has a state, so the whole pipeline has one.
+Records that contain tokens are decoded before the mixture. Each step is a Grain dataset
+whose iterator has a state, so the whole pipeline has one.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class LanguagePipeline:
             return read if has_texts else self._tokens(read)
 
         # Even a single dataset is a mixture, because others may be added at a resume.
-        # Texts are mixed before they are tokenized, so that threads get many at a time.
+        # Texts are tokenized after the mixture, so that threads get many at a time.
         mixed: grain.IterDataset = mixing.Mixture(make_part, self._weights, shard=shard)
         return rows.Rows(
             self._tokens(mixed) if has_texts else mixed,
@@ -198,9 +198,9 @@ class LanguagePipeline:
 
     @functools.cached_property
     def _leads(self) -> dict[str, int]:
-        # The first shard to read an extra record of each dataset: the one after the
-        # last of the previous dataset. So the totals of two shards of a finite mixture
-        # differ by at most one. Independent of weights, which may change at a resume.
+        # The first shard with an extra record of each dataset follows the last one of
+        # the previous dataset, so that the totals of two shards of a finite mixture
+        # differ by at most one. Weights do not count, as they may change at a resume.
         num_epochs = self.reading.num_epochs
         if self.dealing != records.JOINT_SHARES or num_epochs is None:
             return {}
@@ -224,8 +224,8 @@ def from_config(
 ) -> elastic_data.ElasticData:
     """Creates the training data that configuration keys describe.
 
-    With `num_logical_shards` it is like the result of `sharded`. Otherwise it is like
-    that of `positional`, and each text of ArrayRecord files is a row.
+    With `num_logical_shards` it is like that of `sharded`, otherwise like that of
+    `positional`, with a row for each text of ArrayRecord files.
 
         from_config(grain_train_files="a*.parquet", grain_file_type="parquet",
                     num_logical_shards=64)
@@ -337,7 +337,6 @@ def describe(data: data_keys.DataKeys) -> str:
 
 
 def _parts(data: data_keys.DataKeys, *, key: str = _TRAIN_FILES) -> tuple[Part, ...]:
-    # The datasets with the files in the configuration key `key`.
     if key == _TRAIN_FILES and data.grain_train_mixture_config_path:
         mixture = datasets.from_file(data.grain_train_mixture_config_path)
     else:

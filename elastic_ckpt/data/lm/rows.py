@@ -2,8 +2,8 @@
 
 A chapter is the next few groups of a shard's documents. Cutting, shuffling and packing
 depend on the chapter alone, and nothing else is buffered. So the state is the place
-where the chapter's documents were read, and the number of rows taken from it; to
-resume, they are read again.
+where its documents were read, and the number of rows taken from it; to resume, they are
+read again.
 """
 
 from __future__ import annotations
@@ -78,12 +78,7 @@ _NOTHING = Held({"tokens": np.empty(0, np.int32)}, np.empty(0, np.int64), [])
 
 
 class Unmade(NamedTuple):
-    """A row before its arrays are built.
-
-    Attributes:
-      held: the documents of the chapter.
-      pieces: the pieces of them in the row.
-    """
+    """A row before its arrays are built: pieces of a chapter's documents."""
 
     held: Held
     pieces: list[Piece]
@@ -219,19 +214,7 @@ class _Group(NamedTuple):
 
 
 class RowsIterator(grain.DatasetIterator[Row]):
-    """The rows of `Rows`.
-
-    Fields of the state:
-
-    * `documents read from`: where the documents of the chapter were read, pairs of a
-      state and the number of documents read from it
-    * `skip` and `used`: of these, the documents, and the inputs of the next one, that
-      earlier chapters used up
-    * `chapter`: the number of the chapter
-    * `ended`: whether its documents are the last
-    * `row`: the number of its rows taken
-    * `digest`: of its tokens and further features
-    """
+    """The rows of `Rows`; `FORMAT.md` describes the state."""
 
     def __init__(self, rows: Rows) -> None:
         (parent,) = shard_steps.parents(rows)
@@ -416,7 +399,6 @@ class RowsIterator(grain.DatasetIterator[Row]):
         }
 
     def _digest(self, held: Held) -> str:
-        # Of the tokens and further features of documents.
         if not len(held.lengths) or self.of.dtype != np.int32:
             return ""
         digest = xxhash.xxh3_64(held.lengths.data)
@@ -443,7 +425,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         return Held(arrays, lengths[skip:], documents[skip:])
 
     def _read(self, num_documents: int) -> int:
-        # Reads documents, and returns their number; 0 at the end.
+        # Returns the number of documents read; 0 at the end.
         place = self.documents.get_state()
         try:
             some = shard_steps.take(self.documents, num_documents)

@@ -1,16 +1,10 @@
 """Tokenizers: convert text to tokens, and report the settings that determine them.
 
-`load(kind, path)` returns one of four kinds:
+A `.tiktoken` file has a base64 token and its rank on each line. It is used as in Llama
+3 and MaxText: with their pattern, and 256 special tokens after the last rank.
 
-* `bytes`: the byte-level tokens of `data.tokens`, no file
-* `sentencepiece`: a SentencePiece `.model` file
-* `tiktoken`: a `.tiktoken` file, each line a base64 token and its rank, used as in
-  Llama 3 and MaxText: their pattern, and 256 special tokens after the last rank
-* `huggingface`: a `tokenizer.json` file, or a directory that has one
-
-The last three need the packages of the extra `tokenizers`. The text of a special token
-in a document remains plain text, except with a `tokenizer.json`, where it becomes the
-special token as in `transformers`.
+The text of a special token in a document remains plain text, except with a
+`tokenizer.json`, where it becomes the special token as in `transformers`.
 """
 
 from __future__ import annotations
@@ -195,7 +189,7 @@ def load(kind: str, path: str = "") -> Tokenizer:
     """Loads a tokenizer from its file; a process opens each file once.
 
     Args:
-      kind: `"bytes"`, with one token per byte, `"sentencepiece"`, `"tiktoken"` or
+      kind: `"bytes"` (a token per byte), `"sentencepiece"`, `"tiktoken"` or
         `"huggingface"`.
       path: the path or URI of a SentencePiece `.model` file, a `.tiktoken` file, or a
         `tokenizer.json` or its directory; empty for `"bytes"`.
@@ -317,8 +311,8 @@ def _open_huggingface(content: bytes, directory: epath.Path) -> _Opened:
     vocabulary = tokenizer.get_vocab()
     special = _special_tokens(directory, vocabulary)
     begin, end = (vocabulary.get(special.get(key)) for key in _USUAL)
-    # We call it in our threads. Its own would use every core of the machine, whatever
-    # the configuration says, and would not survive a fork.
+    # Its own threads would use every core of the machine, whatever the configuration
+    # says, and would not survive a fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     def encode(texts: list[str]) -> list[list[int]]:

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def damaged(error_of: Callable[[object], Exception]) -> Iterator[None]:
-    """Converts Arrow's errors for bytes that it cannot decode.
-
-    Args:
-      error_of: creates the error to raise instead.
-    """
+    """Converts Arrow's errors for bytes that it cannot decode."""
     import pyarrow as pa
 
     try:

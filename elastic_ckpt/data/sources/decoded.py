@@ -99,12 +99,8 @@ def in_turn(
 ) -> source.Block:
     """Reads a block that can only be read after its predecessors.
 
-    Args:
-      of: the source.
-      file: the number of the file.
-      block: the number of the block.
-      begin: returns the blocks of its chain, from the first one on; after a
-        `CorruptError` the rest of the chain is lost.
+    `begin` returns the blocks of its chain, from the first one on; after a
+    `CorruptError` the rest of the chain is lost.
     """
     chain = source.indexes(of)[file].chain(block)
     place = of.files[file], of.key

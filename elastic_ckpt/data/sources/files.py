@@ -109,12 +109,7 @@ def exists(file: str) -> bool:
 
 
 def names(value: Any, *, argument: str, required: bool = False) -> tuple[str, ...]:
-    """A tuple of names, such as `files` or `columns`, from a caller's argument.
-
-    Args:
-      value: names or paths.
-      argument: the class and the argument, for error messages.
-      required: whether at least one name is required.
+    """A tuple of names, such as `files` or `columns`, from a caller's `argument`.
 
     Raises:
       ConfigError: if it is a single string, does not consist of names, lacks a required
@@ -197,12 +192,7 @@ def forget_all() -> None:
 
 
 def opened(file: str, until: int | None = None) -> BinaryIO:
-    """Opens a file for reading, seekable; in an object store, see `remote_file`.
-
-    Args:
-      file: the path or URI.
-      until: the offset where reading stops in an object store; by default the end.
-    """
+    """Opens a file for reading, seekable, in an object store only up to `until`."""
     if storage.is_local(file):
         return open(file, "rb")
     return remote_file.opened(_remote(file), until)

@@ -37,14 +37,7 @@ _NOT_EXAMPLES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordFiles(source.RawFiles):
-    """Common base of the sources whose records are bytes.
-
-    Attributes:
-      files: the paths or URIs of the files.
-      columns: for `tf_example`, the features to keep, by default all; for `bytes`, the
-        name of the only column, by default `text`.
-      record_format: the content of a record: `bytes` or `tf_example`.
-    """
+    """Common base of the sources whose records are bytes; see `TFRecord`."""
 
     record_format: str = BYTES
 

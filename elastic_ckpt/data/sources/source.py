@@ -2,9 +2,9 @@
 
 A source is a list of files. A file's index has the number of records in each of its
 blocks of at most about 512 KiB: a Parquet row group or a part of one, or some records
-of another format. `data.order` decides which shard reads which records. Indexes that
-take a pass over a file are cached below `$XDG_CACHE_HOME/elastic_ckpt`, one for each
-version of the file.
+of another format. Indexes that take a pass over a file are cached below
+`$XDG_CACHE_HOME/elastic_ckpt`, for each version of the file. `data.order` deals records
+to shards.
 """
 
 from __future__ import annotations
@@ -103,16 +103,7 @@ class FileIndex:
 
 
 def pieces(num_records: int, num_bytes: int, most: int | None = None) -> list[int]:
-    """Cuts a file, or a part of one, into blocks.
-
-    Args:
-      num_records: the number of records.
-      num_bytes: their size.
-      most: the maximum number of records of a block.
-
-    Returns:
-      The number of records of each block.
-    """
+    """Cuts records of some size into blocks; returns the number of records of each."""
     number = -(-num_bytes // BLOCK_BYTES) if num_bytes > _LARGER * BLOCK_BYTES else 1
     size = max(1, min(-(-num_records // number), most or num_records))
     begins = range(0, max(1, num_records), size)
@@ -157,11 +148,7 @@ def until_error(function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
 
 
 class LostBlock(Block):
-    """A block of which no record can be read.
-
-    Args:
-      error: the reason.
-    """
+    """A block of which no record can be read."""
 
     def __init__(self, error: CorruptError) -> None:
         self._error = error
@@ -276,7 +263,7 @@ class RawBlock(Block):
     Args:
       records: the records in order; raises a `LostError` at damage.
       element: decodes a record, given its place for errors.
-      name: the place for errors, without the number of the record.
+      name: the place of records, without their number.
       first: the number of the first record.
 
     Attributes:
@@ -355,13 +342,9 @@ class WalkedFiles(RawFiles):
     def _records(
         self, file: str, stream: BinaryIO, *, is_whole: bool
     ) -> Iterator[tuple[int, Any]]:
-        """The records of an open file, each with its offset.
+        """The records of an open file or of the bytes of a block, with their offsets.
 
-        Args:
-          file: the path, for errors.
-          stream: the whole file, or the bytes of a block.
-          is_whole: whether it is the whole file, which is then checked for
-            completeness.
+        A whole file is also checked for completeness.
 
         Raises:
           LostError: at damage.
@@ -407,13 +390,7 @@ class CorruptError(errors.DataError):
 
 
 def corrupt(place: str, problem: object, *, remedy: str = "") -> CorruptError:
-    """The error for a corrupt record.
-
-    Args:
-      place: the file, and the record or the block in it.
-      problem: what is wrong with it.
-      remedy: what to try first if the file may be intact.
-    """
+    """The error for a corrupt record; `remedy` is what to try if the file is intact."""
     return CorruptError(
         f"{place}: corrupt ({problem});{remedy} restore the file from a copy, or set"
         " corrupt_records=skip, which is ReadOptions(skip_corrupt=True), to skip and"
@@ -504,12 +481,7 @@ def num_records(source: Source) -> int:
 
 
 def identity(source: Source, *, digested: bool = True) -> dict[str, storage.Json]:
-    """The properties that determine the records: settings, and files without paths.
-
-    Args:
-      source: the files, in their current state.
-      digested: whether to include digests of their content.
-    """
+    """The settings and files, without paths, that determine the records now."""
     entries: list[list[Any]] = [
         [
             os.path.basename(file),
