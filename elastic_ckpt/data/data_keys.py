@@ -44,7 +44,7 @@ class DataKeys:
         "arrayrecord",
         "Format of the files, including those for evaluation: `arrow` is what Hugging"
         " Face datasets save, `jsonl` and `text` may be compressed (.gz, .zst),"
-        " `megatron` is .bin files with their .idx, and `webdataset` is tar archives.",
+        " `megatron` means .bin files with their .idx, `webdataset` tar archives.",
         choices=(
             "arrayrecord",
             "arrow",
@@ -102,23 +102,23 @@ class DataKeys:
     )
     text_directory: str = key(
         "",
-        "Local directory of text files, from which a dataset that is a single missing"
-        " file is written, as `elastic-ckpt data` does. `python-stdlib`, or a part such"
-        " as `python-stdlib/email`, is Python's own source code. For several datasets,"
+        "Local directory of text files. A dataset that is a single file and does not"
+        " exist yet is written from it, as by `elastic-ckpt data`. `python-stdlib`, or"
+        " `python-stdlib/email`, is Python's own source code. For several datasets,"
         " separate directories by `;`, evaluation last.",
     )
     num_logical_shards: int = key(
         0,
-        "Number of logical shards, fixed for the whole run. Any number of hosts that"
-        " divides it works at no cost (`elastic-ckpt plan` lists them). 0 selects the"
-        " positional engine: ArrayRecord files, one example per record, no packing,"
+        "Number of logical shards, fixed for the whole run, which can use any number of"
+        " hosts that divides it at no cost (`elastic-ckpt plan` lists them). 0 selects"
+        " the positional engine: ArrayRecord files, one example per record, no packing,"
         " read by Grain's ElasticIterator.",
         at_least=0,
     )
     num_epoch: int = key(
         0,
         "Epochs after which the data, and with it the run, ends; 0 repeats the data"
-        " endlessly. The last batches are padded and masked.",
+        " endlessly. Incomplete batches at the end are padded and masked.",
         at_least=0,
     )
     corrupt_records: str = key(

@@ -195,8 +195,7 @@ def pipeline_changes(
     changed = late_stages(begins[1], step=step or 0, begun=begun)
     if begins[0] != begins[1][:begun]:
         changed = [
-            f"{STAGES}: those that have begun began at steps {begins[0]}, now"
-            f" {begins[1][:begun]}"
+            f"{STAGES}: already begun at steps {begins[0]}, now {begins[1][:begun]}"
         ]
     stages = stages_of(before)[:begun], stages_of(now)
     for number, (old, new) in enumerate(zip(*stages, strict=False)):

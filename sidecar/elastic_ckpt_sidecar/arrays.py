@@ -67,7 +67,7 @@ class PlacedLeaf:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """Leaves over one mesh of CPU devices."""
+    """Leaves over one mesh of CPU devices, in the order of their arrays."""
 
     mesh: Mesh
     leaves: tuple[PlacedLeaf, ...]
@@ -350,7 +350,7 @@ class HostArrays:
         """Selects this host's boxes of a layout, and components, of the open step.
 
         Raises:
-          CheckpointError: if the step lacks a leaf or component.
+          CheckpointError: if the step lacks one of them.
         """
         leaves = [leaf for group in self._layouts[layout] for leaf in group.leaves]
         saved = self._reader.select(

@@ -125,7 +125,7 @@ def test_a_stage_begins_at_its_step_after_a_rollback(files, tmp_path):
     assert batches.left_out == ((6, 6 + 2 * 6 + 2 * 4),)
     load(batches.leaving_out(), tmp_path / "step-1")
     save(batches, tmp_path / "after")
-    with pytest.raises(errors.DataError, match=r"begun began at steps \[0, 3\]"):
+    with pytest.raises(errors.DataError, match=r"already begun at steps \[0, 3\]"):
         load(batches_of(short_then_long(files["parquet"], 4)), tmp_path / "after")
 
 
