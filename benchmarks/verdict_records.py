@@ -309,8 +309,8 @@ _RAISED: dict[str, tuple[type[Exception], *tuple[str, ...]]] = {
     ),
     "data_unusable": (
         errors.DataError,
-        "the data state was saved by another pipeline (shards: saved {}, now {})",
-        "an example to pack has features of several lengths, [{}, {}]",
+        "the data state was saved by a different pipeline (shards: saved {}, now {})",
+        "an example to pack has features of different lengths, [{}, {}]",
     ),
     "step_unreadable": (
         errors.CheckpointError,

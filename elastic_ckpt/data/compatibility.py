@@ -1,9 +1,9 @@
 """Checks before the first batch that all hosts have the same software and data.
 
 Colocated Python sends code by cloudpickle, which needs the same Python minor version
-and the same JAX on both sides. Rows depend on the versions of Grain and of this package
-and on each host's files. Workers beside accelerators send the facts to the head,
-controllers to each other through JAX's coordination service.
+and the same JAX on both sides. Rows depend on Grain, on this package and on each host's
+files. Workers beside accelerators send these facts to the head; controllers exchange
+them through JAX's coordination service.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from elastic_ckpt.data import elastic_data
 
 Facts = dict[str, str]
 
-# The fact that names the host; all other facts must be equal.
+# The fact with the name of the host; all other facts must be equal.
 HOST = "host"
 PIPELINE = "pipeline"
 
-# NumPy shuffles.
+# NumPy is among them because it shuffles.
 _PACKAGES = ("jax", "jaxlib", "grain", "numpy", "elastic-ckpt")
-# A controller may still write its data set.
+# A controller may still be writing its dataset.
 _PATIENCE_SECS = 24 * 3600.0
 
 
@@ -37,8 +37,8 @@ def local_facts(
     """The facts of this host.
 
     Args:
-      data: if given, a digest of the settings that determine the order of its
-        examples, 16 hex digits, is one of the facts.
+      data: adds a digest, 16 hex digits, of the settings that determine the order of
+        its examples.
       role: a name instead of the host's number, for the head of a single controller.
     """
     facts = {
@@ -54,8 +54,8 @@ def local_facts(
 
 @functools.cache
 def versions() -> Facts:
-    """The versions of the packages on which the order of examples depends."""
-    # Without a local suffix, which a builder of images may add ("0.10.0+patched").
+    """The versions of the packages that determine the order of examples."""
+    # Without a local suffix, which an image may add ("0.10.0+patched").
     return {each: metadata.version(each).partition("+")[0] for each in _PACKAGES}
 
 
@@ -68,8 +68,8 @@ def check_controllers(data: elastic_data.ElasticData, mesh: Mesh) -> None:
     """Compares the facts of all controllers, which must call it together.
 
     Raises:
-      ConfigError: as in `check`.
-      RunError: if one of them does not call it within a day.
+      ConfigError: as `check`.
+      RunError: if a controller does not call it within a day.
     """
     controllers = sorted({device.process_index for device in mesh.devices.flat})
     messages = allgather.shared(tuple(controllers))
@@ -77,7 +77,7 @@ def check_controllers(data: elastic_data.ElasticData, mesh: Mesh) -> None:
 
 
 def check(facts: Sequence[Facts]) -> None:
-    """Raises a ConfigError with the differing values if the facts of hosts differ.
+    """Raises a ConfigError that lists the facts in which hosts differ.
 
     A fact that a host lacks is not compared.
     """
@@ -86,7 +86,7 @@ def check(facts: Sequence[Facts]) -> None:
         hosts: dict[str, dict[str, None]] = {}
         for each in facts:
             if name in each:
-                # Each host appears once for each of its devices.
+                # A host appears once for each of its devices.
                 hosts.setdefault(each[name], {})[each[HOST]] = None
         if len(hosts) > 1:
             found = (f"{value} on {errors.first_of(on)}" for value, on in hosts.items())

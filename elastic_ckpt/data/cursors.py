@@ -1,14 +1,8 @@
 """Cursors: the position of each logical shard in its pipeline, in files by shard range.
 
-Consecutive shards `[first, last]` of one host are saved in one file,
-`shards-00000-00011.json.gz`: a `checked_json` file of version 1 with the fields
-
-* `position`: the position of the data state that the cursors belong to
-* `cursors`: the cursors of the shards, from `first` to `last`
-
-The cursor of a shard that has not yielded a row is null. The file names contain the
-ranges, so a host reads only the files with its own shards, regardless of how many hosts
-wrote them.
+A host saves consecutive shards in one file, such as `shards-00000-00011.json.gz`
+(`FORMAT.md`). The names contain the ranges, so a host reads only the files with its own
+shards, whoever wrote them.
 """
 
 from __future__ import annotations
@@ -24,8 +18,8 @@ from etils import epath
 from elastic_ckpt.core import checked_json, errors, storage
 
 VERSION = 1
-# Fields that no other state has: an older cursor, from which documents are read again;
-# and the states from which rows have read their documents.
+# Fields that only these states have: an older cursor, from which documents are read
+# again; and the states from which rows read the documents that they hold.
 HELD, FROM = "documents held by", "documents read from"
 _NAME = re.compile(r"shards-(\d{5,})-(\d{5,})\.json\.gz")
 
@@ -35,14 +29,14 @@ Position = dict[str, storage.Json]
 
 
 def write(directory: epath.PathLike, cursors: Cursors, position: Position) -> None:
-    """Writes the cursors of a host, one file for each run of consecutive shards."""
+    """Writes the cursors of a host, one file per run of consecutive shards."""
     for shards in runs(sorted(cursors)):
         name = f"shards-{shards[0]:05d}-{shards[-1]:05d}.json.gz"
         values = [cursors[shard] for shard in shards]
         content = checked_json.to_bytes(
             {"position": position, "cursors": values}, version=VERSION
         )
-        # Without the time of writing, equal content has equal bytes.
+        # Without a timestamp, equal content has equal bytes.
         compressed = gzip.compress(content, mtime=0)
         storage.write_atomic(epath.Path(directory) / name, compressed)
 
@@ -53,8 +47,7 @@ def read(
     """Reads the cursors of `shards` that hosts wrote into `directory` at `position`.
 
     Raises:
-      DataError: if a shard is missing, or a file is unreadable or of another position;
-        the message names it and the remedy.
+      DataError: if a shard is missing, or a file is unreadable or has another position.
     """
     required = set(shards)
     values_by_shard: dict[int, storage.Json] = {}
@@ -87,8 +80,8 @@ def read(
 def parts(cursor: Any) -> Iterator[dict[str, Any]]:
     """Every object inside a cursor: the state of each transformation of a pipeline.
 
-    Those of an older cursor inside it are left out, and of the states from which rows
-    read their documents all but the last.
+    Skips an older cursor inside it, and all but the last of the states from which rows
+    read their documents.
     """
     if isinstance(cursor, dict):
         yield cursor

@@ -16,9 +16,9 @@ from elastic_ckpt.core.sections import Setting, key
 class DataKeys:
     """The input data: datasets, tokens, batches and loading.
 
-    Attributes are the keys of this section of a configuration, as `configs/base.yml`
-    explains them; `ec.load_config(path).data` has those of a file. `from_config` checks
-    them.
+    The attributes are the keys of this section of a configuration, as explained in
+    `configs/base.yml`; `ec.load_config(path).data` reads those of a file. `from_config`
+    checks them.
     """
 
     grain_train_files: str = key(
@@ -34,7 +34,7 @@ class DataKeys:
     )
     data_stages: str = key(
         "",
-        "Stages of the data, a list or the path of a YAML file with one. Each has"
+        "Stages of the data, a list or the path of a YAML file with one. Each stage has"
         " begin_step, the training step at which it begins, and the keys that it sets,"
         " such as grain_train_files, max_target_length or global_batch_size. Stages"
         " that have not begun may change when you resume.",
@@ -42,9 +42,9 @@ class DataKeys:
     )
     grain_file_type: str = key(
         "arrayrecord",
-        "Format of the files, those for evaluation included: `arrow` is what Hugging"
+        "Format of the files, including those for evaluation: `arrow` is what Hugging"
         " Face datasets save, `jsonl` and `text` may be compressed (.gz, .zst),"
-        " `megatron` are .bin files with their .idx, `webdataset` tar archives.",
+        " `megatron` means .bin files with their .idx, `webdataset` tar archives.",
         choices=(
             "arrayrecord",
             "arrow",
@@ -58,8 +58,8 @@ class DataKeys:
     )
     text_whole_files: bool = key(
         False,
-        "With grain_file_type=text, whether each file is one document; if false, each"
-        " line is.",
+        "With grain_file_type=text, whether each file is one document. If false, each"
+        " line is one.",
     )
     grain_record_format: str = key(
         "bytes",
@@ -69,16 +69,16 @@ class DataKeys:
     )
     train_data_columns: str = key(
         "text",
-        "Column, or feature of a tf.Example, with the text or the tokens. With use_sft"
-        " it has the messages of a conversation, or two columns, separated by a comma,"
-        " have the prompt and the completion. A list, as in MaxText, is accepted.",
+        "Column, or feature of a tf.Example, with the text or the tokens. With use_sft,"
+        " the column with the messages of a conversation, or two columns, separated by"
+        " a comma, with the prompt and the completion. A list, as in MaxText, is"
+        " accepted.",
         lists="names",
     )
     use_sft: bool = key(
         False,
-        "Train on conversations: the chat template of the tokenizer renders their"
-        " messages. add_bos and add_eos have no effect, since the template has these"
-        " tokens.",
+        "Train on conversations: the tokenizer's chat template renders their messages."
+        " add_bos and add_eos have no effect, because the template has these tokens.",
     )
     sft_train_on_completion_only: bool = key(
         False,
@@ -87,43 +87,44 @@ class DataKeys:
     )
     chat_template_path: str = key(
         "",
-        "File with the chat template, in Jinja, or in the field chat_template of a"
-        " .json file. Empty takes that of the tokenizer: chat_template.jinja, or"
-        " tokenizer_config.json, beside its file.",
+        "File with the chat template: Jinja text, or a .json file with the field"
+        " chat_template. If empty, the tokenizer's own: chat_template.jinja or"
+        " tokenizer_config.json, next to its file.",
     )
     chat_template: str = key(
         "", "The chat template itself, instead of chat_template_path."
     )
     chat_template_date: str = key(
         "",
-        "Date, YYYY-MM-DD, that a chat template gets when it asks for today's, which"
-        " is refused without this key, because rows would change from day to day.",
+        "Date, YYYY-MM-DD, that a chat template gets when it asks for today's date."
+        " Without this key such a template is rejected, because rows would change from"
+        " day to day.",
     )
     text_directory: str = key(
         "",
-        "Local directory of text files to write a dataset from if it is a single path"
-        " that does not exist yet, as `elastic-ckpt data` does. Python's own sources"
-        " are named `python-stdlib`, or `python-stdlib/email`. Several datasets:"
-        " separated by `;`, evaluation last.",
+        "Local directory of text files. A dataset that is a single file and does not"
+        " exist yet is written from it, as by `elastic-ckpt data`. `python-stdlib`, or"
+        " `python-stdlib/email`, is Python's own source code. For several datasets,"
+        " separate directories by `;`, evaluation last.",
     )
     num_logical_shards: int = key(
         0,
-        "Number of logical shards, fixed for the whole run. The run can use any"
-        " number of hosts that divides it, at no cost (`elastic-ckpt plan` lists"
-        " them). 0 selects the positional engine: ArrayRecord files, one example per"
-        " record, no packing, read by Grain's ElasticIterator.",
+        "Number of logical shards, fixed for the whole run, which can use any number of"
+        " hosts that divides it at no cost (`elastic-ckpt plan` lists them). 0 selects"
+        " the positional engine: ArrayRecord files, one example per record, no packing,"
+        " read by Grain's ElasticIterator.",
         at_least=0,
     )
     num_epoch: int = key(
         0,
         "Epochs after which the data, and with it the run, ends; 0 repeats the data"
-        " endlessly. Batches at the end that are not full are padded and masked.",
+        " endlessly. Incomplete batches at the end are padded and masked.",
         at_least=0,
     )
     corrupt_records: str = key(
         "fail",
-        "What to do with a corrupt record: end the run (`fail`), or leave the record"
-        " out (`skip`); of Parquet and Arrow, its whole row group or record batch.",
+        "What to do with a corrupt record: end the run (`fail`), or skip the record"
+        " (`skip`); in Parquet and Arrow files, its whole row group or record batch.",
         choices=("fail", "skip"),
     )
     tokenize_train_data: bool = key(
@@ -194,8 +195,8 @@ class DataKeys:
     )
     enable_rampup_batch_size: bool = key(
         False,
-        "Start with smaller batches, which grow in stages of equally many rows; needs"
-        " per_device_batch_size.",
+        "Start with smaller batches, which grow in stages with equal numbers of rows;"
+        " needs per_device_batch_size.",
     )
     per_device_batch_size_start: float = key(
         4.0, "Rows of a batch on each device in the first stage.", at_least=0
@@ -207,7 +208,7 @@ class DataKeys:
         500, "Rows of the whole ramp: of all stages but the last.", at_least=1
     )
     enable_data_shuffling: bool = key(
-        True, "Shuffle the records, in another order in each epoch."
+        True, "Shuffle the records, in a different order in each epoch."
     )
     data_shuffle_seed: int = key(0, "Seed of the shuffle.", at_least=0)
     grain_num_threads: int = key(
@@ -222,16 +223,17 @@ class DataKeys:
     )
     max_shard_reads: float = key(
         1.5,
-        "How often a logical shard may be read, on average over the shards, before the"
-        " run is refused. Hosts that do not divide num_logical_shards read some shards"
-        " more than once. May change when you resume.",
+        "Maximum number of hosts that read a logical shard, on average over the shards;"
+        " above it, the run is rejected. If the number of hosts does not divide"
+        " num_logical_shards, some shards are read more than once. May change when you"
+        " resume.",
         at_least=1,
     )
     grain_worker_count: int = key(
         -1,
         "Worker processes on each host that run its logical shards. 0 runs them in the"
         " host's own process. -1 chooses: one worker process for conversations, whose"
-        " templates are Python, and none for all else. May change when you resume.",
+        " templates are Python, otherwise none. May change when you resume.",
         at_least=-1,
     )
     grain_per_worker_buffer_size: int = key(
@@ -279,9 +281,9 @@ def changed(data: DataKeys, settings: Mapping[str, Setting]) -> DataKeys:
 
 
 def stages(data: DataKeys) -> list[tuple[int, DataKeys]]:
-    """The stages of the data: the step at which each begins, and its keys.
+    """The step at which each stage of the data begins, and its keys.
 
-    Without `data_stages` there is one.
+    Without `data_stages` there is one stage.
 
     Raises:
       ConfigError: if the file cannot be read, or a stage is invalid; names it.
@@ -297,8 +299,8 @@ def stages(data: DataKeys) -> list[tuple[int, DataKeys]]:
     nodes = document.value if isinstance(document, yaml.SequenceNode) else []
     if not nodes or not all(isinstance(node, yaml.MappingNode) for node in nodes):
         raise errors.ConfigError(
-            f"{path}: write a list of stages: `- begin_step: 0` and, below it, keys"
-            " that it sets"
+            f"{path}: write a list of stages: `- begin_step: 0` and, below it, the keys"
+            " that the stage sets"
         )
     fields = [f for f in dataclasses.fields(data) if f.name not in _OF_ALL_STAGES]
     found = []
@@ -307,22 +309,22 @@ def stages(data: DataKeys) -> list[tuple[int, DataKeys]]:
         begin = settings.pop("begin_step", None)
         if begin is None or type(begin.value) is not int or begin.value < 0:
             raise errors.ConfigError(
-                f"{path}, stage {number}: it has no begin_step, the training step at"
-                " which it begins; give it a number from 0"
+                f"{path}, stage {number}: begin_step, the training step at which it"
+                " begins, is missing or invalid; set it to a number from 0"
             )
         of = " of a stage (those of all stages are set for the run)"
         values: dict[str, Any] = dict(sections.checked(settings, fields, of=of))
         if values.keys() & {*_TRAINING}:
-            # It has other data than the run, by whichever key.
+            # The stage's data replaces the run's, whichever key sets it.
             values |= {key: "" for key in _TRAINING if key not in values}
         found.append((begin.value, dataclasses.replace(data, **values)))
     return found
 
 
 _STAGES = "data_stages"
-# The keys that give the training data, one instead of the other.
+# The alternative keys for the training data.
 _TRAINING = ("grain_train_files", "grain_train_mixture_config_path")
-# Keys of the data that no stage has for itself: of the run, and of the loop.
+# Keys that a stage cannot set: those of the run and of the loop.
 _OF_ALL_STAGES = {
     "colocated_python_data_input",
     "data_read_ahead_batches",

@@ -2,7 +2,7 @@
 
 They are either a list, `a*.parquet,0.3;b*.parquet,0.7`, or a JSON file in MaxText's
 form, `{"web": {"path": "web/*.parquet", "weight": 0.3}, ...}`. In the file, an entry
-may have `datasets` instead of `path`: a nested mixture, whose parts have names such as
+may have `datasets` instead of `path`: a nested mixture, whose parts are named like
 `code/python` and share the entry's weight.
 """
 
@@ -26,9 +26,9 @@ class Dataset:
     """One dataset of a mixture, or the only one.
 
     Attributes:
-      name: its name in cursors and reports.
+      name: the name in cursors and reports.
       patterns: comma-separated paths, URIs or globs.
-      weight: its weight; only ratios count.
+      weight: the weight; only ratios count.
     """
 
     name: str
@@ -40,10 +40,9 @@ def from_list(text: str, *, key: str) -> list[Dataset]:
     """The datasets of `patterns,weight;patterns,weight`, or of patterns only.
 
     A dataset is named after the end of its first pattern, from the last component
-    without a wildcard, so that files that are moved are still the same dataset. If a
-    name is already used, more leading components are included: a dataset appended to
-    the list does not change the names of those before it. One that is alone needs no
-    weight.
+    without a wildcard, so moved files are still the same dataset. A name that is taken
+    gets more leading components, so appending a dataset does not rename earlier ones. A
+    single dataset needs no weight.
 
     Raises:
       ConfigError: if a part lacks a weight; names `key` and the part.
@@ -70,7 +69,7 @@ def from_file(path: epath.PathLike) -> list[Dataset]:
     """The datasets of a JSON file.
 
     Raises:
-      ConfigError: names the file, the invalid entry and the problem.
+      ConfigError: if the file is invalid; names it, the entry and the problem.
     """
     try:
         text = storage.absolute(path).read_text()
@@ -84,7 +83,7 @@ def from_file(path: epath.PathLike) -> list[Dataset]:
     names = [dataset.name for dataset in found]
     if len({*names}) < len(names):
         raise errors.ConfigError(
-            f"{path}: two datasets have the same name, of {names}; rename one of them"
+            f"{path}: two of the datasets {names} have the same name; rename one"
         )
     return found
 
@@ -92,12 +91,12 @@ def from_file(path: epath.PathLike) -> list[Dataset]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise ValueError(f"a name is there twice in {[name for name, _ in pairs]}")
+        raise ValueError(f"a name occurs twice in {[name for name, _ in pairs]}")
     return fields
 
 
 def to_list(datasets: list[Dataset]) -> str:
-    """The text from which `from_list` makes these datasets in this order."""
+    """The inverse of `from_list`."""
     if [dataset.weight for dataset in datasets] == [1.0]:
         return datasets[0].patterns
     return ";".join(f"{d.patterns},{d.weight}" for d in datasets)
@@ -117,8 +116,8 @@ def _entries(
         weight, files = fields.get("weight"), {*fields} - {"weight"}
         if not isinstance(weight, int | float) or files not in ({"path"}, {"datasets"}):
             raise errors.ConfigError(
-                f"{place}: {prefix}{name} has {entry!r:.200}; give it a weight, which"
-                " is a number, and path or datasets"
+                f"{place}: {prefix}{name} has {entry!r:.200}; give it a numeric weight"
+                " and either path or datasets"
             )
         weights[prefix + name] = weight
     mixing.check_weights(weights)

@@ -1,4 +1,4 @@
-"""Which rows of a global batch a host loads, and how they become a global array."""
+"""Which rows of a global batch each host loads, and how they become a global array."""
 
 from __future__ import annotations
 
@@ -37,12 +37,7 @@ def rows_held(sharding: NamedSharding, global_batch_size: int) -> dict[int, np.n
 def placements(
     sharding: NamedSharding, global_batch_size: int, later: tuple[int, ...] = ()
 ) -> dict[int, rows.Placement]:
-    """The rows of each host, by its number, in batches that are sharded in some way.
-
-    Args:
-      sharding: the sharding of a batch.
-      global_batch_size: B.
-      later: other sizes that batches may have later.
+    """The rows of each host, by its number; `later` are sizes that batches may get.
 
     Raises:
       ConfigError: if a batch does not divide over the mesh.
@@ -71,14 +66,14 @@ def saved_shards(
 def warn_of_shared_shards(
     data: elastic_data.ElasticData, placements: Iterable[rows.Placement]
 ) -> None:
-    """Warns if several hosts, or workers of a loader, run the same logical shards."""
+    """Warns if several hosts or loader workers run the same logical shards."""
     reads = rows.shard_reads(data.num_shards, placements) if data.num_shards else 1
     if reads > 1:
         logging.warning(
-            "each of the %d logical shards is read %.3g times, as several hosts, or"
-            " workers of a loader, run the same ones; choose a number of shards and"
-            " batches that the number of hosts divides, and for workers a number of"
-            " shards that is a multiple of global_batch_size * num_workers",
+            "each of the %d logical shards is read %.3g times, because several hosts or"
+            " loader workers run the same shards; choose a number of shards and a batch"
+            " size that the number of hosts divides, and for workers a number of shards"
+            " that is a multiple of global_batch_size * num_workers",
             data.num_shards,
             reads,
         )
@@ -91,13 +86,13 @@ def feature_sharding(
     """The sharding of a feature of a batch.
 
     A feature with fewer dims than the batch's spec has entries, such as `mask` of shape
-    `[B]`, is sharded by the first entries. So is `example_id`, uint32 `[B, 2]`, whose
-    dim 1 is not a sequence.
+    `[B]`, is sharded by the first entries. So is `example_id`, uint32 `[B, 2]`, because
+    its dim 1 is not a sequence.
 
     Args:
       sharding: the sharding of a batch.
       name: the feature, or `global_batch_size` for the rows themselves.
-      shape: its shape, `[B, ...]`.
+      shape: the shape of the feature, `[B, ...]`.
 
     Raises:
       ConfigError: if a dim does not divide over the mesh axes that shard it.
@@ -110,9 +105,9 @@ def feature_sharding(
             of_feature = f"dim {dim} of feature {name!r}, of shape {list(shape)},"
             what = of_feature if dim else f"{name}={shape[0]}"
             raise errors.ConfigError(
-                f"{what} cannot be divided evenly among the {parts} parts that the mesh"
-                f" makes of it by {spec}; choose a positive multiple of {parts}, or"
-                " shard it over fewer axes (spec=)"
+                f"{what} cannot be divided evenly among the {parts} shards of {spec} on"
+                f" this mesh; choose a positive multiple of {parts}, or shard it over"
+                " fewer axes (spec=)"
             )
     return NamedSharding(sharding.mesh, spec)
 
@@ -123,12 +118,12 @@ def placed(
     sharding: NamedSharding,
     placement: rows.Placement,
 ) -> elastic_data.Batch:
-    """Puts a host's rows on its devices, in the same way for every batch."""
+    """Places a host's rows on its devices as a global batch."""
     num_rows, held = placement.global_batch_size, placement.held
 
     def part(feature: np.ndarray, index: Any) -> np.ndarray:
         start, stop, _ = index[0].indices(num_rows)
-        # The rows of a device are consecutive among those of its host.
+        # A device's rows are consecutive among its host's rows.
         first = int(np.searchsorted(held, start))
         return feature[first : first + stop - start, *index[1:]]
 
@@ -144,13 +139,13 @@ def placed(
 
 
 def _narrowed(name: str, feature: np.ndarray) -> np.ndarray:
-    # A feature in the type that JAX has for it: without jax_enable_x64, 32 bits.
+    # A feature in JAX's dtype for it: without jax_enable_x64, 32 bits.
     kind = feature.dtype.kind
     if kind in "OSU":
         raise errors.DataError(
-            f"feature {name!r} has values such as {next(feature.flat, None)!r:.40}, and"
-            " JAX arrays hold numbers alone; leave it out in make_shard, or convert it"
-            " to numbers (ec.data.LocalBatches delivers bytes and text as they are)"
+            f"feature {name!r} has values such as {next(feature.flat, None)!r:.40}, but"
+            " JAX arrays hold only numbers; drop it in make_shard, or convert it to"
+            " numbers (ec.data.LocalBatches delivers bytes and text unchanged)"
         )
     narrowed = feature.astype(dtypes.canonicalize_dtype(feature.dtype), copy=False)
     if kind in "iu" and narrowed is not feature and (narrowed != feature).any():
@@ -165,8 +160,7 @@ def _narrowed(name: str, feature: np.ndarray) -> np.ndarray:
 def batches_of_end(data: elastic_data.ElasticData, global_batch_size: int) -> int:
     """The number of consecutive batches without a real row that mark the end of `data`.
 
-    Fewer such batches are skipped: the shards of their rows have ended, but other
-    shards may not have.
+    Fewer such batches are skipped: other shards may still have rows.
     """
     if data.end is elastic_data.End.NEVER or not data.num_shards:
         return 1

@@ -14,12 +14,12 @@ from elastic_ckpt.data import cursors, rows
 
 Batch: TypeAlias = dict[str, jax.Array]
 
-# The feature that is true for real rows and false for padding, in finite data.
+# A feature of finite data: true for real rows, false for padding.
 MASK = "mask"
 # The feature that numbers the examples.
 EXAMPLE_ID = "example_id"
 
-# Reads the cursors of the given shards, from all hosts that saved some.
+# Reads the cursors of the given shards, whichever hosts saved them.
 ReadCursors = Callable[[Sequence[int]], cursors.Cursors]
 
 
@@ -28,7 +28,7 @@ class End(enum.Enum):
 
     Attributes:
       NEVER: it does not end.
-      PADDED: after the last row. Zeros fill the last batches; `mask` is false there.
+      PADDED: after the last row; zeros fill the last batches, where `mask` is false.
     """
 
     NEVER = "never"
@@ -46,7 +46,7 @@ class HostBatches(Protocol):
 
     @property
     def in_process_by_default(self) -> bool:
-        """Whether rows are made in this process because nobody chose where."""
+        """Whether rows are made in this process only because it is the default."""
 
     def __next__(self) -> dict[str, np.ndarray]:
         """The next rows: arrays of shape `[rows of the host, ...]`."""
@@ -55,26 +55,23 @@ class HostBatches(Protocol):
         """The position after the last rows, the same on every host."""
 
     def shard_cursors(self) -> cursors.Cursors:
-        """The newest cursors of the logical shards that this host runs.
-
-        Later rows do not change the mapping.
-        """
+        """The newest cursors of this host's logical shards, as an immutable mapping."""
 
     def go_to(self, position: cursors.Position, read: ReadCursors) -> None:
-        """Moves to a position that any host saved; reads the cursors that it needs.
+        """Moves to a position and reads the cursors that it needs.
 
         If this fails, the position does not change.
         """
 
     def close(self) -> None:
-        """Ends threads and processes that read ahead; `go_to` starts them again."""
+        """Stops threads and processes that read ahead; `go_to` restarts them."""
 
 
 class ElasticData(Protocol):
     """Data whose global batches are the same on any number of hosts.
 
-    `from_config`, `positional` and `sharded` make it, and `ec.batches` iterates over
-    it; the methods below are what iterators call. It must be picklable by cloudpickle.
+    `from_config`, `positional` and `sharded` create it, `ec.batches` iterates over it,
+    and the iterators call the methods below. It must be picklable by cloudpickle.
     """
 
     @property
@@ -87,7 +84,7 @@ class ElasticData(Protocol):
 
     @property
     def num_shards(self) -> int:
-        """The number of logical shards; 0 if the state is a position alone."""
+        """The number of logical shards; 0 if the state is only a position."""
 
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the order of examples, by configuration key."""
@@ -97,24 +94,24 @@ class ElasticData(Protocol):
 
 
 def check(data: Any, *, caller: str) -> None:
-    """Raises a ConfigError that names a way, if `data` is no `ElasticData`."""
+    """Raises a ConfigError that explains how to create data, unless `data` is some."""
     if hasattr(data, "host_batches") and not isinstance(data, type):
         return
     raise errors.ConfigError(
         f"{caller}: data is a {type(data).__name__}; give the result of"
-        " ec.data.from_config(keys), or that of ec.data.sharded(make_shard,"
+        " ec.data.from_config(keys), of ec.data.sharded(make_shard,"
         ' num_shards=S, pipeline="a name, version 1"), where make_shard(shard) returns'
-        " the part dataset[shard::S] of a MapDataset of Grain, followed by"
-        " .to_iter_dataset(); or, for a MapDataset that has no filters, that of"
+        " dataset[shard::S].to_iter_dataset() of a Grain MapDataset, or, for a"
+        " MapDataset without filters, of"
         ' ec.data.positional(dataset, pipeline="a name, version 1")'
     )
 
 
 def batch_size(value: Any, *, caller: str) -> int:
-    """A global batch size, checked to be an integer of any type.
+    """A global batch size as an int.
 
     Raises:
-      ConfigError: if it is not.
+      ConfigError: if it is not an integer of any type.
     """
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise errors.ConfigError(

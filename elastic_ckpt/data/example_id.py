@@ -9,16 +9,16 @@ NONE = 2**64 - 1
 
 
 def split(ids: np.ndarray) -> np.ndarray:
-    """Ids, uint64, as uint32 `[rows, 2]`: the high half, then the low one."""
+    """Splits ids, uint64, into uint32 `[rows, 2]`: the high half, then the low half."""
     return np.stack([ids >> np.uint64(32), ids], axis=1).astype(np.uint32)
 
 
 def join(halves: np.ndarray) -> list[int]:
-    """The inverse of `split`: the ids of the rows of `halves`, uint32 `[rows, 2]`."""
+    """The inverse of `split`: the ids in `halves`, uint32 `[rows, 2]`, as a list."""
     return joined(halves).tolist()
 
 
 def joined(halves: np.ndarray) -> np.ndarray:
-    """The ids of `join` as uint64 `[rows]`."""
+    """Like `join`, as an array, uint64 `[rows]`."""
     high, low = halves[:, 0].astype(np.uint64), halves[:, 1].astype(np.uint64)
     return high << np.uint64(32) | low

@@ -2,8 +2,8 @@
 
 `HostIterator` runs on each host: it loads the host's rows and places them on the host's
 devices. `Batches` drives it in the training process, as a plain iterator and an Orbax
-`StatefulCheckpointable`; `RemoteIterator` drives those of other hosts, in colocated
-Python, in the same way.
+`StatefulCheckpointable`; `RemoteIterator` drives other hosts' in the same way, through
+colocated Python.
 """
 
 from __future__ import annotations
@@ -34,21 +34,18 @@ from elastic_ckpt.data import (
     state,
 )
 
-# The state of one host: the common position, and the cursors that it has.
+# The state of one host: the common position, and the host's cursors.
 HostState = tuple[cursors.Position, cursors.Cursors]
 
-# How long hosts wait for each other when the batches change: a host may come to that
-# step later than others by the time that one of its reads takes.
+# How long hosts wait for each other when the batches change: a slow read may delay a
+# host by this much.
 CHANGE_SECS = 600.0
 
 
 def check_alike(sharding: NamedSharding, course: stages.Course, num_taken: int) -> None:
-    """Raises a ConfigError unless all processes of a mesh continue alike.
+    """Raises a ConfigError unless all processes of a mesh continue with equal batches.
 
-    Args:
-      sharding: of a batch.
-      course: how this process continues.
-      num_taken: the batches that this process has taken since the last change.
+    This process continues with `course`, `num_taken` batches after the last change.
     """
     hosts = tuple(delivery.rows_held(sharding, course.size))
     own = f"in batches of {course.size} rows, {num_taken} batches after the last change"
@@ -56,14 +53,14 @@ def check_alike(sharding: NamedSharding, course: stages.Course, num_taken: int) 
     for host, other in zip(hosts, all_hosts, strict=False):
         if other != own:
             raise errors.ConfigError(
-                f"host {topology.this_host()} is to continue {own}, but host {host}"
+                f"host {topology.this_host()} would continue {own}, but host {host}"
                 f" {other}; call resize after the same batch on every host, with the"
                 " same arguments"
             )
 
 
 class HostIterator:
-    """Loads one host's rows and makes global arrays of them.
+    """Loads one host's rows and assembles global arrays.
 
     Args:
       data: the data.
@@ -72,8 +69,8 @@ class HostIterator:
       read_ahead: how far to read, and place on the devices, ahead of `next`.
 
     Attributes:
-      course: how the run goes through the data.
-      identity: that of the data.
+      course: the current stage, step and batch size.
+      identity: the identity of the data.
     """
 
     def __init__(
@@ -90,7 +87,7 @@ class HostIterator:
         if topology.this_host() not in placements:
             raise errors.ConfigError(
                 f"no device of host {topology.this_host()} is in the mesh, so it has no"
-                " rows to load; make the mesh from devices of every host"
+                " rows to load; build the mesh from devices of every host"
             )
         delivery.warn_of_shared_shards(data, placements.values())
         self.identity = data.identity()
@@ -98,7 +95,7 @@ class HostIterator:
 
     def _start(self, course: stages.Course) -> None:
         self.course, self._rows = course, self._begin(course)
-        # Where cursors of all shards can be read: at the beginning there are none.
+        # The position last loaded, and how to read the cursors of all shards there.
         self._loaded: cursors.Position = self._rows.position()
         self._read: elastic_data.ReadCursors = dict.fromkeys
 
@@ -108,17 +105,17 @@ class HostIterator:
         self._start(stages.Course.first(self.course.data, self.course.base_size))
 
     def go_on(self, course: stages.Course) -> None:
-        """Continues with batches of another size, or in another stage.
+        """Continues with a new batch size or stage.
 
         Every host of the mesh calls it after the same batch.
 
         Args:
-          course: one after the same batch as the present one.
+          course: the new course, at the same step.
 
         Raises:
           ConfigError: if the batch does not divide over the mesh, or if a host would
-            have to run other logical shards than before, unless the state was just
-            loaded. Nothing has changed then.
+            have to run new logical shards, unless the state was just loaded. Nothing
+            has changed then.
         """
         position, held = self.get_state()
         num_shards = course.data.num_shards
@@ -129,15 +126,15 @@ class HostIterator:
                 moving = np.setdiff1d(placements[host].shards(num_shards), runs)
                 if moving.size:
                     raise errors.ConfigError(
-                        f"in batches of {course.size} rows logical shards"
-                        f" {moving.tolist()} move to host {host}, which has not run"
-                        " them; save, and continue from there in batches of this size,"
-                        " or choose a number of logical shards and sizes that the"
+                        f"in batches of {course.size} rows, logical shards"
+                        f" {moving.tolist()} would move to host {host}, which has not"
+                        " run them; save, and resume in batches of this size, or choose"
+                        " a number of logical shards and batch sizes that the"
                         f" {len(placements)} hosts divide"
                     )
 
         def read(shards: Sequence[int]) -> cursors.Cursors:
-            # What was loaded may be gone, unless this host has to run other shards.
+            # The loaded step may be deleted by now: read only the missing cursors.
             own = {shard: held[shard] for shard in shards if shard in held}
             others = [shard for shard in shards if shard not in held]
             return own | dict(self._read(others)) if others else own
@@ -157,7 +154,7 @@ class HostIterator:
         return self._rows.num_ready()
 
     def explain(self) -> str:
-        """The reason for the last wait, which names a host."""
+        """The reason for the last wait, with the name of the host."""
         return f"{compatibility.host_name()} did not have its rows ready"
 
     def num_rows(self) -> int:
@@ -180,14 +177,9 @@ class HostIterator:
         progress: state.Progress | None,
         left_out: state.Ranges,
     ) -> Callable[[epath.PathLike], None]:
-        """Returns what writes this host's part of a state into a directory.
+        """Returns a function that writes this host's part of a state into a directory.
 
-        One host writes each cursor.
-
-        Args:
-          taken: the state; that after the last batch by default.
-          progress: of `state.DataState`.
-          left_out: of `state.DataState`.
+        One host writes each cursor. By default the state is that after the last batch.
         """
         position, run = taken or self.get_state()
         data, me = self.course.data, topology.this_host()
@@ -210,7 +202,7 @@ class HostIterator:
         return write
 
     def load(self, directory: epath.PathLike, saved: state.DataState) -> None:
-        """Moves to a data state, saved in `directory` by any number of hosts.
+        """Moves to the data state that any number of hosts saved in `directory`.
 
         Raises:
           DataError: if its cursors cannot be read.
@@ -218,7 +210,7 @@ class HostIterator:
         read = functools.partial(cursors.read, directory, position=saved.position)
         self._move(self.course.restored(saved), saved.position, read)
         self._loaded, self._read = saved.position, read
-        # A restore has more to do before the batch is taken.
+        # Reads while the restore continues.
         self._rows.begin()
 
     def _move(
@@ -253,37 +245,37 @@ def _chosen(held: cursors.Cursors) -> elastic_data.ReadCursors:
 
 @dataclasses.dataclass(frozen=True)
 class LeavingOut:
-    """A component that is loaded in place of the data, whose position does not change.
+    """Loaded in place of the data so that its position stays the same.
 
     Attributes:
-      leave_out: receives the directory of the data state of a step, or None for the
-        beginning, and notes that all rows since then are left out.
+      leave_out: receives the directory of a step's data state, or None for the
+        beginning, and records that all rows since then are left out.
     """
 
     leave_out: Callable[[epath.Path | None], object]
 
     async def save(self, directory: Any) -> Awaitable[None]:
-        """Is not called: the data itself is saved."""
+        """Is never called: saves contain the data itself."""
         raise NotImplementedError
 
     async def load(self, directory: epath.Path) -> Awaitable[None]:
-        """Notes the rows."""
+        """Records the rows since the step as left out."""
         await asyncio.to_thread(self.leave_out, directory)
         return _done()
 
 
 def _done() -> Awaitable[None]:
-    # What Orbax may wait for after a load that is complete.
+    # Orbax awaits it after a load that is complete already.
     nothing = asyncio.get_running_loop().create_future()
     nothing.set_result(None)
     return nothing
 
 
 class Batches:
-    """The iterator in the training process.
+    """The iterator in the training process; `ec.batches` creates it.
 
-    It ends finite data at the same batch on every host. That is a computation over all
-    devices, so all hosts must call it in the same order.
+    It ends finite data at the same batch on every host. That takes a computation over
+    all devices, so all hosts must call it in the same order.
 
     Args:
       data: the data.
@@ -311,7 +303,7 @@ class Batches:
         self._hosts = self._begin(mesh, read_ahead)
 
     def _begin(self, mesh: Mesh, read_ahead: prefetch.ReadAhead) -> HostIterator:
-        # What runs on the hosts, or has these methods for all of them.
+        # Subclasses return an object with the methods of `HostIterator` for all hosts.
         compatibility.check_controllers(self._course.data, mesh)
         return HostIterator(
             self._course.data,
@@ -334,7 +326,7 @@ class Batches:
             batch = self._hosts.next()
             waited = time.monotonic() - began
             metrics.DATA_WAIT.record(waited)
-            # The first wait is no reason for a warning.
+            # The first wait is expected.
             if waited > self._warn_after_secs and self._num_taken:
                 logging.warning(
                     "waited %.1f s for a batch: %s", waited, self._hosts.explain()
@@ -349,13 +341,13 @@ class Batches:
         raise StopIteration
 
     def begin_at(self, step: int) -> None:
-        """Says of which training step the next batch is, in a run of stages.
+        """Sets the training step of the next batch, in a run with stages.
 
-        The iterator counts steps by itself. It has to be told after it has loaded a
-        state of a run that had no stages yet.
+        The iterator counts steps by itself. Call this only after loading a state that
+        was saved without stages.
 
         Raises:
-          DataError: if a stage that is new would have begun before that step.
+          DataError: if a new stage would have begun before that step.
         """
         self._course = self._course.at_step(step)
 
@@ -366,22 +358,22 @@ class Batches:
         self._moved(stages.Course.first(self._course.data, self._course.base_size))
 
     def resize(self, global_batch_size: int) -> None:
-        """Continues with batches of another size.
+        """Continues with a new batch size.
 
-        Every process calls it after the same batch. No logical shard moves to another
-        host: it is sufficient that the number of hosts divides that of shards, and both
+        Every process calls it after the same batch. Logical shards must stay on their
+        hosts, as they do if the number of hosts divides the number of shards and both
         sizes.
 
         Args:
           global_batch_size: rows of a global batch from now on, or until a stage of the
-            data begins that has a size.
+            data sets its own size.
 
         Raises:
           ConfigError: if the batch does not divide over the mesh, if logical shards
             would move, or if processes give different sizes or call it after different
             batches.
-          RunError: if another process did not call it. Nothing has changed on any host
-            after an error.
+          RunError: if another process did not call it. After an error, nothing has
+            changed on any host.
         """
         course = self._course.resized(global_batch_size)
         check_alike(self._sharding, course, self._num_taken)
@@ -394,16 +386,12 @@ class Batches:
     def _moved(self, course: stages.Course) -> None:
         self._course, self._num_taken = course, 0
         held = delivery.rows_held(self._sharding, course.size)
-        # One that only controls other hosts counts all rows.
+        # A head without rows of its own counts all rows.
         own = held.get(topology.this_host(), range(course.size))
         self._rows_here = len(own)
 
     async def save(self, directory: Any) -> Awaitable[None]:
-        """Captures the state; the awaitable writes it.
-
-        Args:
-          directory: one that Orbax creates, a `PathAwaitingCreation`.
-        """
+        """Captures the state; the awaitable writes it to Orbax's directory."""
         began = time.monotonic()
         with metrics.DATA_SAVE_BLOCK.timed():
             write = self._hosts.take(
@@ -417,10 +405,10 @@ class Batches:
         return written()
 
     async def load(self, directory: epath.Path) -> Awaitable[None]:
-        """Moves to the state saved in `directory`, by any number of hosts.
+        """Moves to the state that any number of hosts saved in `directory`.
 
-        It has moved when the awaitable is returned: otherwise Orbax would wrap an error
-        in one about an incompatible handler.
+        It has moved before the awaitable is returned: otherwise Orbax would wrap an
+        error in one about an incompatible handler.
         """
         with metrics.DATA_LOAD.timed():
             saved = await asyncio.to_thread(self._saved, directory)
@@ -440,11 +428,11 @@ class Batches:
         return self._left_out
 
     def leaving_out(self) -> LeavingOut:
-        """What to load in place of this iterator to skip data, as after a loss spike.
+        """What to load in place of this iterator to skip data after a loss spike.
 
-        The model goes back to an earlier step, and the iterator stays where it is: it
+        The model rolls back to an earlier step, but the iterator stays where it is: it
         records that the rows since that step are left out, and the run continues with
-        the rows that come next.
+        the next rows.
         """
         return LeavingOut(self._leave_out)
 
@@ -454,12 +442,12 @@ class Batches:
         now = self._hosts.num_rows()
         if row > now:
             raise errors.DataError(
-                f"the data state in {directory} is at position {row}, after that of the"
-                f" run, {now}; load it to continue from there"
+                f"the data state in {directory} is at position {row}, after the run's"
+                f" position {now}; load it to continue from there"
             )
         self._left_out = (*before, (row, now))
         self._course = self._course.gone_back(saved)
 
     def close(self) -> None:
-        """Stops reading ahead, and yields no more batches."""
+        """Stops reading ahead; the iterator yields no more batches."""
         self._hosts.close()

@@ -4,14 +4,13 @@
 `set_state`, and torchdata, `state_dict` and `load_state_dict`. `data.torch_loader`
 puts it under a loader of PyTorch.
 
-A state is JSON. The state of a rank has the cursors of the shards that it runs, so a
-world of another size loads the states of all ranks together:
+A state is JSON (`FORMAT.md`). The state of a rank has the cursors of the shards that it
+runs, so a world of a different size loads the states of all ranks together:
 `load_state_dict([one, two])`.
 
-The workers of a PyTorch loader take the batches of a rank in turn (`of_worker`). The
-state of a worker is that of the rank after its last batch, with the cursors of the
-shards that it runs; `merged` makes of those of all workers the state of the rank.
-States of data with stages have `progress`, as in `data.state`.
+The workers of a PyTorch loader take the batches of a rank in turn (`of_worker`). A
+worker's state has the rank's position after the worker's last batch, and the cursors of
+the worker's shards; `merged` combines the states of all workers.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ StateDict = dict[str, storage.Json]
 class LocalBatches:
     """One rank's rows of each global batch, as NumPy arrays, without JAX devices.
 
-    For PyTorch and other frameworks, and for tests; `ec.batches` gives a JAX program
-    global arrays. Its state is JSON, and one of another number of ranks can be loaded.
+    For PyTorch and other frameworks, and for tests; `ec.batches` is for JAX programs.
+    The state is JSON, and any number of ranks can load it.
 
     Args:
-      data: from `ec.data.from_config`, `positional` or `sharded`.
+      data: the result of `ec.data.from_config`, `positional` or `sharded`.
       rank: the number of this process.
       num_ranks: the number of processes.
       global_batch_size: rows of all ranks together, B; each has B / num_ranks of them.
-      agree: an all-reduce of a bool over the ranks, needed if finite data is read by
-        several: whether any rank passes True.
+      agree: returns whether any rank passes True, by an all-reduce of a bool; required
+        if several ranks read finite data.
       read_ahead: how far a thread reads ahead: a number of batches, or
         `ec.data.ReadAhead`. By default nothing is read ahead.
     """
@@ -94,8 +93,8 @@ class LocalBatches:
         self._agree = agree or bool
         self._rank, self._num_ranks = rank, num_ranks
         self._read_ahead = prefetch.ReadAhead.of(read_ahead)
-        # As a worker of a loader, it takes every `_num_workers`-th batch, and the next
-        # one after `_skips` others.
+        # A worker of a loader takes every `_num_workers`-th batch; `_skips` batches
+        # come before its next one.
         self._num_workers, self._worker = 1, 0
         self._rows: Any = None
         self._begin(course)
@@ -104,7 +103,7 @@ class LocalBatches:
             delivery.warn_of_shared_shards(data, ranks)
 
     def __getstate__(self) -> dict[str, Any]:
-        # For a process that is not forked: what was read ahead is read again there.
+        # For a spawned process, which reads the batches ahead again.
         return vars(self) | {"_rows": self.get_state()}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
@@ -129,7 +128,7 @@ class LocalBatches:
                 lambda shards: {shard: now[shard] for shard in shards},
             )
         num_steps = self._skips + 1
-        # Whether batches without a row are the end is known from all of them.
+        # To detect the end, it must see the batches of other workers, too.
         while self._finite and self._skips:
             self._next()
             self._skips -= 1
@@ -140,12 +139,12 @@ class LocalBatches:
         return batch
 
     def begin_at(self, step: int) -> None:
-        """Says of which training step the next batch is, in a run of stages.
+        """Sets the training step of the next batch, in a run with stages.
 
-        Needed after a state was loaded of a run that had no stages yet.
+        Call this only after loading a state that was saved without stages.
 
         Raises:
-          DataError: if a stage that is new to the run would have begun before.
+          DataError: if a new stage would have begun before that step.
         """
         self._course = self._course.at_step(step)
 
@@ -164,7 +163,7 @@ class LocalBatches:
 
     def get_state(self) -> StateDict:
         """The state after the last batch, as JSON."""
-        # Also of shards that other ranks run, too: a rank can go on from its own state.
+        # Includes shards that other ranks run, too, so a rank can resume from its own.
         run = self._rows.shard_cursors()
         fields: StateDict = {
             "engine": self._course.data.engine,
@@ -181,8 +180,8 @@ class LocalBatches:
         """Moves to a state, or to the combined state of all ranks of a world.
 
         Raises:
-          DataError: if a state is invalid, was altered or is of another pipeline or
-            version, if the states of the ranks are of different steps, or if cursors of
+          DataError: if a state is invalid, was altered or has a different pipeline or
+            version, if the ranks' states are from different steps, or if cursors of
             shards are missing. The position then does not change.
         """
         ranks = saved if isinstance(saved, list | tuple) and saved else [saved]
@@ -222,7 +221,7 @@ class LocalBatches:
         self.set_state(state_dict)
 
     def at(self, saved: Mapping[str, Any]) -> LocalBatches:
-        """Another iterator over the same rows, at a state."""
+        """A second iterator over the same rows, at a state."""
         return of_worker(self, 0, 1, saved)
 
     def close(self) -> None:
@@ -239,7 +238,7 @@ class LocalBatches:
         position: cursors.Position | None = None,
         read: elastic_data.ReadCursors = dict.fromkeys,
     ) -> None:
-        # To the beginning without a position. If this fails, nothing has changed.
+        # Without a position, to the beginning. If this fails, nothing has changed.
         placement = rows.Placement.in_order(
             self._rank,
             num_hosts=self._num_ranks,
@@ -256,7 +255,7 @@ class LocalBatches:
         if position is not None:
             moved.go_to(position, read)
         if self._rows is not None:
-            # No two threads read at the same time.
+            # So that only one thread reads at a time.
             self._rows.close()
         self._course, self._rows = course, moved
 
@@ -267,20 +266,20 @@ def of_worker(
     num_workers: int,
     saved: Mapping[str, Any] | None = None,
 ) -> LocalBatches:
-    """The batches that one worker of a rank's loader makes: every `num_workers`-th.
+    """The batches of one worker of a rank's loader: every `num_workers`-th.
 
-    They begin at a state, or at the position of `batches`. Worker 0 has the first,
+    They begin at `saved`, or at the position of `batches`. Worker 0 has the first,
     worker 1 the second, and so on.
 
     Raises:
-      ConfigError: if the workers would have to agree on a stage, or on the end of
-        finite data with other ranks.
+      ConfigError: if the workers would have to agree on a stage, or with other ranks on
+        the end of finite data.
     """
     finite_ranks = batches._finite and batches._num_ranks > 1
     if num_workers > 1 and (finite_ranks or len(batches._course.sizes) > 1):
         raise errors.ConfigError(
-            f"{num_workers} workers of a loader take batches in turn; they cannot agree"
-            " on the end of finite data with those of other ranks, nor on when stages"
+            f"the {num_workers} workers of a loader take batches in turn; they cannot"
+            " agree with other ranks on the end of finite data, nor on when stages"
             " begin; use num_workers=0 in the loader, and set num_workers of the data"
             " to use more processes"
         )
@@ -298,25 +297,23 @@ def of_worker(
 
 
 def merged(states: Sequence[Mapping[str, Any]], *, at_end: bool = False) -> StateDict:
-    """The state of a rank, from those of all workers of its loader.
-
-    Each is the state after the last batch of this worker that the loader delivered.
+    """The state of a rank, from the states of all workers of its loader.
 
     Args:
-      states: of the workers.
+      states: each worker's state after its last batch that the loader delivered.
       at_end: whether the loader has delivered all batches.
 
     Raises:
       DataError: if a state is invalid.
     """
     checked = [_checked(each, number) for number, each in enumerate(states)]
-    # The worker with the last batch is at the position of the rank.
+    # The rank's position is that of the worker with the last batch.
     last = max(checked, key=lambda fields: state.row_of(fields["position"]))
     return of_fields(last | {"cursors": _newest_cursors(checked), "at_end": at_end})
 
 
 def _newest_cursors(states: Sequence[Mapping[str, Any]]) -> dict[str, cursors.Cursor]:
-    # The newest cursor of each shard in some states, by its number as text.
+    # The newest cursor of each shard, by its number as text.
     newest: dict[str, cursors.Cursor] = {}
     for fields in states:
         for shard, cursor in fields["cursors"].items():
@@ -325,13 +322,12 @@ def _newest_cursors(states: Sequence[Mapping[str, Any]]) -> dict[str, cursors.Cu
 
 
 def of_fields(fields: Mapping[str, Any]) -> StateDict:
-    """The state with these fields, and with version and digest."""
+    """The state with these fields, plus version and digest."""
     kept = {name: each for name, each in fields.items() if name != "digest"}
     return checked_json.sealed(kept, version=VERSION)
 
 
 def _checked(saved: Any, rank: int) -> dict[str, Any]:
-    # The fields of a state, checked.
     what = "state of LocalBatches"
     content = dict(saved) if isinstance(saved, Mapping) else saved
     try:

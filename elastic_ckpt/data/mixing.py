@@ -1,12 +1,11 @@
 """Mixtures of datasets by weight, with a schedule that is a pure function.
 
-The dataset of turn `n` of shard `s` depends on `n`, `s` and the weights: the weights
-divide the unit interval, and the point `n * phi + s * sqrt(2)`, modulo one, is in the
-interval of one dataset. Multiples of the golden ratio fill the unit interval more
-evenly than any other sequence of this kind (Kronecker's; Niederreiter 1992): among n
-elements, the count of a dataset differs from its share by at most 4 up to n = 1,000,
-and by at most 6 up to a million. Because the only state is `n`, weights can change at
-any turn.
+The dataset of turn `n` of shard `s` depends on `n`, `s` and the weights only: the
+weights divide the unit interval, and the point `n * phi + s * sqrt(2)`, modulo one, is
+in the interval of one dataset. Multiples of the golden ratio fill the unit interval
+more evenly than any other Kronecker sequence (Niederreiter 1992): among n elements, the
+count of a dataset differs from its share by at most 4 up to n = 1,000, and by at most 6
+up to a million. Because the only state is `n`, weights can change at any turn.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ import numpy as np
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import cursors, shard_steps
 
-# The unit interval in 64 bits; the fractions of the golden ratio and of sqrt(2) in it.
+# The unit interval in 64 bits, and the fractions of the golden ratio and of sqrt(2).
 _ONE = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15
 _PHASE = 0x6A09E667F3BCC909
-# The smallest part of the largest weight that counts, so that each has a turn.
+# Weights are rounded to multiples of the largest one divided by this, but not to 0.
 _FINENESS = 2**40
 
-# Fields of a cursor: the number of elements taken from each dataset, and the states.
+# Fields of a state.
 TAKEN, _PARTS, _WEIGHTS = "taken", "parts", "weights"
 
 
@@ -50,7 +49,7 @@ def check_weights(weights: Mapping[str, float]) -> None:
 
 @functools.lru_cache(maxsize=64)
 def bounds(weights: tuple[float, ...]) -> np.ndarray:
-    """The ends, in 64 bits, of the intervals of all weights but the last."""
+    """The upper ends, in 64 bits, of the intervals of all weights but the last."""
     largest = max(weights, default=1)
     exact = [max(1, round(weight / largest * _FINENESS)) for weight in weights]
     ends = [end * _ONE // sum(exact) for end in itertools.accumulate(exact)]
@@ -58,14 +57,7 @@ def bounds(weights: tuple[float, ...]) -> np.ndarray:
 
 
 def chosen(turn: int, num_turns: int, *, shard: int, ends: np.ndarray) -> np.ndarray:
-    """The numbers of the intervals of some turns of a shard, from one on.
-
-    Args:
-      turn: the first.
-      num_turns: how many.
-      shard: the number of the shard.
-      ends: see `bounds`.
-    """
+    """The index of the dataset of each turn, given the `bounds` of the weights."""
     points = np.arange(turn, turn + num_turns, dtype=np.uint64) * np.uint64(_GOLDEN)
     points += np.uint64(shard * _PHASE % _ONE)
     return np.searchsorted(ends, points, side="right")
@@ -77,16 +69,16 @@ class Mixture(shard_steps.Step):
     If a dataset ends, the others continue; the mixture ends with the last of them. A
     dataset is opened when its first element is due.
 
-    The state contains the state of each dataset under its name: when it is loaded,
-    datasets may have been added or removed, and weights changed. A state keeps its
-    weights, so that `lm.Rows` reads the documents that it holds again in the same
-    order; new weights apply from its next chapter on, and datasets that have ended are
-    tried again. Other steps may follow that hold no elements, such as `map` and
-    `filter`; with steps that do, weights cannot change.
+    The state contains the state of each dataset by name, so it can be loaded after
+    datasets were added or removed and weights changed. It also contains its weights, so
+    that `lm.Rows` reads the documents that it holds again in the same order; new
+    weights apply from its next chapter on, and datasets that have ended are tried
+    again. Weights cannot change before steps that buffer elements; `map` and `filter`
+    do not.
 
     Args:
-      parts: the datasets by name, or a function that makes one of them by its name,
-        without a mixture in it, when it is opened.
+      parts: the datasets by name, or a function that creates a named dataset, without a
+        nested mixture, when it is opened.
       weights: the weight of each name, 0 or more; only their ratios count.
       shard: the number of the shard.
     """
@@ -107,7 +99,7 @@ class Mixture(shard_steps.Step):
         if isinstance(parts, Mapping):
             if parts.keys() != weights.keys():
                 raise errors.ConfigError(
-                    f"Mixture: parts are named {sorted(parts)}, and weights"
+                    f"Mixture: parts are named {sorted(parts)}, but weights"
                     f" {sorted(weights)}; give each part a weight"
                 )
             self._keep(parts)
@@ -126,7 +118,7 @@ class Mixture(shard_steps.Step):
         return f"Mixture(shard={self.shard}, {sorted(self._weights)})"
 
     def settings(self) -> dict[str, storage.Json]:
-        """The weight and the steps of each dataset, by its name."""
+        """The weight and the steps of each dataset, by name."""
         return {
             "datasets": {
                 name: {
@@ -139,16 +131,13 @@ class Mixture(shard_steps.Step):
 
 
 class _MixtureIterator(shard_steps.Elements):
-    """Draws from the datasets of a mixture, turn by turn.
-
-    The state has the weights that hold, and what has ended under them.
-    """
+    """Draws from the datasets of a mixture, turn by turn."""
 
     def __init__(self, mixture: Mixture) -> None:
         super().__init__()
         self._mixture, self._shard = mixture, mixture._shard
         self._now = _weights_now(mixture)
-        # Mixtures in this one begin with the weights of now.
+        # Nested mixtures begin with the current weights.
         parts = zip(mixture._weights, shard_steps.parents(mixture), strict=False)
         self._nested = [name for name, part in parts if names(part)]
         self._opened: dict[str, grain.DatasetIterator] = {}
@@ -161,7 +150,7 @@ class _MixtureIterator(shard_steps.Elements):
         self._active, self._ends = [*active], bounds(tuple(active.values()))
 
     def some(self, at_most: int) -> list[Any]:
-        """See `Elements`; not beyond a turn at which a dataset ends."""
+        """See `Elements`; stops at a turn at which a dataset ends."""
         num_turns = at_most
         while self._active:
             turns = chosen(self._turn, num_turns, shard=self._shard, ends=self._ends)
@@ -176,7 +165,7 @@ class _MixtureIterator(shard_steps.Elements):
                     self._taken[self._active[n]] += counts[n]
                 in_turn = {n: iter(elements) for n, elements in drawn.items()}
                 return [next(in_turn[n]) for n in turns.tolist()]
-            # Who has a turn depends on what has ended before.
+            # The turns after a dataset's end are dealt to the others.
             for n, state in before.items():
                 opened[n].set_state(state)
             ends = [np.flatnonzero(turns == n)[len(drawn[n])] for n in short]
@@ -187,7 +176,7 @@ class _MixtureIterator(shard_steps.Elements):
         return []
 
     def renew(self) -> bool:
-        """Uses the weights of now; see `renew` of the module."""
+        """Switches to the current weights; see `renew` of the module."""
         changed = list(map(renew, self._opened.values()))
         if self._weights == self._now and not any(changed):
             return False
@@ -223,11 +212,11 @@ class _MixtureIterator(shard_steps.Elements):
             if name not in self._mixture._weights:
                 raise errors.DataError(
                     f"mixture: dataset {name} was removed, but some of its examples are"
-                    " in incomplete rows still; add it again with weight 0 until they"
+                    " still in incomplete rows; add it again with weight 0 until they"
                     " are used"
                 )
             made = self._mixture._make(name)
-            # It is not the end of a pipeline, to which Grain adds a step, slowly.
+            # Grain would add a slow step to the end of a pipeline.
             made.has_child = True
             opened = iter(made)
             if name in self._saved:
@@ -238,16 +227,13 @@ class _MixtureIterator(shard_steps.Elements):
 
 
 def renew(iterator: Any) -> bool:
-    """Has the mixtures of a pipeline use their present weights from here on.
+    """Switches the mixtures of a pipeline to their current weights.
 
-    A state keeps the weights by which its elements were chosen. Who holds no elements,
-    or reads them again by an earlier state, calls this.
-
-    Args:
-      iterator: of the pipeline, or of any part of it.
+    Only call this where no elements are buffered, or where they are read again from an
+    earlier state, which keeps its weights.
 
     Returns:
-      Whether any weights differ from those before.
+      Whether any weights have changed.
     """
     own = getattr(iterator, "renew", None)
     if own is not None:
@@ -257,10 +243,10 @@ def renew(iterator: Any) -> bool:
 
 
 def check_weights_of(dataset: Any, state: Any) -> None:
-    """Checks that a pipeline goes on from a state by the weights of its elements.
+    """Checks that no buffered elements of a state were chosen by other weights.
 
     Raises:
-      DataError: if a step may hold elements that were chosen by other weights.
+      DataError: if weights have changed before a step that buffers elements.
     """
     holding = [
         step
@@ -279,10 +265,10 @@ def check_weights_of(dataset: Any, state: Any) -> None:
     for name, of_name in states_by_name(state):
         if _WEIGHTS in of_name and of_name[_WEIGHTS] != now.get(name):
             raise errors.DataError(
-                "the weights of a mixture have changed, and"
-                f" {shard_steps.shown(holding[-1])} after it may hold some of its"
-                " elements; use the weights of before, or shuffle each dataset before"
-                " they are mixed, or pack by ec.data.lm.Rows"
+                "the weights of a mixture have changed, but"
+                f" {shard_steps.shown(holding[-1])} after it may have buffered some of"
+                " its elements; use the old weights, shuffle each dataset before the"
+                " mixture, or pack by ec.data.lm.Rows"
             )
 
 
@@ -291,7 +277,7 @@ def _weights_now(mixture: Mixture) -> dict[str, float]:
 
 
 def gone(cursor: cursors.Cursor, names: Collection[str]) -> set[str]:
-    """The datasets by which a cursor may read elements again, without `names`."""
+    """The datasets not in `names` from which a cursor may read elements again."""
     return {
         name
         for part in cursors.parts(cursor)
@@ -316,10 +302,10 @@ def names(made: Any) -> set[str]:
 
 
 def by_name(made: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The datasets of a pipeline, last to first, with the name of their mixture's part.
+    """The datasets of a pipeline, last to first, each with the name of its part.
 
-    The name is empty outside of mixtures, and `outer/inner` in a mixture inside one.
-    Datasets that are made when they are opened are made now, and kept.
+    The name is empty outside of mixtures, and `outer/inner` in a nested mixture. Parts
+    that would be created when they are opened are created now, and kept.
     """
     yield name, made
     if isinstance(made, Mixture):
@@ -334,8 +320,8 @@ def by_name(made: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def states_by_name(state: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """The states inside the state of a pipeline, outermost first; see `by_name`.
 
-    Of those from which documents are read again only the first is there, which may be
-    of an older stage.
+    Of the states from which documents are read again, it has only the first, which may
+    be of an older stage.
     """
     if isinstance(state, dict):
         state = state.get(cursors.HELD, state)

@@ -1,9 +1,9 @@
 """Which records each shard reads, as pure functions of numbers.
 
-Each epoch has its own order of blocks: a keyed permutation. It is also an order of
-records, and shards have equal `share`s of it: the numbers of records that two shards
-read in any number of epochs differ by one at most. A share is a run of the order, or
-every g-th record of one, which a group of g shards reads together.
+Each epoch has a keyed permutation of the blocks, and so an order of records. Shards
+read equal `share`s of it: over any number of epochs, the record counts of two shards
+differ by at most one. A share is a run of the order, or every g-th record of a run that
+a group of g shards reads together.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# A dataset is small if no block has more records than this, and all blocks together
-# have not more records and bytes than that: each host may have to read all of them.
+# Limits of a small dataset, all of which each host may have to read: records of a
+# block, and records and bytes in total.
 _SMALL_BLOCK_RECORDS = 4096
 _SMALL_RECORDS = 2**20
 _SMALL_BYTES = 2**30
-# The most blocks whose records are kept shuffled, of 8 KiB at most.
+# Maximum number of cached block shuffles, of up to 8 KiB each.
 _MOST_SHUFFLED = 1024
-# The most shards that read the same blocks together.
+# Maximum number of shards that read the same blocks together.
 GROUP_SHARDS = 256
-# The chains of blocks of each group: at both ends it reads parts of one.
+# Chains of blocks per group, which reads parts of a chain at both ends.
 _CHAINS_OF_GROUP = 2
-# The epochs whose order is kept, at least: shards are not all in the same one. A shard
-# that opens reads many epochs of a few blocks, and so do those that open after it.
+# Minimum number of cached epochs, because shards are in different ones. With few
+# blocks, each shard that opens skips through many epochs.
 _LEAST_EPOCHS = 3
 _MOST_ORDERED = 2**15
 
@@ -36,22 +36,21 @@ _ROUNDS = 6
 class Order:
     """The records of a dataset, as its shards read them in each epoch.
 
-    Shards read the blocks of a small dataset together, and records are shuffled in
-    each. They also read chains of blocks together if there are only a few: a shard that
-    begins in the middle of one has to read what is before.
+    Shards share the blocks of a small dataset, whose records are shuffled within each
+    block. They also share chains of blocks if there are few, because a shard that
+    begins within a chain must read it from its start.
 
     Args:
       sizes: the number of records of each block, int64 `[blocks]`.
-      is_chained: of each block, whether it follows the one before it in each epoch, as
-        some can only be read after that.
-      num_bytes: of the dataset.
+      is_chained: whether each block can only be read after its predecessor.
+      num_bytes: the size of the dataset.
       num_shards: S.
-      seed: of the permutations; None leaves all blocks and records as they are.
-      lead: the first shard that reads one record more in the first epoch.
+      seed: the seed of the permutations; None keeps blocks and records in file order.
+      lead: the first shard that reads an extra record in the first epoch.
 
     Attributes:
       first: the number of the first record of each block.
-      num_records: of an epoch.
+      num_records: the records of an epoch.
       is_shared: whether shards read blocks together.
     """
 
@@ -68,7 +67,7 @@ class Order:
         self._sizes, self._seed = sizes, seed
         self.first = np.cumsum(sizes) - sizes
         self.num_records = int(sizes.sum())
-        # The first block of each chain, and the number of its blocks.
+        # The first block and the length of each chain.
         self._begin = np.flatnonzero(~is_chained)
         self._length = np.diff(self._begin, append=len(sizes))
         is_small = (
@@ -93,15 +92,14 @@ class Order:
         self._epoch = functools.lru_cache(num_epochs)(self._blocks_in)
 
     def share(self, shard: int, epoch: int) -> range:
-        """The places in an epoch of the records that a shard reads; see `share`."""
+        """The positions in an epoch of the records that a shard reads; see `share`."""
         return share(shard, epoch=epoch, **self._sharing)
 
     def part(self, epoch: int, places: range) -> tuple[int, Sequence[int], int | None]:
-        """The records at the first of some ascending places, as far as a block goes.
+        """The records at the first of some ascending places, up to a block's end.
 
         Returns:
-          The number of the block, the numbers of the records in it, and the number of
-          the block after it in the epoch.
+          The block, the numbers of the records in it, and the next block of the epoch.
         """
         number, start = self._epoch(epoch)
         index = bisect.bisect_right(start, places[0]) - 1
@@ -117,7 +115,7 @@ class Order:
         return block, numbers, following
 
     def find(self, record: int, epoch: int) -> tuple[int, int]:
-        """The shard that reads a record in an epoch, and how many it reads before."""
+        """The shard that reads a record, and how many records it reads before it."""
         block = int(np.searchsorted(self.first, record, side="right")) - 1
         number, start = self._epoch(epoch)
         row = record - int(self.first[block])
@@ -128,7 +126,7 @@ class Order:
         return next((n, of.index(place)) for n, of in enumerate(shares) if place in of)
 
     def _blocks_in(self, epoch: int) -> tuple[np.ndarray, Sequence[int]]:
-        # The blocks in the order of an epoch, and how many records are before each.
+        # The blocks in the order of an epoch, and the number of records before each.
         chain = np.arange(len(self._begin))
         if self._seed is not None:
             chain = permuted(chain, length=len(chain), key=(self._seed, epoch))
@@ -144,7 +142,7 @@ class Order:
         return _shuffled(int(self._sizes[block]), self._seed % 2**64, epoch, block)
 
 
-# Of all datasets: shards read the same blocks at about the same time.
+# Shared by all datasets: shards read the same blocks at about the same time.
 @functools.lru_cache(maxsize=_MOST_SHUFFLED)
 def _shuffled(size: int, *key: int) -> np.ndarray:
     return np.random.default_rng(key).permutation(size).astype(np.uint16)
@@ -159,25 +157,25 @@ def share(
     group: int = 1,
     lead: int = 0,
 ) -> range:
-    """The places, in the order of an epoch, of the records that a shard reads.
+    """The positions, in the order of an epoch, of the records that a shard reads.
 
-    Shards that read one record more are others in each epoch, in turn: after any number
-    of epochs with N records together, they are the N modulo S shards from `lead` on.
+    The extra records rotate over the shards: after N records of any number of epochs,
+    the N modulo S shards from `lead` on have read one more than the others.
 
     Args:
-      shard: its number, from 0.
+      shard: the shard, from 0.
       num_shards: S.
-      num_records: of the epoch.
-      epoch: its number, from 0.
+      num_records: the records of an epoch.
+      epoch: the epoch, from 0.
       group: how many shards take the records of one run in turn.
-      lead: the first shard that reads one record more in the first epoch.
+      lead: the first shard that reads an extra record in the first epoch.
     """
     least, rest = divmod(num_records, num_shards)
-    # The shards from `first_more` on, modulo S, read one record more.
+    # `rest` shards from `first_more` on, modulo S, read an extra record.
     first_more = (epoch * rest + lead) % num_shards
 
     def num_more(shard: int) -> int:
-        # How many of the shards before this one read one record more.
+        # The number of shards before this one that read an extra record.
         end = first_more + rest
         return max(0, min(shard, end) - first_more) + max(
             0, min(shard, end - num_shards)
@@ -187,7 +185,7 @@ def share(
     step = min(group, num_shards - begin)
     first = begin * least + num_more(begin)
     num = least + num_more(shard + 1) - num_more(shard)
-    # Within the group, the shards that read more come first.
+    # Within the group, the shards with an extra record come first.
     before = first_more - begin
     if not 0 <= before < step:
         before = 0
@@ -196,15 +194,15 @@ def share(
 
 
 def permuted(place: np.ndarray, *, length: int, key: tuple[int, ...]) -> np.ndarray:
-    """The numbers at indexes of a keyed permutation of `range(length)`.
+    """Evaluates a keyed permutation of `range(length)` at the given indexes.
 
     A Feistel network over the smallest square that contains the range, applied until
     the result is in the range (Black and Rogaway 2002). It needs no storage.
 
     Args:
       place: the indexes, of any shape.
-      length: of the permutation.
-      key: integers, of which 64 bits count.
+      length: the length of the permutation.
+      key: integers, of which the low 64 bits count.
 
     Returns:
       int64 of the same shape.
@@ -212,7 +210,7 @@ def permuted(place: np.ndarray, *, length: int, key: tuple[int, ...]) -> np.ndar
     seed = np.zeros(1, np.uint64)
     for part in key:
         seed = _mixed(seed ^ np.uint64(part % 2**64))
-    # Of half a number.
+    # The bits of half a number.
     num_bits = max(1, (length - 1).bit_length() + 1 >> 1)
     bits, half = np.uint64(num_bits), np.uint64((1 << num_bits) - 1)
     number = place.astype(np.uint64)
@@ -228,7 +226,7 @@ def permuted(place: np.ndarray, *, length: int, key: tuple[int, ...]) -> np.ndar
 
 
 def _mixed(number: np.ndarray) -> np.ndarray:
-    # Of each number, uint64: SplitMix64's finaliser (Steele et al. 2014).
+    # SplitMix64's finaliser (Steele et al. 2014), on uint64.
     number = number + np.uint64(0x9E3779B97F4A7C15)
     number = (number ^ number >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     number = (number ^ number >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

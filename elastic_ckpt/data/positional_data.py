@@ -1,9 +1,9 @@
 """The positional engine: a Grain `MapDataset`, whose state is a position.
 
-Example `n` of the run is element `n` of the dataset, whatever was read before, so the
-state is the number of the next example, as for Grain's `ElasticIterator`. That deals
-examples to hosts in turn; here each host reads those of the rows that its devices hold,
-so that every batch equals that of one host, row by row.
+Example `n` of the run is element `n` of the dataset, so the state is the number of the
+next example, as in Grain's `ElasticIterator`. That one deals examples to hosts in turn;
+here each host reads the rows of its own devices, so every batch equals the single-host
+batch row by row.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from elastic_ckpt.data.sources import arrayrecord, files, source
 
 Example = dict[str, np.ndarray]
 
-# The name that Grain's `ElasticIterator` gives to a position.
+# The name of a position in Grain's `ElasticIterator`.
 _POSITION = "global_next_index"
-# No dataset that ends is as long; one that repeats endlessly is.
+# Only a dataset that repeats endlessly is longer.
 _ENDLESS = sys.maxsize >> 16
 _READ_OPTIONS = grain.ReadOptions(num_threads=4, prefetch_buffer_size=4)
 _ADDED = {elastic_data.EXAMPLE_ID, elastic_data.MASK}
@@ -41,10 +41,10 @@ _ADDED = {elastic_data.EXAMPLE_ID, elastic_data.MASK}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PositionalData:
-    """Elastic data of the elements of a dataset; `positional` makes it.
+    """Elastic data of the elements of a dataset; `positional` creates it.
 
-    Attributes are those of `positional`, but `pipeline` is by key, as in `identity`.
-    Two are equal if it is.
+    The attributes are those of `positional`, except that `pipeline` is a dict, as in
+    `identity`. Only `pipeline` counts for equality.
     """
 
     dataset: grain.MapDataset = dataclasses.field(compare=False)
@@ -77,24 +77,23 @@ def positional(
 ) -> PositionalData:
     """Elastic data in which each element of a dataset is one example.
 
-    The state is the number of examples that were read: the simplest data there is, with
-    any global shuffle, as long as nothing is filtered or packed. `sharded` does the
-    rest.
+    The simplest kind of data: its state is the number of examples read. It allows any
+    global shuffle, but no filters and no packing; use `sharded` for these.
 
         dataset = grain.MapDataset.source(source).seed(0).shuffle().map(decode).repeat()
         data = ec.data.positional(dataset, pipeline="decoded images, version 1")
 
     Args:
-      dataset: of dicts of arrays with the same shapes everywhere; without `.repeat()`
-        the data ends with it, and batches have the feature `mask`, bool `[B]`, false
-        for rows of padding. Picklable by cloudpickle. Batches also have the feature
-        `example_id`, uint32 `[B, 2]`, the number of the example.
+      dataset: dicts of arrays with the same shapes everywhere; picklable by
+        cloudpickle. Without `.repeat()` the data ends with it, and batches have the
+        feature `mask`, bool `[B]`, false for rows of padding. Batches also have the
+        feature `example_id`, uint32 `[B, 2]`, the number of the example.
       pipeline: a name and version, JSON, of the dataset; change it when the examples
         change.
-      read_options: threads of each host that read, and batches that they read ahead.
+      read_options: each host's reader threads, and how many batches they read ahead.
 
     Raises:
-      ConfigError: if `dataset` is no `MapDataset`, or `pipeline` is empty.
+      ConfigError: if `dataset` is not a `MapDataset`, or `pipeline` is empty.
     """
     if not isinstance(dataset, grain.MapDataset):
         raise errors.ConfigError(
@@ -112,9 +111,9 @@ def positional(
 
 
 class _HostBatches:
-    """The rows of one host, by Grain's `ElasticIterator` over these alone."""
+    """The rows of one host, read by a Grain `ElasticIterator` over only these rows."""
 
-    # Threads of Grain's read the examples.
+    # Grain's threads read the examples.
     in_process_by_default = False
 
     def __init__(self, data: PositionalData, placement: rows.Placement) -> None:
@@ -129,7 +128,7 @@ class _HostBatches:
                 batch = {**batch, elastic_data.MASK: ids < len(self._data.dataset)}
             batch = shard_rows.with_ids(batch, ids)
         except BaseException:  # Ctrl-C too
-            # Some rows of this batch were already taken: start the batch again.
+            # Some rows of this batch were taken already: the next call reads all of it.
             self.close()
             raise
         size = self._placement.global_batch_size
@@ -153,13 +152,13 @@ class _HostBatches:
         self._open()
 
     def _move(self, position: int) -> None:
-        # The position, and the first row of the next batch that is taken here.
+        # `_next` is the first row of the next batch taken here, `position` or later.
         placement, self._position = self._placement, position
         self._next = position + placement.first * placement.global_batch_size
         self._open()
 
     def _open(self) -> None:
-        # Nothing is read before the first batch is asked for.
+        # Reads nothing until the first batch is requested.
         row = functools.partial(_row, self._data.dataset, self._placement, self._next)
         self._batches = grain.experimental.ElasticIterator(
             grain.MapDataset.range(sys.maxsize).map(row),
@@ -172,7 +171,7 @@ class _HostBatches:
 def _row(
     dataset: grain.MapDataset, placement: rows.Placement, position: int, index: int
 ) -> Example:
-    # The example in a row of a host, counted from a position on, or padding.
+    # The example, or padding, in a host's row, counted from `position`.
     batch, row = divmod(index, len(placement.held))
     first = position + batch * placement.every * placement.global_batch_size
     number = first + int(placement.held[row])
@@ -182,7 +181,7 @@ def _row(
         raise errors.DataError(
             f"positional: example {number} of the dataset is {element!r:.200}; give"
             f" dicts of arrays without features named {sorted(_ADDED)}, which"
-            " batches add, or use ec.data.sharded if examples are left out"
+            " batches add, or use ec.data.sharded if examples are filtered"
         )
     if is_padding:
         element = {n: shard_rows.zeros_like(each) for n, each in element.items()}
@@ -194,9 +193,9 @@ class TextData(PositionalData):
     """The texts of ArrayRecord files, each of them an example.
 
     Attributes:
-      files: the files.
-      num_records: of all files, which are the records of an epoch.
-      order: the number of the record, over all files, of each example.
+      files: the paths or URIs of the files.
+      num_records: the records of all files, which make an epoch.
+      order: the record of each example, numbered over all files.
     """
 
     files: tuple[str, ...]
@@ -205,9 +204,9 @@ class TextData(PositionalData):
 
 
 def from_config(data: data_keys.DataKeys) -> TextData:
-    """The data that a configuration describes.
+    """Creates the data that a configuration describes.
 
-    An example is `inputs` and `targets`, int32 `[L]` with 0 for padding.
+    An example has `inputs` and `targets`, int32 `[L]` with 0 for padding.
 
     Raises:
       DataError: if its files are missing.
@@ -243,6 +242,6 @@ def from_config(data: data_keys.DataKeys) -> TextData:
 
 
 def _example(paths: tuple[str, ...], length: int, number: int) -> Example:
-    # Only the paths travel to a host that reads.
+    # Only the paths are sent to a host.
     text_tokens = tokens.encode(arrayrecord.record(paths, number), length + 1)
     return {"inputs": text_tokens[:-1], "targets": text_tokens[1:]}

@@ -2,11 +2,10 @@
 
 `Prefetched` reads the rows of a host in a background thread and converts them there,
 for instance to arrays on devices. Each batch is stored with the state after it, so the
-state is always that after the last batch taken, regardless of how many batches are read
-ahead.
+state is always that after the last batch taken, however many batches are read ahead.
 
 A thread that makes rows holds the interpreter lock, which the loop needs for its steps.
-A warning proposes a worker process for rows that take long.
+If rows take long, a warning suggests a worker process.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 T = TypeVar("T")
-# What was made of a batch, and the position and cursors after it.
+# A converted batch, and the position and cursors after it.
 _Made = tuple[T, cursors.Position, cursors.Cursors]
 
 
@@ -35,9 +34,9 @@ class ReadAhead:
     """How far to read ahead of the loop.
 
     Attributes:
-      batches: how many batches are read ahead; 0 reads each when it is requested.
-      warn_after_secs: a warning names each host that waits longer than this for a
-        batch, except for the first.
+      batches: the number of batches to read ahead; 0 reads each when it is requested.
+      warn_after_secs: a warning names each host that waits longer than this for a batch
+        other than the first.
     """
 
     batches: int = 2
@@ -45,7 +44,7 @@ class ReadAhead:
 
     @classmethod
     def of(cls, value: ReadAhead | int) -> ReadAhead:
-        """Returns a value, or one with this number of batches and the defaults.
+        """Converts a number of batches; returns a `ReadAhead` unchanged.
 
         Raises:
           ConfigError: if `value` is neither.
@@ -66,19 +65,13 @@ IN_CALLER = ReadAhead(batches=0)
 TWO_BATCHES = ReadAhead()
 
 
-# The share of the time for which a thread may be busy, but for the first second.
+# The share of the time that the thread may be busy, and the CPU time always allowed.
 _MOST_SHARE = 0.05
 _LEAST_SECS = 1.0
 
 
 class Prefetched(Generic[T]):
-    """The rows of a host, read ahead and converted.
-
-    Args:
-      rows: the rows.
-      make: converts the rows of a batch; called in the background thread.
-      read_ahead: how far to read ahead.
-    """
+    """The rows of a host, read ahead and converted by `make` in a background thread."""
 
     def __init__(
         self,
@@ -117,23 +110,23 @@ class Prefetched(Generic[T]):
         return self._cursors
 
     def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
-        """Moves to a position before the first batch; see `HostBatches.go_to`."""
+        """See `HostBatches.go_to`; call it only before the first batch."""
         self._rows.go_to(position, read)
         self._position, self._cursors = position, self._rows.shard_cursors()
 
     def begin(self) -> None:
-        """Begins to read the first batch, if it is to be read ahead."""
+        """Starts reading the first batch, unless nothing is read ahead."""
         if self._calls:
             self._calls.begin()
 
     def close(self) -> None:
-        """Yields no more batches; waits for a read that hangs for at most 10 s."""
+        """Ends the iteration; waits at most 10 s for a read that hangs."""
         self._next = background.closed
         self._close(wait=True)
 
 
 class _Source(Generic[T]):
-    """Converts rows; those for which that failed are tried again."""
+    """Converts rows; retries those whose conversion failed."""
 
     def __init__(
         self,
@@ -153,14 +146,14 @@ class _Source(Generic[T]):
 
 
 def _watched(call: Callable[[], T], began: float) -> T:
-    # The thread has done nothing else.
+    # The thread does nothing else, so its CPU time is spent on rows.
     busy_secs, secs = time.thread_time(), time.monotonic() - began
     if busy_secs > max(_LEAST_SECS, _MOST_SHARE * secs):
         logging.log_first_n(
             logging.WARNING,
-            "a thread makes rows for %.0f %% of the time, and slows down the steps of"
-            " this process meanwhile; set num_workers=1 to make rows in a worker"
-            " process, or num_workers=0 to keep them here",
+            "a thread makes rows for %.0f %% of the time, which slows down the steps of"
+            " this process; set num_workers=1 to make rows in a worker process, or"
+            " num_workers=0 to keep them here",
             1,
             100 * busy_secs / secs,
         )
@@ -176,5 +169,5 @@ def _close(
     if calls is None:
         rows.close()
     else:
-        # Closes the rows in the thread, which may be reading them.
+        # The rows are closed in the thread, because it may be reading them.
         calls.close(rows.close, wait=wait)

@@ -1,14 +1,12 @@
-"""Tells which documents each row of a logical shard is made of.
+"""Finds the documents in each row of a logical shard.
 
-What shuffles, cuts and packs documents decides on their lengths alone. So the pipeline
-of a shard is executed once more, with each token replaced by a number that names it:
-the document, numbered as they are read, and the token's index in it. The rows that come
-out name their documents. Everything else is the pipeline's own code and state, so it
-can begin at any saved cursor. In a run of stages each stage has such a pipeline, and
-documents that come over from one to the next name themselves, too.
+Shuffling, cutting and packing depend only on the lengths of documents. So the pipeline
+of a shard is run again with each token replaced by an id: the document's number, in the
+order of reading, and the token's index in it. Everything else is the pipeline's own
+code and state, so the rerun can begin at any saved cursor. In a run with stages, each
+stage has such a pipeline, and documents carried over to the next keep their ids.
 
-A pipeline that makes no tokens with `Tokens` is followed by the field `record` of its
-rows.
+In a pipeline without `Tokens`, the field `record` of its rows identifies the records.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ from elastic_ckpt.data.lm import documents, rows
 _INDEX_BITS = 31
 _INDICES = (1 << _INDEX_BITS) - 1
 
-_UNKNOWN = "the documents of these rows cannot be told: "
-# Steps of Grain's that leave elements as they are.
+_UNKNOWN = "the documents of these rows cannot be identified: "
+# Grain's steps that leave elements unchanged.
 _LEAVING = (
     "LimitIterDataset",
     "MixedIterDataset",
@@ -55,9 +53,9 @@ class Piece:
       record: the document's record in the file, from 0.
       epoch: the epoch, from 0.
       first_token: the index in the document of the first of these tokens.
-      num_tokens: the number of these tokens among the row's inputs; the target of the
-        last is one further. None if the pipeline makes no tokens of its records.
-      document_tokens: the tokens of the whole document; likewise.
+      num_tokens: their number among the row's inputs; the targets end one token later.
+        None if the pipeline does not tokenize records.
+      document_tokens: the number of tokens of the whole document; None likewise.
     """
 
     dataset: str
@@ -70,30 +68,30 @@ class Piece:
 
 
 class _Number(int):
-    """The number of a record, which also has the name of its dataset."""
+    """The number of a record, with the name of its dataset."""
 
     dataset: str
 
 
 class FollowedShard:
-    """The rows of a logical shard, as the documents that they are made of.
+    """Iterates over the rows of a logical shard as lists of documents.
 
     Args:
-      make_shard: makes the pipeline of a shard, also that of a stage of a run.
+      make_shard: builds the pipeline of a shard, also in a run with stages.
       shard: the shard's number.
       cursor: where to begin; None for the beginning.
-      row: the rows of the shard before the first one, if the cursor is behind it.
-      watched: the name of a dataset, and the number of one of its records in the list
-        of all epochs. Then rows have only the pieces of this record.
+      row: the first row to return, if it is after the cursor.
+      watched: a dataset's name, and one of its records, numbered over all epochs. Then
+        rows have only the pieces of this record.
 
     Attributes:
-      parts: the records of each dataset, by name, as far as stages are read; several in
-        the same part of a mixture are numbered, such as `web#2`.
-      is_tokenized: whether its records become tokens, by `Tokens`.
+      parts: the `Records` of each dataset read so far, by name; several in the same
+        part of a mixture are numbered, such as `web#2`.
+      is_tokenized: whether `Tokens` tokenizes the records.
       is_read: whether the watched record was read.
 
     Raises:
-      DataError: if rows of this pipeline cannot be followed.
+      DataError: if documents cannot be traced through this pipeline.
     """
 
     def __init__(
@@ -108,7 +106,7 @@ class FollowedShard:
         self.parts: dict[str, records.Records] = {}
         self.is_tokenized = self.is_read = False
         self._watched = watched
-        # The dataset and the record of each document that is numbered, and its tokens.
+        # The dataset and record of each numbered document, and its number of tokens.
         self._documents: list[tuple[str, int]] = []
         self._num_tokens: list[int | None] = []
         self._shard, self._row = shard, max(row, shard_rows.row_of(cursor))
@@ -126,7 +124,7 @@ class FollowedShard:
         self._has_ended = False
 
     def go_on(self, make_shard: shard_steps.MakeShard) -> None:
-        """Continues with other weights or datasets, or in another stage."""
+        """Continues with new weights or datasets, or in another stage."""
         cursor = self.cursor()
         self._rows.close()
         self._open(make_shard, cursor)
@@ -147,7 +145,7 @@ class FollowedShard:
 
     @property
     def watched_tokens(self) -> int | None:
-        """The tokens of this document; None until they are made."""
+        """The number of tokens of this document; None until it is tokenized."""
         known = [number for number in self._num_tokens if number is not None]
         return max(known, default=None) if self._watched else None
 
@@ -156,11 +154,11 @@ class FollowedShard:
         return shard_rows.cursor_of(self._row, self._rows)
 
     def close(self) -> None:
-        """Closes what is open."""
+        """Closes the pipeline."""
         self._rows.close()
 
     def numbered(self, record: _Number) -> int:
-        """The number, from 1, of a document; 0 if another is watched."""
+        """Numbers a document, from 1; returns 0 if only another one is watched."""
         document = record.dataset, int(record)
         if self._watched not in (None, document):
             return 0
@@ -169,7 +167,7 @@ class FollowedShard:
         return len(self._documents)
 
     def note_tokens(self, document: int, num_tokens: int) -> None:
-        """Notes the tokens of a document; threads call it."""
+        """Notes the number of tokens of a document; called in threads."""
         if document:
             self._num_tokens[document - 1] = num_tokens
 
@@ -180,8 +178,7 @@ class FollowedShard:
         return tagged
 
     def _followed(self, make_shard: shard_steps.MakeShard, shard: int) -> Any:
-        # A pipeline whose records have numbers, and whose tokens, if there are any, are
-        # replaced.
+        # A pipeline with numbered records, and with tokens, if any, replaced by ids.
         made: Any = make_shard(shard)
         for name, each in parts(made).items():
             self.parts.setdefault(name, each)
@@ -190,7 +187,7 @@ class FollowedShard:
             if isinstance(each, documents.Tokens):
                 self.is_tokenized = True
                 _check_after(each, made)
-                # Several pipelines may share a dataset, which was followed before.
+                # Pipelines may share a dataset: do not wrap its documents twice.
                 of = getattr(each.documents, "of", each.documents)
                 each.documents = cast(Any, _Documents(of, self))
             elif isinstance(each, rows.Rows) and self.is_tokenized:
@@ -214,7 +211,7 @@ class FollowedShard:
         pieces = []
         for number, size in zip(numbers[begins].tolist(), sizes, strict=True):
             if number <= _INDICES:
-                # Of another document than the one that is watched, or padding.
+                # Padding, or a document that is not watched.
                 continue
             document = (number >> _INDEX_BITS) - 1
             whole = self._whole(*self._documents[document])
@@ -236,11 +233,11 @@ class FollowedShard:
         is_unknown = others and not all(isinstance(each, _Number) for each in found)
         if number is None or is_unknown:
             raise errors.DataError(
-                f"{_UNKNOWN}make_shard makes no tokens with Tokens, and the field"
+                f"{_UNKNOWN}make_shard does not use Tokens, and the field"
                 f" {records.RECORD!r} of Records is changed or missing in its rows;"
-                " leave it in them as it is; if a row is made of several records, read"
-                " the run's batches again, with ec.data.LocalBatches, and search their"
-                " rows for the document"
+                " keep it unchanged; if a row is made of several records, read the"
+                " run's batches again, with ec.data.LocalBatches, and search their rows"
+                " for the document"
             )
         named = [(getattr(each, "dataset", only), int(each)) for each in found]
         return [self._whole(*each) for each in named if self._watched in (None, each)]
@@ -252,30 +249,24 @@ class FollowedShard:
 
 @dataclasses.dataclass(frozen=True)
 class _Documents:
-    """Documents whose tokens name themselves.
-
-    Attributes:
-      of: makes their tokens.
-      shard: numbers them.
-    """
+    """Returns ids in place of the tokens of the encoder `of`."""
 
     of: documents.Encoder
     shard: FollowedShard
 
     def value(self, element: dict[str, Any]) -> tuple[Any, int]:
-        """What is encoded of a record, and the number of the document."""
+        """The value to encode, and the number of the document."""
         value = self.of.value(element)
         record = element.get(records.RECORD)
         if not isinstance(record, _Number):
             raise errors.DataError(
                 f"{_UNKNOWN}a function before Tokens drops or changes the field"
-                f" {records.RECORD!r} of Records; leave it in the elements that it"
-                " returns"
+                f" {records.RECORD!r} of Records; make it return the field unchanged"
             )
         return value, self.shard.numbered(record)
 
     def tokens(self, values: Sequence[tuple[Any, int]]) -> list[np.ndarray]:
-        """The numbers of the tokens of each."""
+        """The ids of the tokens of each document."""
         made = self.of.tokens([value for value, _ in values])
         named = []
         for (_, document), tokens in zip(values, made, strict=True):
@@ -286,10 +277,10 @@ class _Documents:
 
 
 def parts(made: Any) -> dict[str, records.Records]:
-    """The records that a pipeline reads, by the names of its datasets.
+    """The `Records` of a pipeline, by the names of its datasets.
 
     Raises:
-      DataError: if there are none.
+      DataError: if it has none.
     """
     found: dict[str, records.Records] = {}
     for name, each in mixing.by_name(made):
@@ -298,8 +289,8 @@ def parts(made: Any) -> dict[str, records.Records]:
             found[f"{name}#{number}" if number > 1 else name] = each
     if not found:
         raise errors.DataError(
-            f"{_UNKNOWN}make_shard reads no ec.data.Records, whose fields name them;"
-            " read its files with Records"
+            f"{_UNKNOWN}make_shard does not read its files with ec.data.Records, whose"
+            " fields identify documents; use Records"
         )
     return found
 
@@ -307,21 +298,21 @@ def parts(made: Any) -> dict[str, records.Records]:
 def read_until(
     cursor: cursors.Cursor, name: str, *, is_exact: bool = False
 ) -> tuple[int, int] | None:
-    """Up to where a shard read a dataset when all of its buffers were last empty.
+    """How far a shard had read a dataset when all of its buffers were last empty.
 
     Args:
-      cursor: of the shard; None at its beginning.
-      name: of the dataset.
-      is_exact: whether the steps of the dataset itself must have no buffer: a mixture
-        opens a dataset, and fills its buffer again, when its turn comes.
+      cursor: the shard's cursor; None at its beginning.
+      name: the dataset's name.
+      is_exact: whether to return None if the dataset's own steps may buffer: a mixture
+        opens a dataset, and refills its buffer, only when its turn comes.
 
     Returns:
-      As of `records.Turn.at`; None if it is not known.
+      As `records.Turn.at`; None if unknown.
     """
     states = mixing.states_by_name(shard_rows.state_of(cursor))
     found = [records.place_in(state) for of_part, state in states if of_part == name]
     if not found:
-        # It was not opened yet, unless it is one of several of the same name.
+        # Not opened yet, unless it is one of several with the same name.
         return None if "#" in name else (0, 0)
     if name and is_exact:
         return found[0]
@@ -330,12 +321,11 @@ def read_until(
 
 
 def _check_after(tokens: Any, made: Any) -> None:
-    # Raises a DataError if functions of the user's work on tokens.
     for each in shard_steps.datasets(made):
         is_ours = type(each).__module__.startswith("elastic_ckpt.")
         leaves = shard_steps.passes_on(each) or type(each).__name__ in _LEAVING
         if tokens in shard_steps.datasets(each) and not is_ours and not leaves:
             raise errors.DataError(
-                f"{_UNKNOWN}{shard_steps.shown(each)}, of your own code, works on"
-                " tokens; apply it to records, before Tokens"
+                f"{_UNKNOWN}your step {shard_steps.shown(each)} works on tokens; apply"
+                " it to records, before Tokens"
             )

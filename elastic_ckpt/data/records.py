@@ -17,23 +17,21 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import cursors, order, shard_steps
 from elastic_ckpt.data.sources import decoded, files, source
 
-# The field of an element with the number of its record in the list of all epochs.
+# The field of an element with the number of its record, counted over all epochs.
 RECORD = "record"
 
-# How a mixture's records are dealt to shards. In joint shares, the datasets of finite
-# data follow each other in the turn of the shards that read one record more.
+# How a mixture's records are dealt to shards. With joint shares, the extra records
+# rotate over the shards across all datasets, not within each.
 DEALING = "dealing"
 SHARES, JOINT_SHARES = "shares", "joint shares"
 
-# The fields of a state: the epoch, the records of the shard's share that were read in
-# it, with corrupt ones, and the corrupt ones of all epochs.
+# Fields of a state. `taken` includes corrupt records; `skipped` counts all epochs.
 _EPOCH, _TAKEN, _SKIPPED = "epoch", "taken", "skipped"
 
-# The records that are converted to elements together.
+# Records converted to elements at a time.
 _ELEMENTS = 64
 
-# It is an error if more records of a dataset, and more than two epochs of it, make no
-# row.
+# It is an error if more records than this, and more than two epochs, make no row.
 _LEAST_FRUITLESS = 100_000
 
 
@@ -42,12 +40,10 @@ class ReadOptions:
     """How `Records` reads its files.
 
     Attributes:
-      shuffle_seed: the seed with which blocks of records are shuffled, anew in each
-        epoch; None reads them in the order of the files. `lm.Rows` shuffles
-        documents.
+      shuffle_seed: the seed of the shuffle of blocks, which differs in each epoch; None
+        reads them in file order. (`lm.Rows` shuffles documents.)
       num_epochs: the number of epochs; None reads endlessly.
-      skip_corrupt: whether corrupt records are skipped and counted; by default one is
-        an error.
+      skip_corrupt: whether to skip and count corrupt records instead of failing.
     """
 
     shuffle_seed: int | None = None
@@ -67,7 +63,7 @@ class Turn:
     """When a shard reads a record.
 
     Attributes:
-      number: that of the field `record`.
+      number: the value of the field `record`.
       epoch: the epoch, from 0.
       shard: the shard that reads it.
       taken: the number of records that the shard reads before it in the epoch.
@@ -80,21 +76,20 @@ class Turn:
 
     @property
     def at(self) -> tuple[int, int]:
-        """The epoch and `taken`, which are ordered as the shard reads."""
+        """The epoch and `taken`, a sort key for the order in which the shard reads."""
         return self.epoch, self.taken
 
 
 class Records(shard_steps.Step[source.Element]):
     """A `grain.IterDataset` of one shard's records, as dicts of columns.
 
-    Each element also has the field `record`, an int that no other element has, in any
-    epoch.
+    Each element also has the field `record`, an int that is unique over all epochs.
 
     Args:
       source: the files, such as `Parquet`.
       shard: the number of the shard, from 0.
       num_shards: S, the number of shards of the run.
-      read_options: the order, and the number of epochs.
+      read_options: the order and the number of epochs.
     """
 
     def __init__(
@@ -115,10 +110,9 @@ class Records(shard_steps.Step[source.Element]):
         self._shard = self.shard = shard
         self.num_shards = num_shards
         self._reading = read_options or ReadOptions()
-        # Of the shares of its shards; see `order.share`.
+        # See `order.share`.
         self.lead = 0
-        # Called for each record that is taken; returns its field `record`, given its
-        # number. See `provenance`.
+        # Replaces the field `record` of each element taken, for `provenance`.
         self.tag: Callable[[int], int] | None = None
 
     def __iter__(self) -> RecordsIterator:
@@ -137,7 +131,7 @@ class Records(shard_steps.Step[source.Element]):
         return {
             "shuffle_seed": reading.shuffle_seed,
             "num_epochs": reading.num_epochs,
-            # Damage that is skipped does not change the identity of a file.
+            # Skipped damage must not change the identity of a file.
             **source.identity(self._source, digested=not reading.skip_corrupt),
         }
 
@@ -148,15 +142,15 @@ def files_of(records: Records) -> tuple[str, ...]:
 
 
 def num_bytes(records: Records) -> int:
-    """The bytes of all files."""
+    """The size of all files together."""
     return sum(i.content.num_bytes for i in source.indexes(records._source))
 
 
 def origin(records: Records, number: int) -> tuple[str, int, int]:
-    """The file, the number in it, and the epoch of the record of a field `record`."""
+    """Where the record with this field `record` is: file, number in it, and epoch."""
     epoch, record = divmod(number, records.epoch_records())
     firsts = decoded.blocks(records._source).first_records
-    # Of the files that begin there, all but the last are empty.
+    # The last of the files that begin there; the others are empty.
     file = int(np.searchsorted(firsts, record, side="right")) - 1
     return files_of(records)[file], record - int(firsts[file]), epoch
 
@@ -165,7 +159,7 @@ def turns(records: Records, file: int, record: int) -> Iterator[Turn]:
     """When shards read a record, epoch by epoch.
 
     Args:
-      records: of any shard.
+      records: the `Records` of any shard.
       file: the number of the file.
       record: the record's number in the file, from 0.
 
@@ -188,7 +182,7 @@ def turns(records: Records, file: int, record: int) -> Iterator[Turn]:
 
 
 def place_in(state: Any) -> tuple[int, int] | None:
-    """How far a state of `Records` has read, as `Turn.at`; None if it is another's."""
+    """How far a state of `Records` has read, as `Turn.at`; None for other states."""
     if not isinstance(state, dict) or not {_EPOCH, _TAKEN} <= state.keys():
         return None
     return state[_EPOCH], state[_TAKEN]
@@ -217,32 +211,32 @@ def _order_of(records: Records) -> order.Order:
     return _order(records._source, records.num_shards, seed, records.lead)
 
 
-# What is read of some records of a block, given the number of its first record.
+# Converts some records of a block, given the number of the block's first record.
 _Convert = Callable[[source.Block, Sequence[int], int], list[Any]]
 
 
 class RecordsIterator(shard_steps.Elements[source.Element]):
     """Reads the records of a shard.
 
-    The state is that after the last record that was taken. An error is raised when its
-    record is due, by each call.
+    The state is that after the last record taken. Every call that takes a bad record
+    raises its error.
     """
 
     def __init__(self, records: Records) -> None:
         super().__init__()
         self._records, self._order = records, _order_of(records)
         self._blocks = decoded.blocks(records._source)
-        # The records that were read for a row; see `row_due`.
+        # The records read since the last progress on a row; see `row_due`.
         self._row, self._num_fruitless = None, 0
         self._noted = ""
-        # The last block, for the next records of a run.
+        # The last block: the next records are mostly in it, too.
         self._last: tuple[int, source.Block] | None = None
         self._go_to(0, 0, 0)
 
     def _go_to(self, epoch: int, taken: int, skipped: int) -> None:
         self._epoch, self._taken, self._skipped = epoch, taken, skipped
         self._share = self._order.share(self._records._shard, epoch)
-        # Elements that were read, and not taken yet, the last one first.
+        # Elements read but not taken yet, in reverse.
         self._ahead: list[source.Element] = []
 
     def __next__(self) -> source.Element:
@@ -260,10 +254,10 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
         return list(itertools.islice(self, min(at_most, len(self._ahead) or 1)))
 
     def some_tokens(self, column: str, at_most: int) -> list[np.ndarray]:
-        """The lists of tokens in a column of the next records, as `some`.
+        """Like `some`, but returns only the tokens in a column of each record.
 
         Raises:
-          DataError: if the column is missing, or has other values.
+          DataError: if the column is missing or does not contain tokens.
         """
         if self._ahead:
             self.set_state(self.get_state())
@@ -279,7 +273,7 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
         self._go_to(state[_EPOCH], state[_TAKEN], state.get(_SKIPPED, 0))
 
     def _next(self, at_most: int, convert: _Convert) -> list[Any]:
-        # What some of the next records are converted to, of one block.
+        # Converts some of the next records, all of one block.
         reading, read = self._records._reading, []
         while not read and self._epoch != reading.num_epochs:
             places = self._share[self._taken : self._taken + at_most]
@@ -294,7 +288,7 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
             except source.CorruptError as error:
                 if not reading.skip_corrupt:
                     raise
-                # Once for all records of a block.
+                # Log once for all records of a block.
                 if str(error) != self._noted:
                     logging.warning("%s; skipped", error)
                 self._noted = str(error)
@@ -314,8 +308,8 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
             files = files_of(self._records)
             raise errors.DataError(
                 f"{files[0]} and the {len(files) - 1} files after it:"
-                f" {self._num_fruitless:,} records in a row, more than two epochs, made"
-                " no row; check whether a filter or another step leaves out all of them"
+                f" {self._num_fruitless:,} consecutive records, more than two epochs,"
+                " made no row; check whether a filter or another step drops all of them"
             )
 
     def _decoded(self, number: int, following: int | None) -> source.Block:
@@ -323,7 +317,7 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
             return self._last[1]
         block = self._blocks.get(number, following)
         if not self._order.is_shared:
-            # Otherwise many shards could displace each other's.
+            # Many shards would evict each other's blocks from the shared cache.
             self._last = number, block
         return block
 
@@ -334,35 +328,35 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
         for element, row in zip(elements, rows, strict=False):
             if RECORD in element:
                 raise errors.DataError(
-                    f"{self._records._source.files[0]}: its column {RECORD!r} has the"
-                    " name of a field that Records adds; select other columns, or"
-                    " rename it"
+                    f"{self._records._source.files[0]}: the column {RECORD!r} clashes"
+                    " with a field that Records adds; rename it, or select other"
+                    " columns"
                 )
             element[RECORD] = first + row
         return elements
 
 
 def skipped(shard_cursors: Iterable[cursors.Cursor]) -> int:
-    """The number of corrupt records skipped so far, by the cursors of all shards."""
+    """The number of corrupt records skipped so far, from the cursors of all shards."""
     parts = itertools.chain.from_iterable(map(cursors.parts, shard_cursors))
     return sum(
         part[_SKIPPED] for part in parts if {*part} == {_EPOCH, _TAKEN, _SKIPPED}
     )
 
 
-# The row that is due in a thread.
+# Identifies the row that a thread is making, and changes with its progress.
 _DUE = threading.local()
 
 
 def note_progress() -> None:
-    """Notes that what was read for the row that is due is a part of it."""
+    """Notes that the records read so far contribute to the row that is due."""
     if getattr(_DUE, "row", None) is not None:
         _DUE.row = object()
 
 
 @contextlib.contextmanager
 def row_due() -> Iterator[None]:
-    """Makes it an error, instead of an endless loop, if all records are left out."""
+    """Raises an error, instead of looping endlessly, if all records are dropped."""
     _DUE.row = object()
     try:
         yield

@@ -1,16 +1,16 @@
-"""Which shards rows come from, and which hosts run them: pure functions of numbers.
+"""Which shard each row comes from, and which hosts run it: pure functions of numbers.
 
 A run reads S logical shards, and its batches have B rows. With g = gcd(B, S), rows and
 shards fall into g classes of b = B / g consecutive rows and m = S / g consecutive
-shards. A class of rows is filled from the class of shards with the same number, from
-one shard after the other. A host therefore runs the shards of the classes in which it
-holds rows. If the number of hosts divides S and B, and each holds the rows of its place
-in order, these are the same shards for every B.
+shards. Each class of rows is filled from the class of shards with the same number, one
+shard after another. So a host runs the shards of the classes in which it has rows. If
+the number of hosts divides S and B, and hosts have consecutive rows in order, these are
+the same shards for every B.
 
-How many rows a shard has yielded follows from the history: the sizes of the batches so
-far. It says nothing of hosts.
+How many rows a shard has yielded follows from the history, the sizes of the batches so
+far, and not from the hosts.
 
-Glossary: r row of a batch, s shard, n batch of a period; S, B are their numbers.
+Glossary: r row of a batch, s shard, n batch of a period; S shards, B rows of a batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from elastic_ckpt.core import errors
 
 Array: TypeAlias = Any  # an int or an array of ints
-# Periods, each with the rows of a batch and the number of batches.
+# Periods of equal batches: the rows of a batch, and the number of batches.
 History = tuple[tuple[int, int], ...]
 
 
@@ -36,9 +36,9 @@ class Placement:
     Attributes:
       global_batch_size: B.
       held: the rows that the host loads, ascending, int64.
-      later: the rows that the host holds of batches of other sizes that may come.
-      every: of how many batches in succession the host takes one; the others are those
-        of other processes with the same rows, such as workers of a PyTorch loader.
+      later: the rows that it would load in batches of other sizes, by size.
+      every: the host takes one of this many successive batches; workers of a PyTorch
+        loader with the same rows take the others.
       first: the number of batches that it skips before its first.
     """
 
@@ -57,7 +57,7 @@ class Placement:
         global_batch_size: int,
         later: Iterable[int] = (),
     ) -> Placement:
-        """The placement in which host h of H holds the h-th part of the rows."""
+        """The placement in which host h of H loads the h-th part of the rows."""
 
         def held(size: int) -> np.ndarray:
             return np.arange(host * size // num_hosts, (host + 1) * size // num_hosts)
@@ -84,7 +84,7 @@ class Placement:
 def in_order(
     num_hosts: int, global_batch_size: int, *, later: Iterable[int] = ()
 ) -> list[Placement]:
-    """The placements of hosts of which each holds the part of its number."""
+    """The placement of every host; host h loads the h-th part of the rows."""
     return [
         Placement.in_order(
             host, num_hosts=num_hosts, global_batch_size=global_batch_size, later=later
@@ -94,7 +94,7 @@ def in_order(
 
 
 def _classes(num_shards: int, size: int) -> tuple[int, int]:
-    # The rows and the shards of a class.
+    # The number of rows and of shards in a class.
     number = math.gcd(num_shards, size)
     return size // number, num_shards // number
 
@@ -118,7 +118,7 @@ def emitted(num_shards: int, history: History) -> np.ndarray:
 
 
 def shard_rows(num_shards: int, shard: Array, size: int, batches: Array) -> Array:
-    """The rows of shards in the first batches of a period."""
+    """The number of rows of shards in the first batches of a period."""
     rows, shards = _classes(num_shards, size)
     return (batches * rows + shards - 1 - shard % shards) // shards
 
@@ -126,7 +126,7 @@ def shard_rows(num_shards: int, shard: Array, size: int, batches: Array) -> Arra
 def batch_origins(
     num_shards: int, history: History, size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which rows of which shards the batch after `history` has.
+    """Where the rows of the batch after `history` come from.
 
     Returns:
       The shard of each row, and the number of the row in its shard; both int64 `[B]`.
@@ -140,14 +140,9 @@ def batch_origins(
 def host_shards(
     num_shards: int, size: int, held: np.ndarray, *, every: int = 1, first: int = 0
 ) -> np.ndarray:
-    """The shards of which a host ever holds a row, until the batch size changes.
+    """The shards that a host with these rows runs until the batch size changes.
 
-    Args:
-      num_shards: S.
-      size: B.
-      held: the rows of the host.
-      every: how many batches later the host takes its next one.
-      first: the number of its first batch in the period.
+    It takes one of `every` successive batches, from batch `first` of the period on.
     """
     rows, shards = _classes(num_shards, size)
     stride = math.gcd(every, shards)
@@ -158,13 +153,7 @@ def host_shards(
 def shard_hosts(
     num_shards: int, size: int, held: Mapping[int, np.ndarray]
 ) -> np.ndarray:
-    """The host that saves each shard, int64 `[S]`: the first that runs it.
-
-    Args:
-      num_shards: S.
-      size: B.
-      held: the rows that each host holds.
-    """
+    """The host that saves each shard, int64 `[S]`: the first that runs it."""
     hosts = np.empty(num_shards, np.int64)
     for host in sorted(held, reverse=True):
         hosts[host_shards(num_shards, size, held[host])] = host
@@ -172,18 +161,18 @@ def shard_hosts(
 
 
 def shard_reads(num_shards: int, placements: Iterable[Placement]) -> float:
-    """How many hosts run a shard, on average; those with the same rows count as one."""
+    """The mean number of hosts that run a shard; hosts with equal rows count as one."""
     distinct = {(each.held.tobytes(), each.first): each for each in placements}
     return sum(each.shards(num_shards).size for each in distinct.values()) / num_shards
 
 
 def num_rows(history: History) -> int:
-    """The rows of all batches."""
+    """The number of rows in all batches."""
     return sum(size * batches for size, batches in history)
 
 
 def batches_of(history: History, size: int) -> int:
-    """The number of batches so far in the period of a batch of `size` rows."""
+    """The number of batches in the current period, if its batches have `size` rows."""
     return history[-1][1] if history and history[-1][0] == size else 0
 
 
@@ -196,17 +185,16 @@ def after(history: History, size: int, batches: int = 1) -> History:
 def suggest_num_shards(
     hosts: Sequence[int], batches: Sequence[int], loader_workers: Sequence[int] = (1,)
 ) -> int:
-    """The smallest number of logical shards that suits some hosts and batches.
+    """The smallest number of logical shards with which each shard is read only once.
 
-    With it, each shard is read by one host alone, and by one worker of a PyTorch
-    loader.
+    That is by one host, and by one worker of a PyTorch loader.
 
     Args:
       hosts: the numbers of hosts that a run may have.
       batches: the global batch sizes that it may have; a number of hosts is only used
         with the sizes that it divides.
-      loader_workers: the numbers of workers that PyTorch's loader of each rank may
-        have, as `ec.data.TorchLoader`.
+      loader_workers: the numbers of workers that each rank's `ec.data.TorchLoader` may
+        have.
 
     Returns:
       S, for `ec.data.sharded` or `num_logical_shards`.
@@ -221,6 +209,6 @@ def suggest_num_shards(
                 " rows; choose a multiple of one of them"
             )
     if any(number > 1 for number in loader_workers):
-        # Workers take whole batches in turn, so these have to come from other shards.
+        # Workers take whole batches in turn, so each batch needs shards of its own.
         return math.lcm(*(b * max(w, 1) for b in batches for w in loader_workers))
     return math.lcm(*hosts)

@@ -1,9 +1,9 @@
 """Reads the rows of some logical shards, batch by batch, in the current process.
 
-The cursor of a shard is a restart point: a number of rows that the shard had yielded,
-and the state of its pipeline then. A shard goes on from any restart point at or before
-its row, of which the rows between are made again and dropped. So cursors are noted only
-where a pipeline begins a chapter, or after each batch if it has none.
+A cursor is a restart point of a shard: the number of rows that it had yielded, and the
+state of its pipeline then. A shard can continue from any earlier cursor: it makes the
+rows in between again and drops them. So cursors are noted only where a pipeline begins
+a chapter, or after each batch if it has no chapters.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ from elastic_ckpt.data.lm import rows as lm_rows
 
 Rows = dict[str, np.ndarray]
 
-# Mark a JSON list that was a tuple, the pairs of a dict that JSON cannot hold, the
-# base64 of bytes, and the dtype, shape and base64 of an array.
+# Keys that mark values that JSON lacks; see `FORMAT.md`.
 _MARKS = {"()", "{}", "b''", "array()"}
 
-# Fields of a cursor: the rows that the shard had yielded, and the state of its pipeline
-# or, if it has ended, its last state.
+# Fields of a cursor.
 _ROW, _STATE, _ENDED = "row", "state", "ended"
 
 
@@ -47,7 +45,7 @@ class Loaded:
 
     Attributes:
       rows: features of shape `[rows, ...]`; None if the batch needs no row from here.
-      cursors: those noted since the batch before, by shard.
+      cursors: the cursors noted since the previous batch, by shard.
     """
 
     rows: Rows | None
@@ -59,7 +57,7 @@ class Task:
     """The shards and rows to read.
 
     Attributes:
-      make_shard: makes the pipeline of a shard.
+      make_shard: builds the pipeline of a shard.
       num_shards: S.
       size: B.
       keep: the rows of a batch to return, ascending.
@@ -67,8 +65,7 @@ class Task:
       start: the cursors of the shards to run; None for a shard at its beginning.
       finite: whether the data ends: then shards that have ended yield rows of zeros,
         and `mask` is false for these.
-      every: of how many batches in succession one is returned; the rows of the others
-        are read where a shard has them, and dropped.
+      every: returns one of this many successive batches, and drops the others.
       first: the number of batches to drop before the first.
     """
 
@@ -84,7 +81,7 @@ class Task:
 
     @property
     def number(self) -> int:
-        """The number of the first batch in its period; see `rows`."""
+        """The number of the first batch in its period; see `data.rows`."""
         return rows.batches_of(self.history, self.size)
 
     def row_shards(self, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -108,13 +105,14 @@ class ShardRows:
         self._opened: dict[int, Any] = {}
         self._ended: set[int] = set()
         self._noted: dict[int, cursors.Cursor] = {}
-        # What reads chapters in each pipeline, and the chapters when it was noted.
+        # The iterators with chapters in each pipeline, and their chapters at its last
+        # cursor.
         self._in_chapters: dict[int, list[Any]] = {}
         self._chapters: dict[int, list[int]] = {}
-        # The last row, and zeros of its shapes.
+        # The last row, and a row of zeros with its shapes.
         self._row: Any = None
         self._zeros: Any = None
-        # Makes all rows of a batch at once, if pipelines yield those of `Rows`.
+        # Makes all rows of a batch at once, if pipelines end in `lm.Rows`.
         self._made: Any = None
 
     def __next__(self) -> Loaded:
@@ -126,7 +124,7 @@ class ShardRows:
         return Loaded(rows=self._stack(kept) if kept else None, cursors=noted)
 
     def _next_rows(self) -> list[Any]:
-        # The rows to return of the next batch, None for those of shards that ended.
+        # The rows of the next batch to return; None for those of shards that ended.
         row_shards = self._task.row_shards(self._number)
         shards, keep = (array.tolist() for array in row_shards)
         self._number += 1
@@ -144,7 +142,7 @@ class ShardRows:
             opened.close()
 
     def _next_row(self, shard: int) -> Any:
-        # The next example of a shard, or None if it has ended.
+        # The next row of a shard; None if it has ended.
         if shard in self._ended:
             return None
         try:
@@ -162,8 +160,8 @@ class ShardRows:
             return row
         if not self._task.finite:
             raise errors.DataError(
-                f"logical shard {shard} has ended; make make_shard repeat its records"
-                ' endlessly, or declare the data finite: end="padded"'
+                f"logical shard {shard} has ended; repeat its records endlessly in"
+                ' make_shard, or declare the data finite: end="padded"'
             )
         ended = self._opened.pop(shard)
         final = to_json(ended.get_state())
@@ -192,9 +190,9 @@ class ShardRows:
         return made | {elastic_data.MASK: np.array(real)} if finite else made
 
     def _alone(self, row: Any) -> Any:
-        # An example; of zeros in place of None.
+        # A row as an example; zeros for None.
         if isinstance(row, lm_rows.Unmade):
-            # Only some pipelines have steps after their rows.
+            # Other pipelines of the same batch have steps after their rows.
             return {name: each[0] for name, each in self._made([row]).items()}
         if row is None and self._zeros is None:
             example = self._any() if self._row is None else self._alone(self._row)
@@ -202,14 +200,14 @@ class ShardRows:
         return self._zeros if row is None else row
 
     def _any(self) -> Any:
-        # An example of any shard, for its shapes: this may have none of its own.
+        # For the shapes, an example of any shard: this host's may have none.
         with records.row_due():
             for shard in range(self._task.num_shards):
                 for example in self._task.make_shard(shard):
                     return example
         raise errors.DataError(
             f"none of the {self._task.num_shards} logical shards has an example;"
-            " check whether a filter or another step leaves out all of them"
+            " check whether a filter or another step drops all of them"
         )
 
 
@@ -219,7 +217,7 @@ def cursor_of(row: int, opened: grain.DatasetIterator) -> cursors.Cursor:
 
 
 def row_of(cursor: Any) -> int:
-    """The rows that a shard had yielded at a cursor."""
+    """The number of rows that a shard had yielded at a cursor."""
     return cursor[_ROW] if cursor else 0
 
 
@@ -231,8 +229,8 @@ def state_of(cursor: Any) -> cursors.Cursor:
 def iterator(made: grain.IterDataset, cursor: Any, row: int) -> grain.DatasetIterator:
     """The iterator of a shard after `row` rows, from a cursor at or before them.
 
-    From there on, mixtures use their present weights, and what had ended is tried
-    again: with other weights it may go on.
+    From there on, mixtures use their current weights, and a shard that had ended is
+    tried again: it may continue with new weights.
 
     Raises:
       DataError: if the pipeline does not yield these rows.
@@ -246,17 +244,17 @@ def iterator(made: grain.IterDataset, cursor: Any, row: int) -> grain.DatasetIte
     missing = 0 if has_ended else row - row_of(cursor)
     if missing < 0 or sum(1 for _ in itertools.islice(opened, missing)) < missing:
         raise errors.DataError(
-            f"a logical shard does not come from row {row_of(cursor)} of its cursor to"
-            f" row {row} of the position; make_shard has to make the same rows of its"
-            " records each time, so give its random functions a seed, and load all"
-            " parts of a state from one step"
+            f"a logical shard cannot advance from row {row_of(cursor)} of its cursor to"
+            f" row {row} of the position; make_shard must make the same rows of its"
+            " records each time, so seed its random functions, and load all parts of a"
+            " state from the same step"
         )
     mixing.renew(opened)
     return opened
 
 
 def _in_chapters(opened: Any) -> list[Any]:
-    # What reads chapters in a pipeline.
+    # The iterators with chapters in a pipeline.
     if hasattr(opened, "chapter"):
         return [opened]
     below = map(_in_chapters, getattr(opened, "_parents", ()))
@@ -267,7 +265,7 @@ def _stacked(examples: list[Any], *, finite: bool) -> Rows:
     if not isinstance(examples[0], Mapping):
         raise errors.DataError(
             f"make_shard yields a {type(examples[0]).__name__} as a row; yield dicts of"
-            " arrays, by the names of features"
+            " arrays by feature name"
         )
     added = {elastic_data.EXAMPLE_ID} | ({elastic_data.MASK} if finite else set())
     if clashing := added & examples[0].keys():
@@ -283,9 +281,9 @@ def _stacked(examples: list[Any], *, finite: bool) -> Rows:
         shapes = {np.shape(e[name]) if name in e else None for e in examples}
         if len(shapes) > 1:
             raise errors.DataError(
-                f"the rows of a batch have a feature {name!r} of several shapes,"
-                f" {', '.join(sorted(map(str, shapes)))} (None: without it); pad or"
-                " pack them to one shape in make_shard"
+                f"the rows of a batch have a feature {name!r} of different shapes,"
+                f" {', '.join(sorted(map(str, shapes)))} (None: missing); pad or pack"
+                " them to one shape in make_shard"
             )
     return {name: _stack([e[name] for e in examples]) for name in features}
 
@@ -297,16 +295,13 @@ def _stack(leaves: list[Any]) -> np.ndarray:
 
 
 def array_of(leaf: Any) -> np.ndarray:
-    """A feature of a row; bytes and text stay Python objects.
-
-    NumPy's own types drop trailing NULs.
-    """
+    """A feature of a row; bytes and text stay objects, as NumPy drops trailing NULs."""
     array = np.asarray(leaf)
     return np.array(leaf, object) if array.dtype.kind in "SU" else array
 
 
 def zeros_like(leaf: Any) -> Any:
-    """A feature of a row of padding, in the place of `leaf`."""
+    """A feature of a padding row, in place of `leaf`."""
     if isinstance(leaf, bytes | str):
         return type(leaf)()
     return np.zeros_like(leaf)
@@ -321,15 +316,14 @@ def with_ids(loaded: Rows, ids: np.ndarray) -> Rows:
 
 
 def to_json(state: Any) -> Any:
-    """A Grain state as a cursor, which `from_json` converts back to the state."""
-    # Such states hold NumPy integers, and tuples that must not become lists, because
-    # Grain's concat-then-split compares them with tuples. Those of a user's iterator
-    # may hold anything.
+    """A Grain state as JSON, which `from_json` converts back."""
+    # Grain's states contain NumPy integers, and tuples that its concat-then-split
+    # compares with tuples. A user's iterator may have anything in its state.
     if isinstance(state, np.generic):
         state = state.item()
     match state:
         case dict() if set(map(type, state)) <= {str} and not _is_marked(state):
-            # A fast path: most values are plain integers.
+            # Fast path: most values are plain integers.
             return {
                 key: value if type(value) is int else to_json(value)
                 for key, value in state.items()
@@ -355,7 +349,7 @@ def to_json(state: Any) -> Any:
 
 
 def from_json(cursor: Any) -> Any:
-    """The inverse of `to_json`: the Grain state of a cursor."""
+    """The inverse of `to_json`."""
     match cursor:
         case dict() if not _is_marked(cursor):
             return {key: from_json(value) for key, value in cursor.items()}

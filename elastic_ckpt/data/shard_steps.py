@@ -1,9 +1,8 @@
 """Describes the steps of a shard's pipeline by inspecting its datasets.
 
 A pipeline is a chain of Grain datasets, each of which refers to its parents. Our
-datasets are `Step`s with a method that returns their settings. Of all others, Grain's
-and the user's own, a description has only the name of the class: the name that the user
-gives to the pipeline identifies them.
+datasets are `Step`s, which return their settings. All others, Grain's and the user's
+own, are described by class name only; the user's name for the pipeline identifies them.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ T = TypeVar("T")
 
 MakeShard = Callable[[int], grain.IterDataset]
 
-# The field of a step that names it.
+# The field with the name of a step.
 STEP = "name"
 
-# Grain's datasets that pass on the elements of their parent.
+# Grain's datasets that pass on their parent's elements unchanged.
 _GRAIN_PASSING = {
     "PrefetchIterDataset",
     "ThreadPrefetchIterDataset",
@@ -35,7 +34,7 @@ _GRAIN_PASSING = {
     "_WithSeedIterDataset",
     "_WithSeedMapDataset",
 }
-# Those that hold no elements between two that they yield.
+# Grain's datasets that buffer no elements between the ones that they yield.
 _GRAIN_HOLDING_NOTHING = {
     "BatchIterDataset",
     "FilterIterDataset",
@@ -49,8 +48,8 @@ class Step(grain.IterDataset[T]):
     """A dataset that reports the settings that determine its elements.
 
     Attributes:
-      shard: the shard that it was made for; None if it is the same for all.
-      num_shards: S, if it was made for one of S shards.
+      shard: the shard that it belongs to; None if it is the same for all.
+      num_shards: S, if it belongs to one of S shards.
       describes_parents: whether its settings include the steps before it.
     """
 
@@ -60,23 +59,23 @@ class Step(grain.IterDataset[T]):
 
     @abc.abstractmethod
     def settings(self) -> dict[str, storage.Json]:
-        """The settings by the names of the arguments, the same for all shards."""
+        """The settings by argument name, the same for all shards."""
 
 
 class Elements(grain.DatasetIterator[T]):
-    """An iterator that returns many elements at a time."""
+    """An iterator that can return many elements at a time."""
 
     def some(self, at_most: int) -> list[T]:
-        """Some of the next elements, however they are taken; none at the end.
+        """At least one of the next elements; empty at the end.
 
-        Arrays may be views of larger ones: who keeps them copies them.
+        Arrays may be views of larger ones: copy those to keep.
         """
         raise NotImplementedError
 
     def __next__(self) -> Any:
         for element in self.some(1):
             if isinstance(element, np.ndarray):
-                # Taken tokens may be narrower, and views; a user's step has neither.
+                # Tokens may be narrow views; a user's step gets int32 copies.
                 is_narrow = element.dtype == np.uint16
                 return element.astype(np.int32 if is_narrow else element.dtype)
             return element
@@ -84,10 +83,10 @@ class Elements(grain.DatasetIterator[T]):
 
 
 def take(iterator: grain.DatasetIterator[T], num_elements: int) -> list[T]:
-    """The next elements of any iterator; fewer at the end alone.
+    """The next elements of any iterator; fewer only at the end.
 
-    After an error the iterator may be beyond some of them: who asks again goes back to
-    its state before.
+    After an error the iterator may be past some of them: restore its earlier state
+    before asking again.
     """
     if not isinstance(iterator, Elements):
         return list(itertools.islice(iterator, num_elements))
@@ -102,11 +101,7 @@ def take(iterator: grain.DatasetIterator[T], num_elements: int) -> list[T]:
 
 @dataclasses.dataclass(frozen=True)
 class CheckedShards:
-    """A `make_shard` that checks that each pipeline reads the requested shard.
-
-    Attributes:
-      make_shard: makes the pipeline of a shard.
-    """
+    """A `make_shard` that checks that each pipeline reads the requested shard."""
 
     make_shard: MakeShard
 
@@ -114,7 +109,7 @@ class CheckedShards:
         """The pipeline of a shard.
 
         Raises:
-          ConfigError: if it is not an `IterDataset`, or reads another shard.
+          ConfigError: if it is not an `IterDataset`, or reads a different shard.
         """
         made = self.make_shard(shard)
         if not isinstance(made, grain.IterDataset):
@@ -132,7 +127,7 @@ class CheckedShards:
 
 
 def shown(dataset: Any) -> str:
-    """A dataset as a string: its class, unless it says more."""
+    """A dataset as a string: its class name, unless it defines a string itself."""
     is_bare = type(dataset).__str__ is object.__str__ and (
         type(dataset).__repr__ is object.__repr__
     )
@@ -140,13 +135,13 @@ def shown(dataset: Any) -> str:
 
 
 def unsliced(first: Any, last: Any) -> list[str]:
-    """The sources that two shards read alike, as strings.
+    """The sources of which two shards read the same records, as strings.
 
-    A shard has its part of a source if anything but a seed, from the source to the end
-    of its pipeline, depends on the shard.
+    They read different records if anything but a seed, from the source to the end of
+    the pipeline, depends on the shard.
     """
     inputs = parents(first), parents(last)
-    # Of ours, only the first step of a pipeline reads a part of its records.
+    # Only the first of our steps in a pipeline selects records.
     is_later = isinstance(first, Step) and isinstance(last, Step) and all(inputs)
     if not is_later and not are_alike(first, last, seeds=False):
         return []
@@ -159,13 +154,7 @@ def unsliced(first: Any, last: Any) -> list[str]:
 
 
 def are_alike(one: Any, other: Any, *, seeds: bool = True) -> bool:
-    """Whether two datasets are certainly alike, but for parents.
-
-    Args:
-      one: a dataset.
-      other: another.
-      seeds: whether they must have the same seeds.
-    """
+    """Whether two datasets are certainly equal; ignores parents, and seeds if asked."""
     if type(one) is not type(other):
         return False
     settings, others = (
@@ -184,7 +173,7 @@ def are_alike(one: Any, other: Any, *, seeds: bool = True) -> bool:
             or cloudpickle.dumps(value) == cloudpickle.dumps(others[name])
             for name, value in settings.items()
         )
-    except Exception:  # an object of the user's that cannot be pickled
+    except Exception:  # a user's object that cannot be pickled
         return False
 
 
@@ -205,9 +194,9 @@ def description(made: Any) -> dict[str, storage.Json]:
 
 
 def chain(made: Any) -> list[Any]:
-    """The datasets from the last that has not one parent, or describes them, to `made`.
+    """The start of a pipeline and the steps after it, first to last.
 
-    Those are what the pipeline begins with, and the steps after it, first to last.
+    The start is the last dataset without exactly one parent, or that describes it.
     """
     steps = [made]
     while len(parents(steps[0])) == 1 and not getattr(
@@ -225,17 +214,17 @@ def datasets(made: Any) -> list[Any]:
 
 def parents(dataset: Any) -> Sequence[Any]:
     """The datasets that a dataset reads from."""
-    # A user's source may not have called the constructor of its base class.
+    # A user's source may not have called its base class's constructor.
     return getattr(dataset, "_parents", ())
 
 
 def passes_on(dataset: Any) -> bool:
-    """Whether the elements of a dataset are those of its parent."""
+    """Whether a dataset passes on its parent's elements unchanged."""
     return _is_grains(dataset, _GRAIN_PASSING) or getattr(dataset, "passes_on", False)
 
 
 def holds_nothing(dataset: Any) -> bool:
-    """Whether the state of a dataset between two elements is that of its parent."""
+    """Whether a dataset buffers no elements: its state is its parent's."""
     named = _is_grains(dataset, _GRAIN_HOLDING_NOTHING)
     return named or getattr(dataset, "holds_nothing", False)
 

@@ -2,10 +2,8 @@
 
 A shard may filter, tokenise, chunk, shuffle and pack in any way, because nothing inside
 it depends on hosts or batches. Rows are taken from the shards in turn (`data.rows`). A
-host runs the shards of its rows, from their saved cursors.
-
-The caller, or worker processes that share the host's shards, read the rows. The saved
-state is the same in both cases.
+host runs the shards of its rows, in the caller or in worker processes; the saved state
+does not depend on that.
 """
 
 from __future__ import annotations
@@ -36,13 +34,13 @@ _Reader = shard_rows.ShardRows | worker.Workers
 
 @runtime_checkable
 class Configured(Protocol):
-    """A `make_shard` that a configuration describes."""
+    """A `make_shard` made from a configuration."""
 
     def __call__(self, shard: int) -> grain.IterDataset:
         """The pipeline of a shard."""
 
     def dealt(self, dealing: str) -> Configured:
-        """The same, with records dealt to shards in another way; see `records`."""
+        """The same with another dealing of records to shards; see `records.DEALING`."""
 
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the order of rows, by configuration key."""
@@ -50,23 +48,17 @@ class Configured(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardedData:
-    """Elastic data with a pipeline for each logical shard; `sharded` makes it.
+    """Elastic data with a pipeline for each logical shard; `sharded` creates it.
 
     Attributes:
-      make_shard: makes the pipeline of a shard from the shard's number: a Grain
-        `IterDataset` of dicts of arrays with the same shapes everywhere. It must be a
-        pure function and picklable by cloudpickle. Batches have an additional feature,
-        `example_id`, uint32 `[B, 2]`: the number of rows before it in the run. Examples
-        must not have a feature of this name, or of that in `end`.
+      make_shard: see `sharded`.
       num_shards: S, fixed for the whole run.
-      pipeline: identifies `make_shard`, JSON; change it when the examples change. Of a
-        configuration, its settings by key.
+      pipeline: identifies `make_shard`, JSON. For a configuration, its settings by key.
       end: how the data ends. If it does, batches have the feature `mask`, bool `[B]`:
         rows of a shard that has ended are zeros, with the `example_id` of padding.
-      num_workers: worker processes of each host that run its shards; 0 runs them in the
-        host's own process, and None does so with a warning if they slow the loop down.
-        The state depends neither on this nor on the next attribute.
-      per_worker_batches: batches that each worker process prepares in advance.
+      num_workers: see `sharded`; None runs shards in the host's own process, with a
+        warning if they slow the loop down.
+      per_worker_batches: see `sharded`.
     """
 
     make_shard: MakeShard
@@ -94,7 +86,7 @@ class ShardedData:
         return settings | {"pipeline": self.pipeline}
 
     def dealt(self, dealing: str) -> ShardedData:
-        """This data with its records dealt to shards in another way, if it has one."""
+        """This data with another dealing of records to shards, if it supports any."""
         if not isinstance(self.make_shard, Configured):
             return self
         made = self.make_shard.dealt(dealing)
@@ -114,11 +106,11 @@ def sharded(
     num_workers: int | None = None,
     per_worker_batches: int = 1,
 ) -> ShardedData:
-    """Elastic data made of S logical shards, each a Grain pipeline of its own.
+    """Elastic data of S logical shards, each with its own Grain pipeline.
 
-    Rows are taken from the shards in turn, so that they do not depend on the number of
-    hosts; when it changes, shards move between hosts. A shard may filter, tokenise,
-    shuffle and pack as it likes.
+    Rows are taken from the shards in turn, whatever the number of hosts; when it
+    changes, shards move between hosts. A shard may filter, tokenise, shuffle and pack
+    in any way.
 
         def make_shard(shard):
             records = ec.data.Records(
@@ -129,31 +121,29 @@ def sharded(
         data = ec.data.sharded(make_shard, pipeline="decoded images, version 1")
 
     A state can be loaded if it was saved from the same files, with the same settings of
-    the steps of `ec.data` in the pipeline. Grain's steps and your own functions are not
-    compared: `pipeline` stands for them.
+    the `ec.data` steps in the pipeline. Grain's steps and your own functions are not
+    compared; `pipeline` identifies them.
 
     Args:
-      make_shard: makes the pipeline of a shard from its number: a
-        `grain.IterDataset` of dicts of arrays, whose shapes are the same everywhere. A
-        pure function, picklable by cloudpickle. Batches also have the feature
-        `example_id`, uint32 `[B, 2]`, the number of rows before it in the run, a name
-        that examples must not use.
+      make_shard: builds the pipeline of a shard from its number: a `grain.IterDataset`
+        of dicts of arrays with the same shapes everywhere. It must be a pure function,
+        picklable by cloudpickle. Batches have an additional feature, `example_id`,
+        uint32 `[B, 2]`: the number of rows before it in the run. Examples must not use
+        this name.
       num_shards: S, fixed for the whole run; only needed if the pipeline does not begin
         with `ec.data.Records`.
-      pipeline: a name and version, JSON, of the steps in `make_shard` that are not of
-        `ec.data`, to be changed when they make other examples. Required if there are
-        any.
+      pipeline: a name and version, JSON, of the steps in `make_shard` that are not from
+        `ec.data`; required if there are any. Change it when the examples change.
       end: how the data ends, an `ec.data.End` or its name. Finite data has the feature
         `mask`, bool `[B]`, false for rows of padding.
       num_workers: worker processes of each host that run its shards; 0 runs them in the
-        host's own process. By default they run there, too, and a warning says so if a
-        thread that reads ahead is busy with them for more than 5 % of the time. The
-        state does not depend on it.
-      per_worker_batches: how many batches each worker process prepares in advance.
+        host's own process. So does the default, but it warns if they keep a thread that
+        reads ahead busy for more than 5 % of the time. The state does not depend on it.
+      per_worker_batches: batches that each worker process prepares in advance.
 
     Raises:
-      ConfigError: if S is missing or inconsistent, if `make_shard` reads another shard
-        than it is asked for or the whole source for each shard, or if `pipeline` is
+      ConfigError: if S is missing or inconsistent, if `make_shard` reads a shard other
+        than the requested one or the whole source for each shard, or if `pipeline` is
         missing.
     """
     checked = shard_steps.CheckedShards(make_shard)
@@ -165,7 +155,7 @@ def sharded(
     if len(given) != 1:
         raise errors.ConfigError(
             f"sharded: num_shards has the values {sorted(given)}; set it once, in the"
-            " ec.data.Records of make_shard or, without one, as num_shards= of sharded"
+            " ec.data.Records of make_shard or, without Records, in sharded"
         )
     code = [
         step
@@ -192,7 +182,7 @@ def sharded(
         raise errors.ConfigError(
             f"sharded: each of the {number} shards would read all of"
             f" {', '.join(repeated)}, and batches would repeat every example"
-            f" {number} times; give each shard its part in make_shard, as in"
+            f" {number} times; give each shard a part of it in make_shard, such as"
             f" source[shard::{number}]"
         )
     return data
@@ -219,7 +209,7 @@ class _HostBatches:
             batch = shard_rows.with_ids(loaded.rows, ids)
             after = rows.after(history, size), {**self._cursors, **loaded.cursors}
         except BaseException:  # Ctrl-C too
-            # What was read of the batch is read again if it is requested again.
+            # A part of the batch was taken already: the next call reads all of it.
             self.close()
             raise
         self._history, self._cursors = after
@@ -241,7 +231,7 @@ class _HostBatches:
         if any(mixing.gone(cursor, ()) for cursor in start.values()):
             names = mixing.names(self._data.make_shard(0))
             for shard, cursor in start.items():
-                # Refuses a dataset that is gone now, and not when the shard is due.
+                # Rejects a missing dataset now, not when the shard is due.
                 if mixing.gone(cursor, names):
                     made, row = self._data.make_shard(shard), shard_rows.row_of(cursor)
                     shard_rows.iterator(made, cursor, row).close()
@@ -269,7 +259,7 @@ class _HostBatches:
                 first=self._skips,
             )
             num_workers = min(data.num_workers or 0, len(task.start))
-            # A worker process of a PyTorch loader cannot have processes of its own.
+            # A worker process of a PyTorch loader cannot start processes.
             if num_workers and not multiprocessing.current_process().daemon:
                 self._reader = worker.Workers(
                     task,
@@ -278,6 +268,6 @@ class _HostBatches:
                 )
             else:
                 self._reader = shard_rows.ShardRows(task)
-            # This also runs at the end of the program, before modules are unloaded.
+            # Also runs when the program exits, before modules are unloaded.
             self._close_reader = weakref.finalize(self, self._reader.close)
         return self._reader

@@ -1,12 +1,9 @@
 """The state of a PyTorch loader by logical shard, for `torch.distributed.checkpoint`.
 
-That library writes an entry of a state under its name, by the first rank that has it,
-and each rank reads the entries that it names. Named by logical shards and not by ranks,
-the state of any number of ranks can be read by any other, without a collective.
-
-An entry is text: a `checked_json` object of version 1. `position` has everything of
-`LocalBatches.get_state` but its cursors. `shard_00017` has `cursor`, and `position`, to
-which it belongs.
+That library has the first rank with an entry write it under its name, and each rank
+reads the entries that it names. Because entries are named by logical shard, not by
+rank, any number of ranks can read the state of any other, without a collective.
+`FORMAT.md` describes the entries.
 """
 
 from __future__ import annotations
@@ -28,16 +25,16 @@ _POSITION = "position"
 class ShardedState:
     """The state of a rank's rows by logical shard, which any number of ranks can load.
 
-    It is a `Stateful` of `torch.distributed.checkpoint`, beside those of the weights:
+    It is a `Stateful` of `torch.distributed.checkpoint`, next to those of the weights:
 
         dcp.save({"model": model, "data": ec.data.ShardedState(loader)}, ...)
         dcp.load({"model": model, "data": ec.data.ShardedState(loader)}, ...)
 
     Load it before the first batch, when it names the entries of all shards; later it
-    names those of this rank alone.
+    names only this rank's.
 
     Args:
-      rows: the `TorchLoader`, or `LocalBatches`, of this rank.
+      rows: the `TorchLoader` or `LocalBatches` of this rank.
     """
 
     def __init__(
@@ -51,7 +48,7 @@ class ShardedState:
         by_shard: dict[str, storage.Json] = fields.pop("cursors")
         position = fields["position"]
         if not state.row_of(position):
-            # Nothing was read from any shard.
+            # No shard has been read.
             num_shards = fields["pipeline"].get(state.NUM_SHARDS, 0)
             by_shard = dict.fromkeys(map(str, range(num_shards))) | by_shard
         entries = {_POSITION: fields}
@@ -67,8 +64,8 @@ class ShardedState:
         """Moves to a state that any number of ranks saved.
 
         Raises:
-          DataError: if an entry is missing, was altered, or is of another step; and as
-            `LocalBatches.set_state`.
+          DataError: if an entry is missing, was altered, or is from a different step;
+            and as `LocalBatches.set_state`.
         """
         entries = {name: _unsealed(name, each) for name, each in state_dict.items()}
         if _POSITION not in entries:
@@ -82,8 +79,8 @@ class ShardedState:
             if entry["position"] != fields["position"]:
                 raise errors.DataError(
                     f"the entry {name!r} of the data state has position"
-                    f" {entry['position']}, and the others {fields['position']}; load"
-                    " all entries from one checkpoint"
+                    f" {entry['position']}, the others {fields['position']}; load all"
+                    " entries from one checkpoint"
                 )
             by_shard[str(int(name.removeprefix("shard_")))] = entry["cursor"]
         self._rows.load_state_dict(

@@ -1,18 +1,17 @@
 """Stages: data whose mixture, row length or batch size changes at steps of the run.
 
-A stage begins at a training step: that is the number of batches that the run was given,
-less those that it gave up when it went back to an earlier step. Iterators count it, and
-save it with the data state.
+A stage begins at a training step. Iterators count steps, roll the count back with the
+run, and save it with the data state.
 
-Each stage has pipelines of its own. A shard goes on in another stage from the cursor
-that it has: the documents that the rows of the old stage hold come first in those of
-the new one. Each is thus trained on once, on any number of hosts. Pipelines without
-`lm.Rows` have the same steps in all stages, so that the cursor is the state of each.
+Each stage has its own pipelines. A shard enters the next stage from its cursor:
+documents that the old rows still hold come first in the new ones, so each is trained on
+once, on any number of hosts. Pipelines without `lm.Rows` have the same steps in all
+stages, so one cursor fits all of them.
 
-The cursor of a stage after the first is `{"stage": n, "of": state}`. A document that
-came over has the place `{HELD: {"stage": m, "cursor": cursor in stage m}, "taken":
-k, "parent": state}`: the old rows are opened there again when it is loaded, and k
-documents skipped; those of the stage's own follow from the state.
+The cursor of a stage after the first is `{"stage": n, "of": state}`. A carried-over
+document has the place `{HELD: {"stage": m, "cursor": cursor in stage m}, "taken": k,
+"parent": state}`. To load it, the old rows are reopened at that cursor and k of their
+documents skipped; the stage's own documents follow from `parent`.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ _TAKEN, _PARENT, _CURSOR = "taken", "parent", "cursor"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A part of a run, from a step on.
+    """The data of a run from a training step on.
 
     Attributes:
       begin: the training step of its first batch, from 0.
-      data: its data, of `ec.data.from_config` or `sharded`.
-      global_batch_size: rows of a global batch; None keeps the size of the stage
-        before, or that of the iterator.
+      data: the result of `ec.data.from_config` or `sharded`.
+      global_batch_size: rows of a global batch; None keeps the size of the previous
+        stage, or of the iterator.
     """
 
     begin: int
@@ -60,11 +59,11 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class StagedData:
-    """Elastic data of several stages; `staged` makes it.
+    """Elastic data of several stages; `staged` creates it.
 
     Attributes:
-      stages: all of them, by the step at which they begin.
-      number: the number of the stage of the next batches.
+      stages: all stages, ordered by the step at which they begin.
+      number: the index of the current stage.
     """
 
     stages: tuple[Stage, ...]
@@ -72,7 +71,7 @@ class StagedData:
 
     @property
     def current(self) -> Stage:
-        """The stage of the next batches."""
+        """The stage of the next batch."""
         return self.stages[self.number]
 
     @property
@@ -91,7 +90,7 @@ class StagedData:
         return self.current.data.end
 
     def at(self, step: int) -> StagedData:
-        """The data whose next batch is that of a step."""
+        """The same data, in the stage of `step`."""
         number = sum(stage.begin <= step for stage in self.stages) - 1
         if number == self.number:
             return self
@@ -110,11 +109,11 @@ class StagedData:
         }
 
     def host_batches(self, placement: rows.Placement) -> elastic_data.HostBatches:
-        """The rows of each global batch of the stage that one host loads."""
+        """The rows of each global batch that one host loads, in this stage."""
         return self.sharded().host_batches(placement)
 
     def sharded(self) -> sharded_data.ShardedData:
-        """The data of this stage, which shards enter from the cursors of any stage."""
+        """The data of this stage; its shards can start at a cursor of any stage."""
         make_shards = tuple(stage.data.make_shard for stage in self.stages)
         return dataclasses.replace(
             self.current.data,
@@ -123,7 +122,7 @@ class StagedData:
 
 
 def staged(stages: Sequence[Stage]) -> StagedData:
-    """Data that changes at steps of the run: a curriculum.
+    """A curriculum: data that changes at steps of the run.
 
         data = ec.data.staged(
             [
@@ -132,34 +131,34 @@ def staged(stages: Sequence[Stage]) -> StagedData:
             ]
         )
 
-    Datasets continue from stage to stage where they were. Documents that rows hold when
-    a stage begins come first in it, packed anew. Stages that have begun cannot be
-    changed at a resume, but for weights and datasets; later ones can.
+    Each dataset continues across stages where it was. Documents still buffered when a
+    stage begins come first in it, repacked. At a resume, only weights and datasets of
+    stages that have begun may change; later stages may change freely.
 
     Args:
-      stages: the first begins at step 0.
+      stages: the stages in order; the first begins at step 0.
 
     Returns:
-      Data for `ec.batches` and `LocalBatches`, which begin each stage by themselves.
+      Data for `ec.batches` and `LocalBatches`, which switch stages by themselves.
 
     Raises:
       ConfigError: if steps do not ascend from 0, or if stages do not fit together.
     """
     stages = tuple(stages)
     if not stages:
-        raise errors.ConfigError("staged: there is no stage; give at least one")
+        raise errors.ConfigError("staged: no stages; give at least one")
     for stage in stages:
         if not isinstance(stage.data, sharded_data.ShardedData):
             raise errors.ConfigError(
                 f"staged: the data of the stage that begins at step {stage.begin} is a"
-                f" {type(stage.data).__name__}; give that of ec.data.sharded, or of"
-                " ec.data.from_config with num_logical_shards"
+                f" {type(stage.data).__name__}; give the result of ec.data.sharded, or"
+                " of ec.data.from_config with num_logical_shards"
             )
     begins = [stage.begin for stage in stages]
     if begins[0] != 0 or sorted(set(begins)) != begins:
         raise errors.ConfigError(
-            f"staged: stages begin at steps {begins}; the first begins at 0, and each"
-            " one after the one before"
+            f"staged: stages begin at steps {begins}; begin the first at 0, and each"
+            " later one at a higher step"
         )
     sizes = [stage.global_batch_size for stage in stages]
     if any(size is not None and size < 1 for size in sizes):
@@ -173,10 +172,10 @@ def staged(stages: Sequence[Stage]) -> StagedData:
     ):
         if len(values) > 1:
             raise errors.ConfigError(
-                f"staged: the stages have several {what}, {sorted(values)}; choose one"
-                " for the whole run"
+                f"staged: the stages have different {what}, {sorted(values)}; choose"
+                " one for the whole run"
             )
-    # The shares of a dataset are the same in each stage, whatever others there are.
+    # The shares of a dataset must not depend on a stage's other datasets.
     stages = tuple(
         dataclasses.replace(stage, data=stage.data.dealt(records.SHARES))
         for stage in stages
@@ -187,26 +186,26 @@ def staged(stages: Sequence[Stage]) -> StagedData:
 
 
 def of(data: elastic_data.ElasticData) -> StagedData | None:
-    """`data`, if it has stages."""
+    """`data` if it has stages; otherwise None."""
     return data if isinstance(data, StagedData) else None
 
 
 def at(data: elastic_data.ElasticData, step: int) -> elastic_data.ElasticData:
-    """`data` in the stage of a step."""
+    """`data`, in the stage of `step` if it has stages."""
     of_stages = of(data)
     return data if of_stages is None else of_stages.at(step)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Course:
-    """How a run goes through its data; iterators go from each one to the next.
+    """The stage, step and batch size of a run; iterators replace it as they advance.
 
     Attributes:
-      data: the data, in the stage that has begun.
-      base_size: rows of a global batch until a stage has a size.
+      data: the data, in the current stage.
+      base_size: rows of a global batch until a stage sets its own size.
       progress: the step of the next batch; None without stages.
-      resized_in: the number of the stage in which the batches got the size `base_size`,
-        which holds until a later stage has a size; None if they never did.
+      resized_in: the stage in which `resized` set `base_size`, which then applies until
+        a later stage sets its own size; None if batches were never resized.
     """
 
     data: elastic_data.ElasticData
@@ -216,25 +215,25 @@ class Course:
 
     @classmethod
     def first(cls, data: elastic_data.ElasticData, base_size: int) -> Course:
-        """That of a run at its beginning."""
+        """The course of a new run."""
         progress = None if of(data) is None else state.Progress(step=0, begun=1)
         return cls(data=at(data, 0), base_size=base_size, progress=progress)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """All stages; none if the data has none."""
+        """All stages; empty without stages."""
         of_stages = of(self.data)
         return () if of_stages is None else of_stages.stages
 
     @property
     def stage(self) -> int:
-        """The number of the stage."""
+        """The index of the current stage; 0 without stages."""
         of_stages = of(self.data)
         return 0 if of_stages is None else of_stages.number
 
     @property
     def step(self) -> int | None:
-        """The step of the next batch; None if it is not known, or without stages."""
+        """The step of the next batch; None if unknown, or without stages."""
         return None if self.progress is None else self.progress.step
 
     @property
@@ -244,7 +243,7 @@ class Course:
 
     @property
     def sizes(self) -> list[int]:
-        """Those of each stage; without stages the present ones."""
+        """Rows of a global batch in each stage; without stages, the current size."""
         found, size = [], self.base_size
         own = [stage.global_batch_size for stage in self.stages] or [None]
         for number, of_stage in enumerate(own):
@@ -254,18 +253,17 @@ class Course:
         return found
 
     def due(self) -> Course:
-        """That in the stage of the next step: this one, unless another stage begins.
+        """The course for the next step; `self` unless a stage begins there.
 
         Raises:
-          DataError: if there are stages and the step is not known.
+          DataError: if there are stages and the step is unknown.
         """
         if len(self.stages) < 2:
             return self
         if self.progress is None or self.progress.step is None:
             raise errors.DataError(
-                "the data state was saved without stages, so that it does not say at"
-                " which step it was; call begin_at(step) of the iterator after you have"
-                " loaded it"
+                "the data state was saved without stages, so it does not record its"
+                " step; call begin_at(step) of the iterator after loading it"
             )
         data = at(self.data, self.progress.step)
         if data is self.data:
@@ -274,29 +272,29 @@ class Course:
         return due._with_begun(due.stage + 1)
 
     def next(self) -> Course:
-        """That after the next batch."""
+        """The course after the next batch."""
         if self.progress is None or self.progress.step is None:
             return self
         progress = dataclasses.replace(self.progress, step=self.progress.step + 1)
         return self.with_progress(progress)
 
     def with_progress(self, progress: state.Progress | None) -> Course:
-        """That with another step, in the same stage."""
+        """This course at another step, in the same stage."""
         return dataclasses.replace(self, progress=progress)
 
     def _with_begun(self, begun: int) -> Course:
-        # At least so many stages have begun.
+        # At least `begun` stages have begun.
         if self.progress is None:
             return self
         begun = max(self.progress.begun, begun)
         return self.with_progress(dataclasses.replace(self.progress, begun=begun))
 
     def at_step(self, step: int) -> Course:
-        """That of a run whose next batch is that of `step`.
+        """The course of a run whose next batch is that of `step`.
 
         Raises:
-          DataError: if a state did not say its step, and a stage that is new would have
-            begun before.
+          DataError: if the loaded state had no step, and a new stage would have begun
+            before `step`.
         """
         if self.progress is None:
             return self
@@ -307,37 +305,38 @@ class Course:
         return course._with_begun(sum(begin < step for begin in begins))
 
     def resized(self, global_batch_size: int) -> Course:
-        """That with batches of another size, until a stage begins that has a size."""
+        """This course with a new batch size, until a stage sets its own."""
         return dataclasses.replace(
             self, base_size=global_batch_size, resized_in=self.stage
         )
 
     def restored(self, saved: state.DataState) -> Course:
-        """That of a run that continues from a saved state."""
-        # Its stage begins, even if it is the one in which this run is.
+        """The course of a run that continues from a saved state."""
+        # The state's stage begins again, even if the run is already in it.
         begun = dataclasses.replace(
             self, data=at(self.data, 0), progress=self._progress_of(saved)
         )
         return begun if begun.step is None else begun.due()
 
     def gone_back(self, to: state.DataState | None) -> Course:
-        """That of a run that repeats the steps since a state with other rows.
+        """The course of a run that repeats the steps since `to` with new rows.
 
-        Without a state they are those since the beginning.
+        Args:
+          to: the state; None for the beginning.
         """
         first = Course.first(self.data, self.base_size).progress
         gone = self.with_progress(first if to is None else self._progress_of(to))
-        # What has begun has begun: shards have cursors of it.
+        # Shards keep the cursors of stages that had begun.
         return gone._with_begun(self.progress.begun if self.progress else 1)
 
     def _progress_of(self, saved: state.DataState) -> state.Progress | None:
         if not self.stages or saved.progress is not None:
             return saved.progress
-        # Without stages a state says nothing of the step, unless it is the first.
+        # A state without stages does not record its step, unless it is the first.
         return state.Progress(step=None if saved.row else 0, begun=1)
 
 
-# What may differ between the stages of a configuration.
+# Keys that may differ between the stages of a configuration.
 _CHANGING = (
     state.DATASETS,
     "max_target_length",
@@ -350,34 +349,35 @@ _CHANGING = (
 
 
 def _check_fits(stage: Stage, before: Sequence[Stage]) -> None:
-    # Raises a ConfigError if a stage cannot follow others.
     where = f"staged: the stage that begins at step {stage.begin}"
     *identities, now = (each.data.identity() for each in (*before, stage))
     changed = state.dataset_changes(identities, [now])
     if changed:
         raise errors.ConfigError(
             f"{where} names its datasets differently ({'; '.join(changed)}); give the"
-            " same files the same name in all stages, and other files another"
+            " same files the same name in all stages, and different files different"
+            " names"
         )
     changed = state.pipeline_changes(*map(_fixed, (identities[0], now)))
     if changed:
         raise errors.ConfigError(
-            f"{where} has other documents than the first ({'; '.join(changed)}); stages"
-            " may change datasets, weights, lengths, packing and batch sizes"
+            f"{where} makes documents differently from the first"
+            f" ({'; '.join(changed)}); stages may change datasets, weights, lengths,"
+            " packing and batch sizes"
         )
     first, steps = (_split(each.data.make_shard(0)) for each in (before[0], stage))
     for _, rows_on in (first, steps):
         if not all(map(shard_steps.holds_nothing, rows_on[1:])):
             raise errors.ConfigError(
-                f"{where} or the first has steps after ec.data.lm.Rows that may hold"
-                " rows; use functions of single rows alone"
+                f"{where} or the first has steps after ec.data.lm.Rows that may buffer"
+                " rows; use only functions of single rows"
             )
     is_same = len(first[0]) == len(steps[0]) and all(
         map(_same_step, first[0], steps[0])
     )
     if bool(first[1]) != bool(steps[1]) or not is_same:
         raise errors.ConfigError(
-            f"{where} begins with other records than the first, or has other steps"
+            f"{where} reads different records from the first, or has different steps"
             " before its rows; mix records by ec.data.Mixture in every stage, with"
             " weights from 0, and make rows by ec.data.lm.Rows"
         )
@@ -388,14 +388,14 @@ def _fixed(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split(made: grain.IterDataset) -> tuple[list[Any], list[Any]]:
-    # The steps of a pipeline before its rows, and from there on.
+    # The steps of a pipeline before its rows, and those from its rows on.
     steps = [s for s in shard_steps.chain(made) if not shard_steps.passes_on(s)]
     before = list(itertools.takewhile(lambda s: not isinstance(s, lm_rows.Rows), steps))
     return before, steps[len(before) :]
 
 
 def _same_step(one: Any, other: Any) -> bool:
-    # Whether the states of a step are those of another; datasets have their names.
+    # Whether two steps have the same states; those of a mixture are by dataset name.
     if type(one) is not type(other) or isinstance(one, mixing.Mixture):
         return type(one) is type(other)
     if isinstance(one, shard_steps.Step) or shard_steps.holds_nothing(one):
@@ -405,22 +405,22 @@ def _same_step(one: Any, other: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StagedShards:
-    """Makes the pipeline of a shard in one of the stages of a run.
+    """The `make_shard` of one stage, given those of all stages.
 
     Attributes:
-      make_shards: makes the pipeline of a shard in each stage.
-      stage: the number of the stage.
+      make_shards: the `make_shard` of each stage.
+      stage: the index of the stage.
     """
 
     make_shards: tuple[shard_steps.MakeShard, ...]
     stage: int
 
     def __call__(self, shard: int) -> grain.IterDataset:
-        """The rows of a shard, from the cursor that it has in any stage."""
+        """The rows of a shard; they can start at a cursor of any stage."""
         return _StagedRows(self, shard)
 
     def opened(self, made: Any, shard: int) -> grain.DatasetIterator:
-        """The rows of a pipeline, from documents of any stage."""
+        """Opens a pipeline so that its rows accept documents of any stage."""
         opened = iter(made)
         of_rows = _rows_of(opened)
         if of_rows is not None:
@@ -429,7 +429,7 @@ class StagedShards:
 
 
 def _rows_of(opened: Any) -> lm_rows.RowsIterator | None:
-    # What makes the rows in a pipeline.
+    # The iterator of `lm.Rows` in a pipeline, if it has one.
     while not isinstance(opened, lm_rows.RowsIterator):
         below = getattr(opened, "_parents", ())
         if len(below) != 1:
@@ -439,8 +439,6 @@ def _rows_of(opened: Any) -> lm_rows.RowsIterator | None:
 
 
 class _StagedRows(grain.IterDataset):
-    """The rows of a shard in the stage of `staged`."""
-
     passes_on = holds_nothing = True
 
     def __init__(self, staged: StagedShards, shard: int) -> None:
@@ -455,8 +453,8 @@ class _StagedRows(grain.IterDataset):
 class _StagedRowsIterator(grain.DatasetIterator):
     """The rows of a shard, from a state of any stage.
 
-    From a state of a stage with other rows it yields those, until `renew` begins the
-    stage with the documents that are in none of them yet.
+    From a state of another stage, it yields that stage's rows until `renew` begins its
+    own stage with the documents that are in no row yet.
     """
 
     def __init__(
@@ -482,8 +480,8 @@ class _StagedRowsIterator(grain.DatasetIterator):
             stage, state = state[_STAGE], state[_OF]
         if stage >= len(self._staged.make_shards):
             raise errors.DataError(
-                f"a logical shard is in stage {stage} of a run, and the data has"
-                f" {len(self._staged.make_shards)} stages; declare the stages that have"
+                f"a logical shard is in stage {stage} of a run, but the data has only"
+                f" {len(self._staged.make_shards)} stages; declare all stages that have"
                 " begun"
             )
         self._made, self._stage = self._own, self._staged.stage
@@ -503,13 +501,7 @@ class _StagedRowsIterator(grain.DatasetIterator):
 
 
 class _Continued(shard_steps.Elements):
-    """First the documents that another stage holds, if any, then those of a stage.
-
-    Args:
-      documents: of the stage.
-      staged: all stages.
-      shard: the number of the shard.
-    """
+    """A stage's documents, after any that an earlier stage still held."""
 
     def __init__(
         self, documents: grain.DatasetIterator, staged: StagedShards, shard: int
@@ -542,7 +534,7 @@ class _Continued(shard_steps.Elements):
         old.set_state(self._origin[_CURSOR])
         before = old.documents
         assert isinstance(before, _Continued)
-        # It may not have read all that came over to it.
+        # The old stage may not have read all documents carried over to it.
         self._held = (old.rest() + before._held)[self._taken :]
         after = before._documents.get_state()
         self._documents.set_state(state.get(_PARENT, after))

@@ -1,21 +1,12 @@
 """The data state: the position of a run in its data, in one small checked file.
 
-Version 1 of `data_state.json` (a `checked_json` file) has the fields
+`FORMAT.md` describes `data_state.json`, a `checked_json` file with the fields of
+`DataState`. The cursors of logical shards are in separate files, see `data.cursors`.
 
-* `engine`: the engine that wrote it, `"positional"` or `"sharded"`
-* `position`: the position that all hosts share: `{"global_next_index": 960}`, or
-  `{"batches": [[96, 8], [48, 4]]}`, the batches so far: the rows of each, and how many
-* `pipeline`: the settings that determine the order of examples, by configuration key
-* `left_out`: the ranges of positions, `[start, stop]`, that the run has left out
-* `progress`, null without stages: the training step of the next batch, and the number
-  of stages that have begun, `{"step": 20, "begun": 2}`
-
-It does not contain the number of hosts. That and the batch size may differ at resume.
-The cursors of logical shards are in files beside it, see `data.cursors`.
-
-`pipeline` is the result of `ElasticData.identity`: JSON values by key. At a resume they
-must be equal, except that in a mixture (`datasets`, by name) weights may differ, and
-datasets may be new or gone. A name stands for the same dataset in the whole run.
+At a resume, the number of hosts and the batch size may differ. `pipeline`, the result
+of `ElasticData.identity`, must be equal, except that in a mixture (`datasets`, by name)
+weights may differ, and datasets may be added or removed. A name means the same dataset
+throughout a run.
 """
 
 from __future__ import annotations
@@ -37,16 +28,16 @@ from elastic_ckpt.data import cursors, rows
 FILE_NAME = "data_state.json"
 VERSION = 1
 
-# The field with the datasets of a mixture by name.
+# Fields of `pipeline`. The datasets of a mixture, by name:
 DATASETS = "datasets"
-# The field with the number of epochs until the end; 0 never ends.
+# The number of epochs; 0 never ends.
 NUM_EPOCH = "num_epoch"
-# The field with the steps of a pipeline, first to last.
+# The steps of a pipeline, first to last.
 STEPS = "steps"
-# The fields with the stages of a run, and with the first step of each.
+# The stages of a run, and the first step of each.
 STAGES = "stages"
 BEGINS = "begin_steps"
-# The field with the number of logical shards, of all stages.
+# The number of logical shards, the same in all stages.
 NUM_SHARDS = "num_logical_shards"
 
 _MAX_SHOWN = 5
@@ -57,11 +48,11 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run of stages is.
+    """How far a run with stages has come.
 
     Attributes:
-      step: the training step of the next batch; None if it is not known.
-      begun: the number of stages of which shards may have cursors.
+      step: the training step of the next batch; None if unknown.
+      begun: the number of stages in which shards may have cursors.
     """
 
     step: int | None
@@ -74,11 +65,12 @@ class DataState:
 
     Attributes:
       engine: the engine's name.
-      position: the position that all hosts share, JSON.
-      pipeline: the identity of the pipeline, from configuration key to JSON value.
-      left_out: the positions before `position` whose rows were not trained on, because
-        the run went back and continued after them: starts and stops, ascending.
-      progress: of data with stages; otherwise None.
+      position: the position, equal on all hosts: `{"global_next_index": 960}`, or the
+        sizes and numbers of the batches so far, `{"batches": [[96, 8], [48, 4]]}`.
+      pipeline: the identity of the pipeline, by configuration key.
+      left_out: the ranges before `position` that were not trained on, because the run
+        rolled back and continued after them: starts and stops, ascending.
+      progress: only of data with stages.
     """
 
     engine: str
@@ -94,7 +86,7 @@ class DataState:
 
     @property
     def pipeline_now(self) -> dict[str, storage.Json]:
-        """The identity of the pipeline of the next batch, in the stage of its step."""
+        """The identity of the pipeline in the current stage."""
         step = self.progress.step if self.progress else None
         begins = begins_of(self.pipeline)
         number = bisect.bisect_right(begins, step or 0) - 1
@@ -104,7 +96,7 @@ class DataState:
 
 
 def write(directory: epath.PathLike, state: DataState) -> None:
-    """Writes `state` into `directory`, whole or not at all."""
+    """Writes `state` into `directory` atomically."""
     progress = state.progress and vars(state.progress)
     fields: dict[str, Any] = {**vars(state), "progress": progress}
     content = checked_json.to_bytes(fields, version=VERSION)
@@ -112,17 +104,17 @@ def write(directory: epath.PathLike, state: DataState) -> None:
 
 
 def read(directory: epath.PathLike) -> DataState:
-    """Reads and checks the state that `write` wrote into `directory`.
+    """Reads and checks the state in `directory`.
 
     Raises:
-      DataError: as in `checked_json.read`.
+      DataError: as `checked_json.read`.
     """
     path = epath.Path(directory) / FILE_NAME
     return of_fields(checked_json.read(path, what="data state", version=VERSION))
 
 
 def of_fields(fields: Mapping[str, Any]) -> DataState:
-    """The state with the fields of its file."""
+    """The state from the fields of its file."""
     progress = fields.get("progress")
     return DataState(
         engine=fields["engine"],
@@ -142,7 +134,7 @@ def row_of(position: Mapping[str, Any]) -> int:
 
 
 def history_of(position: Mapping[str, Any]) -> rows.History:
-    """The batches before a position of data with logical shards."""
+    """The batches before a position in data with logical shards."""
     return tuple((size, number) for size, number in position["batches"])
 
 
@@ -154,11 +146,11 @@ def position_of(history: rows.History) -> cursors.Position:
 def check_same_pipeline(
     saved: DataState, engine: str, pipeline: dict[str, storage.Json]
 ) -> None:
-    """Raises a DataError with each difference if `saved` is of another pipeline.
+    """Raises a DataError that lists how the pipeline differs from that of `saved`.
 
     `pipeline_changes` defines which parts may differ.
     """
-    # Without stages the run is in its first.
+    # Data without stages has one.
     progress = saved.progress or Progress(step=None, begun=1)
     changed = pipeline_changes(
         {"engine": saved.engine, **saved.pipeline},
@@ -169,17 +161,19 @@ def check_same_pipeline(
 
 
 def check_unchanged(changed: Sequence[str]) -> None:
-    """Raises a DataError with the differences of two pipelines, if there are any."""
+    """Raises a DataError that lists the differences between pipelines, if any."""
     if changed:
         grown = any(change.endswith(" is new") for change in changed)
         route = (
-            "; to add files to a run, keep those of before as a dataset of the same"
-            " name, and make the new ones another (a grain_train_mixture_config_path"
+            "; to add files to a run, keep the old ones as a dataset of the same name,"
+            " and make the new ones another dataset (a grain_train_mixture_config_path"
             " gives names)"
         )
         raise errors.DataError(
-            "the data state was saved by another pipeline (" + "; ".join(changed) + ");"
-            " set this back, or start a new run" + route * grown
+            "the data state was saved by a different pipeline ("
+            + "; ".join(changed)
+            + "); change it back, or start a new run"
+            + route * grown
         )
 
 
@@ -188,21 +182,20 @@ def pipeline_changes(
 ) -> list[str]:
     """The forbidden differences between the pipelines `before` and `now`.
 
-    If the data is finite, no dataset may be new or gone: shards that have ended would
-    not read it. Stages that have begun have to be as they were.
+    Finite data must keep its datasets: shards that have ended would not read a new one.
+    Stages that have begun must not change.
 
     Args:
-      before: of the saved state.
-      now: of the data that is to continue.
-      step: of the saved state, if it says.
-      begun: how many of its stages had begun.
+      before: the pipeline of the saved state.
+      now: the pipeline of the run that loads it.
+      step: the step of the saved state, if known.
+      begun: the number of its stages that had begun.
     """
     begins = begins_of(before)[:begun], begins_of(now)
     changed = late_stages(begins[1], step=step or 0, begun=begun)
     if begins[0] != begins[1][:begun]:
         changed = [
-            f"{STAGES}: those that have begun did so at steps {begins[0]}, now"
-            f" {begins[1][:begun]}"
+            f"{STAGES}: already begun at steps {begins[0]}, now {begins[1][:begun]}"
         ]
     stages = stages_of(before)[:begun], stages_of(now)
     for number, (old, new) in enumerate(zip(*stages, strict=False)):
@@ -212,7 +205,7 @@ def pipeline_changes(
 
 
 def stages_of(pipeline: Pipeline) -> list[dict[str, Any]]:
-    """The descriptions of the stages of a run; without stages it has one."""
+    """The description of each stage; data without stages has one."""
     apart = (STAGES, BEGINS)
     shared = {key: value for key, value in pipeline.items() if key not in apart}
     return [shared | stage for stage in pipeline.get(STAGES, [{}])]
@@ -224,20 +217,20 @@ def begins_of(pipeline: Pipeline) -> list[int]:
 
 
 def late_stages(begins: Sequence[int], *, step: int, begun: int) -> list[str]:
-    """The forbidden difference if stages that have not begun should have by `step`."""
+    """The forbidden difference if a new stage would begin before `step`."""
     late = [begin for begin in begins[begun:] if begin < step]
     if not late:
         return []
     return [
-        f"{STAGES}: the run is at step {step}, and stages that begin at {late} are new"
+        f"{STAGES}: the run is at step {step}, but stages that begin at {late} are new"
     ]
 
 
 def dataset_changes(before: Iterable[Pipeline], now: Iterable[Pipeline]) -> list[str]:
-    """The datasets that are others now than those of their names before.
+    """The datasets that were renamed, or replaced under the same name.
 
-    A dataset would continue at the place of another that has its name, and under
-    another name it would begin anew. All stages of a run have the same ones.
+    Under another dataset's name, a dataset would continue at the wrong place; under a
+    new name it would start over.
     """
     old, new = (
         dict(itertools.chain.from_iterable(map(_datasets, each)))
@@ -247,7 +240,7 @@ def dataset_changes(before: Iterable[Pipeline], now: Iterable[Pipeline]) -> list
         name: _changes(f"{DATASETS}.{name}.", old[name], new[name])
         for name in new.keys() & old.keys()
     }
-    # Names that no dataset continues.
+    # Names under which no dataset continues.
     free = [name for name in old if changes.get(name, True)]
     changed = []
     for name in sorted(new):
@@ -267,8 +260,7 @@ def dataset_changes(before: Iterable[Pipeline], now: Iterable[Pipeline]) -> list
 
 
 def _datasets(description: Pipeline, outer: str = "") -> Iterator[tuple[str, Any]]:
-    # The datasets in a description, each with its name: `outer/inner` in a mixture
-    # inside another.
+    # The datasets in a description, by name: `outer/inner` in a nested mixture.
     for part in (description, *description.get(STEPS, ())):
         for name, entry in part.get(DATASETS, {}).items():
             yield f"{outer}{name}", entry
@@ -276,9 +268,8 @@ def _datasets(description: Pipeline, outer: str = "") -> Iterator[tuple[str, Any
 
 
 def _other_datasets(prefix: str, before: Pipeline, now: Pipeline) -> list[str]:
-    # The forbidden difference if datasets are new or gone that may not be.
     old, new = (dict(_datasets(each)) for each in (before, now))
-    # Records may be read for a number of epochs inside a dataset, too.
+    # A dataset may limit the epochs of its own records.
     steps = [step for entry in new.values() for step in entry.get(STEPS, ())]
     ends = now.get(NUM_EPOCH) or any(step.get("num_epochs") for step in steps)
     may_differ = not old or not new or (old.keys() & new.keys() and not ends)
@@ -288,7 +279,7 @@ def _other_datasets(prefix: str, before: Pipeline, now: Pipeline) -> list[str]:
 
 
 def _changes(prefix: str, before: Pipeline, now: Pipeline) -> list[str]:
-    # The settings that differ, but for those of datasets.
+    # The settings that differ, without those of datasets.
     changed = []
     old, new = dict(_settings(before)), dict(_settings(now))
     for key in old | new:
@@ -305,7 +296,7 @@ def _changes(prefix: str, before: Pipeline, now: Pipeline) -> list[str]:
 
 
 def _settings(description: Pipeline) -> Iterator[tuple[str, Any]]:
-    # The settings by name, those of a step after its own: `Rows.length`.
+    # The settings by name; those of a step with its name as a prefix: `Rows.length`.
     for key, value in description.items():
         if key == STEPS:
             names = [step["name"] for step in value]
@@ -328,7 +319,7 @@ def _leaves(name: str, value: storage.Json) -> Iterator[tuple[str, Any]]:
 
 
 def _are_files(value: Any) -> TypeGuard[list[Any]]:
-    # A file is a list: name, size in bytes, number of records, and digests.
+    # A file is a list of name, size in bytes, number of records, and digests.
     return isinstance(value, list) and all(
         isinstance(each, list) and [*map(type, each[:4])] == [str, int, int, str]
         for each in value
@@ -336,7 +327,7 @@ def _are_files(value: Any) -> TypeGuard[list[Any]]:
 
 
 def _file_changes(before: list[Any], now: list[Any]) -> list[str]:
-    # Runs that skip corrupt records save no digest of the content.
+    # The digest of the content is missing from runs that skip corrupt records.
     old, new = ([file[0] for file in files] for files in (before, now))
     gone, added = (
         (collections.Counter(one) - collections.Counter(other)).elements()
@@ -345,11 +336,11 @@ def _file_changes(before: list[Any], now: list[Any]) -> list[str]:
     changes = [f"{name} is gone" for name in gone]
     changes += [f"{name} is new" for name in added]
     if not changes and old != new:
-        changes = ["the files are in another order"]
+        changes = ["the files are in a different order"]
     elif not changes:
         changes = [
             f"{one[0]} had {one[1]} bytes and {one[2]} records, now {two[1]} and"
-            f" {two[2]}, with other content"
+            f" {two[2]}, with different content"
             for one, two in zip(before, now, strict=True)
             if any(map(operator.ne, one, two))
         ]

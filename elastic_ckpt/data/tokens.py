@@ -1,7 +1,7 @@
 """Byte-level tokens: a byte's token is its value plus 3; special tokens are below 3.
 
-The numbering is that of ByT5 (Xue et al. 2022): 0 is padding, 1 ends a text. In
-addition, 2 begins a text.
+The numbering is ByT5's (Xue et al. 2022): 0 is padding, 1 ends a text. In addition, 2
+begins a text.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ VOCAB_SIZE = 256 + _NUM_SPECIAL
 
 
 def narrowed(values: Any, *, place: str) -> np.ndarray:
-    """Integers of any type, in an array or a list, as int32 `[tokens]`.
+    """An array or list of integers of any type, as int32 `[tokens]`.
 
     Raises:
-      DataError: if they are none, or int32 cannot hold one; names `place`.
+      DataError: if `values` are not integers, or int32 cannot hold one; names `place`.
     """
     numbers = np.asarray(values)
     is_integer = not numbers.size or np.issubdtype(numbers.dtype, np.integer)
@@ -43,7 +43,7 @@ def narrowed(values: Any, *, place: str) -> np.ndarray:
 
 
 def of_element(element: dict[str, Any], column: str) -> np.ndarray:
-    """The tokens in a column of a record, int32 `[tokens]`; none for a null value.
+    """The tokens in a column of a record, int32 `[tokens]`; empty for a null value.
 
     Raises:
       DataError: if the column is missing or has other values.
@@ -60,8 +60,8 @@ def in_column(element: dict[str, Any], column: str) -> Any:
     """
     if column not in element:
         raise errors.DataError(
-            f"a record has no column {column!r}, only {sorted(element)}; name the"
-            " column (train_data_columns in a configuration)"
+            f"a record has no column {column!r}, only {sorted(element)}; name one of"
+            " these (train_data_columns in a configuration)"
         )
     return element[column]
 

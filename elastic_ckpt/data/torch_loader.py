@@ -1,12 +1,11 @@
 """The rows of one rank through torchdata's `StatefulDataLoader`.
 
-The loader deals its batches to its workers in turn, so each worker makes every n-th
-batch of the rank (`local_batches.of_worker`), and its state is that after its last
-batch which the loader delivered. A shard's cursor is the newest one of all workers
-(`local_batches.merged`). The state of the rank therefore depends on the number of
-workers no more than on that of ranks.
+The loader takes batches from its workers in turn, so each worker makes every n-th batch
+of the rank (`local_batches.of_worker`). The workers' states after their last delivered
+batches are merged into that of the rank (`local_batches.merged`), which depends neither
+on the number of workers nor on that of ranks.
 
-Of the library, only this module imports torch and torchdata.
+Only this module of the library imports torch and torchdata.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ class TorchLoader(stateful_dataloader.StatefulDataLoader):
 
     It is torchdata's `StatefulDataLoader`, with a state that any number of ranks and
     workers can load. The batches do not depend on the number of workers. An iteration
-    continues where the one before stopped; after the end of finite data, it starts
+    continues where the previous one stopped; after the end of finite data, it starts
     another pass. `persistent_workers` has no effect.
 
-    To resume, save `state_dict()` on each rank, and pass the list of all of them to
+    To resume, save `state_dict()` on each rank, and pass the list of all states to
     `load_state_dict` on every rank.
 
     Args:
       batches: the rows of this rank.
-      **options: of `StatefulDataLoader`, such as `num_workers`.
+      **options: options of `StatefulDataLoader`, such as `num_workers`.
     """
 
     def __init__(self, batches: local_batches.LocalBatches, **options: Any) -> None:
@@ -42,17 +41,17 @@ class TorchLoader(stateful_dataloader.StatefulDataLoader):
 
     def __iter__(self) -> Any:
         if self._has_workers:
-            # New ones begin at the position of `_batches`.
+            # New workers begin at the position of `_batches`.
             self.load_state_dict(self.state_dict())
         if self._batches.at_end:
             self._batches.reset()
         return super().__iter__()
 
     def state_dict(self) -> local_batches.StateDict:
-        """The state after the last batch that was delivered, however far workers are.
+        """The state after the last delivered batch, however far ahead workers are.
 
-        With `snapshot_every_n_steps`, the batches since the last snapshot are read
-        again here.
+        With `snapshot_every_n_steps`, this reads the batches since the last snapshot
+        again.
         """
         if not self._has_workers:
             return self._batches.get_state()
@@ -73,10 +72,9 @@ class TorchLoader(stateful_dataloader.StatefulDataLoader):
     def load_state_dict(
         self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     ) -> None:
-        """Moves to a state, or to the combined states of all ranks.
+        """Moves to a state, or to the combined states of all ranks of any world.
 
-        The numbers of ranks and workers may differ from those that saved it. A running
-        iteration is not moved; begin another one.
+        A running iteration does not move; start a new one.
 
         Raises:
           DataError: as `LocalBatches.set_state`.
@@ -87,7 +85,7 @@ class TorchLoader(stateful_dataloader.StatefulDataLoader):
 
 
 class _Rows(torch_data.IterableDataset):
-    """What a loader and its workers iterate over."""
+    """The dataset of a loader and its workers."""
 
     def __init__(self, batches: local_batches.LocalBatches) -> None:
         super().__init__()

@@ -1,13 +1,12 @@
-"""Worker processes: each runs some shards of a host, and sends their rows by a pipe.
+"""Worker processes: each runs some of a host's shards, and sends their rows by a pipe.
 
 A process receives its task through its standard input, by cloudpickle, and never
-imports the program's main module, so that a script needs no
-`if __name__ == "__main__":`. Its standard output is the pipe; what code of the user
-prints goes to standard error. Arrays are read from the pipe straight into their memory,
-without the interpreter lock.
+imports the program's main module, so a script needs no `if __name__ == "__main__":`.
+Its standard output is the pipe; user code prints to standard error. Arrays are read
+from the pipe straight into their memory, without the interpreter lock.
 
-A process ends at once when its standard input closes, so that none outlives a host that
-is killed. Neither pipes nor processes have a name that could be left behind.
+A process ends at once when its standard input closes, so none outlives a killed host.
+Neither pipes nor processes have names that could be left behind.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ import numpy as np
 from elastic_ckpt.core import errors
 
 if TYPE_CHECKING:
-    # It takes seconds to import, and a worker has to listen to its host meanwhile.
+    # The import takes seconds, in which a worker must already notice its host's death.
     from elastic_ckpt.data import shard_rows
 
 # A larger pipe than usual wakes the reader less often.
@@ -42,12 +41,12 @@ _PIPE_BYTES = 1 << 20
 
 
 class Workers:
-    """Worker processes that each run every n-th shard; combines their rows.
+    """Combines the rows of n worker processes that each run every n-th shard.
 
     Args:
-      task: what they read together.
+      task: the shards and rows to read.
       num_workers: n.
-      num_ahead: batches that each prepares in advance.
+      num_ahead: batches that each worker prepares in advance.
 
     Raises:
       ConfigError: if the task cannot be sent to another process.
@@ -92,8 +91,6 @@ class Workers:
 
 
 class _Worker:
-    """A process that runs some shards of a task."""
-
     def __init__(self, name: str, task: shard_rows.Task, *, num_ahead: int) -> None:
         self._name = name
         content = _pickled(task)
@@ -101,14 +98,14 @@ class _Worker:
             [sys.executable, "-c", _program()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # The devices are those of the host's own process.
+            # The devices belong to the host's own process.
             env={**os.environ, "JAX_PLATFORMS": "cpu"},
         )
         pipes: Any = self._process.stdin, self._process.stdout
         given, self._batches = pipes
         with contextlib.suppress(AttributeError, OSError):
             fcntl.fcntl(self._batches, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        # A process that has ended already is an error when it is read.
+        # If the process has ended already, the first read raises the error.
         with contextlib.suppress(BrokenPipeError):
             pickle.dump((num_ahead, content), given)
             given.flush()
@@ -124,18 +121,18 @@ class _Worker:
         raise error
 
     def _dead(self) -> errors.DataError:
-        # It closes its pipe a moment before it is gone.
+        # The pipe closes a moment before the process ends.
         code = self._process.wait()
         how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
         return errors.DataError(
             f"{self._name} (process {self._process.pid}) was ended by {how}; its"
-            " standard error may have the cause. The kernel sends SIGKILL when memory"
+            " standard error may show the cause. The kernel sends SIGKILL when memory"
             " is short: use fewer workers, smaller batches or shuffle buffers, or give"
             " the host more memory"
         )
 
     def close(self) -> None:
-        # What was not sent to a process that had ended stays unsent.
+        # Unsent data for a process that has ended does not matter.
         with contextlib.suppress(BrokenPipeError), self._process:
             self._process.kill()
 
@@ -144,12 +141,12 @@ def _pickled(task: shard_rows.Task) -> bytes:
     try:
         return cloudpickle.dumps(task)
     except Exception as error:
-        # Whatever the objects of a user raise.
+        # A user's objects may raise anything.
         raise errors.ConfigError(
             "make_shard cannot be sent to worker processes:"
-            f" {type(error).__name__}: {error}; have it make what cannot be pickled,"
-            " such as open files, locks and devices, when it is called, or read in the"
-            " host's own process (num_workers=0, grain_worker_count=0)"
+            f" {type(error).__name__}: {error}; create what cannot be pickled, such as"
+            " open files, locks and devices, only when make_shard is called, or read in"
+            " the host's own process (num_workers=0, grain_worker_count=0)"
         ) from error
 
 
@@ -160,17 +157,17 @@ def _program() -> str:
 
 def main() -> None:
     """Sends the batches of the task in the standard input, until that closes."""
-    # A host that is interrupted, or has to leave, ends its workers itself.
+    # The host ends its workers itself when it is interrupted or terminated.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # Else a pipeline could start processes that nobody ends.
+    # So that a pipeline cannot start processes that nobody would end.
     process.current_process()._config["daemon"] = True  # type: ignore[attr-defined]
-    # Code of the user must not take what the host sends, nor print into the pipe.
+    # User code must neither read what the host sends nor print into the pipe.
     given, pipe = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    # A process that a pipeline forks by hand would hold the pipe of one that is killed.
+    # A process that user code forks must not keep a killed worker's pipe open.
     os.register_at_fork(after_in_child=functools.partial(os.close, pipe.fileno()))
     num_ahead, content = cloudpickle.load(given)
     threading.Thread(target=_end_with, args=(given,), daemon=True).start()
@@ -182,7 +179,7 @@ def main() -> None:
         read = shard_rows.ShardRows(cloudpickle.loads(content))
         while True:
             ahead.put((next(read), None))
-    except BaseException as error:  # the host raises it again
+    except BaseException as error:  # raised again in the host
         error.add_note(traceback.format_exc())
         ahead.put((None, error))
     threading.Event().wait()
@@ -198,13 +195,13 @@ def _send_all(pipe: IO[bytes], ahead: queue.Queue[Any]) -> None:
 
 def _content(loaded: Any, error: BaseException | None) -> bytes:
     try:
-        # Some that can be pickled cannot be made again, there as little as here.
+        # Some errors can be pickled but not unpickled; copying shows that here.
         copy.copy(error)
         return cloudpickle.dumps((loaded, error))
-    except Exception as failure:  # whatever objects of a user raise
+    except Exception as failure:  # a user's objects may raise anything
         what = error or failure
         failed = errors.DataError(
-            f"a pipeline yields, or raises, what cannot be pickled: {what!r}"
+            f"a pipeline yields or raises something that cannot be pickled: {what!r}"
         )
         failed.add_note("".join(traceback.format_exception(what)))
         return cloudpickle.dumps((None, failed))

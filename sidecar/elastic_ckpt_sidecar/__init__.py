@@ -1,4 +1,4 @@
-"""Code that runs beside the accelerator hosts, in colocated Python, and its handle."""
+"""Code that runs in colocated Python on accelerator hosts, and the head's handle."""
 
 from etils import epy
 

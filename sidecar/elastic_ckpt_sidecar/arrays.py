@@ -1,13 +1,14 @@
-"""Arrays of the head: which lie where, and moved to the hosts' memory and back.
+"""Maps the head's arrays to hosts, and moves them to the hosts' memory and back.
 
-Under a single controller all shards are arrays to the head, and none of their bytes:
-`jax.device_put` between an accelerator and the CPU device beside it stays on the host.
+Under a single controller, the head sees all shards as arrays but has none of their
+bytes: `jax.device_put` between an accelerator and the CPU device beside it stays on the
+host.
 
-Leaves over one mesh make a group: its arrays can be handed over in one call, since all
-arrays of a call have to lie on the same devices. The mesh is that of the CPU devices
-beside the accelerators, in the same order. The head's own values, numbers and arrays of
-NumPy, are a group too: of bytes, on a device of host 0. A layout, some groups, is sent
-once; later calls name it by a number, however many leaves it has.
+All arrays of a call must be on the same devices, so leaves over one mesh form a group
+that one call can pass. The mesh is that of the CPU devices beside the accelerators, in
+the same order. The head's own values, numbers and NumPy arrays, are a group of bytes on
+a device of host 0. A layout is a list of groups; it is sent once, and later calls refer
+to it by a number.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers.captured import Captured
 
-# Of a group of leaves on a host: as much passes through its memory at a time.
+# The maximum size of a group of several leaves on a host: groups pass through its
+# memory one at a time.
 GROUP_BYTES = 2**28
 # The axis of a mesh of one device.
 _ONE = "device"
@@ -47,10 +49,10 @@ class PlacedLeaf:
     """A leaf of a group.
 
     Attributes:
-      path: of the leaf.
-      shape: of the whole array.
-      dtype: its name; None stands for that in which it was saved.
-      spec: over the axes of the group's mesh; None for the head's own values.
+      path: the path in the tree.
+      shape: the shape of the whole array.
+      dtype: the name of the dtype; None means the saved one.
+      spec: the sharding over the group's mesh; None for the head's own values.
     """
 
     path: str
@@ -59,18 +61,13 @@ class PlacedLeaf:
     spec: tuple[str | tuple[str, ...] | None, ...] | None
 
     def on(self, mesh: Mesh) -> NamedSharding:
-        """The sharding of its array on the group's mesh."""
+        """The leaf's sharding on the group's mesh."""
         return NamedSharding(mesh, PartitionSpec(*(self.spec or ())))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """Leaves over one mesh.
-
-    Attributes:
-      mesh: of CPU devices of hosts.
-      leaves: in the order of their arrays.
-    """
+    """Leaves over one mesh of CPU devices, in the order of their arrays."""
 
     mesh: Mesh
     leaves: tuple[PlacedLeaf, ...]
@@ -78,11 +75,9 @@ class Group:
     def abstract(
         self, leaf: PlacedLeaf, dtypes: Mapping[str, str]
     ) -> jax.ShapeDtypeStruct:
-        """Returns the array of a leaf; for the head's own values, that of its bytes.
+        """Returns the abstract array of a leaf, as bytes for the head's own values.
 
-        Args:
-          leaf: of this group.
-          dtypes: by path, those in which leaves were saved.
+        `dtypes` are the saved ones, by path.
         """
         dtype = np.dtype(leaf.dtype or dtypes[leaf.path])
         shape = leaf.shape
@@ -91,11 +86,11 @@ class Group:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=leaf.on(self.mesh))
 
     def beside(self, values: Sequence[Any]) -> list[jax.Array]:
-        """The values of a group on the CPU devices of their hosts."""
+        """Moves the values of a group to the CPU devices of their hosts."""
         given = [
             value
             if leaf.spec is not None
-            # In this machine's byte order, which is that of the files.
+            # In this machine's byte order, which the files also have.
             else np.frombuffer(
                 np.asarray(value, np.dtype(leaf.dtype)).tobytes(), np.uint8
             )
@@ -109,12 +104,12 @@ class Group:
         asked: Sequence[trees.AskedLeaf],
         dtypes: Mapping[str, str],
     ) -> dict[str, Any]:
-        """The leaves of a group, of its arrays on CPU devices, by path.
+        """Moves a group's arrays from CPU devices to where the `asked` leaves belong.
 
-        Args:
-          arrays: one a leaf.
-          asked: the leaves that are wanted.
-          dtypes: by path, those in which leaves were saved.
+        `dtypes` are the saved ones, by path.
+
+        Returns:
+          The leaves by path.
         """
         values: Sequence[Any]
         if self.leaves[0].spec is None:
@@ -125,7 +120,7 @@ class Group:
                 for leaf, array in zip(self.leaves, arrays, strict=True)
             ]
         else:
-            # All at once: transfers of many arrays go on at the same time.
+            # In one call, so that the transfers overlap.
             values = jax.device_put(list(arrays), [leaf.sharding for leaf in asked])
         return {
             leaf.path: leaf.finish(value)
@@ -145,14 +140,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupDescription:
-    """A group, with devices named by their ids.
-
-    Attributes:
-      device_ids: of the mesh, in row-major order.
-      shape: of the mesh.
-      axes: of the mesh.
-      leaves: as in `Group`.
-    """
+    """A group with the mesh's device ids, in row-major order, shape and axis names."""
 
     device_ids: tuple[int, ...]
     shape: tuple[int, ...]
@@ -160,7 +148,7 @@ class GroupDescription:
     leaves: tuple[PlacedLeaf, ...]
 
     def group(self, devices: Mapping[int, jax.Device]) -> Group:
-        """Returns the group on these devices, by their ids."""
+        """Returns the group, given the devices by id."""
         grid = np.empty(len(self.device_ids), object)
         grid[:] = [devices[number] for number in self.device_ids]
         return Group(mesh=Mesh(grid.reshape(self.shape), self.axes), leaves=self.leaves)
@@ -168,12 +156,7 @@ class GroupDescription:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostDevices:
-    """The devices of a host.
-
-    Attributes:
-      accelerators: whose arrays are saved.
-      cpus: the CPU device beside each.
-    """
+    """The accelerators of a host, and the CPU device beside each."""
 
     accelerators: tuple[jax.Device, ...]
     cpus: tuple[jax.Device, ...]
@@ -183,8 +166,8 @@ class HeadArrays:
     """Maps leaves to the CPU devices of hosts.
 
     Args:
-      hosts: in the order of their numbers.
-      group_bytes: the most of a group on a host, unless a leaf has more.
+      hosts: the devices of all hosts, in order of number.
+      group_bytes: see `GROUP_BYTES`.
     """
 
     def __init__(
@@ -196,18 +179,18 @@ class HeadArrays:
             for host in hosts
             for accelerator, cpu in zip(host.accelerators, host.cpus, strict=True)
         }
-        # The head's own values go there.
+        # The mesh of the head's own values.
         self._first = Mesh(np.array([hosts[0].cpus[0]]), (_ONE,))
-        # Whether the CPU devices are other ones, as they are beside an accelerator.
+        # False in a run on CPUs, where the "accelerators" are CPU devices themselves.
         self.apart = not set(self._beside) & set(self._beside.values())
 
     def to_save(
         self, leaves: Mapping[str, Any]
     ) -> tuple[tuple[Group, ...], list[list[Any]]]:
-        """The groups of some leaves, and the values of each group.
+        """The groups of leaves to save, and the values of each group.
 
         Raises:
-          CheckpointError: if a leaf cannot be saved; it names the leaf.
+          CheckpointError: if a leaf cannot be saved; names the leaf.
         """
         values = {path: capture.numbers(leaves[path]) for path in sorted(leaves)}
         return self._grouped(
@@ -222,14 +205,13 @@ class HeadArrays:
     def to_restore(
         self, asked: Sequence[trees.AskedLeaf]
     ) -> tuple[tuple[Group, ...], list[list[trees.AskedLeaf]]]:
-        """The groups of leaves that are wanted, and the leaves of each group."""
+        """The groups of leaves to restore, and the leaves of each group."""
         return self._grouped((leaf, leaf.sharding, leaf) for leaf in asked)
 
     def _grouped(
         self, leaves: Iterable[tuple[Leaf | trees.AskedLeaf, Sharding | None, Any]]
     ) -> tuple[tuple[Group, ...], list[list[Any]]]:
-        # The head's own values make separate groups, also beside leaves of host 0. A
-        # group has at most so many bytes on a device, unless a leaf has more.
+        # The head's own values form separate groups, even from leaves on host 0.
         groups_of: dict[tuple[Mesh, bool, int], list[tuple[PlacedLeaf, Any]]] = {}
         last: dict[tuple[Mesh, bool], tuple[int, int]] = {}
         for leaf, sharding, value in leaves:
@@ -238,7 +220,7 @@ class HeadArrays:
             placed = PlacedLeaf(
                 path=leaf.path, shape=tuple(leaf.shape), dtype=dtype, spec=spec
             )
-            # In the widest dtype, where it is not known yet.
+            # Assumes the widest dtype while the saved one is unknown.
             item_bytes = np.dtype(dtype or np.float64).itemsize
             num_bytes = math.prod(placed.on(mesh).shard_shape(placed.shape))
             num_bytes *= item_bytes
@@ -265,8 +247,8 @@ class HeadArrays:
         strange = sharding.device_set - self._beside.keys()
         if strange:
             raise errors.CheckpointError(
-                f"leaf {path!r} is on {sorted(map(str, strange))}, and this"
-                " checkpointer is over other devices; give it the mesh of the whole run"
+                f"leaf {path!r} is on {sorted(map(str, strange))}, which are not in"
+                " this checkpointer's mesh; give it the mesh of the whole run"
             )
         if isinstance(sharding, SingleDeviceSharding):
             (device,) = sharding.device_set
@@ -274,7 +256,7 @@ class HeadArrays:
         if not isinstance(sharding, NamedSharding):
             raise errors.CheckpointError(
                 f"leaf {path!r} has a {type(sharding).__name__}, which cannot be sent"
-                " to other hosts; put it under a NamedSharding"
+                " to other hosts; give it a NamedSharding"
             )
         grid = np.vectorize(self._beside.__getitem__, otypes=[object])(
             sharding.mesh.devices
@@ -285,15 +267,15 @@ class HeadArrays:
 class HostArrays:
     """The arrays of one host, for the calls of saves and restores.
 
-    A save goes through `hold` for each group, and `capture`; a restore through
-    `select`, and `read` and `made` for each group. So one group at a time is in the
-    memory of the CPU devices.
+    A save calls `hold` for each group, then `capture`; a restore calls `select`, then
+    `read` and `made` for each group. So only one group at a time is in the memory of
+    the CPU devices.
 
     Args:
-      saver: of the host.
-      reader: of the host.
-      host: its number.
-      host_of: the numbers of the hosts of all CPU devices, by their ids.
+      saver: the host's saver.
+      reader: the host's reader.
+      host: the host's number.
+      host_of: the number of each CPU device's host, by device id.
       devices: all CPU devices of the world, by id.
     """
 
@@ -313,13 +295,13 @@ class HostArrays:
         self._layouts: dict[int, list[Group]] = {}
         self._boxes: dict[int, dict[str, dict[boxes.Box, int]]] = {}
         self._holders: dict[tuple[int, str], dict[boxes.Box, tuple[int, ...]]] = {}
-        # By layout and group, until the last one is there.
+        # The groups held so far, by layout and group, until `capture`.
         self._captured: dict[tuple[int, int], Captured] = {}
         self._dtypes: dict[str, str] = {}
 
     @calls.call()
     def describe(self, layout: int, groups: tuple[GroupDescription, ...]) -> None:
-        """Receives a layout, which later calls name by its number."""
+        """Receives a layout, which later calls refer to by its number."""
         known = [each.group(self._devices) for each in groups]
         self._boxes[layout] = {
             leaf.path: self._boxes_of(group, leaf)
@@ -331,13 +313,9 @@ class HostArrays:
     def hold(
         self, layout: int, group: int, arrays: Sequence[jax.Array], *, kept: bool
     ) -> None:
-        """Copies this host's shards of a group's arrays.
+        """Holds this host's shards of a group's arrays, without a copy if `kept`.
 
-        Args:
-          layout: its number.
-          group: its number in the layout.
-          arrays: of its leaves.
-          kept: whether no other code changes them, so that they need no copy in memory.
+        Nothing else changes `kept` arrays.
         """
         members = self._layouts[layout][group]
         shards = {}
@@ -346,16 +324,16 @@ class HostArrays:
             shards[leaf.path] = self._shards(layout, members, leaf, held, kept=kept)
         captured = self._saver.captured(shards)
         if (layout, group) in self._captured:
-            # A save that failed has left one.
+            # Left by a failed save.
             self._captured[layout, group].release()
         self._captured[layout, group] = captured
 
     @calls.call()
     def capture(self, step_id: StepId, layout: int) -> str:
-        """Begins to save what was held; see `Hosts.capture`."""
+        """Starts to save the held arrays; see `Hosts.capture`."""
         groups = self._layouts[layout]
         held, self._captured = self._captured, {}
-        # This host knows of what is on others alone, too.
+        # Includes the leaves that are only on other hosts.
         elsewhere = {
             leaf.path: self._shards(layout, group, leaf, {}, kept=True)
             for number, group in enumerate(groups)
@@ -369,14 +347,10 @@ class HostArrays:
 
     @calls.call()
     def select(self, layout: int, components: tuple[str, ...]) -> None:
-        """Selects this host's boxes of a layout, to be read from the open step.
-
-        Args:
-          layout: its number.
-          components: that are wanted besides.
+        """Selects this host's boxes of a layout, and components, of the open step.
 
         Raises:
-          CheckpointError: if the step does not have one of them.
+          CheckpointError: if the step lacks one of them.
         """
         leaves = [leaf for group in self._layouts[layout] for leaf in group.leaves]
         saved = self._reader.select(
@@ -395,7 +369,7 @@ class HostArrays:
 
     @calls.call()
     def dtypes(self) -> dict[str, str]:
-        """Returns the saved dtypes of the leaves that are requested in any dtype."""
+        """Returns the saved dtypes of leaves that are requested without a dtype."""
         return self._dtypes
 
     def abstract(self, layout: int, group: int) -> list[jax.ShapeDtypeStruct]:
@@ -404,7 +378,7 @@ class HostArrays:
         return [members.abstract(leaf, self._dtypes) for leaf in members.leaves]
 
     def made(self, layout: int, group: int) -> list[list[jax.Array]]:
-        """Makes each leaf's arrays of the values read, on this host's devices."""
+        """Puts the values read for each leaf on this host's devices."""
         members = self._layouts[layout][group]
         values = self._reader.made()
         return [
@@ -413,7 +387,7 @@ class HostArrays:
         ]
 
     def _boxes_of(self, group: Group, leaf: PlacedLeaf) -> dict[boxes.Box, int]:
-        # Each local box that has elements, and the first device with it.
+        # Each local box that is not empty, and the first device with it.
         first: dict[boxes.Box, int] = {}
         for device, box in self._device_boxes(group, leaf):
             if box.volume:
@@ -439,7 +413,7 @@ class HostArrays:
         *,
         kept: bool,
     ) -> Shards:
-        # Of the arrays by device: there are none if this host has none of the boxes.
+        # `held`, by device, may be empty: then this host has no boxes of the leaf.
         assert leaf.dtype is not None
         dtype = np.dtype(leaf.dtype)
         listed = []
@@ -459,7 +433,7 @@ class HostArrays:
     def _holders_of(
         self, layout: int, group: Group, leaf: PlacedLeaf
     ) -> dict[boxes.Box, tuple[int, ...]]:
-        # By box, the hosts that hold it.
+        # The hosts that hold each box.
         key = (layout, leaf.path)
         if key not in self._holders:
             devices_of = boxes.holders(leaf.on(group.mesh), leaf.shape)
@@ -474,11 +448,11 @@ class HostArrays:
     ) -> list[jax.Array]:
         made = []
         for device, box in self._device_boxes(group, leaf):
-            # No values were read for a box without elements.
+            # No values are read for an empty box.
             part = values.get(box, np.empty(box.shape, leaf.dtype))
             if leaf.spec is None:
                 part = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-            # In their dtype, whatever this process computes in.
+            # Keeps 64-bit dtypes, even if this process disables them.
             with jax.enable_x64(True):
                 made.append(jax.device_put(part, device))
         return made

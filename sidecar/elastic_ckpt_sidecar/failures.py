@@ -1,8 +1,8 @@
-"""Errors of a worker, on their way to the head.
+"""Carries errors from a worker to the head.
 
-An exception crosses from one process to another as text alone, and its class may be the
-runtime's own by then. So a worker raises JSON behind a mark, wherever it runs, and the
-head makes of it one error that names the host and has the traceback.
+An exception reaches another process only as text, possibly in a class of the runtime.
+So a worker raises JSON after a mark, and the head converts it to an error with the name
+of the host and the traceback.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from elastic_ckpt.core import allgather, errors
 from elastic_ckpt.data import compatibility
 
 _MARK = "elastic_ckpt worker failed: "
-# Errors whose messages are sufficient; any other one is shown with its traceback.
+# Errors whose message suffices; others are shown with their traceback.
 _OWN = {
     each.__name__: each
     for each in (
@@ -34,7 +34,7 @@ class WorkerFailure(Exception):
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Raises what fails on a worker so that the head can raise it; also a decorator."""
+    """Raises a worker's errors so that the head can raise them; also a decorator."""
     try:
         yield
     except Exception as error:
@@ -44,16 +44,16 @@ def reported() -> Iterator[None]:
 
 @contextlib.contextmanager
 def reaching_the_head() -> Iterator[None]:
-    """Raises what a worker failed with as an error of the head.
+    """Raises a worker's error in the head.
 
     Raises:
-      ElasticCkptError: of the worker's class if it was one, else a DataError.
+      ElasticCkptError: of the same class if it is one of ours, else a DataError.
     """
     try:
         yield
     except Exception as error:
         _, _, told = str(error).partition(_MARK)
-        # What no worker has reported passes as it is.
+        # Errors that no worker reported pass unchanged.
         with contextlib.suppress(json.JSONDecodeError):
             failure, _ = json.JSONDecoder().raw_decode(told)
             raise of_host(failure) from error.__cause__
@@ -61,6 +61,6 @@ def reaching_the_head() -> Iterator[None]:
 
 
 def of_host(failure: Mapping[str, str]) -> errors.ElasticCkptError:
-    """The error of the head for a failed outcome of a host, with the host's name."""
+    """The error to raise in the head for a host's failed outcome."""
     own = _OWN.get(failure["kind"], errors.DataError)
     return own(f"{failure['host']}: {failure['failed']}")

@@ -1,6 +1,6 @@
 """The host agent: runs calls on an accelerator host under a single controller.
 
-One object in each host's process, in colocated Python, has the endpoints of its hosts.
+In colocated Python, each process has one agent with the endpoints of its hosts.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from elastic_ckpt_sidecar.arrays import HostArrays
 class _HostAgent(host_calls.HostCalls):
     """The hosts of one process.
 
-    The agent of a machine uses the local address from which the host reaches the head;
-    `interface` of the peer tier is an address of the head.
+    The peer tier's `interface` is an address of the head. The agent replaces it by the
+    local address from which its machine reaches the head.
 
     Args:
-      configs: of all hosts of the world, by number.
-      host_of: the number of the host of each CPU device, by its id.
+      configs: the configs of all hosts of the world, by number.
+      host_of: the number of each CPU device's host, by device id.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class _HostAgent(host_calls.HostCalls):
 
     @failures.reported()
     def connect(self, call: jax.Array) -> jax.Array:
-        """Makes the hosts of this process, given the CPU devices of all hosts."""
+        """Creates the hosts of this process; `call` is on the CPU devices of all."""
         devices = {device.id: device for device in call.sharding.device_set}
         self.hosts = {
             number: self._endpoint(self._configs[number], devices)
@@ -48,7 +48,7 @@ class _HostAgent(host_calls.HostCalls):
 
     @failures.reported()
     def hold(self, call: jax.Array, *arrays: jax.Array) -> jax.Array:
-        """Keeps the arrays of a group, on the devices of `call`, for a capture."""
+        """Holds the arrays of a group, on the devices of `call`, for a capture."""
         content = messages.decode(call)
         for number in self.asked(call):
             self._arrays_of(number).hold(
@@ -58,7 +58,7 @@ class _HostAgent(host_calls.HostCalls):
 
     @failures.reported()
     def arrays(self, call: jax.Array) -> list[jax.Array]:
-        """The arrays of a group, on the devices of `call`, as the hosts read them.
+        """The arrays of a group that the hosts read, on the devices of `call`.
 
         The caller declares their shapes and shardings (`specialize`).
         """

@@ -1,8 +1,8 @@
-"""Calls of hosts (`core.calls`) that colocated Python carries, and answers to them.
+"""Calls of hosts (`core.calls`) and their answers, through colocated Python.
 
-The head sends calls and polls for the answers, because the methods of a process may be
-carried out one after the other: a host that writes, copies or reads for seconds does so
-in a thread, and the batches of the data are not held up.
+A process may run its methods one at a time. So that a host that writes, copies or reads
+for seconds does not delay the batches of the data, it does so in a thread, and the head
+polls for the answer.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from elastic_ckpt.core import allgather, background, calls, errors
 from elastic_ckpt.data import compatibility
 from elastic_ckpt_sidecar import failures, messages
 
-# An answer is returned in chunks, because a method returns arrays of a fixed size.
+# Answers come in chunks, because a method returns arrays of a fixed size.
 CHUNK_BYTES = 16384
-# Stands for the length of an answer that is not there yet.
+# The length of an answer that is not ready.
 UNDER_WAY = -1
 
 
 class HostCalls:
-    """What runs calls beside the accelerators; colocated classes extend it.
+    """Runs calls beside the accelerators; colocated classes extend it.
 
     Args:
-      host_of: the number of the host of each CPU device, by its id.
+      host_of: the number of each CPU device's host, by device id.
 
     Attributes:
-      hosts: those of this process, by number: one, but where a process stands for
-        several.
+      hosts: the hosts of this process, by number; normally one.
     """
 
     def __init__(self, host_of: Mapping[int, int]) -> None:
@@ -47,7 +46,7 @@ class HostCalls:
 
     @failures.reported()
     def begin(self, call: jax.Array) -> jax.Array:
-        """Begins a call, under its number; answers as `lengths`."""
+        """Starts a call under its number; returns the same as `lengths`."""
         content = messages.decode(call)
         for number in self.asked(call):
             ask = functools.partial(self._answer, number, content["method"])
@@ -58,7 +57,7 @@ class HostCalls:
 
     @failures.reported()
     def lengths(self, call: jax.Array) -> jax.Array:
-        """The bytes of each host's answer, or `UNDER_WAY`: int32 `[devices]`."""
+        """The length of each host's answer, or `UNDER_WAY`: int32 `[devices]`."""
         number = messages.decode(call)["call"]
 
         def length(device: jax.Device) -> np.ndarray:
@@ -90,7 +89,7 @@ class HostCalls:
         return messages.reply(call, chunk)
 
     def asked(self, call: jax.Array) -> list[int]:
-        """The hosts of this process whose devices are those of the call, in order."""
+        """The hosts of this process that a call is for, in order."""
         return sorted(
             {self._host_of[shard.device.id] for shard in call.addressable_shards}
         )
@@ -100,7 +99,7 @@ class HostCalls:
             call, arguments = calls.decode(encoded)
             return call.run(self.hosts[number], arguments)
 
-        # The root of a thread: the head raises what fails.
+        # The root of a thread: the head raises its errors.
         name = compatibility.host_name()
         return json.dumps({"host": name, **allgather.outcome(run)}).encode()
 
@@ -109,7 +108,7 @@ class Caller:
     """Calls hosts from the head.
 
     Args:
-      agent: of a colocated class that extends `HostCalls`.
+      agent: an object of a colocated class that extends `HostCalls`.
     """
 
     def __init__(self, agent: Any) -> None:
@@ -119,12 +118,9 @@ class Caller:
     def outcomes(
         self, call: calls.Call, arguments: Mapping[str, Any], sharding: NamedSharding
     ) -> list[dict[str, Any]]:
-        """What hosts return, as `allgather.outcome` has it with the name of the host.
+        """Runs a call on hosts; returns each `allgather.outcome` with the host's name.
 
-        Args:
-          call: the call.
-          arguments: by name.
-          sharding: of a message; for each of its devices there is an outcome.
+        Each device of the message's `sharding` has an outcome.
 
         Raises:
           RunError: if a host does not answer in time.
@@ -137,8 +133,8 @@ class Caller:
         while (lengths == UNDER_WAY).any():
             if time.monotonic() > until_secs:
                 raise errors.RunError(
-                    f"hosts have not answered {call.name} for {call.limit_secs:g} s;"
-                    " look at their logs, and start the run again"
+                    f"hosts did not answer {call.name} within {call.limit_secs:g} s;"
+                    " check their logs, and start the run again"
                 )
             next(pauses)
             lengths = self.run(self._agent.lengths, {"call": number}, sharding)
@@ -153,6 +149,6 @@ class Caller:
     def run(
         self, method: Any, content: Any, sharding: NamedSharding, *arrays: jax.Array
     ) -> np.ndarray:
-        """What a method of the agent returns, a row for each device of a message."""
+        """Runs a method of the agent; returns a row for each device of the message."""
         with failures.reaching_the_head():
             return messages.rows(method(messages.encode(content, sharding), *arrays))

@@ -1,8 +1,8 @@
 """Messages between the head and the workers, besides the arrays of a run.
 
-Colocated Python passes JAX arrays alone, so a message of the head is JSON in a uint8
-array of shape `[devices, bytes]`, one copy per device. Its sharding also names the
-devices that take part. A worker replies with an array that has a row per device.
+Colocated Python passes only JAX arrays, so a message of the head is JSON in a uint8
+array of shape `[devices, bytes]`, one copy per device. Its sharding also determines
+which devices take part. A worker replies with an array that has a row per device.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from jax.sharding import NamedSharding
 
 from elastic_ckpt.core import storage
 
-# The shortest message; the length of each is a power of two of them.
+# The minimum length of a message; lengths are this times a power of two.
 _MIN_BYTES = 512
-# The longest pause between two questions whether workers are done.
+# The longest pause between two polls.
 _POLL_SECS = 0.2
 
 
 def encode(content: storage.Json, sharding: NamedSharding) -> jax.Array:
     """Encodes `content` for the devices of `sharding`, which has a row per device."""
     text = json.dumps(content).encode()
-    # Few lengths, since colocated Python specializes a method for each.
+    # Few lengths, because colocated Python specializes a method for each.
     num_bytes = _MIN_BYTES
     while num_bytes < len(text):
         num_bytes *= 2
     line = np.frombuffer(text.ljust(num_bytes), np.uint8)
     copies = np.broadcast_to(line, (sharding.mesh.devices.size, len(line)))
-    # Not `device_put`: across controllers it compares values over all hosts, and a
-    # message may be sent from a thread beside the training step's own collectives.
+    # Not `device_put`: with several controllers it compares values across hosts, and a
+    # thread may send a message while a training step runs its own collectives.
     return jax.make_array_from_callback(copies.shape, sharding, lambda i: copies[i])
 
 
@@ -63,7 +63,7 @@ def reply(call: jax.Array, row: Callable[[jax.Device], np.ndarray]) -> jax.Array
 
 
 def pauses() -> Iterator[None]:
-    """Sleeps before each value: at first briefly, then ever longer, up to a limit."""
+    """Sleeps before each value, with growing pauses up to a limit."""
     pause = 0.001
     while True:
         time.sleep(pause)
@@ -74,9 +74,8 @@ def pauses() -> Iterator[None]:
 def release(worker: Any, *, wait: bool = True) -> None:
     """Releases a worker, an object of a colocated class; never waits for it.
 
-    The wrapper of a colocated class is in reference cycles, and its finalizer fails,
-    with an error in the log, if it first runs in an interpreter that ends. So the
-    cycles are broken before.
+    The wrapper of a colocated class is in reference cycles, and its finalizer logs an
+    error if it runs while the interpreter exits. So this breaks the cycles before.
     """
     del wait
     vars(worker).clear()
@@ -84,5 +83,5 @@ def release(worker: Any, *, wait: bool = True) -> None:
 
 
 def rows(array: jax.Array) -> np.ndarray:
-    """Returns the rows of the devices that this process can address, in mesh order."""
+    """Returns the rows of this process's addressable devices, in mesh order."""
     return np.concatenate([np.asarray(s.data) for s in array.addressable_shards])

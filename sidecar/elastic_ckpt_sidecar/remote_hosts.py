@@ -46,10 +46,10 @@ Method = Callable[Concatenate[Any, P], AnswerT]
 
 
 def hosts_of(mesh: Mesh) -> list[HostDevices]:
-    """The hosts of a mesh, in its order: devices whose workers are one process.
+    """The hosts of a mesh, in order; devices with the same worker process form a host.
 
     Raises:
-      ConfigError: if hosts differ from the head in what they need to have in common.
+      ConfigError: if a host's software differs from the head's.
     """
     accelerators = tuple(mesh.devices.flat)
     cpus = tuple(colocated_python.colocated_cpu_devices(accelerators))
@@ -70,13 +70,13 @@ def hosts_of(mesh: Mesh) -> list[HostDevices]:
 
 
 def over(mesh: Mesh, chosen: Chosen, *, run: str) -> RemoteHosts:
-    """The hosts of a mesh.
+    """Connects to the hosts of a mesh.
 
     Args:
-      mesh: over accelerators; hosts are in the slices of its axis, or of the hardware.
+      mesh: accelerators; its axis or the hardware determines the hosts' slices.
       chosen: the tiers; `interface` of the peers is an address of the head, by default
         that of its default route.
-      run: its identity.
+      run: the identity of the run.
 
     Raises:
       ConfigError: as `hosts_of`.
@@ -103,21 +103,21 @@ class RemoteHosts:
     """All hosts of a world under a single controller.
 
     Args:
-      hosts: their devices.
-      configs: of each, in the same order.
+      hosts: the devices of each host.
+      configs: the config of each host, in the same order.
 
     Attributes:
-      num_hosts: how many there are.
+      num_hosts: the number of hosts.
     """
 
-    # The number of the host whose paths mean the same here.
+    # The host whose paths mean the same in this process.
     own = 0
 
     def __init__(
         self, hosts: Sequence[HostDevices], configs: Sequence[HostConfig]
     ) -> None:
         self.num_hosts = len(hosts)
-        # Of host 0.
+        # The RAM directory of host 0.
         self._directory = configs[0].directory
         host_of = {cpu.id: n for n, host in enumerate(hosts) for cpu in host.cpus}
         self._agent = host_agent.HostAgent(tuple(configs), host_of)
@@ -126,19 +126,19 @@ class RemoteHosts:
         self._tree = HostTree(num_hosts=self.num_hosts)
         self._cpus = [host.cpus[0] for host in hosts]
         self._layouts: dict[tuple[Group, ...], int] = {}
-        # The leaves that are wanted in groups; and what was made of them.
+        # The requested leaves, in groups, and the restored ones.
         self._wanted: tuple[tuple[Group, ...], list[list[AskedLeaf]]] = ((), [])
         self._made: dict[str, Any] = {}
-        # Trees of another layout, until they are taken.
+        # Restored trees of other layouts.
         self._others: dict[str, Any] = {}
         cpus = _over([device for host in hosts for device in host.cpus])
-        # This also runs if `close` is never called.
+        # Also runs if `close` is never called.
         background.close_with(self, functools.partial(messages.release, self._agent))
         self._caller.run(self._agent.connect, {}, cpus)
 
     @functools.cached_property
     def is_apart(self) -> bool:
-        """See `Hosts`; a head that shares the memory of host 0 finds its id there."""
+        """See `Hosts`; a head that shares host 0's RAM finds the machine's id there."""
         own = self.first(HostEndpoint.introduce).machine
         return machine.find(self._directory) != own
 
@@ -206,7 +206,7 @@ class RemoteHosts:
         return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(self._others))
 
     def read(self, components: Sequence[str]) -> list[ReadParts]:
-        """See `Hosts`; moves the arrays of one group after the other to its devices."""
+        """See `Hosts`; moves arrays to their devices group by group."""
         groups, wanted = self._wanted
         layout = self._layout(groups)
         dtypes = self.first(HostArrays.dtypes) if groups else {}
@@ -221,7 +221,7 @@ class RemoteHosts:
                 arrays = take(messages.encode(content, _over(group.mesh)))
             made = group.restored(arrays, of_group, dtypes)
             if self._arrays.apart:
-                # The hosts' memory is that of the next group.
+                # The next group needs the hosts' memory.
                 jax.block_until_ready(made)
             self._made |= made
         return self.all(HostReader.materialise, tuple(components))
@@ -236,7 +236,7 @@ class RemoteHosts:
         }
 
     def close(self) -> None:
-        """See `Hosts`; does nothing if it was closed."""
+        """See `Hosts`; does nothing if already closed."""
         if not vars(self._agent):
             return
         try:

@@ -26,38 +26,37 @@ from elastic_ckpt.data import (
 from elastic_ckpt_sidecar import failures, host_calls, messages, worker
 from elastic_ckpt_sidecar.worker import HostData
 
-# How long a worker may take to go to the beginning, or to another batch size.
+# How long a worker may take to move to the beginning, or to change the batch size.
 _ANSWER_SECS = 60.0
 
 
 class RemoteIterator(iterator.Batches):
-    """Global batches from workers in colocated Python; they write their own state.
+    """Global batches from workers in colocated Python, which write their own state.
 
-    To a training loop it is an iterator, to Orbax v1 a `StatefulCheckpointable`: the
-    state goes from the worker's host into the step's temporary directory, before Orbax
-    commits the step, and never passes through the head.
+    It is an iterator for a training loop, and a `StatefulCheckpointable` for Orbax v1:
+    workers write the state into the step's temporary directory, before Orbax commits
+    the step, and it never passes through the head.
 
-    Workers have the next batches ready on their hosts' CPU devices. A thread of the
-    head takes the next one from there to the accelerators while a step runs, so a batch
-    is requested, transferred and checked before the loop needs it.
+    Workers prepare the next batches on their hosts' CPU devices. A thread of the head
+    moves the next one to the accelerators while a step runs, so a batch is requested,
+    transferred and checked before the loop needs it.
 
     Args:
-      data: what to iterate over.
+      data: the data.
       mesh: the training mesh.
-      spec: how a batch is sharded over it; see `ec.batches`.
+      spec: the sharding of a batch over the mesh; see `ec.batches`.
       global_batch_size: rows of a global batch, B.
       read_ahead: how far each worker reads ahead of the head.
 
     Raises:
-      ConfigError: if hosts differ in facts that have to be equal; it names them for
-        each host.
+      ConfigError: if hosts differ in software or data; lists the differences.
     """
 
     def _begin(self, mesh: Mesh, read_ahead: prefetch.ReadAhead) -> Any:
         return _Workers(self._course, mesh, self._sharding, read_ahead)
 
 
-# A batch, and how long each host waited for it: a row for each of its devices.
+# A batch, and how long each host waited for it, with a row per device.
 _Fetched = tuple[elastic_data.Batch, jax.Array]
 
 
@@ -65,9 +64,8 @@ class _Workers:
     """The data of all hosts, with the methods of an `iterator.HostIterator`.
 
     Attributes:
-      identity: that of the data.
-      calls: fetches batches ahead of the loop, and makes other calls of hosts in turn
-        with them.
+      identity: the identity of the data.
+      calls: fetches batches ahead of the loop, and runs other calls in between.
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class _Workers:
             colocated_python.colocated_cpu_devices(mesh)
         )
         self._tickets = itertools.count()
-        # That of the state after the last batch that the loop took; see `HostData`.
+        # The number of the state after the loop's last batch; see `HostData`.
         self._number = 0
         agent = worker.Worker(course.data, sharding.spec, course.base_size, read_ahead)
         self._agent, self._hosts = agent, _Hosts(agent, self._cpus, sharding)
@@ -91,7 +89,7 @@ class _Workers:
         self.calls = background.BackgroundCalls(
             self._hosts.fetch, depth=worker.HEAD_AHEAD
         )
-        # This also runs if `close` is never called.
+        # Also runs if `close` is never called.
         release = functools.partial(_release, agent, self.calls)
         background.close_with(self, release)
 
@@ -113,8 +111,8 @@ class _Workers:
             (spent for host, spent in secs.items() if host != slowest), default=0
         )
         return (
-            f"host {slowest} had to wait {secs[slowest]:.1f} s for its rows, the others"
-            f" at most {others:.1f} s"
+            f"host {slowest} waited {secs[slowest]:.1f} s for its rows, the others at"
+            f" most {others:.1f} s"
         )
 
     def reset(self) -> None:
@@ -129,19 +127,19 @@ class _Workers:
 
     def _move(self, method: Any, *args: Any, limit_secs: float | None = None) -> None:
         before, begin = self._number, self._number + worker.STATES
-        # Forgets what was fetched: the hosts go elsewhere.
+        # Drops fetched batches, which come from the old position.
         self.calls.drop()
         moved = self.calls.submit(
             functools.partial(self._hosts.move, before, begin, method, *args)
         )
-        # Hosts that do not answer in time do it later, before the next batch.
+        # Hosts that do not answer in time still move, before the next batch.
         self._number = begin
         try:
             moved.result(limit_secs)
         except TimeoutError:
             raise errors.DataError(
-                f"the workers have not answered for {limit_secs:g} s: a read of the"
-                " data may hang; see to the storage, and continue from the checkpoint"
+                f"the workers did not answer within {limit_secs:g} s: a read of the"
+                " data may hang; check the storage, and resume from the checkpoint"
             ) from None
         except BaseException:
             self._number = before
@@ -151,7 +149,7 @@ class _Workers:
         self, *, progress: state.Progress | None, left_out: state.Ranges
     ) -> Callable[[epath.Path], None]:
         ticket, number = next(self._tickets), self._number
-        # Not waited for: a batch may be on its way.
+        # Does not wait, because a batch may be in transfer.
         kept = self._submit(HostData.take, ticket, number, progress, left_out)
 
         def write(directory: epath.Path) -> None:
@@ -168,14 +166,14 @@ class _Workers:
         return self._submit(HostData.num_rows, self._number).result()[0]
 
     def close(self) -> None:
-        """Hosts that do not answer are left alone after a while."""
+        """Waits at most 10 s for hosts that do not answer."""
         self.calls.close(lambda: self._hosts.all(HostData.close))
         _release(self._agent, self.calls, wait=True)
 
     def _check_compatibility(self, mesh: Mesh) -> None:
         head = [compatibility.local_facts(self._course.data, role="the head")]
         message = messages.encode({}, self._cpus)
-        # First the facts that need no user code, which may fail to arrive.
+        # First the facts that need no user code, because workers may fail to load it.
         for ask in (worker.Facts, self._agent.connect):
             try:
                 with failures.reaching_the_head():
@@ -185,7 +183,7 @@ class _Workers:
             except Exception as error:
                 raise errors.ConfigError(
                     "the workers beside the accelerators cannot run our code, or yours:"
-                    f" {error}; build their image by docs/pages/guides/kubernetes.md,"
+                    f" {error}; build their image as in docs/pages/guides/kubernetes.md,"
                     " with the modules that your pipeline imports"
                 ) from error
             compatibility.check(head + facts)
@@ -196,7 +194,7 @@ class _Workers:
 
 
 class _Hosts:
-    """Calls the workers; all but `all` in the thread that fetches."""
+    """Calls the workers; methods other than `all` run in the thread that fetches."""
 
     def __init__(
         self, agent: Any, cpus: NamedSharding, sharding: NamedSharding
@@ -204,12 +202,12 @@ class _Hosts:
         self._agent, self._cpus, self._sharding = agent, cpus, sharding
         self._caller = host_calls.Caller(agent)
         self._message = messages.encode({}, cpus)
-        # The number of the state after the last batch that arrived, and whether hosts
-        # may have gone on from there.
+        # The number of the state after the last batch received, and whether hosts may
+        # be past it.
         self._number, self._is_behind = 0, False
 
     def all(self, method: Any, *args: Any) -> list[Any]:
-        """The answers of the hosts that this process can call."""
+        """Calls all hosts that this process can call; returns their answers."""
         call = calls.of(method)
         outcomes = self._caller.outcomes(call, call.bind(*args), self._cpus)
         for outcome in outcomes:
@@ -218,13 +216,13 @@ class _Hosts:
         return [call.decode_answer(each["answer"]) for each in outcomes]
 
     def move(self, before: int, begin: int, method: Any, *args: Any) -> None:
-        """Has all hosts go to another state, which gets the number `begin`.
+        """Moves all hosts to a new state, which gets the number `begin`.
 
         Args:
-          before: the number of the state to which they go back if one of them fails.
-          begin: a number that no host has had.
-          method: of `HostData`.
-          *args: of the method, after `begin`.
+          before: the number of the state to which they return if one of them fails.
+          begin: a number that no host has used.
+          method: a method of `HostData`.
+          *args: its arguments after `begin`.
         """
         self._number, self._is_behind = before, True
         self.all(method, begin, *args)

@@ -1,6 +1,6 @@
-"""The data on each accelerator host: an object that iterates over it there.
+"""Iterates over the data on each accelerator host.
 
-The head calls `HostData` as any part of a host; batches come as arrays.
+The head calls `HostData` like any part of a host; batches come as arrays.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from elastic_ckpt.core import calls, errors
 from elastic_ckpt.data import compatibility, elastic_data, iterator, prefetch, state
 from elastic_ckpt_sidecar import failures, host_calls, messages
 
-# Batches that the head takes from its workers before the loop asks for them.
+# Batches that the head takes from its workers before the loop requests them.
 HEAD_AHEAD = 1
-# The states that a host keeps: up to one that did not arrive at the head.
+# The number of states that a host keeps, with one that may not have reached the head.
 STATES = HEAD_AHEAD + 2
 
 # Shorter waits are not reported to the head.
 _SHORT_SECS = 0.001
 
-# States that are kept until they are written.
+# Maximum number of states kept until they are written.
 _SAVES_AT_ONCE = 8
 
 
 @failures.reported()
 def facts(call: jax.Array) -> jax.Array:
-    """The facts of each host, but for its pipeline."""
+    """The facts of each host, without its pipeline."""
     return messages.encode(compatibility.local_facts(), _rows_of(call))
 
 
 class HostData:
     """The data of one host, as the head calls it.
 
-    The head is ahead of the loop, so states are kept, each under its number: one more
-    with each batch, and one that the head gives with each load or change, which no host
-    has had before.
+    The head is ahead of the loop, so the host keeps its last states, by number. The
+    number grows by one with each batch; with each load or change the head assigns a new
+    number, which no host has used.
     """
 
     def __init__(self, rows: iterator.HostIterator) -> None:
@@ -57,7 +57,7 @@ class HostData:
     def next(self) -> elastic_data.Batch:
         """The next batch for the head."""
         batch = self._rows.next()
-        # The head may not have given the newest to the loop yet.
+        # Kept with earlier ones: the loop may not have taken this batch yet.
         self._states.append((self._states[-1][0] + 1, self._rows.get_state()))
         return batch
 
@@ -69,11 +69,11 @@ class HostData:
         progress: state.Progress | None,
         left_out: state.Ranges,
     ) -> None:
-        """Keeps the state of a number for a save, under a ticket."""
+        """Keeps the state `number` for a save, under a ticket."""
         self._taken[ticket] = self._rows.take(
             self._state(number), progress=progress, left_out=left_out
         )
-        # The state of an abandoned save is never requested.
+        # Drops the state of an abandoned save, which is never requested.
         self._taken.pop(ticket - _SAVES_AT_ONCE, None)
 
     @calls.call(limit_secs=calls.LONG_SECS)
@@ -83,24 +83,24 @@ class HostData:
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def load(self, begin: int, directory: str) -> None:
-        """Goes to the state in a directory, which gets the number `begin`."""
+        """Moves to the state in a directory, which gets the number `begin`."""
         self._rows.load(directory, state.read(directory))
         self._begin(begin)
 
     @calls.call()
     def num_rows(self, number: int) -> int:
-        """The number of rows before the state of a number."""
+        """The number of rows before the state `number`."""
         return state.row_of(self._state(number)[0])
 
     @calls.call()
     def reset(self, begin: int) -> None:
-        """Goes to the beginning, which gets the number `begin`."""
+        """Moves to the beginning, which gets the number `begin`."""
         self._rows.reset()
         self._begin(begin)
 
     @calls.call()
     def go_back(self, number: int) -> None:
-        """Goes back to the state of a number, unless this host has not gone on."""
+        """Moves back to the state `number`, unless this host is still there."""
         taken = self._state(number)
         if self._states[-1][0] != number:
             self._rows.set_state(taken)
@@ -115,13 +115,13 @@ class HostData:
         progress: state.Progress | None,
         size: int | None,
     ) -> None:
-        """Continues in batches of another size, or in the stage that begins.
+        """Continues from the state `number` with a new batch size or stage.
 
         Args:
-          begin: the number that the state gets then.
-          number: that of the state to continue from.
-          progress: of the run then.
-          size: rows of a batch; None begins the stage.
+          begin: the number of the new state.
+          number: the number of the old state.
+          progress: the run's progress.
+          size: rows of a batch; None begins the next stage.
         """
         self.go_back(number)
         course = self._rows.course.with_progress(progress)
@@ -130,7 +130,7 @@ class HostData:
 
     @calls.call()
     def close(self) -> None:
-        """Ends what reads ahead."""
+        """Stops reading ahead."""
         self._rows.close()
 
     def _begin(self, number: int) -> None:
@@ -143,19 +143,19 @@ class HostData:
             if each == number:
                 return taken
         raise errors.DataError(
-            "the hosts are no longer at the same batch, as a load or a change failed on"
-            " some of them; load a state again"
+            "the hosts are no longer at the same batch, because a load or a change"
+            " failed on some of them; load a state again"
         )
 
 
 class _HostWorker(host_calls.HostCalls):
-    """The data of the host of one process.
+    """The data of a process's host.
 
     Args:
-      data: what to iterate over.
-      spec: how a batch is sharded over the mesh of the calls.
+      data: the data.
+      spec: the sharding of a batch over the mesh of the calls.
       global_batch_size: rows of a global batch.
-      read_ahead: how far to be ahead of the head.
+      read_ahead: how far to read ahead of the head.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class _HostWorker(host_calls.HostCalls):
 
     @failures.reported()
     def connect(self, call: jax.Array) -> jax.Array:
-        """Makes the host, and returns its facts with those of its pipeline."""
+        """Creates the host; returns its facts, including the pipeline."""
         own = compatibility.local_facts(self._data)
         rows = iterator.HostIterator(
             self._data,
@@ -191,7 +191,7 @@ class _HostWorker(host_calls.HostCalls):
         """The next global batch, and how long each host waited for it.
 
         Returns:
-          The batch on the mesh of `call`, and seconds, float32 `[devices]`.
+          The batch, on the mesh of `call`, and the seconds, float32 `[devices]`.
         """
         began = time.monotonic()
         batch = self.hosts[0].next()

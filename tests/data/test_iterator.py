@@ -137,7 +137,7 @@ def test_a_size_that_moves_shards_is_refused_on_all_hosts_and_changes_nothing(ho
 
     def refuse(host):
         with pytest.raises(
-            errors.ConfigError, match=r"of 10 .*\] move to host 0, which"
+            errors.ConfigError, match=r"of 10 .*\] would move to host 0, which"
         ):
             resize(10)(host)
         return host.course.size
@@ -166,7 +166,7 @@ def test_hosts_that_change_differently_are_both_told(monkeypatch, hosts):
             f"in batches of {size} rows, {taken} batches after the last change"
             for size, taken in (hosts[host], hosts[1 - host])
         )
-        says = f"host {host} is to continue {own}, but host {1 - host} {other}; call"
+        says = f"host {host} would continue {own}, but host {1 - host} {other}; call"
         refused = pytest.raises(errors.ConfigError, match=says)
         size, taken = hosts[host]
         course = stages.Course(data=None, base_size=size)

@@ -112,7 +112,7 @@ def test_a_row_may_need_one_record_of_an_epoch_or_many_epochs_but_not_none(
             assert set(world.batch()["number"]) <= {68, 69, 70, 71}
         return
     message = (
-        r"numbers-0 and the 0 files after it: 6,00\d records in a row, more than two"
+        r"numbers-0 and the 0 files after it: 6,00\d consecutive records, more than two"
         " epochs, made no row; check whether a filter"
     )
     with pytest.raises(errors.DataError, match=message):
@@ -122,7 +122,7 @@ def test_a_row_may_need_one_record_of_an_epoch_or_many_epochs_but_not_none(
 def test_a_column_that_has_the_name_of_the_record_number_is_refused(tmp_path):
     table = pa.table({"record": [1, 2], "text": ["a", "b"]})
     file = corpora.write_table(tmp_path / "a.parquet", table, group_rows=2)
-    with pytest.raises(errors.DataError, match="its column 'record' has the name"):
+    with pytest.raises(errors.DataError, match="the column 'record' clashes"):
         next(iter(read(parquet.Parquet(files=(file,)), 0, 1)))
     dataset = parquet.Parquet(files=(file,), columns=("text",))
     assert next(iter(read(dataset, 0, 1))) == {"text": "a", "record": 0}

@@ -88,7 +88,7 @@ def test_other_files_are_named_and_also_one_that_was_replaced(files):
     # A page that is spoilt is a replacement of the same size.
     path.write_bytes(content)
     corpora.spoil(files[1], b"text 150 ")
-    assert change(*files).endswith(" and 40, with other content")
+    assert change(*files).endswith(" and 40, with different content")
 
 
 def test_steps_of_others_are_compared_by_their_order_and_need_a_name(files):

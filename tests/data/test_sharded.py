@@ -46,7 +46,7 @@ def test_the_error_of_a_shard_reaches_the_caller_whoever_reads(
     for _ in range(3):
         assert world.next() == one.next()
     error = errors.DataError if ends else ValueError
-    message = r"7 has ended; make.*end=\"padded\"" if ends else "43 is wrong"
+    message = r"7 has ended; repeat.*end=\"padded\"" if ends else "43 is wrong"
     # What is read of the batch does not change the state, as often as it is tried.
     for _ in range(2):
         assert world.save() == one.save()

@@ -125,7 +125,7 @@ def test_a_stage_begins_at_its_step_after_a_rollback(files, tmp_path):
     assert batches.left_out == ((6, 6 + 2 * 6 + 2 * 4),)
     load(batches.leaving_out(), tmp_path / "step-1")
     save(batches, tmp_path / "after")
-    with pytest.raises(errors.DataError, match=r"begun did so at steps \[0, 3\]"):
+    with pytest.raises(errors.DataError, match=r"already begun at steps \[0, 3\]"):
         load(batches_of(short_then_long(files["parquet"], 4)), tmp_path / "after")
 
 
@@ -197,13 +197,13 @@ def test_stages_that_do_not_fit_are_refused(files):
         ),
     )
     for stages_of, message in (
-        ([], "there is no stage"),
+        ([], "no stages; give"),
         ([(0, data, None), (0, data, None)], r"begin at steps \[0, 0\]"),
         ([(0, data, 6), (1, data, 0)], r"global_batch_size \[6, 0\]; give"),
-        ([(0, data, None), (5, finite, None)], "several ways to end"),
+        ([(0, data, None), (5, finite, None)], "different ways to end"),
         ([(0, data, None), (3, renamed, None)], "differently .*books is now named web"),
-        ([(0, own(books), None), (2, shuffled, None)], "after ec.* that may hold rows"),
-        ([(0, own(books), None), (2, own(code), None)], "begins with other records"),
+        ([(0, own(books), None), (2, shuffled, None)], "ec.* that may buffer rows"),
+        ([(0, own(books), None), (2, own(code), None)], "reads different records"),
     ):
         with pytest.raises(errors.ConfigError, match=message):
             staged(*stages_of)

@@ -129,7 +129,7 @@ RENAMED = "web is now named internet, with the same files and steps; restore"
         (
             BOTH,
             mixed(web=source(["a", 11, 1, "x"], weight=0.5)),
-            "web.files: a had 10 bytes and 1 records, now 11 and 1, with other content",
+            "files: a had 10 bytes and 1 records, now 11 and 1, with different content",
         ),
         (BOTH, mixed(web=WEB | {"format": "text"}), 'saved "parquet", now "text"'),
         (BOTH, mixed(web=LATER), "f is new; datasets.web.files: and 4 more changes"),
@@ -137,7 +137,7 @@ RENAMED = "web is now named internet, with the same files and steps; restore"
         (BOTH, mixed(internet=WEB, web=CODE), RENAMED),
         # Files of one name.
         (source(ONE, ONE), source(ONE), "(files: a is gone)"),
-        (source(ONE, TWO), source(TWO, ONE), "(files: the files are in another order)"),
+        (source(ONE, TWO), source(TWO, ONE), "the files are in a different order)"),
         (source(ONE, ONE), source(ONE, TWO), "files: a is gone; files: b is new"),
         # Settings inside one another.
         ({"a": {"b": {"c": 1}}}, {"a": {"b": {"c": 2}}}, "a.b.c: saved 1, now 2"),

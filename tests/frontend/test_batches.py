@@ -106,7 +106,7 @@ def test_without_a_spec_the_axes_named_for_rows_shard_them(axes, rows):
             P("data", "sequence"),
             8,
             r"dim 1 of feature 'tokens\w*', of shape \[8, 10\], cannot be"
-            r" divided evenly among the 4 parts that the mesh makes of it",
+            r" divided evenly among the 4 shards of .* on this mesh",
         ),
     ],
 )

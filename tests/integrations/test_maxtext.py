@@ -197,7 +197,7 @@ def test_in_tiers_a_failed_run_leaves_hosts_and_ram_to_the_next(
         run(code=1, **tiers(ram))
     assert "step 2 was due in persistent storage" in last_line(capfd)
     run(code=1, steps=9, **tiers(ram), max_target_length=32)
-    saved = "another pipeline (max_target_length: saved 24, now 32)"
+    saved = "a different pipeline (max_target_length: saved 24, now 32)"
     assert saved in last_line(capfd)
     # It goes on from RAM, and its next last step gets to storage.
     assert len(run(steps=5, **tiers(ram))) == 2
@@ -293,9 +293,9 @@ def test_a_resume_with_other_data_or_another_model_is_refused(
     for in_sidecar in (False, True):
         place = {"colocated_python_data_input": in_sidecar}
         said = refusal(max_target_length=32, **place)
-        assert "another pipeline (max_target_length: saved 24, now 32)" in said
+        assert "a different pipeline (max_target_length: saved 24, now 32)" in said
     said = refusal(num_logical_shards=16)
-    assert "another pipeline (num_logical_shards: saved 8, now 16)" in said
+    assert "a different pipeline (num_logical_shards: saved 8, now 16)" in said
     said = refusal(grain_train_files=f"{installed}/held_out")
     assert "datasets: saved ['texts'], now ['held_out']" in said
 

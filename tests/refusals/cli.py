@@ -105,12 +105,12 @@ REFUSALS = {
         error=errors.ElasticCkptError,
     ),
     "texts in a bucket": verb(
-        "gs://bucket/texts: no text files below this directory of this machine",
+        "gs://bucket/texts: no text files below this directory on this machine",
         *("data", "gs://bucket/texts", "out"),
         error=errors.DataError,
     ),
     "texts as TFRecord": verb(
-        "not written to files of the type tfrecord; write arrayrecord, parquet",
+        "text cannot be written as tfrecord; write arrayrecord, parquet",
         *("data", "DIR", "texts.tfrecord"),
         error=errors.ConfigError,
     ),

@@ -124,7 +124,7 @@ REFUSALS = {
         "has 'a' twice; name it", files=("a", "b", "a")
     ),
     "an index of Megatron": row(ec.data.Megatron)(
-        "data.idx is no .bin file", files=("data.idx",)
+        "data.idx is not a .bin file", files=("data.idx",)
     ),
     "a tokenizer that there is none of": row(tokenizers.load)(
         "'spm' .*choose bytes without a path, or sentencepiece with a .*, tiktoken",
@@ -139,7 +139,7 @@ REFUSALS = {
     ),
     "no epoch": row(ec.data.ReadOptions)("num_epochs=0; give 1 or", num_epochs=0),
     "weights of other datasets": row(ec.data.Mixture)(
-        r"parts are named \['a'\], and weights \['b'\]; give each",
+        r"parts are named \['a'\], but weights \['b'\]; give each",
         *({"a": numbers(0)}, {"b": 1}),
         shard=0,
     ),
@@ -161,7 +161,7 @@ REFUSALS = {
         **{"length": 8, "packing": "concat_then_split", "max_examples": 2},
     ),
     "a further feature that rows have": in_rows(
-        r"\['inputs'\] are there in any case",
+        r"rows always have \['inputs'\]",
         numbers(0),
         **{"length": 8, "features": ("inputs",)},
     ),
@@ -189,14 +189,14 @@ REFUSALS = {
         "spec='data'; .*PartitionSpec, such as Part", spec="data"
     ),
     "a batch that the devices do not divide": in_batches(
-        "size=12 cannot be divided evenly among the 8 parts that the mesh makes of it",
+        "size=12 cannot be divided evenly among the 8 shards of .* on this mesh",
         global_batch_size=12,
     ),
     "a batch that the ranks do not divide": row(local)(
         "size=4 cannot be divided evenly among num_ranks=3; choose", num_ranks=3
     ),
     "rows of several shapes": row(local, error=DATA)(
-        r"feature 'x' of several shapes, \(2,\), \(3,\) .*; pad or pack them",
+        r"feature 'x' of different shapes, \(2,\), \(3,\) .*; pad or pack them",
         of_rows(lambda e: {"x": np.zeros(2 + e["x"] % 2)}),
     ),
     "a feature with the name of one that batches add": row(local, error=DATA)(
@@ -204,7 +204,7 @@ REFUSALS = {
         of_rows(lambda e: {"example_id": e["x"]}),
     ),
     "text for JAX": row(lambda data: next(batches(data=data)), error=DATA)(
-        "feature 'caption' has values such as .*, and JAX arrays hold numbers alone;",
+        "feature 'caption' has values such as .*, but JAX arrays hold only numbers;",
         of_rows(lambda _: {"caption": "text"}),
     ),
     "a number that JAX would cut": row(
@@ -235,11 +235,11 @@ REFUSALS = {
         r"mixture\.json: .* cannot be read as JSON", "{"
     ),
     "a mixture with a misspelt field": in_mixture(
-        "a has {'path': 'x', 'wieght': 1}; give it a weight",
+        "a has {'path': 'x', 'wieght': 1}; give it a numeric weight",
         {"a": {"path": "x", "wieght": 1}},
     ),
     "a mixture with text for a weight": in_mixture(
-        "'weight': '1'}; give it a weight, which is a number",
+        "'weight': '1'}; give it a numeric weight",
         {"a": {"path": "x", "weight": "1"}},
     ),
     "a mixture that is missing": Refusal(
@@ -247,11 +247,11 @@ REFUSALS = {
         "none.json: .* cannot be read .*No such file",
     ),
     "a mixture with a name twice": in_mixture(
-        r"cannot be read as JSON \(a name is there twice in \['a', 'a'\]",
+        r"cannot be read as JSON \(a name occurs twice in \['a', 'a'\]",
         '{"a": {"path": "x", "weight": 1}, "a": {"path": "y", "weight": 1}}',
     ),
     "a mixture with the name of a dataset inside another": in_mixture(
-        r"two datasets have the same name, of \['a/b', 'a/b'\]; rename one",
+        r"two of the datasets \['a/b', 'a/b'\] have the same name; rename one",
         {
             "a/b": {"path": "x", "weight": 1},
             "a": {"datasets": {"b": {"path": "y", "weight": 1}}, "weight": 1},
@@ -262,7 +262,7 @@ REFUSALS = {
         "give each a max_per_row of 1 or more", max_per_row=0
     ),
     "media with the name of a feature": in_media(
-        "and a name that makes no feature twice", kind="inputs"
+        "and a name without clashes", kind="inputs"
     ),
     "media that are cut": in_media(
         "choose first_fit or best_fit", packing="concat_then_split"
@@ -272,7 +272,7 @@ REFUSALS = {
         modality="sounds",
     ),
     "a medium of another shape": row(media, error=DATA)(
-        r"'images' made uint8\[2\], and its Modality says uint8\[3\]; resize, pad",
+        r"'images' returned uint8\[2\], but its Modality says uint8\[3\]; resize, pad",
         shape=(3,),
     ),
     # Keys.
@@ -285,7 +285,7 @@ REFUSALS = {
         "grain_train_files", grain_train_files="/nowhere/nothing*"
     ),
     "training files on a site": in_files(
-        "data is not read from https://.*; download the files, or copy them",
+        "data cannot be read from https://.*; download the files, or copy them",
         grain_train_files="https://example.com/a.parquet",
     ),
     "a limit of examples to rows that are cut anywhere": in_keys(
@@ -296,7 +296,7 @@ REFUSALS = {
     ),
     # Conversations and documents.
     "conversations that are not to be tokenised": in_keys(
-        "use_sft=true does not work with tokenize_train_data=false; set it to true",
+        "use_sft=true does not work with tokenize_train_data=false, .*; set tok",
         **{"use_sft": True, "tokenize_train_data": False},
     ),
     "a chat template and a file with one": in_keys(
@@ -307,17 +307,17 @@ REFUSALS = {
         "no chat template.*set chat_template_path"
     ),
     "a chat template that is none": row(conversations, writes=True)(
-        "not one that can be used", chat_template="{% if %}"
+        "the chat template is invalid", chat_template="{% if %}"
     ),
     "a conversation that is text": in_turns(
         "has a str, not a list of messages; name", "Hello"
     ),
     "messages of another form": in_turns(
-        r"a message with \['from', 'value'\]; a message has a role",
+        r"a message with \['from', 'value'\]; a message needs a role",
         [{"from": "human", "value": "a"}],
     ),
     "a message with a date": in_turns(
-        "has a date in a message; messages have texts, numbers, lists",
+        "has a date in a message; messages may contain only text, n",
         [{"role": "user", "content": datetime.date.today()}],
     ),
     "conversations of three columns": row(chat.Conversations)(
@@ -343,11 +343,11 @@ REFUSALS = {
         "data_stages: write a list of stages: `- be", "short", "long"
     ),
     "a stage without a beginning": in_stages(
-        "stage 1: it has no begin_step, the training step .*; give it a number from 0",
+        "stage 1: begin_step, .*, is missing or invalid; set it to a number from 0",
         *({"begin_step": 0}, {"max_target_length": 3}),
     ),
     "stages of which some have a size": in_stages(
-        "some stages have a global_batch_size, and others have 0, .*; use one of",
+        "some stages set global_batch_size, while others leave it 0 .*; use one of",
         *({"begin_step": 0}, {"begin_step": 5, "global_batch_size": 8}),
     ),
     "a stage with a key of the run": in_stages(

@@ -115,7 +115,7 @@ REFUSALS = {
         errors.ElasticCkptError,
         writes=True,
     ),
-    "no record": Refusal(on_empty_data, "not one record", errors.DataError, True),
+    "no record": Refusal(on_empty_data, "no records; write", errors.DataError, True),
     "fewer steps than are done": Refusal(
         continuing("steps=3"),
         "tiny is already at step 4: steps counts over all starts.* set it above 4",
@@ -129,7 +129,7 @@ REFUSALS = {
     ),
     "a checkpoint of another pipeline": Refusal(
         continuing("data_shuffle_seed=3", "steps=8"),
-        r"saved by another pipeline \(data_shuffle_seed: saved 0, now 3\)",
+        r"saved by a different pipeline \(data_shuffle_seed: saved 0, now 3\)",
         errors.ElasticCkptError,
         writes=True,
     ),

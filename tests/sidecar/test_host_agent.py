@@ -218,7 +218,7 @@ def test_a_leaf_that_cannot_be_saved_is_named(machines):
         elsewhere = jax.device_put(1.0, jax.devices()[7])
         for leaf, why in (
             (b"bytes", "state/x is a bytes"),
-            (elsewhere, "leaf 'state/x' is on .* over other devices"),
+            (elsewhere, "leaf 'state/x' is on .* not in this checkpointer's mesh"),
         ):
             with pytest.raises(errors.CheckpointError, match=why):
                 checkpointer.save_checkpointables(1, {"state": {"x": leaf}})

@@ -68,7 +68,7 @@ def test_a_reset_that_gets_no_answer_says_so_and_is_made_up_for_later(
     valve.close(at=3)
     for _ in range(3):
         next(batches)
-    with pytest.raises(errors.DataError, match=r"not answered for 0\.1 s"):
+    with pytest.raises(errors.DataError, match=r"not answer within 0\.1 s"):
         batches.reset()
     valve.open()
     # The workers begin again when they can, and the head continues with them.
@@ -150,7 +150,7 @@ def test_a_host_that_is_late_is_named_with_its_wait(remote, valve, caplog):
     assert [number(next(batches)) for _ in range(4)] == [1, 2, 3, 4]
     warning, *_ = [r.getMessage() for r in caplog.records if "waited" in r.getMessage()]
     assert re.search(
-        r"^waited [0-9.]+ s for a batch: host 0 had to wait [0-9.]+ s.*"
+        r"^waited [0-9.]+ s for a batch: host 0 waited [0-9.]+ s.*"
         r"others at most 0\.0 s",
         warning,
     )
@@ -165,7 +165,7 @@ def test_of_several_hosts_the_slowest_is_named(remote):
     shards = [shard(0, 0.1), shard(0, 0.1), shard(7, 4.2), shard(3, 0.6)]
     batches._hosts._waited_secs = types.SimpleNamespace(addressable_shards=shards)
     assert batches._hosts.explain() == (
-        "host 7 had to wait 4.2 s for its rows, the others at most 0.6 s"
+        "host 7 waited 4.2 s for its rows, the others at most 0.6 s"
     )
 
 

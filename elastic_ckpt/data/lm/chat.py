@@ -1,10 +1,10 @@
 """Conversations as examples of a language model.
 
-`Conversations` takes the place of `Documents`: it renders each record by a
-chat template, and makes its tokens. A token of which no loss counts, such as one that
-the user says, is kept as its complement, `~token`, which is negative. So a mask takes
-no array of its own, and stays with its tokens when documents are mixed, cut, shuffled
-and packed; `Rows` makes of it what MaxText's rows have.
+`Conversations` takes the place of `Documents`: it renders each record by a chat
+template and tokenizes it. A token without loss, such as a user's, is stored as its
+complement, `~token`, which is negative. So the mask needs no array and stays with its
+tokens when documents are mixed, cut, shuffled and packed; `Rows` converts it to the
+features of MaxText's rows.
 """
 
 from __future__ import annotations
@@ -31,30 +31,29 @@ Messages = list[chat_templates.Message]
 _NO_TOKENS = np.empty(0, np.int32)
 _BYTES = tokenizers.Bytes()
 _KEYS = "train_data_columns in a configuration"
-# The names of the field with what the assistant thinks, by precedence.
+# The names of the field with the assistant's reasoning, by precedence.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
-# Pairs of a prompt and a completion, as MaxText names them, in the other order.
+# MaxText's names of completion and prompt, in the wrong order.
 _REVERSED = (("completion", "prompt"), ("answer", "question"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversations:
-    """How records become conversations of tokens, for `Tokens`.
+    """Converts records to conversations of tokens, for `Tokens`.
 
-    The template alone says which tokens begin and end a conversation. The text of a
-    special token becomes that token wherever it is, in the template or in a message,
-    as with Hugging Face's `apply_chat_template`.
+    Only the template determines which tokens begin and end a conversation. The text of
+    a special token becomes that token anywhere in the template or a message, as in
+    Hugging Face's `apply_chat_template`.
 
-    A conversation in which no loss counts makes no example.
+    A conversation without any loss yields no example.
 
     Attributes:
-      columns: the column with the messages, each with `role` and `content`; or two
-        columns, of the prompt and of the completion, each with messages or a text.
+      columns: the column with the messages, each with `role` and `content`; or the
+        columns of the prompt and of the completion, each with messages or a text.
       template: renders the messages.
-      tokenizer: `Bytes`, or one of a `tokenizer.json`.
-      completion_only: whether the loss counts what the assistant says alone, and not
-        all tokens.
+      tokenizer: `Bytes`, or one loaded from a `tokenizer.json`.
+      completion_only: whether only the assistant's tokens, not all, have loss.
     """
 
     columns: tuple[str, ...] = ("messages",)
@@ -72,12 +71,12 @@ class Conversations:
                 f"Conversations: columns={columns!r} ({_KEYS}); name one column of"
                 " messages, or two, of the prompt and of the completion"
             )
-        # Those of files refuse it if special tokens would be plain text.
+        # A tokenizer that would leave special tokens as plain text raises an error.
         cast(Any, self.tokenizer).encode_with_spans([])
 
     @property
     def column(self) -> str:
-        """The columns, for messages."""
+        """The columns, for error messages."""
         return ",".join(self.columns)
 
     def identity(self) -> dict[str, storage.Json]:
@@ -91,7 +90,7 @@ class Conversations:
         }
 
     def messages(self, element: dict[str, Any]) -> Messages:
-        """The messages of a record, as the template gets them; none for a null value.
+        """The messages of a record for the template; empty for a null value.
 
         Raises:
           DataError: if a column is missing or has no messages.
@@ -122,15 +121,15 @@ class Conversations:
             number = element.get(records.RECORD)
             where = "" if number is None else f"record {number}: "
             raise errors.DataError(f"{where}{error}") from None
-        # Also around tokens without characters, at the ends.
+        # Wide enough for tokens without characters at both ends.
         return chat_templates.Rendered(text=text, spans=((-1, len(text) + 1),))
 
     def tokens(
         self, values: Sequence[chat_templates.Rendered | None]
     ) -> list[np.ndarray]:
-        """The tokens of each conversation, int32; one that does not count is `~token`.
+        """The tokens of each conversation, int32; those without loss are `~token`.
 
-        None, and a conversation in which none counts, have none.
+        Empty for None, and for a conversation without any loss.
         """
         texts = [value.text for value in values if value is not None]
         encoded = iter(cast(Any, self.tokenizer).encode_with_spans(texts))
@@ -143,11 +142,10 @@ class Conversations:
 def _masked(
     encoded: tokenizers.Encoded, spans: Sequence[tuple[int, int]]
 ) -> np.ndarray:
-    # A token counts if it has a character of a span.
+    # A token counts if it overlaps a span.
     begins, ends = np.array(spans, np.int64).reshape(-1, 2).T
     first, stop = encoded.spans.T
-    # The first span that ends after the first character of a token; none begins at the
-    # end of everything.
+    # The first span that ends after a token begins; after the last, one at infinity.
     number = np.searchsorted(ends, first, side="right")
     counts = np.append(begins, np.iinfo(np.int64).max)[number] < stop
     if not counts.any():
@@ -156,13 +154,13 @@ def _masked(
 
 
 def _warn_of_special_texts(messages: Messages, tokenizer: Any) -> None:
-    # A message could end its turn so, or begin another.
+    # With such a text, a message could end its turn and begin another role's.
     texts = getattr(tokenizer, "special_texts", tuple)()
     if found := _any_of(texts).search(json.dumps(messages, ensure_ascii=False)):
         logging.log_first_n(
             logging.WARNING,
             "a message has the text %r, which becomes a special token; remove such"
-            " texts if those who wrote the messages are not trusted",
+            " texts if you do not trust the authors of the messages",
             1,
             found[0],
         )
@@ -170,12 +168,12 @@ def _warn_of_special_texts(messages: Messages, tokenizer: Any) -> None:
 
 @functools.cache
 def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
-    # Of none, it matches nothing.
+    # Without texts, it matches nothing.
     return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
 
 def _turns(element: dict[str, Any], column: str, *, role: str) -> Messages:
-    # The messages in a column; a text is one of the role, if there is any.
+    # The messages in a column; with a role, a text is one message of that role.
     value = token_numbers.in_column(element, column)
     if value is None:
         return []
@@ -184,7 +182,7 @@ def _turns(element: dict[str, Any], column: str, *, role: str) -> Messages:
     if not isinstance(value, list):
         raise errors.DataError(
             f"column {column!r} has a {type(value).__name__}, not a list of messages;"
-            " name the column of the conversation, or two, of prompt and completion"
+            " name the column of the conversation, or those of prompt and completion"
             f" ({_KEYS})"
         )
     return [_message(each, column) for each in value]
@@ -194,11 +192,11 @@ def _message(value: Any, column: str) -> chat_templates.Message:
     if not (isinstance(value, Mapping) and isinstance(value.get("role"), str)):
         found = sorted(value) if isinstance(value, Mapping) else type(value).__name__
         raise errors.DataError(
-            f"column {column!r} has a message with {found}; a message has a role and a"
-            " content"
+            f"column {column!r} has a message with {found}; a message needs a role and"
+            " a content"
         )
-    # As Hugging Face does: files of columns have nulls for fields that are missing, and
-    # templates read thoughts by one of several names.
+    # As in Hugging Face: columnar files have nulls for missing fields, and templates
+    # read the reasoning under one of several names.
     message = _plain({k: v for k, v in value.items() if v is not None}, column)
     thoughts = next((message[key] for key in _THOUGHTS if key in message), None)
     if thoughts is None:
@@ -207,21 +205,21 @@ def _message(value: Any, column: str) -> chat_templates.Message:
 
 
 def _plain(value: Mapping[str, Any], column: str) -> chat_templates.Message:
-    # Of JSON's types alone: what else a template is given may have methods. Texts have
-    # no halves of surrogate pairs, which are marks in a rendered text.
+    # Only JSON's types, because other objects would give a template their methods; and
+    # no halves of surrogate pairs, which mark spans in a rendered text.
 
     def as_list(item: Any) -> Any:
         if isinstance(item, np.ndarray | np.generic):
             return item.tolist()
         raise errors.DataError(
-            f"column {column!r} has a {type(item).__name__} in a message; messages have"
-            " texts, numbers, lists and fields"
+            f"column {column!r} has a {type(item).__name__} in a message; messages may"
+            " contain only text, numbers, lists and objects"
         )
 
     try:
         text = json.dumps(value, ensure_ascii=False, default=as_list)
     except RecursionError:
         raise errors.DataError(
-            f"column {column!r} has a message that is nested too deeply; leave it out"
+            f"column {column!r} has a message that is nested too deeply; remove it"
         ) from None
     return json.loads(tokenizers.readable(text))

@@ -1,15 +1,14 @@
-"""Chat templates: what a model's conversations look like as one text.
+"""Chat templates: render a model's conversations as text.
 
-A template is a program in Jinja that comes with a tokenizer: `chat_template.jinja`, or
-the field `chat_template` of `tokenizer_config.json`. It renders what Hugging Face's
-`apply_chat_template` renders, from the same variables. Jinja's sandbox keeps it from
+A template is a Jinja program that comes with a tokenizer: `chat_template.jinja`, or the
+field `chat_template` of `tokenizer_config.json`. It renders the same text as Hugging
+Face's `apply_chat_template`, from the same variables. Jinja's sandbox keeps it from
 reaching Python, but limits neither its time nor its memory.
 
-What the assistant says is found in two ways. If the template has `{% generation %}`
-blocks, it is what they render. Otherwise the conversation is also rendered up to each
-turn of the assistant, and up to its end: what comes in between is the turn. That
-requires each rendering to begin the next one; a template for which this does not hold
-is refused.
+If the template has `{% generation %}` blocks, the assistant's text is what they render.
+Otherwise the conversation is also rendered up to the start and up to the end of each
+turn of the assistant, and the difference is the turn. A template is rejected unless
+each rendering is a prefix of the next.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ Message = dict[str, Any]
 
 ASSISTANT = "assistant"
 
-# Beside the file of a tokenizer, by precedence.
+# The files of a template next to a tokenizer's, by precedence.
 _FILES = ("chat_template.jinja", "tokenizer_config.json")
 _FIELD = "chat_template"
-# Around what `{% generation %}` blocks render. No message has these halves of pairs.
+# Enclose what `{% generation %}` blocks render. Messages have no half surrogate pairs.
 _MARKS = "\ud800\udbff"
 _MARK = re.compile(f"[{_MARKS}]")
 _GENERATION = re.compile(r"{%[-+]?\s*generation\b")
@@ -47,9 +46,9 @@ class Rendered:
     """A conversation as text.
 
     Attributes:
-      text: all of it.
-      spans: the first character of each part that the assistant says, and the one after
-        its last; ascending.
+      text: the whole conversation.
+      spans: the start and the end of each part that the assistant says, in characters;
+        ascending.
     """
 
     text: str
@@ -58,17 +57,17 @@ class Rendered:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A chat template, as a value that can be pickled; `load_chat_template` makes it.
+    """A chat template, as a picklable value; `load_chat_template` creates it.
 
     Attributes:
-      text: in Jinja.
+      text: the template, in Jinja.
       special_tokens: the texts of the tokenizer's special tokens by the names of the
         template's variables, such as `bos_token`.
-      date: the date that `strftime_now` has, `YYYY-MM-DD`. Without it, a template that
-        asks for the date is refused, because rows would change from day to day.
+      date: the date for `strftime_now`, `YYYY-MM-DD`. Without it, a template that asks
+        for the date is rejected, because rows would change from day to day.
 
     Raises:
-      ConfigError: if the text is no template.
+      ConfigError: if the text is not a valid template.
     """
 
     text: str
@@ -79,7 +78,7 @@ class ChatTemplate:
         _compiled(self.text)
 
     def identity(self) -> dict[str, storage.Json]:
-        """The digest of the text, and what it reads beside messages."""
+        """The digest of the text, and the variables that it reads besides messages."""
         read = {**self.special_tokens, "strftime_now": self.date}
         return {
             "digest": digest.json_digest(self.text),
@@ -89,23 +88,23 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False
     ) -> str:
-        """A conversation as text.
+        """Renders a conversation as text.
 
         Args:
           messages: dicts with `role` and `content`, of JSON's types.
-          add_generation_prompt: whether the text ends with the beginning of a turn of
-            the assistant.
+          add_generation_prompt: whether to end the text with the beginning of a turn
+            of the assistant.
 
         Raises:
-          DataError: if the template refuses the conversation, or has an error.
+          DataError: if the template rejects the conversation, or has an error.
         """
         return self._rendered(messages, add_generation_prompt).text
 
     def render_with_spans(self, messages: Sequence[Message]) -> Rendered:
-        """A conversation as text, and where the assistant speaks.
+        """Renders a conversation, and finds what the assistant says.
 
         Raises:
-          DataError: as `render`; or if the template does not show where it speaks.
+          DataError: as `render`; or if the template does not show what it says.
         """
         whole = self._rendered(messages, False)
         if _GENERATION.search(self.text):
@@ -120,23 +119,22 @@ class ChatTemplate:
         return Rendered(text=text, spans=tuple(turns))
 
     def _begin(self, messages: Sequence[Message], text: str, *, prompt: bool) -> int:
-        # The length of the first messages in the text of all.
+        # The length of the first messages in the text of the whole conversation.
         begin = self.render(messages, add_generation_prompt=prompt)
         if not text.startswith(begin):
             raise errors.DataError(
                 "the chat template renders the first"
-                f" {len(messages)} messages of a conversation in another way than in"
+                f" {len(messages)} messages of a conversation differently than within"
                 " the whole conversation, so it does not show which part the assistant"
-                " says; mark that by {% generation %} ... {% endgeneration %} in a copy"
-                " of the template (chat_template_path in a configuration), or train on"
-                " all turns (sft_train_on_completion_only=false)"
+                " says; mark this part by {% generation %} ... {% endgeneration %} in a"
+                " copy of the template (chat_template_path in a configuration), or"
+                " train on all turns (sft_train_on_completion_only=false)"
             )
         return len(begin)
 
     def _rendered(
         self, messages: Sequence[Message], add_generation_prompt: bool
     ) -> Rendered:
-        # With the spans of `{% generation %}` blocks.
         try:
             marked = _compiled(self.text).render(
                 **self.special_tokens,
@@ -165,21 +163,21 @@ def load_chat_template(
     path: epath.PathLike = "",
     date: str = "",
 ) -> ChatTemplate:
-    """Loads a chat template: the given one, or that of a tokenizer's files.
+    """Loads a chat template: the given one, or the tokenizer's own.
 
-    Beside a `tokenizer.json`, `chat_template.jinja` is the first choice, and the field
-    `chat_template` of `tokenizer_config.json` the second; of several, the one that is
-    named `default`.
+    Next to a `tokenizer.json`, it looks for `chat_template.jinja`, then for the field
+    `chat_template` of `tokenizer_config.json`; of several templates in the field, it
+    takes the one named `default`.
 
     Args:
-      tokenizer: which special tokens the template has, and what files are beside it.
+      tokenizer: has the template's special tokens, and the template next to its file.
       text: the template itself, instead of a file.
       path: the path or URI of a file with the template: its text, or, if its name ends
         in `.json`, an object with the field `chat_template`.
       date: see `ChatTemplate`.
 
     Raises:
-      ConfigError: if there is no template, or its text is none.
+      ConfigError: if there is no template, or it is invalid.
       DataError: if a file cannot be read.
     """
     files = [storage.absolute(os.path.expanduser(path))] if path else []
@@ -190,9 +188,9 @@ def load_chat_template(
     text = text or (_of_file(files[0]) if files else "")
     if not text:
         raise errors.ConfigError(
-            f"there is no chat template: neither {_FILES[0]} nor the field {_FIELD!r}"
-            f" in {_FILES[1]} is beside the tokenizer {of_tokenizer or tokenizer!r};"
-            " set chat_template_path to the file of one"
+            f"no chat template: there is neither {_FILES[0]} nor the field {_FIELD!r}"
+            f" in {_FILES[1]} next to the tokenizer {of_tokenizer or tokenizer!r};"
+            " set chat_template_path to a file with a template"
         )
     special_tokens = getattr(tokenizer, "special_tokens", dict)()
     return ChatTemplate(text=text, special_tokens=special_tokens, date=date)
@@ -208,12 +206,12 @@ def _of_file(file: epath.Path) -> str:
             named = {each["name"]: each["template"] for each in template}
             template = named.get("default", "")
         if not isinstance(template, str):
-            raise TypeError(f"its field {_FIELD!r} is no text")
+            raise TypeError(f"its field {_FIELD!r} is not text")
         return template
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise errors.DataError(
             f"{file}: cannot be read as a chat template ({error}); restore it from a"
-            " copy, or set chat_template_path to the file of a template"
+            " copy, or set chat_template_path to a file with a template"
         ) from None
 
 
@@ -224,8 +222,8 @@ def _compiled(text: str) -> Any:
         return environment.from_string(text)
     except Exception as error:  # a text may be anything
         raise errors.ConfigError(
-            f"the chat template is not one that can be used: {_shown(error)}; correct"
-            " it, or set chat_template_path to another"
+            f"the chat template is invalid: {_shown(error)}; correct it, or set"
+            " chat_template_path to another one"
         ) from None
 
 
@@ -236,8 +234,7 @@ def _shown(error: Exception) -> str:
 
 @functools.cache
 def _environment() -> Any:
-    # That of Hugging Face's `apply_chat_template`. Only those who have chats import
-    # Jinja.
+    # As in Hugging Face's `apply_chat_template`. Jinja is only imported for chats.
     extras.module("jinja2", extra="tokenizers", otherwise="set use_sft=false")
     from jinja2 import ext, nodes, sandbox
 
@@ -252,20 +249,20 @@ def _environment() -> Any:
             return nodes.CallBlock(self.call_method("mark"), [], [], body, lineno=line)
 
         def mark(self, caller: Callable[[], str]) -> str:
-            # A block inside of another one is part of it.
+            # A nested block is part of the outer one.
             begin, end = _MARKS
             return f"{begin}{_MARK.sub('', caller())}{end}"
 
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
     )
-    # Jinja's own escapes HTML.
+    # Jinja's own `tojson` escapes HTML.
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     return environment
 
 
 def _refuse(message: object) -> None:
-    raise errors.DataError(f"the chat template refuses a conversation: {message}")
+    raise errors.DataError(f"the chat template rejects a conversation: {message}")
 
 
 def _strftime(date: str, format: str) -> str:
@@ -273,20 +270,20 @@ def _strftime(date: str, format: str) -> str:
         day = datetime.date.fromisoformat(date)
     except ValueError:
         raise errors.DataError(
-            "the chat template asks for the date of today, with which rows would change"
-            f" from day to day, and chat_template_date={date!r} is none; set it to a"
-            " fixed one, YYYY-MM-DD"
+            "the chat template asks for today's date, with which rows would change from"
+            f" day to day, but chat_template_date={date!r} is not a date; set it to a"
+            " fixed date, YYYY-MM-DD"
         ) from None
     return day.strftime(format)
 
 
 def _without_marks(marked: str) -> Rendered:
-    # What comes before a block, and what it renders, in turns.
+    # In turns, the text before a block and what the block renders.
     pieces = _MARK.split(marked)
     if "".join(_MARK.findall(marked)) != _MARKS * (len(pieces) // 2):
         raise errors.DataError(
-            "the chat template cuts what a {% generation %} block renders; put the"
-            " block around what is left of it"
+            "the chat template cuts off what a {% generation %} block renders; put the"
+            " block around the remaining text"
         )
     ends = list(itertools.accumulate(map(len, pieces)))
     spans = zip(ends[::2], ends[1::2], strict=False)

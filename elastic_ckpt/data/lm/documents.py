@@ -1,4 +1,4 @@
-"""Documents: records of a shard as arrays of tokens."""
+"""Documents: a shard's records as arrays of tokens."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Value = str | bytes | np.ndarray | None
 _BYTES = tokenizers.Bytes()
 _NO_TOKENS = np.empty(0, np.int32)
 
-# The documents that one thread tokenises at a time.
+# The number of documents that one thread tokenises at a time.
 _OF_A_THREAD = 8
 
-# The number of processes on this machine; `torchrun` and our launcher set it.
+# Set by `torchrun` and our launcher: the number of processes on this machine.
 LOCAL_HOSTS_VARIABLE = "LOCAL_WORLD_SIZE"
 
 
 def num_threads(asked: int, *, num_processes: int = 1) -> int:
-    """The number of threads for each of the processes that read a host's data.
+    """The number of threads of each process that reads a host's data.
 
     Args:
-      asked: the configured threads of a host; 0 takes the cores that this process may
+      asked: the configured threads of a host; 0 means the cores that this process may
         use, divided by the number of hosts on this machine.
       num_processes: the number of processes that share them.
     """
@@ -42,21 +42,21 @@ def num_threads(asked: int, *, num_processes: int = 1) -> int:
 
 
 class Encoder(Protocol):
-    """How records become what `Tokens` yields, such as `Documents`."""
+    """Converts records to what `Tokens` yields; `Documents` is one."""
 
     @property
     def column(self) -> str:
-        """The column that it reads, for messages."""
+        """The column that it reads, for error messages."""
 
     @property
     def tokenizer(self) -> tokenizers.Tokenizer | None:
-        """The tokenizer; None if records have tokens."""
+        """The tokenizer; None if records contain tokens."""
 
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the tokens, by configuration key."""
 
     def value(self, element: dict[str, Any]) -> Any:
-        """What is encoded of a record.
+        """The part of a record to encode.
 
         Raises:
           DataError: if the record lacks it.
@@ -68,13 +68,13 @@ class Encoder(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Documents:
-    """How records become documents of tokens, for `Tokens`.
+    """Converts records to documents of tokens, for `Tokens`.
 
     Attributes:
       column: the column with the text, or with the tokens.
       tokenizer: the tokenizer; None if the column contains tokens.
       add_begin: whether each text begins with the tokenizer's begin token.
-      add_end: whether each text ends with its end token.
+      add_end: whether each text ends with the tokenizer's end token.
     """
 
     column: str = "text"
@@ -109,7 +109,7 @@ class Documents:
         """The text of a record, or its tokens, int32 `[tokens]`; None for a null value.
 
         Raises:
-          DataError: if the column is missing or of another type.
+          DataError: if the column is missing or has the wrong type.
         """
         value = token_numbers.in_column(element, self.column)
         if value is None:
@@ -142,13 +142,13 @@ def _as_tokens(token: int | None) -> np.ndarray:
 
 
 class Tokens(shard_steps.Step[np.ndarray]):
-    """The documents of records: an element is the tokens of one, int32 `[tokens]`.
+    """The documents of records, each the tokens of one record, int32 `[tokens]`.
 
     Args:
       parent: records, dicts of columns.
-      documents: how a record becomes tokens.
-      num_threads: threads of this process that tokenise, together with all other
-        pipelines; 0 tokenises in the caller. Tokens do not depend on it.
+      documents: converts records to tokens.
+      num_threads: tokenizer threads of this process, shared by all of its pipelines; 0
+        tokenises in the caller. Tokens do not depend on it.
     """
 
     holds_nothing = True
@@ -167,7 +167,7 @@ class Tokens(shard_steps.Step[np.ndarray]):
         return _TokensIterator(self, iter(self._parent))
 
     def settings(self) -> dict[str, storage.Json]:
-        """What determines the tokens of a record."""
+        """The settings that determine the tokens of a record."""
         return dict(self.documents.identity())
 
 
@@ -175,7 +175,7 @@ class _TokensIterator(shard_steps.Elements[np.ndarray]):
     def __init__(self, dataset: Tokens, parent: grain.DatasetIterator) -> None:
         super().__init__(parent)
         self._documents, self._num_threads = dataset.documents, dataset.num_threads
-        # The column of tokens that is read, if that is all that there is to do.
+        # The column of tokens, if it can be read directly.
         self._column = ""
         if (
             isinstance(self._documents, Documents)
@@ -205,8 +205,8 @@ class _TokensIterator(shard_steps.Elements[np.ndarray]):
         self._parent.set_state(state)
 
 
-# The tokenizer threads of this process, by their number, started with the first task;
-# a forked process starts its own.
+# The tokenizer threads of this process, by their number. A forked process has none of
+# its parent's threads.
 _pools: dict[int, futures.ThreadPoolExecutor] = {}
 os.register_at_fork(after_in_child=_pools.clear)
 

@@ -1,9 +1,9 @@
 """Packs text with encoded images or audio, which are decoded once they are in a row.
 
-A document is a list of parts: tokens, and encoded media that take the place of a number
-of tokens. Whole documents are fitted into rows by their tokens and by how many media a
-row may have. Only the media in rows that are delivered are decoded, by a function of
-the user's, to arrays of one shape, as JAX needs them.
+A document is a list of parts: tokens, and encoded media that each take the place of
+some tokens. Whole documents are fitted into rows by their tokens and media. Only the
+media in delivered rows are decoded, by a user's function, to arrays of one shape, as
+JAX needs them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Modality:
     """A kind of media in rows, such as images.
 
     Attributes:
-      decode: makes an array of the encoded bytes; also resizes or pads it to `shape`.
-      shape: of that array, the same for all.
-      max_per_row: the most media of this kind in a row, M.
-      dtype: of that array.
+      decode: decodes bytes to an array, resized or padded to `shape`.
+      shape: the shape of the array.
+      max_per_row: the maximum number of media of this kind in a row, M.
+      dtype: the dtype of the array.
     """
 
     decode: Callable[[bytes], np.ndarray]
@@ -42,9 +42,9 @@ class Encoded:
     """An encoded medium within a document.
 
     Attributes:
-      modality: the name of its kind.
+      modality: the name of its modality.
       data: the bytes of an image or audio file.
-      num_tokens: how many tokens the model puts in its place, by its size or duration.
+      num_tokens: the number of tokens that the model puts in its place.
       placeholder: the token that stands for each of them.
     """
 
@@ -54,9 +54,9 @@ class Encoded:
     placeholder: int
 
 
-# A modality has features of its name with each of these ends.
+# Suffixes of the features of a modality.
 _ENDS = ("", "_segmentation", "_start", "_length")
-# Of each modality, each with its first token in the document.
+# The media of each modality, each with the index of its first token in the document.
 _Media: TypeAlias = dict[str, list[tuple[int, Encoded]]]
 
 
@@ -64,9 +64,9 @@ class MultimodalRows(lm_rows.Rows):
     """Packs documents of text and media into rows of `length` tokens.
 
     A row has the features of `ec.data.lm.Rows`. Its `inputs` are all tokens of a
-    document, and its `targets` the tokens after them; these are 0, and so are
-    `targets_segmentation`, before a placeholder and after the last token. For a
-    modality `images` with M media a row and arrays of shape `[...]`, it also has
+    document, and its `targets` the tokens after them; `targets` and
+    `targets_segmentation` are 0 before a placeholder and after the last token. For a
+    modality `images` with M media per row and arrays of shape `[...]`, it also has
 
     * `images`, `[M, ...]`: the decoded media in the order of the row, then zeros;
     * `images_segmentation`, int32 `[M]`: their documents, as in `inputs_segmentation`;
@@ -74,21 +74,20 @@ class MultimodalRows(lm_rows.Rows):
     * `images_start` and `images_length`, int32 `[M]`: the index in the row of their
       first token, and the number of their tokens.
 
-    A document that does not fit into an empty row ends before the first token, or
-    medium, that does not fit. One without text after its first token makes nothing.
+    A document that does not fit into an empty row is cut before the first token or
+    medium that does not fit. One without text after its first token is dropped.
 
     Args:
       parent: documents, lists of parts: `Encoded` media, and tokens, arrays or lists of
         integers.
-      modalities: the kinds of media by name; rows have features of these names.
-      packing: `"first_fit"` or `"best_fit"`. There is no `"concat_then_split"`, because
-        it would cut media.
+      modalities: the modalities by name; rows have features of these names.
+      packing: `"first_fit"` or `"best_fit"`; `"concat_then_split"` would cut media.
       **settings: further arguments of `ec.data.lm.Rows`, such as `length`, `window`,
         `seed`, `shard` and `max_examples`.
 
     Raises:
-      ConfigError: if `packing` is another one, or a modality has no room in a row, or
-        the name of another feature.
+      ConfigError: if `packing` has another value, or a modality has no room in a row or
+        a name that clashes with another feature.
     """
 
     def __init__(
@@ -110,8 +109,8 @@ class MultimodalRows(lm_rows.Rows):
         if least < 1 or len({*names}) < len(names):
             raise errors.ConfigError(
                 f"MultimodalRows: modalities={dict(modalities)!r}; give each a"
-                " max_per_row of 1 or more, and a name that makes no feature twice:"
-                f" rows would have {names}"
+                " max_per_row of 1 or more, and a name without clashes among the"
+                f" features of rows, {names}"
             )
         super().__init__(parent, packing=packing, **settings)
         self.modalities = dict(modalities)
@@ -120,7 +119,7 @@ class MultimodalRows(lm_rows.Rows):
         return _MultimodalIterator(self)
 
     def settings(self) -> dict[str, storage.Json]:
-        """See `Rows`; also what each modality is, but for its `decode`."""
+        """See `Rows`; includes the modalities, without their `decode`."""
         kinds = {
             name: {"max_per_row": m.max_per_row, "shape": [*m.shape], "dtype": m.dtype}
             for name, m in self.modalities.items()
@@ -130,7 +129,7 @@ class MultimodalRows(lm_rows.Rows):
 
 @dataclasses.dataclass(frozen=True)
 class _Document:
-    # What was read; its tokens, complements where they are no targets; and its media.
+    # The parts as read; the tokens, as complements where not targets; and the media.
     parts: list[Any]
     tokens: np.ndarray
     media: _Media
@@ -140,7 +139,6 @@ class _MultimodalIterator(lm_rows.RowsIterator):
     of: Any  # MultimodalRows
 
     def hold(self, documents: list[Any]) -> lm_rows.Held:
-        """See `RowsIterator`."""
         whole = list(map(self._checked, documents))
         held = super().hold([document.tokens for document in whole])
         return held._replace(documents=whole)
@@ -169,18 +167,16 @@ class _MultimodalIterator(lm_rows.RowsIterator):
         tokens = np.concatenate(pieces)
         if not (tokens[1:] >= 0).any():
             return _Document(parts, tokens[:0], media)
-        # The last token is an input, too, whose target counts for nothing.
+        # The last token is an input, too; its target has no loss.
         tokens = np.append(tokens, np.int32(~token_numbers.PAD))
         return _Document(parts, tokens, media)
 
     def cut(self, held: lm_rows.Held, first: int, stop: int) -> list[Any]:
-        """See `RowsIterator`; documents are whole."""
-        del stop
+        del stop  # documents are never cut
         (number,) = _numbers(held, [first])
         return held.documents[number].parts
 
     def costs(self, held: lm_rows.Held, at: np.ndarray) -> list[tuple[int, ...]]:
-        """See `RowsIterator`."""
         more = [held.documents[n].media.values() for n in _numbers(held, at)]
         return [
             (*cost, *map(len, media))
@@ -188,14 +184,12 @@ class _MultimodalIterator(lm_rows.RowsIterator):
         ]
 
     def limits(self) -> tuple[int, ...]:
-        """See `RowsIterator`."""
         return (
             *super().limits(),
             *(m.max_per_row for m in self.of.modalities.values()),
         )
 
     def more(self, rows: Sequence[lm_rows.Unmade | None]) -> lm_rows.Row:
-        """See `RowsIterator`."""
         more: lm_rows.Row = {}
         for name, modality in self.of.modalities.items():
             shape = len(rows), modality.max_per_row
@@ -224,7 +218,7 @@ class _MultimodalIterator(lm_rows.RowsIterator):
 
 
 def _numbers(held: lm_rows.Held, at: Sequence[int] | np.ndarray) -> list[int]:
-    # The documents with these first tokens; empty ones come before.
+    # The documents with these first tokens; of several, all but the last are empty.
     return (np.searchsorted(held.starts, at, side="right") - 1).tolist()
 
 
@@ -232,8 +226,8 @@ def _decoded(name: str, modality: Modality, data: bytes) -> np.ndarray:
     array = np.asarray(modality.decode(data))
     if array.shape != modality.shape or array.dtype != np.dtype(modality.dtype):
         raise errors.DataError(
-            f"decode of modality {name!r} made {array.dtype}{list(array.shape)}, and"
-            f" its Modality says {modality.dtype}{list(modality.shape)}; resize, pad or"
-            " convert in decode"
+            f"decode of modality {name!r} returned {array.dtype}{list(array.shape)},"
+            f" but its Modality says {modality.dtype}{list(modality.shape)}; resize,"
+            " pad or convert in decode"
         )
     return array

@@ -1,9 +1,9 @@
 """The pipeline of a logical shard that a configuration describes.
 
-    records -> tokens -> mixture -> rows
+    records -> mixture -> tokens -> rows
 
-Texts are mixed before they become tokens. Each step is a Grain dataset whose iterator
-has a state, so the whole pipeline has.
+Records that contain tokens are decoded before the mixture. Each step is a Grain dataset
+whose iterator has a state, so the whole pipeline has one.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _SOURCES: dict[str, Any] = {
     "tfrecord": tfrecord.TFRecord,
     "webdataset": webdataset.WebDataset,
 }
-# Those whose records are bytes of one of two kinds.
+# Formats that use `grain_record_format`.
 _OF_RECORDS = ("arrayrecord", "tfrecord")
-# What only the engine of logical shards has, unless it is left at its default.
+# Keys that need logical shards unless they have their default.
 _OF_SHARDS = (
     "data_stages",
     "grain_file_type",
@@ -69,7 +69,7 @@ _OF_SHARDS = (
     "grain_record_format",
     "corrupt_records",
 )
-# The key of the training data's files, unless there is a file with a mixture.
+# The key of the training files, unless a mixture file names them.
 _TRAIN_FILES = "grain_train_files"
 
 
@@ -84,7 +84,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguagePipeline:
-    """Makes the pipeline of a shard; a pure function of these values.
+    """Builds the pipeline of a shard; a pure function of these values.
 
     Attributes:
       parts: the datasets, which are mixed by weight.
@@ -95,13 +95,13 @@ class LanguagePipeline:
       truncate: whether longer documents are truncated; if not, they are chunked.
       window: the size of the shuffle window in examples; 0 does not shuffle.
       packing: one of `rows.PACKINGS`; empty pads each example to a row.
-      max_examples: the most examples in a packed row; 0 sets no limit.
+      max_examples: the maximum number of examples in a packed row; 0 sets no limit.
       seed: the seed of every shuffle.
-      tokenizer_threads: tokenizer threads of a host; 0 takes its share of cores.
+      tokenizer_threads: tokenizer threads of a host; 0 uses its share of cores.
       num_processes: processes of a host that share these threads.
       vocab_size: rows of the model's embedding. Data that is already tokenized is
         checked against it; 0 disables the check.
-      dealing: how records are dealt to shards; see `records`.
+      dealing: how records are dealt to shards; see `records.DEALING`.
     """
 
     parts: tuple[Part, ...]
@@ -133,8 +133,8 @@ class LanguagePipeline:
             read.lead = self._leads.get(name, 0)
             return read if has_texts else self._tokens(read)
 
-        # Even a single dataset is a mixture: others may be added at a resume. Texts are
-        # mixed before they are tokenised, so that threads have many at a time.
+        # Even a single dataset is a mixture, because others may be added at a resume.
+        # Texts are tokenized after the mixture, so that threads get many at a time.
         mixed: grain.IterDataset = mixing.Mixture(make_part, self._weights, shard=shard)
         return rows.Rows(
             self._tokens(mixed) if has_texts else mixed,
@@ -151,7 +151,7 @@ class LanguagePipeline:
     def threads_of_process(self) -> int:
         """The number of tokenizer threads in this process; 0 if threads do not help.
 
-        This depends on the machine that it runs on, so it is computed late.
+        It depends on the machine, so it is computed where the threads run.
         """
         tokenizer = self.documents.tokenizer
         if tokenizer is None or not tokenizer.is_parallel:
@@ -162,7 +162,7 @@ class LanguagePipeline:
 
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the order of rows, by configuration key."""
-        # Damage that is skipped does not change the identity of a file.
+        # Skipped damage must not change the identity of a file.
         identity = functools.partial(
             source.identity, digested=not self.reading.skip_corrupt
         )
@@ -185,7 +185,7 @@ class LanguagePipeline:
         }
 
     def dealt(self, dealing: str) -> LanguagePipeline:
-        """This pipeline with its records dealt in another way."""
+        """This pipeline with another dealing of records."""
         return dataclasses.replace(self, dealing=dealing)
 
     @functools.cached_property
@@ -198,9 +198,9 @@ class LanguagePipeline:
 
     @functools.cached_property
     def _leads(self) -> dict[str, int]:
-        # The shard with which the shares of each dataset begin: that after the last one
-        # of the dataset before. So the shards of a finite mixture have as many records,
-        # but for one. Weights, which may change at a resume, do not count.
+        # The first shard with an extra record of each dataset follows the last one of
+        # the previous dataset, so that the totals of two shards of a finite mixture
+        # differ by at most one. Weights do not count, as they may change at a resume.
         num_epochs = self.reading.num_epochs
         if self.dealing != records.JOINT_SHARES or num_epochs is None:
             return {}
@@ -222,20 +222,20 @@ def from_config(
     vocab_size: int = 0,
     **keys: Any,
 ) -> elastic_data.ElasticData:
-    """Makes the training data that configuration keys describe.
+    """Creates the training data that configuration keys describe.
 
-    With `num_logical_shards` it is that of `sharded`. Otherwise it is that of
-    `positional`: each text of ArrayRecord files is a row.
+    With `num_logical_shards` it is like that of `sharded`, otherwise like that of
+    `positional`, with a row for each text of ArrayRecord files.
 
         from_config(grain_train_files="a*.parquet", grain_file_type="parquet",
                     num_logical_shards=64)
         from_config(ec.load_config("train.yml").data, num_logical_shards=64)
 
     Args:
-      data: the keys of the data, of a configuration or in a mapping.
-      vocab_size: rows of the model's embedding, so that a tokenizer with more tokens is
-        refused; JAX would use another row without a word. 0 if it is not known.
-      **keys: further keys of the data, which take precedence over those in `data`.
+      data: the keys of the data, from a configuration or in a mapping.
+      vocab_size: rows of the model's embedding, to reject a tokenizer with more tokens,
+        for which JAX would silently use the wrong row; 0 if unknown.
+      **keys: further keys of the data, which override those in `data`.
 
     Raises:
       ConfigError: if a key is unknown or its value invalid, if two keys do not fit
@@ -245,8 +245,8 @@ def from_config(
     given = vars(data) if isinstance(data, data_keys.DataKeys) else data or {}
     if not isinstance(given, Mapping):
         raise errors.ConfigError(
-            f"from_config: got a {type(data).__name__}; give keys of the data as"
-            " keyword arguments, a mapping of them, or those of a configuration file:"
+            f"from_config: got a {type(data).__name__}; give the keys of the data as"
+            " keyword arguments, as a mapping, or from a configuration file:"
             ' ec.data.from_config(ec.load_config("train.yml").data, ...)'
         )
     settings = {
@@ -271,8 +271,8 @@ def _of_stages(
     of_stages = data_keys.stages(data)
     if len({bool(keys.global_batch_size) for _, keys in of_stages}) > 1:
         raise errors.ConfigError(
-            "data_stages: some stages have a global_batch_size, and others have 0, with"
-            " which per_device_batch_size counts; use one of the two in all stages"
+            "data_stages: some stages set global_batch_size, while others leave it 0"
+            " and use per_device_batch_size; use one of the two in all stages"
         )
     return stages.staged(
         [
@@ -311,7 +311,7 @@ def eval_from_config(
 
 
 def vocab_size(data: data_keys.DataKeys) -> int:
-    """The number of tokens in the data's vocabulary, by its tokenizer."""
+    """The vocabulary size of the data's tokenizer."""
     return (_tokenizer(data) or tokenizers.Bytes()).vocab_size
 
 
@@ -337,7 +337,6 @@ def describe(data: data_keys.DataKeys) -> str:
 
 
 def _parts(data: data_keys.DataKeys, *, key: str = _TRAIN_FILES) -> tuple[Part, ...]:
-    # The datasets with the files that the configuration key `key` lists.
     if key == _TRAIN_FILES and data.grain_train_mixture_config_path:
         mixture = datasets.from_file(data.grain_train_mixture_config_path)
     else:
@@ -388,8 +387,8 @@ def _sharded(
     )
     num_workers = data.grain_worker_count
     if num_workers < 0:
-        # Templates are Python, which holds the lock that the loop needs; all else
-        # releases it for most of its work.
+        # Templates are Python and hold the interpreter lock, which the loop needs;
+        # everything else releases it most of the time.
         num_workers = int(data.use_sft)
     return sharded_data.ShardedData(
         make_shard=pipeline,
@@ -434,7 +433,7 @@ def _documents(data: data_keys.DataKeys) -> lm_documents.Encoder:
 
 
 def _check(data: data_keys.DataKeys, *, num_tokens: int) -> None:
-    # Settings that do not fit together, or the model; each with what to do.
+    # Settings that do not fit together or the model, each with the remedy.
     wanted = vocab_size(data) if num_tokens and data.tokenize_train_data else 0
     needs = [
         f"{key}={sections.render(value)}"
@@ -453,13 +452,13 @@ def _check(data: data_keys.DataKeys, *, num_tokens: int) -> None:
         (
             needs and not data.num_logical_shards,
             f"{', '.join(needs)} needs logical shards; set num_logical_shards to a"
-            " multiple of each number of hosts that you will use, for example the"
-            " global batch size",
+            " multiple of each number of hosts that you will use, such as the global"
+            " batch size",
         ),
         (
             data.use_sft and not data.tokenize_train_data,
-            "use_sft=true does not work with tokenize_train_data=false; set it to true,"
-            " for a template renders texts",
+            "use_sft=true does not work with tokenize_train_data=false, because a chat"
+            " template renders text; set tokenize_train_data=true",
         ),
         (
             data.chat_template and data.chat_template_path,

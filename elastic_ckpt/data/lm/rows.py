@@ -1,9 +1,9 @@
 """Rows of documents: cut, shuffled and packed, a chapter at a time.
 
-A chapter is the next few groups of a shard's documents. What cuts, shuffles and packs
-them is a function of the chapter alone, and outside of it nothing is held. So the state
-is where the chapter's documents were read from, and how many of its rows were taken; to
-go on, they are read again.
+A chapter is the next few groups of a shard's documents. Cutting, shuffling and packing
+depend on the chapter alone, and nothing else is buffered. So the state is the place
+where its documents were read, and the number of rows taken from it; to resume, they are
+read again.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ FEATURES = (
     "targets_position",
 )
 
-# The rows that a chapter has at least: so many that rows are 97 % full, but about this
-# number of tokens where rows are long.
+# Minimum number of rows of a chapter: 48, with which rows are 97 % full, but fewer if
+# these have more than `_CHAPTER_TOKENS` tokens.
 _MOST_ROWS, _LEAST_ROWS = 48, 4
 _CHAPTER_TOKENS = 2**17
-# The most documents that are read together.
+# Maximum number of documents read at a time.
 _GROUP = 4096
-# The chapter from which on all are equally long.
+# From this chapter on, all chapters are equally long.
 _LATER = 8
-# More inputs than a document has.
+# More inputs than any document has.
 _ENDLESS = 2**62
 
 Row = dict[str, np.ndarray]
 # An array of tokens, or a dict with `tokens` and further features.
 Document = Any
-# Inputs of a document: the index of the first in its chapter, and how many.
+# Inputs of a document: the index of the first one in the chapter, and their number.
 Piece = tuple[int, int]
 
 
 class Held(NamedTuple):
-    """Documents, one after the other.
+    """Concatenated documents.
 
     Attributes:
-      arrays: `tokens` and further features of all of them, `[tokens, ...]`.
-      lengths: the tokens of each, int64 `[documents]`.
-      documents: as they were read, if rows need more of them than arrays.
+      arrays: `tokens` and further features of all documents, `[tokens, ...]`.
+      lengths: the number of tokens of each document, int64 `[documents]`.
+      documents: the original documents, if rows need more than the arrays.
     """
 
     arrays: dict[str, np.ndarray]
@@ -70,7 +70,7 @@ class Held(NamedTuple):
 
     @property
     def starts(self) -> np.ndarray:
-        """The index of the first token of each."""
+        """The index of the first token of each document."""
         return np.cumsum(self.lengths) - self.lengths
 
 
@@ -78,26 +78,21 @@ _NOTHING = Held({"tokens": np.empty(0, np.int32)}, np.empty(0, np.int64), [])
 
 
 class Unmade(NamedTuple):
-    """A row before its arrays are made.
-
-    Attributes:
-      held: the documents of the chapter.
-      pieces: what the row has of them.
-    """
+    """A row before its arrays are built: pieces of a chapter's documents."""
 
     held: Held
     pieces: list[Piece]
 
 
-# In the place of a row of zeros.
+# A row of zeros.
 NONE = Unmade(_NOTHING, [])
 
 
 class Rows(shard_steps.Step[Row]):
-    """Makes rows of `length` tokens of documents.
+    """Packs documents into rows of `length` tokens.
 
     A document of n tokens has n - 1 inputs, each with the next token as its target; one
-    of fewer than two tokens has none. Each row has, int32 `[length]`,
+    of fewer than two tokens has none. Each row has these features, int32 `[length]`:
 
     * `inputs` and `targets`;
     * `inputs_segmentation` and `targets_segmentation`: the documents of the row,
@@ -105,32 +100,32 @@ class Rows(shard_steps.Step[Row]):
     * `inputs_position` and `targets_position`: the tokens of each document in the row,
       numbered from 0.
 
-    A token of which no loss counts, such as one that a user says, is `~token` in its
-    document. As an input it is `token`; as a target it is 0, and 0 in
-    `targets_segmentation`.
+    A document stores a token without loss, such as a user's, as `~token`. As an input
+    it becomes `token`; as a target it becomes 0, with 0 in `targets_segmentation`.
 
     Args:
-      parent: documents, arrays of tokens `[tokens]`; with `features` dicts of arrays
-        of one length, of `tokens` and of these features.
+      parent: documents, arrays of tokens `[tokens]`; with `features`, dicts of
+        equally long arrays: `tokens` and these features.
       length: tokens of a row.
       packing: `"first_fit"` or `"best_fit"`, which put each document whole into a row;
         `"concat_then_split"`, which fills rows and cuts documents at their ends; or
-        empty, which gives each document a row of its own.
-      window: documents that are shuffled together, at least; 0 shuffles none.
-      seed: of the shuffle, a number from 0; shards differ by themselves.
+        empty, which gives each document its own row.
+      window: the minimum number of documents shuffled together; 0 shuffles none.
+      seed: the seed of the shuffle, 0 or more; each shard shuffles differently.
       shard: the number of the shard.
-      max_examples: the most documents in a row that is fitted; 0 sets no limit.
-      features: further features of documents; rows have those of their inputs.
-      truncate: whether a document ends after `length` inputs; otherwise what is longer
-        than a row is cut into several.
-      vocab_size: rows of the model's embedding; a token that is not below it, or
-        negative, is an error. 0 checks none.
+      max_examples: the maximum number of documents in a row, for `"first_fit"` and
+        `"best_fit"`; 0 sets no limit.
+      features: further features of documents; rows have their values at the inputs.
+      truncate: whether to truncate documents to `length` inputs; otherwise longer ones
+        are cut into several.
+      vocab_size: rows of the model's embedding; a token outside of it is an error. 0
+        disables the check.
 
     Raises:
       ConfigError: if a value is not as described.
     """
 
-    # Chapters read their documents again, by the weights that they were read by.
+    # Chapters read their documents again with the weights of the first time.
     renews = True
 
     def __init__(
@@ -170,13 +165,13 @@ class Rows(shard_steps.Step[Row]):
         self.features = files.names(features, argument="Rows: features")
         if clashing := {"tokens", *FEATURES} & {*self.features}:
             raise errors.ConfigError(
-                f"Rows: features={self.features!r}: {sorted(clashing)} are there in any"
-                " case; name only further features, or rename these"
+                f"Rows: features={self.features!r}: rows always have"
+                f" {sorted(clashing)}; name only further features, or rename these"
             )
         self.length, self.packing, self.truncate = length, packing, truncate
         self.window, self.shard, self.key = window, shard, (seed, shard)
         self.max_examples, self.vocab_size = max_examples, vocab_size
-        # Of inputs and targets; another if `provenance` follows documents.
+        # The dtype of inputs and targets; `provenance` changes it for its token ids.
         self.dtype: Any = np.int32
 
     def __iter__(self) -> RowsIterator:
@@ -186,7 +181,7 @@ class Rows(shard_steps.Step[Row]):
         return f"Rows(shard={self.shard})"
 
     def settings(self) -> dict[str, storage.Json]:
-        """What determines the rows of the parent's documents, but for the shard."""
+        """The settings that determine the rows, without the shard."""
         return {
             "length": self.length,
             "packing": self.packing,
@@ -199,7 +194,7 @@ class Rows(shard_steps.Step[Row]):
 
 
 def begin_from(place: Any) -> dict[str, Any]:
-    """The state of rows that begin with a state of their documents."""
+    """The state of rows that begin at the documents' state `place`."""
     state = {"skip": 0, "used": 0, "chapter": 0, "ended": False, "row": 0}
     return {cursors.FROM: [[place, 0]], **state}
 
@@ -209,7 +204,7 @@ class _Group(NamedTuple):
 
     Attributes:
       place: the state from which they were read.
-      reads_on: whether that is where the group before ended.
+      reads_on: whether that is the end of the previous group.
       held: the documents.
     """
 
@@ -219,14 +214,7 @@ class _Group(NamedTuple):
 
 
 class RowsIterator(grain.DatasetIterator[Row]):
-    """The rows of `Rows`.
-
-    The state has, in `from`, the states of the documents from which those that are held
-    were read, each with how many; `skip` and `used`, the documents and the inputs of
-    the next one that earlier chapters used up; `chapter`, its number; `ended`, whether
-    its documents are the last; `row`, the rows that were taken of it; and `digest`,
-    of the tokens that are held.
-    """
+    """The rows of `Rows`; `FORMAT.md` describes the state."""
 
     def __init__(self, rows: Rows) -> None:
         (parent,) = shard_steps.parents(rows)
@@ -240,7 +228,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         self._groups: list[_Group] = []
         self._reads_on = False
         self._skip, self._used, self._number = skip, used, chapter
-        # The chapter: its state, documents, and rows.
+        # The chapter: its state, documents and rows.
         self._begin: dict[str, Any] = {}
         self._held = _NOTHING
         self._rows: list[list[Piece]] = []
@@ -251,14 +239,14 @@ class RowsIterator(grain.DatasetIterator[Row]):
         return {name: each[0] for name, each in made.items()}
 
     def unmade(self) -> Unmade:
-        """The next row, of which `made` makes arrays."""
+        """The next row, for `made`."""
         while self._next == len(self._rows):
             self._read_chapter()
         self._next += 1
         return Unmade(self._held, self._rows[self._next - 1])
 
     def made(self, rows: Sequence[Unmade | None]) -> Row:
-        """Several rows, as features `[rows, length, ...]`; None is a row of zeros."""
+        """Builds the arrays of rows, `[rows, length, ...]`; None is a row of zeros."""
         shape = len(rows), self.of.length
         inputs, targets = np.zeros((2, *shape), self.of.dtype)
         sizes: list[int] = []
@@ -268,7 +256,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
             of_row = [size for _, size in pieces]
             sizes += [*of_row, self.of.length - sum(of_row)]
             numbers += [*range(1, len(pieces) + 1), 0]
-            # Bytes are joined twice as fast as arrays are concatenated.
+            # Joining bytes is twice as fast as concatenating arrays.
             tokens = held.arrays["tokens"]
             for first, out in enumerate((inputs[number], targets[number])):
                 some = tokens[first:].data
@@ -312,10 +300,10 @@ class RowsIterator(grain.DatasetIterator[Row]):
         digest = self._digest(self._all_held())
         if self.of.dtype == np.int32 and digest != state.get("digest", ""):
             raise errors.DataError(
-                f"logical shard {self.of.shard}: the documents that rows of the saved"
-                " state are made of are others now; make_shard has to make the same of"
-                " a record each time, so give its random functions a seed, and"
-                " pipeline= another name if they have changed"
+                f"logical shard {self.of.shard}: the documents of the saved state's"
+                " rows have changed; make_shard must make the same document of a record"
+                " each time, so seed its random functions; if you changed them, change"
+                " pipeline=, too"
             )
         if state["row"]:
             self._make_rows(ended=state["ended"])
@@ -331,7 +319,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         return False
 
     def rest(self) -> list[Document]:
-        """The documents, or parts of some, that were read and are in no row yet."""
+        """The documents, some of them in part, that were read and are in no row yet."""
         left = [
             self.cut(self._held, at, at + size + 1)
             for row in self._rows[self._next :]
@@ -347,10 +335,10 @@ class RowsIterator(grain.DatasetIterator[Row]):
         ]
 
     def hold(self, documents: list[Document]) -> Held:
-        """Documents as they are held.
+        """Checks and concatenates documents.
 
         Raises:
-          DataError: if one is not as described.
+          DataError: if one is not as described in `Rows`.
         """
         lists = {"tokens": documents}
         if self.of.features:
@@ -365,17 +353,17 @@ class RowsIterator(grain.DatasetIterator[Row]):
         return Held(arrays, np.array(list(map(len, tokens)), np.int64), [])
 
     def cut(self, held: Held, first: int, stop: int) -> Document:
-        """The document of some tokens that are held, with their features."""
+        """A range of tokens as a document, with their features."""
         some = {name: values[first:stop] for name, values in held.arrays.items()}
         return some if self.of.features else some["tokens"]
 
     def costs(self, held: Held, at: np.ndarray) -> list[tuple[int, ...]]:
-        """What documents, or pieces of some, take of each of `limits`."""
+        """How much of each of `limits` the pieces beginning at `at` use."""
         del held
         return [(1,) if self.of.max_examples else ()] * len(at)
 
     def limits(self) -> tuple[int, ...]:
-        """What the documents of a row may take, beside its tokens."""
+        """The limits of a row other than its tokens."""
         return (self.of.max_examples,) if self.of.max_examples else ()
 
     def more(self, rows: Sequence[Unmade | None]) -> Row:
@@ -411,7 +399,6 @@ class RowsIterator(grain.DatasetIterator[Row]):
         }
 
     def _digest(self, held: Held) -> str:
-        # Of the tokens and further features of documents.
         if not len(held.lengths) or self.of.dtype != np.int32:
             return ""
         digest = xxhash.xxh3_64(held.lengths.data)
@@ -424,7 +411,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         return digest.hexdigest()
 
     def _all_held(self) -> Held:
-        # The documents that are held and not used up.
+        # The documents that are not used up.
         groups, skip = [group.held for group in self._groups], self._skip
         if not groups:
             return _NOTHING
@@ -438,13 +425,13 @@ class RowsIterator(grain.DatasetIterator[Row]):
         return Held(arrays, lengths[skip:], documents[skip:])
 
     def _read(self, num_documents: int) -> int:
-        # Reads documents, and returns their number; 0 at the end.
+        # Returns the number of documents read; 0 at the end.
         place = self.documents.get_state()
         try:
             some = shard_steps.take(self.documents, num_documents)
             held = self.hold(some) if some else _NOTHING
         except Exception:
-            # Those before the error are read again, if it is asked again.
+            # The next call reads the documents before the error again.
             self.documents.set_state(place)
             self._reads_on = False
             raise
@@ -455,7 +442,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         return len(some)
 
     def _sizes(self) -> np.ndarray:
-        # The inputs of the documents that are held and not used up.
+        # The number of inputs of each document that is not used up.
         lengths = [each.held.lengths for each in self._groups] or [_NOTHING.lengths]
         most = self.of.length if self.of.truncate else _ENDLESS
         sizes = np.clip(np.concatenate(lengths)[self._skip :] - 1, 0, most)
@@ -465,9 +452,9 @@ class RowsIterator(grain.DatasetIterator[Row]):
     def _read_chapter(self) -> None:
         if mixing.renew(self.documents):
             self._reads_on = False
-        # The first batch waits for the first chapters of all shards. By the bits of its
-        # number a shard has one row or two in the first, two or four in the second, and
-        # so on: in each batch about as many shards as in any other begin a chapter.
+        # Chapters start small, because the first batch waits for the first chapters of
+        # all shards: one or two rows, by a bit of the shard's number, then two or four,
+        # and so on. So about equally many shards begin a chapter in each batch.
         level = min(self._number, _LATER)
         wanted = (1 + (self.of.key[1] >> level & 1)) << level
         num_rows = min(max(_CHAPTER_TOKENS // self.of.length, _LEAST_ROWS), _MOST_ROWS)
@@ -482,7 +469,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
             if num_inputs > num_before:
                 records.note_progress()
             num_before = num_inputs
-            # As many as those that are held let expect, unless that is far more.
+            # Extrapolates from the documents read so far, within limits.
             group = -(-missing * num_documents // max(num_inputs, 1))
             group = min(group, max(8 * num_rows, num_documents))
             group = max(group, num_rows, self.of.window - num_documents)
@@ -499,7 +486,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         at[:1] += self._used
         num_whole = len(sizes)
         if self._is_cut and not ended:
-            # What fills no row is left for the next chapter.
+            # The next chapter gets what does not fill a row.
             ends = np.cumsum(sizes)
             kept = int(ends[-1]) // length * length
             num_whole = int(np.searchsorted(ends, kept, side="right"))
@@ -523,7 +510,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         else:
             self._rows = [[piece] for piece in _pieces(at, sizes)]
         self._next = 0
-        # The end is no chapter, however often a shard comes to it.
+        # The end does not count as a chapter, however often a shard reaches it.
         self._number += bool(self._rows)
         self._skip, self._used = self._skip + num_whole, used
         groups = self._groups
@@ -532,7 +519,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    # Memory of several megabytes, which is mostly that of one group.
+    # Avoids a copy of megabytes in the common case of one group.
     return np.concatenate(arrays) if arrays[1:] else arrays[0]
 
 
@@ -541,19 +528,18 @@ def _check_features(document: Any, names: Collection[str]) -> None:
         found = sorted(document) if isinstance(document, dict) else type(document)
         raise errors.DataError(
             f"a document to pack has {found}; Rows expects a dict of"
-            f" {', '.join(names)}: name further features in its features=, or leave"
-            " them out before"
+            f" {', '.join(names)}: name further features in its features=, or drop them"
+            " before Rows"
         )
     lengths = {name: len(values) for name, values in document.items()}
     if len({*lengths.values()}) > 1:
         raise errors.DataError(
-            f"a document to pack has features of several lengths, {lengths}; give each"
-            " a value for each token"
+            f"a document to pack has features of different lengths, {lengths}; give"
+            " each one value per token"
         )
 
 
 def _flat(tokens: list[Any], dtype: Any) -> np.ndarray:
-    # The tokens of all documents, one after the other.
     kinds = {*map(type, tokens)}
     others = [kind for kind in kinds if not issubclass(kind, np.ndarray)]
     if not others and {each.ndim for each in tokens} == {1}:
@@ -571,7 +557,7 @@ def _flat(tokens: list[Any], dtype: Any) -> np.ndarray:
 def _split(
     at: np.ndarray, sizes: np.ndarray, longest: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    # Pieces of at most so many inputs of documents; none of those without any.
+    # Cuts documents into pieces of at most `longest` inputs.
     counts = -(-sizes // longest)
     of = np.repeat(np.arange(len(sizes)), counts)
     first = (np.arange(len(of)) - (np.cumsum(counts) - counts)[of]) * longest
@@ -583,7 +569,7 @@ def _pieces(at: np.ndarray, sizes: np.ndarray) -> list[Piece]:
 
 
 def _concatenated(at: np.ndarray, sizes: np.ndarray, length: int) -> list[list[Piece]]:
-    # Pieces end where rows and documents do.
+    # Pieces end at the ends of rows and of documents.
     ends = np.cumsum(sizes)
     begins, rows = ends - sizes, np.arange(0, sizes.sum(), length)
     cuts = np.union1d(begins, rows)
@@ -601,18 +587,18 @@ def fitted(
     length: int,
     is_best: bool,
 ) -> list[list[Piece]]:
-    """Rows of whole pieces, each in the first row that has room, or the fullest one.
+    """Fits pieces into rows, each into the first or the fullest row that has room.
 
     Args:
-      pieces: of at most `length` inputs.
-      costs: what each of them takes of each limit.
-      limits: what the pieces of a row take at most.
-      length: of a row.
-      is_best: whether it is the fullest.
+      pieces: pieces of at most `length` inputs.
+      costs: how much of each limit each piece uses.
+      limits: the limits of a row.
+      length: inputs of a row.
+      is_best: whether to use the fullest row.
     """
     rows: list[list[Piece]] = []
     left: list[tuple[int, ...]] = []
-    # The room and the number of each row that has some; by room if `is_best`.
+    # The room and the number of each row that is not full; sorted if `is_best`.
     free: list[tuple[int, int]] = []
     for piece, cost in zip(pieces, costs, strict=True):
         size = piece[1]

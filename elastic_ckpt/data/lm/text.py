@@ -1,4 +1,4 @@
-"""Writes the text files below a directory as a training file, one record for each."""
+"""Writes the text files below a directory to a training file, one record per file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic_ckpt.data.sources import parquet
 
 PYTHON_STDLIB = "python-stdlib"
 
-# Directories below the standard library's that are not part of it.
+# Directories below the standard library that are not part of it.
 _NOT_STDLIB = ("site-packages", "dist-packages")
 _ROW_GROUP_DOCUMENTS = 100
 
@@ -27,7 +27,7 @@ class Written:
 
     Attributes:
       num_documents: the number of documents.
-      text_bytes: the bytes of text in them.
+      text_bytes: the size of their text.
       skipped: the files that are empty or not UTF-8.
     """
 
@@ -39,30 +39,29 @@ class Written:
 def write_arrayrecord(directory: epath.PathLike, file: epath.PathLike) -> Written:
     """Writes the text files below a directory as the records of an ArrayRecord file.
 
-    Records are in the order of the sorted paths, so that the same files always give the
-    same records. Empty files, and those that are not UTF-8, are skipped.
+    Records are in the order of the sorted paths, so the same files always give the same
+    records. Files that are empty or not UTF-8 are skipped.
 
     Args:
-      directory: a local directory; or `python-stdlib`, the `.py` files of the standard
-        library of the running Python, or a part of it such as `python-stdlib/email`.
-      file: the ArrayRecord file to write, local or in a bucket; it appears complete or
-        not at all.
+      directory: a local directory; or `python-stdlib`, the `.py` files of the running
+        Python's standard library, or a part of it such as `python-stdlib/email`.
+      file: the ArrayRecord file, local or in a bucket; it is written atomically.
 
     Raises:
-      DataError: if there is no such directory, or no text in it.
+      DataError: if the directory is missing or has no text.
     """
     return write(os.fspath(directory), os.fspath(file), file_type="arrayrecord")
 
 
 def write(directory: str, file: str, *, file_type: str) -> Written:
-    """Like `write_arrayrecord`, for any of the file types that can be written.
+    """Like `write_arrayrecord`, for all file types that can be written.
 
     Raises:
-      ConfigError: if that is another file type.
+      ConfigError: if `file_type` cannot be written.
     """
     if file_type not in _WRITERS:
         raise errors.ConfigError(
-            f"{file}: text is not written to files of the type {file_type}; write"
+            f"{file}: text cannot be written as {file_type}; write"
             f" {', '.join(sorted(_WRITERS))} (grain_file_type), or read your own files"
         )
     sizes: list[int] = []
@@ -85,7 +84,7 @@ def write(directory: str, file: str, *, file_type: str) -> Written:
         _WRITERS[file_type](temporary, texts())
         if not sizes:
             raise errors.DataError(
-                f"{directory}: no text files below this directory of this machine; give"
+                f"{directory}: no text files below this directory on this machine; give"
                 f" one that has some, or {PYTHON_STDLIB!r} for Python's own sources"
             )
     return Written(
@@ -94,7 +93,7 @@ def write(directory: str, file: str, *, file_type: str) -> Written:
 
 
 def file_type(file: str) -> str | None:
-    """The file type by the suffix of a name, such as `.parquet`; None if unknown."""
+    """The file type for the suffix of a name, such as `.parquet`; None if unknown."""
     return _FILE_TYPES.get(pathlib.PurePath(file).suffix.lower())
 
 

@@ -1,16 +1,10 @@
 """Tokenizers: convert text to tokens, and report the settings that determine them.
 
-`load(kind, path)` returns one of four kinds:
+A `.tiktoken` file has a base64 token and its rank on each line. It is used as in Llama
+3 and MaxText: with their pattern, and 256 special tokens after the last rank.
 
-* `bytes`: the byte-level tokens of `data.tokens`, no file
-* `sentencepiece`: a SentencePiece `.model` file
-* `tiktoken`: a `.tiktoken` file, each line a base64 token and its rank, used as in
-  Llama 3 and MaxText: their pattern, and 256 special tokens after the last rank
-* `huggingface`: a `tokenizer.json` file, or a directory that has one
-
-The last three need the packages of the extra `tokenizers`. The text of a special token
-in a document remains plain text; only with a `tokenizer.json`, as with `transformers`,
-it becomes the special token.
+The text of a special token in a document remains plain text, except with a
+`tokenizer.json`, where it becomes the special token as in `transformers`.
 """
 
 from __future__ import annotations
@@ -48,7 +42,7 @@ _LLAMA3_NUM_SPECIAL = 256
 # tiktoken fails on texts that are much longer; Llama 3 and MaxText cut them here, too.
 _MAX_CHARACTERS = 400_000
 
-# The usual names, if no file beside a tokenizer.json has them.
+# The usual special tokens, if no file next to a tokenizer.json names them.
 _USUAL = {
     "bos_token": ("<s>", "<|begin_of_text|>", "<bos>"),
     "eos_token": ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>"),
@@ -60,7 +54,7 @@ class Encoded(NamedTuple):
 
     Attributes:
       tokens: int32 `[tokens]`.
-      spans: the first character of each in the text, and the one after its last,
+      spans: the start and the end of each token in the text, in characters,
         `[tokens, 2]`.
     """
 
@@ -73,7 +67,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token, special tokens included."""
+        """The largest token plus one, including special tokens."""
 
     @property
     def begin(self) -> int | None:
@@ -85,10 +79,10 @@ class Tokenizer(Protocol):
 
     @property
     def is_parallel(self) -> bool:
-        """Whether several threads encode faster than one thread."""
+        """Whether several threads encode faster than one."""
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """The tokens of a text, without those of begin and end, int32 `[tokens]`."""
+        """The tokens of a text, without begin and end tokens, int32 `[tokens]`."""
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
         """The tokens of each text, as `encode` returns them."""
@@ -116,7 +110,7 @@ class Bytes:
         return [self.encode(text) for text in texts]
 
     def encode_with_spans(self, texts: Sequence[str]) -> list[Encoded]:
-        """The tokens of each text, and the characters that each is made of."""
+        """The tokens of each text, with their spans in it."""
         encoded = []
         for text in map(readable, texts):
             widths = [len(character.encode()) for character in text]
@@ -125,16 +119,16 @@ class Bytes:
         return encoded
 
     def identity(self) -> storage.Json:
-        """Only the kind: it has no file."""
+        """The kind; it has no file."""
         return {"kind": _BYTES}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileTokenizer:
-    """A tokenizer in a file; `load` makes it.
+    """A tokenizer in a file; `load` creates it.
 
     Only these fields are pickled: another process opens the file at `path`, an absolute
-    path or URI, for its first text, and rejects a file with another `digest`.
+    path or URI, for its first text, and rejects a file with a different `digest`.
     """
 
     kind: str
@@ -150,13 +144,13 @@ class FileTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        """The tokens of each text, by one call of the library."""
+        """The tokens of each text, from one call of the library."""
         opened = _opened(self.kind, self.path, self.digest)
         encoded = opened.encode([readable(text) for text in texts])
         return [np.array(tokens, np.int32) for tokens in encoded]
 
     def encode_with_spans(self, texts: Sequence[str]) -> list[Encoded]:
-        """The tokens of each text, and the characters that each is made of.
+        """The tokens of each text, with their spans in it.
 
         Raises:
           ConfigError: if the kind is not `"huggingface"`.
@@ -173,12 +167,12 @@ class FileTokenizer:
     def special_tokens(self) -> dict[str, str]:
         """The texts of the special tokens by their names, such as `bos_token`.
 
-        Only a `tokenizer.json`, and the files beside it, have them.
+        Empty unless the kind is `"huggingface"`.
         """
         return dict(_opened(self.kind, self.path, self.digest).special_tokens or {})
 
     def special_texts(self) -> tuple[str, ...]:
-        """The texts that become special tokens wherever they are."""
+        """The texts that become special tokens wherever they occur."""
         return _opened(self.kind, self.path, self.digest).special_texts
 
     def identity(self) -> storage.Json:
@@ -195,15 +189,15 @@ def load(kind: str, path: str = "") -> Tokenizer:
     """Loads a tokenizer from its file; a process opens each file once.
 
     Args:
-      kind: `"bytes"`, in which a byte is a token, `"sentencepiece"`, `"tiktoken"` or
+      kind: `"bytes"` (a token per byte), `"sentencepiece"`, `"tiktoken"` or
         `"huggingface"`.
       path: the path or URI of a SentencePiece `.model` file, a `.tiktoken` file, or a
         `tokenizer.json` or its directory; empty for `"bytes"`.
 
     Raises:
-      ConfigError: if there is no such kind, `path` does not fit it, or its package is
-        not installed.
-      DataError: if the file is missing, or cannot be read as one of its kind.
+      ConfigError: if the kind is unknown, `path` does not fit it, or its package is not
+        installed.
+      DataError: if the file is missing, or is not a valid file of this kind.
     """
     if kind not in KINDS or (kind == _BYTES) != (not path):
         files = ", ".join(f"{name} with {file}" for name, file in _FILES.items())
@@ -252,8 +246,8 @@ def _open(kind: str, path: str, digest: str) -> _Opened:
     content = _read(kind, epath.Path(path))
     if digests.bytes_digest(content) != digest:
         raise errors.DataError(
-            f"{path} is not the tokenizer that was loaded (its digest differs); use the"
-            " same file on every host"
+            f"{path} differs from the tokenizer that was loaded (by its digest); use"
+            " the same file on every host"
         )
     try:
         return _OPEN[kind](content, epath.Path(path).parent)
@@ -272,7 +266,7 @@ def _open_sentencepiece(content: bytes, _: epath.Path) -> _Opened:
     begin, end = (
         token if token >= 0 else None for token in (model.bos_id(), model.eos_id())
     )
-    # It encodes in the calling thread: more threads would add to those of the caller.
+    # Encodes in the calling thread, because the caller has threads of its own.
     encode = functools.partial(model.encode, num_threads=1)
     return _Opened(encode, model.vocab_size(), begin, end)
 
@@ -282,7 +276,7 @@ def _open_tiktoken(content: bytes, _: epath.Path) -> _Opened:
     ranks = {base64.b64decode(each, validate=True): int(rank) for each, rank in pairs}
     has_bytes = all(bytes([byte]) in ranks for byte in range(256))
     if not has_bytes or sorted(ranks.values()) != list(range(len(ranks))):
-        raise ValueError("it lacks tokens or ranks: it is cut short or was altered")
+        raise ValueError("it lacks tokens or ranks: it was cut short or altered")
     begin, end = len(ranks), len(ranks) + 1
     encoding = _package("tiktoken").Encoding(
         name="llama3",
@@ -292,7 +286,7 @@ def _open_tiktoken(content: bytes, _: epath.Path) -> _Opened:
     )
 
     def encode(texts: list[str]) -> list[list[int]]:
-        # tiktoken's batch function does the same, but creates a thread pool.
+        # tiktoken's batch function would create a thread pool.
         return [
             [
                 token
@@ -317,12 +311,12 @@ def _open_huggingface(content: bytes, directory: epath.Path) -> _Opened:
     vocabulary = tokenizer.get_vocab()
     special = _special_tokens(directory, vocabulary)
     begin, end = (vocabulary.get(special.get(key)) for key in _USUAL)
-    # Our threads call it. Its own threads would use every core of the machine,
-    # regardless of the configuration, and would not survive a fork.
+    # Its own threads would use every core of the machine, whatever the configuration
+    # says, and would not survive a fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     def encode(texts: list[str]) -> list[list[int]]:
-        # The fast variant skips the offsets of tokens in the text, which are not used.
+        # The fast variant skips the spans of tokens, which are not used here.
         encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
@@ -353,7 +347,7 @@ def _open_huggingface(content: bytes, directory: epath.Path) -> _Opened:
 def _special_tokens(
     directory: epath.Path, vocabulary: Mapping[str, int]
 ) -> dict[str, str]:
-    # The texts of special tokens by the names in the files beside a tokenizer.json.
+    # The texts of special tokens by the names in the files next to a tokenizer.json.
     named: dict[str, Any] = {
         key: next((text for text in usual if text in vocabulary), None)
         for key, usual in _USUAL.items()
@@ -362,12 +356,12 @@ def _special_tokens(
         named |= _settings(directory / file)
     special = {}
     for key, value in named.items():
-        # The files have a text in two ways.
+        # The files store a text in two ways.
         text = value["content"] if isinstance(value, dict) else value
         if key.endswith("_token") and isinstance(text, str):
             special[key] = text
             if key in _USUAL and text not in vocabulary:
-                raise ValueError(f"it lacks {text!r}, the {key} of the files beside it")
+                raise ValueError(f"it lacks {text!r}, the {key} of files next to it")
     return special
 
 
@@ -375,7 +369,7 @@ def _settings(file: epath.Path) -> Mapping[str, Any]:
     try:
         return dict(json.loads(file.read_bytes())) if file.exists() else {}
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{file.name} beside it is no JSON object ({error})") from None
+        raise ValueError(f"{file.name} next to it: no JSON object ({error})") from None
 
 
 def _read(kind: str, file: epath.Path) -> bytes:
@@ -389,7 +383,7 @@ def _read(kind: str, file: epath.Path) -> bytes:
 
 
 def readable(text: str | bytes) -> str:
-    """A text as valid Unicode; what is invalid in it becomes U+FFFD.
+    """A text as valid Unicode; invalid parts become U+FFFD.
 
     JSON can put halves of surrogate pairs into a `str`, which no library accepts.
     """

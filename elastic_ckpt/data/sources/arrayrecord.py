@@ -1,4 +1,4 @@
-"""ArrayRecord files: read in blocks, or single records."""
+"""ArrayRecord files: reads blocks or single records."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import numpy as np
 from elastic_ckpt.core import digest, errors
 from elastic_ckpt.data.sources import decoded, files, record_format, source
 
-# The last block of a file has the offset of the footer, and a magic number.
+# The last block of a file has the offset of the footer and a magic number.
 _BLOCK_BYTES = 64 * 1024
 _FOOTER_OFFSET = re.compile(
     rb"\x08([\x80-\xff]*[\x00-\x7f])\x10\xde\xc0\xeb\xfe\x84\xce\xc3\xc9\x71"
 )
-# The number of readers that a process keeps open.
+# Maximum number of readers that a process keeps open.
 _MAX_OPEN = 64
 
 
@@ -30,12 +30,12 @@ class ArrayRecord(record_format.RecordFiles):
     Attributes:
       files: the paths or URIs of the files; a remote file is copied to this machine
         first.
-      columns: of `tf_example`, the features to keep, by default all; of `bytes`, the
+      columns: for `tf_example`, the features to keep, by default all; for `bytes`, the
         name of the only column, by default `text`.
       record_format: the content of a record: `"bytes"`, or `"tf_example"` for a
-        serialised `tf.train.Example`. Of that, a feature with one value of bytes is
-        that value, one with several is a list of them, and numbers are float32 or int64
-        of shape `[values]`.
+        serialised `tf.train.Example`. A feature with one bytes value becomes that
+        value, one with several becomes a list, and numbers become float32 or int64 of
+        shape `[values]`.
     """
 
     file_type = "arrayrecord"
@@ -64,7 +64,7 @@ class ArrayRecord(record_format.RecordFiles):
 
 
 def record(paths: tuple[str, ...], number: int) -> bytes:
-    """A record of some files by its number over all of them.
+    """Reads a record by its number, counted over all files.
 
     Raises:
       CorruptError: if it is corrupt.
@@ -77,35 +77,35 @@ def record(paths: tuple[str, ...], number: int) -> bytes:
     return texts._element(_read_one(paths[file], row), place)[record_format.RAW_COLUMN]
 
 
-# The process that has loaded this module.
+# The process that loaded this module.
 _LOADED_IN = os.getpid()
 
 
 def _refuse_forked_loader() -> None:
-    # The library crashes in workers that PyTorch has forked, without a word.
+    # The library would crash silently in workers that PyTorch has forked.
     torch_data: Any = sys.modules.get("torch.utils.data")
     is_forked = os.getpid() != _LOADED_IN
     if is_forked and torch_data and torch_data.get_worker_info() is not None:
         raise errors.ConfigError(
-            "ArrayRecord files cannot be read in a forked worker of a PyTorch loader:"
-            ' start workers by another method (multiprocessing_context="forkserver"'
-            " of the loader), or read in the rank's process (num_workers=0)"
+            "ArrayRecord files cannot be read in a forked worker of a PyTorch loader;"
+            ' start workers differently (multiprocessing_context="forkserver" of the'
+            " loader), or read in the rank's process (num_workers=0)"
         )
 
 
 @functools.lru_cache(maxsize=_MAX_OPEN)
 def _opened(file: str) -> Any:
-    # One for each file in a process; all readers share the library's thread pool.
+    # The readers of a process share the library's thread pool.
     from array_record.python import array_record_module
 
     local = files.local_copy(file)
     with open(local, "rb"):
-        # The reader's errors do not show whether the file can be read at all.
+        # Opened only for a precise error, which the reader does not give.
         reader = array_record_module.ArrayRecordReader(
             local, "readahead_buffer_size:0", file_reader_buffer_size=32768
         )
     if not reader.ok():
-        # It would appear as a file without records.
+        # Otherwise it would look like a file without records.
         raise RuntimeError("it cannot be opened")
     return reader
 
@@ -119,7 +119,7 @@ def _reader(file: str) -> Any:
 
 
 def _read(file: str, first: int, stop: int) -> list[bytes | RuntimeError]:
-    # The records; an error for each one that cannot be read.
+    # The records, with an error in place of each one that cannot be read.
     try:
         return _reader(file).read(first, stop)
     except RuntimeError:
@@ -134,16 +134,16 @@ def _read_one(file: str, number: int) -> bytes | RuntimeError:
 
 
 def _footer(file: str) -> bytes:
-    # The places of all chunks, up to the last block.
+    # The bytes from the footer, which has the offsets of all chunks, to the end.
     with open(files.local_copy(file), "rb") as stream:
         end = stream.seek(-_BLOCK_BYTES, os.SEEK_END)
         found = _FOOTER_OFFSET.search(stream.read(_BLOCK_BYTES))
         if found is None:
-            raise source.foreign(file, "ArrayRecord", "no offset of a footer")
-        # A number of seven bits in each byte.
+            raise source.foreign(file, "ArrayRecord", "no footer offset")
+        # A varint: seven bits in each byte.
         stream.seek(sum((byte & 127) << 7 * n for n, byte in enumerate(found[1])))
         footer = stream.read(end - stream.tell())
-    # An offset counts from the beginning of its own file.
+    # In joined files, the offset counts from the beginning of the last one.
     if _FOOTER_OFFSET.search(footer):
         raise source.foreign(file, "ArrayRecord", "another file ends in it")
     return footer

@@ -1,8 +1,8 @@
-"""Arrow files, as Hugging Face `datasets` saves them; they are mapped.
+"""Arrow files, as Hugging Face `datasets` saves them, mapped into memory.
 
 A file is a stream of messages, with or without the frame of Arrow's file format.
-Finding the record batches requires a pass over the metadata of the messages, which is
-made once for each version of a file.
+Finding the record batches takes a pass over the metadata of the messages, once for each
+version of a file.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from elastic_ckpt.data.sources import columns, files, source
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Begins a file, but not a stream; messages follow after padding to 8 bytes. It ends the
-# file, too, after the footer and its length.
+# Begins a file, but not a stream; messages follow after padding to 8 bytes. Also ends
+# the file, after the footer and its length.
 _MAGIC = b"ARROW1"
 _END = struct.Struct(f"<i{len(_MAGIC)}s")
 _FIRST_OF_FILE = 8
-# Begins a message, and the most bytes of the first one.
+# The start of a message, and the maximum size of the first one.
 _MARK = b"\xff\xff\xff\xff"
 _SCHEMA_BYTES = 2**20
 
@@ -36,24 +36,24 @@ _SCHEMA_BYTES = 2**20
 class Arrow(source.Source):
     """Arrow files as a source; a block is a record batch, or a part of a large one.
 
-    Both of Arrow's formats are read, streams and files. `from_hf` makes a source of a
-    Hugging Face dataset.
+    It reads both of Arrow's formats, streams and files. `from_hf` creates a source from
+    a Hugging Face dataset.
 
     An element has the value of each column by name: lists of numbers as NumPy arrays,
-    text as `str`, other values as Arrow converts them to Python; None if there is no
-    value. Arrow files have no checksums: damage is found where values cannot be as they
-    are, such as text that is not UTF-8.
+    text as `str`, other values as Arrow converts them to Python; nulls as None. Arrow
+    files have no checksums: damage is only found if it makes a value invalid, such as
+    text that is not UTF-8.
 
     Attributes:
       files: the paths or URIs of the files; a remote file is copied to this machine
         first.
-      columns: the columns to read; all if it is empty.
+      columns: the columns to read; empty reads all.
     """
 
     file_type = "arrow"
 
     def _find(self, file: str) -> source.Found:
-        # The digest is of the metadata of all messages.
+        # The digest covers the metadata of all messages.
         ipc, content = pyarrow().ipc, digest.values_hash()
         starts: list[int] = []
         records: list[int] = []
@@ -69,7 +69,7 @@ class Arrow(source.Source):
                         f"a {message.type} message at byte {start}: write the data"
                         " without dictionaries, as one file or to Parquet"
                     )
-                # Without a column, nothing is decompressed.
+                # Without columns, nothing is decompressed.
                 batch = ipc.read_record_batch(message, pyarrow().schema([]))
                 sizes = source.pieces(batch.num_rows, len(message.body))
                 starts += [start] * len(sizes)
@@ -106,11 +106,11 @@ def from_hf(dataset: Any, *, columns: tuple[str, ...] = ()) -> Arrow:
     """The files of a Hugging Face dataset, as a source.
 
     Args:
-      dataset: a `datasets.Dataset` that lies on disk.
-      columns: the columns to read; all if it is empty.
+      dataset: a `datasets.Dataset` on disk.
+      columns: the columns to read; empty reads all.
 
     Raises:
-      ConfigError: if it is another object, or its rows are not those of its files.
+      ConfigError: if it is anything else, or its rows are not those of its files.
     """
     found = getattr(dataset, "cache_files", None)
     names = [each["filename"] for each in found] if isinstance(found, list) else []
@@ -118,22 +118,22 @@ def from_hf(dataset: Any, *, columns: tuple[str, ...] = ()) -> Arrow:
     is_reordered = getattr(dataset, "_indices", None) is not None
     if made is None or is_reordered or source.num_records(made) != len(dataset):
         raise errors.ConfigError(
-            f"from_hf: this {type(dataset).__name__} is no datasets.Dataset whose rows"
-            " are those of its files on disk, all of them and in their order; save one"
-            " split, dataset.flatten_indices().save_to_disk(DIRECTORY), and give"
+            f"from_hf: this {type(dataset).__name__} is not a datasets.Dataset with all"
+            " rows of its files on disk, in order; save one split by"
+            " dataset.flatten_indices().save_to_disk(DIRECTORY), and give"
             " ec.data.from_hf(datasets.load_from_disk(DIRECTORY))"
         )
     return made
 
 
 def _messages(stream: Any) -> Iterator[tuple[int, Any]]:
-    # Each after the schema, with its offset.
+    # The messages after the schema, each with its offset.
     begin = stream.tell()
     try:
         pyarrow().ipc.read_message(stream)
     except (pyarrow().ArrowException, OSError):
-        # Files of Polars 2.1 lack the length of this message, which readers of files do
-        # not need. The next one begins with a mark.
+        # Polars 2.1 writes no length of the schema message, as readers of the file
+        # format do not need it. The next message begins with a mark.
         stream.seek(begin)
         stream.seek(begin + stream.read(_SCHEMA_BYTES).find(_MARK))
     with contextlib.suppress(EOFError):
@@ -142,7 +142,7 @@ def _messages(stream: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _num_end_bytes(stream: Any) -> int:
-    # Of what follows the messages: in a file, a footer and its length.
+    # The number of bytes after the messages: in a file, a footer and its length.
     stream.seek(0)
     if stream.read(len(_MAGIC)) != _MAGIC:
         return 0
@@ -164,7 +164,7 @@ files.register_cache(_schema.cache_clear)
 
 
 def _mapped(file: str) -> Any:
-    # At the first message.
+    # The file, positioned at the first message.
     stream = pyarrow().memory_map(file)
     stream.seek(_FIRST_OF_FILE if stream.read(len(_MAGIC)) == _MAGIC else 0)
     return stream

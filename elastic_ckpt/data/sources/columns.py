@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def damaged(error_of: Callable[[object], Exception]) -> Iterator[None]:
-    """Converts Arrow's errors of bytes that it cannot decode.
-
-    Args:
-      error_of: makes the error to raise instead.
-    """
+    """Converts Arrow's errors for bytes that it cannot decode."""
     import pyarrow as pa
 
     try:
@@ -34,12 +30,12 @@ def damaged(error_of: Callable[[object], Exception]) -> Iterator[None]:
 
 
 class Columns(source.Block):
-    """The records of a batch, of which lists of whole numbers are held in few bits.
+    """The records of a batch, with lists of integers in a narrow type.
 
     Args:
       batch: the records.
-      corrupt: makes the error if one cannot be as it is.
-      is_mapped: whether they are those of a file, which take no memory.
+      corrupt: creates the error for an invalid value.
+      is_mapped: whether the batch is mapped from a file and takes no memory.
     """
 
     def __init__(
@@ -92,7 +88,7 @@ def checked(
 
 
 class _Numbers:
-    # A column of lists of numbers; those of none are empty.
+    # A column of lists of numbers; nulls become empty lists.
     def __init__(
         self, column: Any, corrupt: Callable[[object], Exception], is_mapped: bool
     ) -> None:
@@ -100,7 +96,7 @@ class _Numbers:
         if column.null_count:
             column = column.fill_null([])
         offsets = column.offsets.to_numpy()
-        # For a slice of a table, only the values of the slice.
+        # A slice of a table has the values of the whole table.
         first, end = offsets[0], offsets[-1]
         numbers = column.values.slice(first, end - first)
         if numbers.null_count:
@@ -109,7 +105,7 @@ class _Numbers:
         self._dtype = held.dtype
         is_kept = is_mapped and held.dtype in _TOKEN_TYPES
         self.held = held if is_kept else _narrowed(held)
-        # Their numbers are Python's, which slice twice as fast as NumPy's.
+        # Memoryviews return Python ints, which slice twice as fast as NumPy's.
         self._begins = (offsets[:-1] - first).data
         self._ends = (offsets[1:] - first).data
 
@@ -128,12 +124,12 @@ class _Numbers:
         ]
 
 
-# What tokens are held in.
+# The types in which tokens are stored.
 _TOKEN_TYPES = (np.uint16, np.int32)
 
 
 def _narrowed(numbers: np.ndarray) -> np.ndarray:
-    # In the first of these types that holds all of them.
+    # Integers in the first of these types that fits all of them.
     is_whole = numbers.dtype.kind in "iu"
     least, most = numbers.min(initial=0), numbers.max(initial=0)
     for kind in _TOKEN_TYPES if is_whole else ():
@@ -146,7 +142,7 @@ def _values(column: pa.Array, rows: Sequence[int]) -> list[Any]:
     some = column.take(np.array(rows, np.int64))
     if not _is_number(some.type):
         return some.to_pylist()
-    # The type must not depend on whether another row of the batch is null.
+    # A value's type must not depend on whether another row is null.
     numbers, valid = some.fill_null(0).to_numpy(), some.is_valid().to_pylist()
     return [n if is_valid else None for n, is_valid in zip(numbers, valid, strict=True)]
 

@@ -1,8 +1,7 @@
-"""Decoded blocks, which the shards of a process share.
+"""Decoded blocks, shared by the shards of a process.
 
-The blocks that were used last, of all files and datasets of the process, have a budget
-of memory. A file whose blocks can only be read one after the other stays open between
-two of them.
+The most recently used blocks of all files and datasets are cached, within a budget of
+memory. A file whose blocks can only be read in sequence stays open between two of them.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import numpy as np
 
 from elastic_ckpt.data.sources import files, kept, source
 
-# The memory of all blocks that are kept in a process.
+# Maximum memory of the cached blocks of a process.
 BUDGET_BYTES = 256 * 2**20
-# The most files that are open between two blocks of a chain.
+# Maximum number of files open between two blocks of a chain.
 _MAX_OPEN = 256
 
 
@@ -34,9 +33,9 @@ class Blocks:
     """The blocks of a source, numbered over all of its files.
 
     Attributes:
-      sizes: the number of records of each, int64 `[blocks]`.
-      is_chained: of each, whether it follows the one before it in any order.
-      num_bytes: of all files.
+      sizes: the number of records of each block, int64 `[blocks]`.
+      is_chained: whether each block follows its predecessor in any order.
+      num_bytes: the size of all files.
       first_records: the number of the first record of each file.
     """
 
@@ -52,7 +51,7 @@ class Blocks:
         self._first = [0, *itertools.accumulate(counts)]
 
     def get(self, number: int, following: int | None) -> source.Block:
-        """A block, decoded; requests the one that follows if it is in a store."""
+        """Decodes a block; requests the `following` one if it is in an object store."""
         file, block = self._place(number)
         path = self._of.files[file]
 
@@ -70,7 +69,7 @@ class Blocks:
         return _KEPT.get((path, block, self._of.key), decode).result()
 
     def _place(self, number: int) -> tuple[int, int]:
-        # Of the files that begin there, all but the last are empty.
+        # The last of the files that begin there; the others are empty.
         file = bisect.bisect_right(self._first, number) - 1
         return file, number - self._first[file]
 
@@ -88,7 +87,7 @@ files.register_cache(blocks.cache_clear)
 _OPEN: collections.OrderedDict[Hashable, Iterator[source.Block]]
 _OPEN = collections.OrderedDict()
 files.register_cache(_OPEN.clear)
-# The parent reads on in the same files.
+# A forked process shares the files' offsets with its parent.
 os.register_at_fork(after_in_child=_OPEN.clear)
 
 
@@ -98,14 +97,10 @@ def in_turn(
     block: int,
     begin: Callable[[], Iterator[source.Block]],
 ) -> source.Block:
-    """A block that can only be read after those before it.
+    """Reads a block that can only be read after its predecessors.
 
-    Args:
-      of: the source.
-      file: the number of the file.
-      block: that of the block.
-      begin: returns the blocks of its chain, from the first one on; a `CorruptError`
-        loses the rest of the chain.
+    `begin` returns the blocks of its chain, from the first one on; after a
+    `CorruptError` the rest of the chain is lost.
     """
     chain = source.indexes(of)[file].chain(block)
     place = of.files[file], of.key

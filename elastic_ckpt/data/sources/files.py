@@ -1,4 +1,4 @@
-"""Data files, local or in any store that fsspec supports, with retries of reads."""
+"""Data files, local or in any store that fsspec supports, with retried reads."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from elastic_ckpt.data.sources import remote_file
 
 T = TypeVar("T")
 
-# Pauses before each further try, for temporary failures of networks and disks.
+# Pauses before each retry, for temporary failures of networks and disks.
 _PAUSES_SECS = (0.1, 0.5, 2.0)
-# Errors that are not retried when a run starts.
+# Errors that are not retried at the start of a run.
 _LASTING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 # The spans of a file's sample, which covers files of up to 32 KiB completely.
 _SAMPLE_SPANS = 8
 _SAMPLE_SPAN_BYTES = 4096
 
-# The properties by which stores distinguish versions of an object. On this machine
-# `created` is the time of the last change, which cannot be set.
+# The properties by which stores distinguish versions of an object. Of a local file,
+# `created` is the time of the last change, which nobody can set.
 _VERSIONS = (
     "etag",
     "generation",
@@ -43,16 +43,16 @@ _VERSIONS = (
     "ino",
 )
 
-# Protocols of sites that may change, limit requests, or list no files.
+# Protocols of sites that may change, limit requests, or not list files.
 _SITES = ("hf", "http", "https")
 
-# How long the first answer of a store may take.
+# How long a store's first answer may take.
 _REACH_SECS = 20
 
-# How old the size and version of an object may be that are used for another read.
+# How long an object's size and version are cached.
 _LOOK_SECS = 30.0
 
-# The functions that clear this process's caches of files.
+# Functions that clear this process's caches of files.
 _CLEAR_CACHES: list[Callable[[], object]] = []
 
 
@@ -61,9 +61,9 @@ class Content:
     """A summary of the content of a file.
 
     Attributes:
-      num_bytes: its size.
-      digest: 16 hex digits, of up to 8 spans of 4 KiB, evenly spaced from its beginning
-        to its end, and of what its format has digested beside these.
+      num_bytes: the size of the file.
+      digest: 16 hex digits, of up to 8 spans of 4 KiB, evenly spaced from the beginning
+        to the end, and of what the format digests besides.
       version: changes with each write; empty if the store has no such property.
     """
 
@@ -77,7 +77,7 @@ def find_files(patterns: str, *, key: str = "grain_train_files") -> tuple[str, .
 
     Args:
       patterns: local paths, or URIs of any scheme that fsspec supports.
-      key: the configuration key of the patterns, for messages.
+      key: the configuration key of the patterns, for error messages.
 
     Raises:
       DataError: if a pattern matches nothing; names it.
@@ -104,21 +104,16 @@ def find_files(patterns: str, *, key: str = "grain_train_files") -> tuple[str, .
 
 
 def exists(file: str) -> bool:
-    """Whether there is a file at a path or URI."""
+    """Whether a path or URI exists."""
     return bool(_matches(file))
 
 
 def names(value: Any, *, argument: str, required: bool = False) -> tuple[str, ...]:
-    """A tuple of names, such as `files` or `columns`, from a caller's argument.
-
-    Args:
-      value: names or paths.
-      argument: the class and the argument, for messages.
-      required: whether at least one is required.
+    """A tuple of names, such as `files` or `columns`, from a caller's `argument`.
 
     Raises:
-      ConfigError: if it is a single text, does not consist of names, is empty, or has a
-        name twice.
+      ConfigError: if it is a single string, does not consist of names, lacks a required
+        name, or has a name twice.
     """
     is_single = isinstance(value, str | bytes | os.PathLike)
     items = () if is_single else tuple(value or ())
@@ -137,19 +132,19 @@ def names(value: Any, *, argument: str, required: bool = False) -> tuple[str, ..
 
 
 def absolute(patterns: str) -> str:
-    """Comma-separated patterns, with local ones as absolute paths."""
+    """Comma-separated patterns, with local ones made absolute."""
     return ",".join(map(absolute_path, _patterns(patterns)))
 
 
 def absolute_path(path: str) -> str:
-    """A local path as an absolute one: a program may change its directory."""
+    """A path or URI, made absolute because the program may change its directory."""
     if not storage.is_local(path):
         return path
     return os.path.abspath(os.path.expanduser(path))
 
 
 def content(*files: str) -> Content:
-    """The size of the first file, and digest of samples and version of all."""
+    """The size of the first file, and the version and sample digest of all files."""
     found = list(map(_looked_up, files))
     sample = hashlib.blake2b(digest_size=8)
     for each in found:
@@ -171,9 +166,9 @@ def content(*files: str) -> Content:
 
 
 def version(*files: str) -> str:
-    """Changes with each write of one of the files, at which it looks each 30 s.
+    """A text that changes, within 30 s, when one of the files is written.
 
-    It is empty if a store has no such property, or a file is gone.
+    Empty if a store has no such property, or a file is missing.
     """
     with contextlib.suppress(OSError):
         return _joined(map(_looked_up, files))
@@ -186,7 +181,7 @@ def _joined(found: Iterable[remote_file.Object]) -> str:
 
 
 def register_cache(clear: Callable[[], object]) -> None:
-    """Registers a function that clears a cache of files, for `forget_all`."""
+    """Registers a function for `forget_all` that clears a cache of files."""
     _CLEAR_CACHES.append(clear)
 
 
@@ -197,12 +192,7 @@ def forget_all() -> None:
 
 
 def opened(file: str, until: int | None = None) -> BinaryIO:
-    """`file` open for reading, seekable; in an object store, see `remote_file`.
-
-    Args:
-      file: its path or URI.
-      until: the offset up to which it is read, in an object store; by default its end.
-    """
+    """Opens a file for reading, seekable, in an object store only up to `until`."""
     if storage.is_local(file):
         return open(file, "rb")
     return remote_file.opened(_remote(file), until)
@@ -211,7 +201,7 @@ def opened(file: str, until: int | None = None) -> BinaryIO:
 def read_ahead(file: str, start: int, stop: int) -> None:
     """Requests bytes of a file in an object store before they are read.
 
-    Errors are those of the reader, later.
+    The later read raises any errors.
     """
     if start < stop and not storage.is_local(file):
         with contextlib.suppress(OSError, errors.DataError):
@@ -230,12 +220,12 @@ def retried(read: Callable[[], T], place: str, *, at_start: bool = False) -> T:
 
     Args:
       read: may be called several times.
-      place: the file and the position in it, for messages.
-      at_start: whether this is the run's first read of the file; if it is missing then,
-        it is an error at once.
+      place: the file and the position in it, for error messages.
+      at_start: whether this is the run's first read of the file; then a missing file
+        fails at once.
 
     Raises:
-      DataError: if the last try has failed; names the place.
+      DataError: if the last try fails; names the place.
     """
     pauses_secs = iter(_PAUSES_SECS)
     while True:
@@ -250,9 +240,9 @@ def retried(read: Callable[[], T], place: str, *, at_start: bool = False) -> T:
             pause_secs = next(pauses_secs, None)
             if pause_secs is None:
                 raise errors.DataError(
-                    f"{place}: cannot be read, in {len(_PAUSES_SECS) + 1} tries"
-                    f" ({error}); restore the file or the access to it, and start the"
-                    " run again"
+                    f"{place}: cannot be read, after {len(_PAUSES_SECS) + 1} tries"
+                    f" ({error}); restore the file or access to it, and start the run"
+                    " again"
                 ) from error
             logging.warning("%s: %s; trying again in %s s", place, error, pause_secs)
             time.sleep(pause_secs)
@@ -263,7 +253,7 @@ def _patterns(text: str) -> Iterable[str]:
 
 
 def _matches(pattern: str) -> list[str]:
-    # Directories are left out of globs; one that is named is an error when it is read.
+    # Globs skip directories; a directory that is named fails when it is read.
     if storage.is_local(pattern):
         pattern = os.path.expanduser(pattern)
         if not glob.has_magic(pattern):
@@ -284,16 +274,16 @@ def _matches(pattern: str) -> list[str]:
 
 
 def _located(file: str) -> tuple[Any, str]:
-    # The file system of a remote file, and the path in it.
+    # The file system of a remote file, and the file's path in it.
     protocol = file.partition("://")[0]
     bucket_clients.prepare(file, is_data=True)
     try:
         if protocol in _SITES:
-            raise ValueError("a site may change, limit requests, or list no files")
+            raise ValueError("a site may change, limit requests, or not list files")
         system, path = fsspec.url_to_fs(file)
     except (ImportError, ValueError) as error:
         raise errors.DataError(
-            f"{file}: data is not read from {protocol}:// ({error}); download the"
+            f"{file}: data cannot be read from {protocol}:// ({error}); download the"
             " files, or copy them to gs://, s3:// or az://"
         ) from None
     bucket = f"{protocol}://{path.partition('/')[0]}"
@@ -308,28 +298,28 @@ _REACHED: set[str] = set()
 
 
 def _check_reachable(system: Any, bucket: str, path: str) -> None:
-    # Clients try again for minutes, also if their store was never there.
+    # Clients retry for minutes, even if their store never answered.
     try:
-        # Not `_exists`, for which a store that is out of reach has no such object.
+        # Not `_exists`, which returns False for an unreachable store.
         asyn.sync(system.loop, system._info, path, timeout=_REACH_SECS)
     except bucket_clients.failures() as error:
-        # If it answered, what is requested next has an error of its own.
+        # If the store answered, the next request raises its own error.
         is_late = isinstance(error, TimeoutError)
         if is_late or bucket_clients.is_connection_failure(error):
             raise errors.DataError(
                 f"{bucket}: its store cannot be reached within {_REACH_SECS} s"
-                f" ({error}); check the network of this machine and the store's address"
+                f" ({error}); check this machine's network and the store's address"
                 " (AWS_ENDPOINT_URL, STORAGE_EMULATOR_HOST or that of Azure), and start"
                 " the run again"
             ) from error
 
 
 def _remote(file: str) -> remote_file.Object:
-    # The version that this process has read before, if there is one.
+    # Checks that this process has read no other version before.
     remote = _looked_up(file)
     if _READ.setdefault(file, remote) != remote:
         raise errors.DataError(
-            f"{file}: was overwritten while it was read (version"
+            f"{file}: was overwritten during the run (version"
             f" {_READ[file].version!r} before, now {remote.version!r}); restore it, and"
             " start the run again"
         )

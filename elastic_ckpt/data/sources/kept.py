@@ -1,4 +1,4 @@
-"""Values that the threads of a process share: those that were used last are kept."""
+"""A thread-safe LRU cache with a budget in bytes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ T = TypeVar("T")
 
 
 class Kept(Generic[T]):
-    """The values that were used last. Each is made once, and others wait for it.
+    """The most recently used values. Each is computed once while other threads wait.
 
     Args:
-      budget: returns the most bytes that they take together.
-      size: returns the bytes that one takes.
+      budget: returns the maximum size of all values together, in bytes.
+      size: returns the size of a value, in bytes.
 
     Attributes:
-      num_bytes: what they take.
+      num_bytes: the size of all values.
     """
 
     def __init__(self, budget: Callable[[], int], size: Callable[[T], int]) -> None:
@@ -29,7 +29,7 @@ class Kept(Generic[T]):
         os.register_at_fork(after_in_child=self.begin)
 
     def begin(self) -> None:
-        """Keeps none; also after a fork, when another thread may hold the lock."""
+        """Clears the cache; also after a fork, as another thread may hold the lock."""
         self._lock = threading.Lock()
         self._values: collections.OrderedDict[
             Hashable, tuple[futures.Future[T], int]
@@ -47,13 +47,13 @@ class Kept(Generic[T]):
         submit: Callable[..., object] = lambda function, *of: function(*of),
         num_bytes: int = 0,
     ) -> futures.Future[T]:
-        """The value of a key, made if it is not kept; an error is not kept.
+        """The value of a key, computed if it is not cached; errors are not cached.
 
         Args:
-          key: of the value.
-          make: makes it.
+          key: the key.
+          make: computes the value.
           submit: calls a function with arguments, in this thread or in another.
-          num_bytes: what it takes until it is made.
+          num_bytes: the assumed size until the value is computed.
         """
         with self._lock:
             found = self._values.get(key)
@@ -65,7 +65,7 @@ class Kept(Generic[T]):
         try:
             submit(self._make, key, made, make)
         except RuntimeError:
-            # No thread begins any more: the program ends.
+            # The program is exiting and starts no more threads.
             self._make(key, made, make)
         return made
 

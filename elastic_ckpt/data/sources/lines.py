@@ -1,7 +1,7 @@
 """Files of lines: JSON Lines, and plain text.
 
-Each line that is not blank is a record. The blocks of a compressed file are a chain:
-whoever begins in the middle decompresses what is before.
+Each line that is not blank is a record. The blocks of a compressed file are a chain: a
+reader that starts in the middle decompresses everything before.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ import numpy as np
 from elastic_ckpt.core import extras, storage
 from elastic_ckpt.data.sources import decoded, files, source
 
-# How files are compressed, by the end of their names.
+# The compression of a file, by the suffix of its name.
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
-# About how many bytes are decompressed together.
+# The approximate number of bytes decompressed at a time.
 _BUFFER_BYTES = 256 * 1024
 TEXT_COLUMN = "text"
-# The escape of half of a surrogate pair.
+# The escape sequence of half a surrogate pair.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LineFiles(source.WalkedFiles):
-    """Files of lines, as they are or compressed (`.gz`, `.zst`)."""
+    """Files of lines, plain or compressed (`.gz`, `.zst`)."""
 
     def _find(self, file: str) -> source.Found:
         found = super()._find(file)
         if not _is_compressed(file):
             return found
-        # These offsets are not those of the file.
+        # The offsets are those of the decompressed content.
         return found._replace(starts=None, chains=[0] * len(found.records))
 
     def decode(self, file: int, block: int) -> source.Block:
@@ -69,7 +69,7 @@ class LineFiles(source.WalkedFiles):
             for line in self._split(
                 _decompressed(file, stream) if is_whole else stream
             ):
-                # A byte-order mark is no part of the first line.
+                # Strips a byte-order mark.
                 is_first = is_whole and not end
                 text = line.removeprefix(codecs.BOM_UTF8) if is_first else line
                 end += len(line)
@@ -80,7 +80,7 @@ class LineFiles(source.WalkedFiles):
                 last = text
                 yield end - len(text), text
         except OSError as error:
-            # Arrow raises it without an errno for what it cannot decompress.
+            # Arrow's error for bytes that it cannot decompress has no errno.
             if error.errno is not None:
                 raise
             raise source.LostError(f"{error}; later records cannot be read") from None
@@ -92,7 +92,7 @@ class LineFiles(source.WalkedFiles):
 
     @abc.abstractmethod
     def _check(self, line: bytes) -> None:
-        """Raises a LostError if the first or the last line shows another format."""
+        """Raises a LostError if the first or last line shows a different format."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,13 +101,13 @@ class JsonLines(LineFiles):
 
     Files that end in `.gz` or `.zst` are decompressed. An element has the value of each
     field by name: lists of integers as int64 arrays, lists of floats as float64 arrays,
-    other values as JSON has them. A line is corrupt if it is no JSON object, or if a
-    field would be lost or changed: a name that is there twice, or half of a surrogate
+    other values as `json` decodes them. A line is corrupt if it is not a JSON object,
+    or if a field would be lost or changed: it has a name twice, or half a surrogate
     pair (`\ud800`).
 
     Attributes:
       files: the paths or URIs of the files.
-      columns: the fields to read; all if it is empty.
+      columns: the fields to read; empty reads all.
     """
 
     file_type = "jsonl"
@@ -116,7 +116,7 @@ class JsonLines(LineFiles):
         try:
             fields = _DECODER.decode(record.decode())
             if _SURROGATE.search(record):
-                # Halves of pairs cannot be encoded.
+                # Fails for half a pair.
                 json.dumps(fields, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             raise source.corrupt(place, f"cannot be read as JSON: {error}") from None
@@ -138,8 +138,7 @@ class Text(LineFiles):
     """Plain text in UTF-8 as a source: a document on each line, or in each file.
 
     Files that end in `.gz` or `.zst` are decompressed. An element has one column, the
-    text without the end of its line, and without the byte-order mark of the file. What
-    is blank is no document.
+    text without line ending and byte-order mark. Blank lines and files are skipped.
 
     Attributes:
       files: the paths or URIs of the files.
@@ -151,7 +150,7 @@ class Text(LineFiles):
     whole_files: bool = False
 
     def settings(self) -> dict[str, storage.Json]:
-        """The format, the column, and what is a document."""
+        """The format, the column, and `whole_files`."""
         return {**super().settings(), "whole_files": self.whole_files}
 
     def _split(self, stream: BinaryIO) -> Iterable[bytes]:
@@ -179,7 +178,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-# `json.loads` would make one for each record.
+# `json.loads` would create a decoder for each record.
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
@@ -187,7 +186,7 @@ def _value(value: Any) -> Any:
     kinds = set(map(type, value)) if isinstance(value, list) else set()
     if kinds <= {int, float} and len(kinds) == 1:
         array = np.array(value)
-        # Larger integers would be rounded, or become objects.
+        # Otherwise larger integers would be rounded or become objects.
         if array.dtype == (np.int64 if kinds == {int} else np.float64):
             return array
     return value
@@ -198,7 +197,6 @@ def _is_compressed(file: str) -> bool:
 
 
 def _decompressed(file: str, stream: BinaryIO) -> BinaryIO:
-    # What is in an open file.
     if not _is_compressed(file):
         return stream
     arrow = extras.module("pyarrow", extra="parquet", otherwise="decompress it")

@@ -1,9 +1,9 @@
-"""Megatron's indexed datasets: tokens in a `.bin` file, their places in an `.idx`.
+"""Megatron's indexed datasets: tokens in a `.bin` file, their offsets in an `.idx`.
 
-An index (`megatron.core.datasets.indexed_dataset`) has a magic number, its version, the
+An index (`megatron.core.datasets.indexed_dataset`) has a magic number, a version, the
 type of the tokens, the numbers of sequences and of documents, and then arrays: the
 length of each sequence, its offset in the `.bin` file, and the first sequence of each
-document. Both files are mapped.
+document. Both files are mapped into memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic_ckpt.data.sources import arrow, columns, files, source
 COLUMN = "tokens"
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
-# Magic number, version, type, sequences, and documents with one after the last.
+# Magic number, version, type, number of sequences, and number of documents plus one.
 _HEADER = struct.Struct("<9sQBQQ")
 _TYPES: dict[int, type[np.generic]] = {
     1: np.uint8,
@@ -36,11 +36,11 @@ _TYPES: dict[int, type[np.generic]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Megatron(source.Source):
-    """Megatron's `.bin` files as a source, each with its `.idx` beside it.
+    """Megatron's `.bin` files as a source, each with its `.idx` next to it.
 
-    An element has one column, the tokens of a document, of
-    the type that the file has. The files have no checksums: an index is checked to be
-    whole, and to lie within its `.bin` file.
+    An element has one column, the tokens of a document, of the type in the file. The
+    files have no checksums: an index is only checked to be complete, and within the
+    bounds of its `.bin` file.
 
     Attributes:
       files: the paths or URIs of the `.bin` files; remote files are copied to this
@@ -55,16 +55,16 @@ class Megatron(source.Source):
         for file in self.files:
             if not file.endswith(".bin"):
                 raise errors.ConfigError(
-                    f"Megatron: {file} is no .bin file; name those, each of which has"
-                    " an .idx file beside it"
+                    f"Megatron: {file} is not a .bin file; list the .bin files, each"
+                    " with its .idx file next to it"
                 )
 
     def _paths(self, file: str) -> tuple[str, ...]:
-        """The file of tokens, and its index."""
+        """The file of tokens and its index."""
         return file, _index_of(file)
 
     def _find(self, file: str) -> source.Found:
-        # The digest is of the index.
+        # The digest covers only the index.
         name = _index_of(file)
         path, num_bytes = (
             files.local_copy(name),
@@ -82,8 +82,8 @@ class Megatron(source.Source):
             or index.num_bytes != num_bytes
         ):
             raise errors.DataError(
-                f"{file}: its index is of another file, or one of both is damaged or"
-                f" cut short: it has {num_bytes} bytes, the index names"
+                f"{file}: its index belongs to another file, or one of them is damaged"
+                f" or cut short: it has {num_bytes} bytes, but the index has"
                 f" {index.num_bytes}, and {len(index.lengths)} sequences; restore both"
                 " from a copy, and join files by Megatron's tools/merge_datasets.py"
             )
@@ -123,9 +123,10 @@ class _Index(NamedTuple):
 
     Attributes:
       dtype: the type of the tokens.
-      lengths: of the sequences, int32.
-      offsets: of the sequences in the file of tokens, int64.
-      documents: the first sequence of each document, and the number of all, int64.
+      lengths: the length of each sequence, int32.
+      offsets: the offset of each sequence in the file of tokens, int64.
+      documents: the first sequence of each document, and the number of sequences,
+        int64.
     """
 
     dtype: np.dtype
@@ -147,19 +148,19 @@ def _index_of(file: str) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _index(path: str, name: str) -> _Index:
-    # The index at a local path; `name` is for errors.
+    # Reads the index at a local path; `name` is for errors.
     with open(path, "rb") as stream:
         header = stream.read(_HEADER.size).ljust(_HEADER.size)
     magic, version, code, num_sequences, num_documents = _HEADER.unpack(header)
     num_bytes = 12 * num_sequences + 8 * num_documents
-    # An index of several modalities has a byte more for each sequence.
+    # An index of several modalities has an extra byte for each sequence.
     sizes = _HEADER.size + num_bytes, _HEADER.size + num_bytes + num_sequences
     is_whole = num_documents and os.path.getsize(path) in sizes
     if magic != _MAGIC or version != _VERSION or code not in _TYPES or not is_whole:
         raise errors.DataError(
-            f"{name}: not an index of Megatron, or cut short (it begins with {magic!r},"
-            f" version {version}, type {code} of tokens); restore it, or write it again"
-            " by Megatron's tools/preprocess_data.py"
+            f"{name}: not a Megatron index, or cut short (it begins with {magic!r},"
+            f" version {version}, token type {code}); restore it, or write it again by"
+            " Megatron's tools/preprocess_data.py"
         )
     content = np.memmap(path, np.uint8, "r")[_HEADER.size :]
     lengths, offsets, documents = np.split(

@@ -1,4 +1,4 @@
-"""Parquet files: small row groups are decoded whole, others a little at a time."""
+"""Parquet files: small row groups are decoded whole, larger ones in parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _BUFFER_BYTES = 64 * 1024
 # The size of a decoded number of each type in bytes.
 _WIDTHS = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8}
-# Begins and ends a file; before it is the length of the footer at the end.
+# Begins and ends a file; at the end, it follows the footer and the footer's length.
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 8
 _CHUNK_BYTES = 2**20
@@ -29,12 +29,11 @@ class Parquet(source.Source):
     """Parquet files as a source; a block is a row group, or a part of a large one.
 
     An element has the value of each column by name: lists of numbers as read-only NumPy
-    arrays, text as `str`, other values as Arrow converts them to Python; None if there
-    is no value.
+    arrays, text as `str`, other values as Arrow converts them to Python; nulls as None.
 
     Attributes:
       files: the paths or URIs of the files.
-      columns: the columns to read; all if it is empty.
+      columns: the columns to read; empty reads all.
     """
 
     file_type = "parquet"
@@ -93,7 +92,7 @@ class Parquet(source.Source):
                 with columns.damaged(corrupt):
                     batch = next(batches, None)
                 if batch is None or batch.num_rows != size:
-                    raise corrupt("not as many rows as in the footer")
+                    raise corrupt("its number of rows differs from the footer")
                 yield columns.checked(batch, corrupt)
 
 
@@ -108,9 +107,9 @@ files.register_cache(_metadata.cache_clear)
 
 
 def _footer(file: str, metadata: pq.FileMetaData) -> bytes:
-    # The offsets in a footer count from the beginning of its own file. If that is not
-    # the beginning of this one, another file ends between its data and its footer,
-    # where otherwise nothing is, or indexes.
+    # In files joined by `cat`, offsets count from the beginning of the last one, so a
+    # boundary of two files shows up between the data and the footer, where otherwise
+    # there are at most indexes.
     chunks = (
         metadata.row_group(group).column(column)
         for group in range(metadata.num_row_groups)
@@ -122,7 +121,7 @@ def _footer(file: str, metadata: pq.FileMetaData) -> bytes:
         stream.seek(max(ends, default=len(_MAGIC)))
         between = b""
         while (left := footer - stream.tell()) > 0:
-            # The end of one file, and the beginning of another.
+            # Finds the end of one file and the beginning of another across two reads.
             between = between[1 - 2 * len(_MAGIC) :] + stream.read(
                 min(_CHUNK_BYTES, left)
             )

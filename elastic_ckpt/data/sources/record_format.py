@@ -37,14 +37,7 @@ _NOT_EXAMPLES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordFiles(source.RawFiles):
-    """Files of records of bytes: what sources of such formats have in common.
-
-    Attributes:
-      files: their paths or URIs.
-      columns: of `tf_example`, the features to keep, by default all; of `bytes`, the
-        name of the only column, by default `text`.
-      record_format: the content of a record: `bytes` or `tf_example`.
-    """
+    """Common base of the sources whose records are bytes; see `TFRecord`."""
 
     record_format: str = BYTES
 
@@ -57,14 +50,14 @@ class RecordFiles(source.RawFiles):
             )
 
     def settings(self) -> dict[str, storage.Json]:
-        """The format and the columns that are read."""
+        """The formats, and the columns to read."""
         return {**super().settings(), "record_format": self.record_format}
 
     def _decoded(self, record: bytes, place: str) -> source.Element:
         """The element of a record.
 
         Raises:
-          CorruptError: if it has another format; names `place`.
+          CorruptError: if it has a different format; names `place`.
           DataError: if it lacks a feature; names `place`.
         """
         if self.record_format == BYTES:
@@ -83,7 +76,7 @@ def parsed(record: bytes) -> dict[str, Any]:
     """The features of a serialised `tf.train.Example` by name.
 
     Raises:
-      ValueError: if it is none, or has a feature twice.
+      ValueError: if it is not a tf.Example, or has a feature twice.
     """
     try:
         entries = _example_class().FromString(record).features.feature
@@ -93,7 +86,7 @@ def parsed(record: bytes) -> dict[str, Any]:
     if len(features) < len(entries):
         names = [entry.key for entry in entries]
         twice = max(names, key=names.count)
-        raise ValueError(f"the feature {twice!r} is there twice")
+        raise ValueError(f"the feature {twice!r} occurs twice")
     return features
 
 
@@ -115,8 +108,8 @@ def _example_class() -> Any:
     return message_factory.GetMessageClass(example)
 
 
-# The descriptor of the file, as `protoc` would make it, with the map of features as a
-# list of its entries: it shows a name that is there twice.
+# The file's descriptor, as from `protoc`, but with the map of features as a list of
+# entries, which shows duplicate names.
 _EXAMPLE_PROTO = """
 name: "elastic_ckpt/example.proto" package: "elastic_ckpt.tensorflow" syntax: "proto3"
 message_type { name: "BytesList"

@@ -1,11 +1,11 @@
 """Files in object stores: read ahead in blocks, by parallel ranged requests.
 
-The readers of a process share the blocks that were used last, so a file that is opened
-again is read on from there. Blocks are of one version of a file. Each block of a file
-that is in memory before the one that is read has one more block requested ahead, up to
-a limit: a reader that goes through a file has many requests on their way, unless others
-need the memory, and one that jumps about requests little that it needs not. Bytes that
-will be read next are requested before (`read_ahead`).
+The readers of a process share a cache of the most recently used blocks, each of one
+version of a file. The more consecutive blocks before the current one are in the cache,
+the more blocks are requested ahead, up to a limit: a sequential reader has many
+requests in flight, unless others need the memory, and a random reader requests little
+that it does not need. Bytes known to be read next can be requested early
+(`read_ahead`).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from elastic_ckpt.core import bucket_clients, digest, storage, working_directory
 from elastic_ckpt.data.sources import kept
 
 BLOCK_BYTES = 2 * 2**20
-# The memory of all blocks, and the most of them ahead of a reader.
+# Maximum memory of all blocks, and number of blocks ahead of a reader.
 _BUDGET_BYTES = 128 * BLOCK_BYTES
 _MAX_AHEAD = 16
-# The most blocks that are requested for one that will be read.
+# Maximum number of blocks that `read_ahead` requests.
 _MAX_REQUESTED = 4
-# The most requests on their way at a time.
+# Maximum number of requests in flight.
 _REQUESTS = 16
 _BUFFER_BYTES = 64 * 1024
-# The most bytes of one read.
+# Maximum number of bytes of one read.
 _MOST_BYTES = _MAX_AHEAD * BLOCK_BYTES
 
 _BLOCKS: kept.Kept[bytes] = kept.Kept(lambda: _BUDGET_BYTES, len)
@@ -47,12 +47,11 @@ class Object:
     """A file in an object store, as fsspec finds it.
 
     Attributes:
-      url: its address.
-      version: that the store has of it: it changes with each write; empty if the store
-        shows none.
+      url: the URI.
+      version: changes with each write; empty if the store has no versions.
       system: fsspec's file system.
-      path: in the file system.
-      num_bytes: its size.
+      path: the path in the file system.
+      num_bytes: the size.
     """
 
     url: str
@@ -62,11 +61,11 @@ class Object:
     num_bytes: int
 
     def key(self, block: int) -> tuple[str, str, int, int]:
-        """Equal for a block of equal objects."""
+        """The cache key of a block."""
         return self.url, self.version, self.num_bytes, block
 
     def request(self, first: int, last: int) -> list[concurrent.futures.Future[bytes]]:
-        """Requests those blocks from the `first` to the `last` that exist."""
+        """Requests the blocks from `first` to `last` that exist."""
         end = -(-self.num_bytes // BLOCK_BYTES)
         return [
             _BLOCKS.get(
@@ -93,7 +92,7 @@ class Object:
 
 @contextlib.contextmanager
 def store_errors() -> Iterator[None]:
-    """Converts errors of the clients of object stores to an OSError with an `errno`."""
+    """Converts errors of object store clients to an OSError with an `errno`."""
     try:
         yield
     except (FileNotFoundError, PermissionError):
@@ -103,13 +102,13 @@ def store_errors() -> Iterator[None]:
 
 
 class _File(spec.AbstractBufferedFile):
-    # A file up to an offset; what is kept are the blocks of the process.
+    # A file up to an offset, read through the cache of the process.
     def __init__(self, remote: Object, until: int) -> None:
         super().__init__(remote.system, remote.path, size=until, cache_type="none")
         self._remote = remote
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        # Large reads are parts of what is kept, so that their own blocks stay in it.
+        # Limits large reads, so that their blocks do not evict each other.
         remote, end = self._remote, min(end, self.size, start + _MOST_BYTES)
         first, last = start // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
         before = 0
@@ -123,26 +122,26 @@ class _File(spec.AbstractBufferedFile):
 
 
 def opened(remote: Object, until: int | None = None) -> BinaryIO:
-    """The file open for reading, seekable, up to `until`."""
+    """Opens a file for reading, seekable, up to `until`."""
     file: Any = _File(remote, remote.num_bytes if until is None else until)
     return io.BufferedReader(file, _BUFFER_BYTES)
 
 
 def read_ahead(remote: Object, start: int, stop: int) -> None:
-    """Requests the bytes from `start` to `stop` before they are read, up to a limit."""
+    """Requests bytes from `start` to `stop` before they are read, up to a limit."""
     first, last = start // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES
     remote.request(first, min(last, first + _MAX_REQUESTED - 1))
 
 
 @functools.cache
 def copied(remote: Object) -> str:
-    """The path of a copy on this machine, for readers that need one.
+    """The path of a copy on this machine, for readers that need a local file.
 
-    It is made once in each process, and ends with it; that of a killed process ends
-    with the next start (`core.working_directory`).
+    Each process makes one copy and deletes it when it ends; the next start deletes that
+    of a killed process (`core.working_directory`).
 
     Raises:
-      OSError: if it cannot be read, or this machine has no room for it.
+      OSError: if the file cannot be read, or does not fit on this machine.
     """
     identity = f"{remote.url} {remote.version} {remote.num_bytes}"
     name = f"{digest.name_hash(identity):016x}-{os.path.basename(remote.path)}"
@@ -162,7 +161,7 @@ _making = threading.Lock()
 
 @functools.cache
 def _directory() -> tuple[str, working_directory.WorkingDirectory]:
-    # The directory ends with the object.
+    # The directory is deleted together with its `WorkingDirectory`.
     path = working_directory.new_path()
     return path, working_directory.WorkingDirectory(path)
 

@@ -1,10 +1,10 @@
 """Sources: files of records, in blocks that are decoded as a whole.
 
-A source is a list of files. The index of a file has the number of records in each of
-its blocks, of about 512 KiB at most: a Parquet row group or a part of one, or some
-records of another format. Which shard reads which of them, `data.order` says. Indexes
-that take a pass over a file are kept below `$XDG_CACHE_HOME/elastic_ckpt`, one for each
-version of the file.
+A source is a list of files. A file's index has the number of records in each of its
+blocks of at most about 512 KiB: a Parquet row group or a part of one, or some records
+of another format. Indexes that take a pass over a file are cached below
+`$XDG_CACHE_HOME/elastic_ckpt`, for each version of the file. `data.order` deals records
+to shards.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ T = TypeVar("T")
 # A record: its columns by name.
 Element = dict[str, Any]
 
-# A block ends at the first of these limits, unless its format has blocks of its own.
+# A block ends at the first of these limits, unless the format has its own blocks.
 BLOCK_RECORDS = 256
 BLOCK_BYTES = 2**19
-# How many times larger a row group or a record batch is that is not cut.
+# Row groups and record batches up to this many blocks in size are not cut.
 _LARGER = 4
-# The blocks that follow each other, of files without blocks of their own.
+# The number of blocks in a chain, in files without their own blocks.
 _RUN_BLOCKS = 8
-# The most files that an identity lists by name; more are combined into one entry.
+# Maximum number of files that an identity lists by name; more become one entry.
 _MAX_NAMED = 1024
-# The most files of a description.
+# Maximum number of files in a description.
 _MAX_SHOWN = 8
 _INDEX_THREADS = 16
 _INDEX_VERSION = 1
 
 
 class Found(NamedTuple):
-    """The blocks that a source finds in a file.
+    """The blocks of a file.
 
     Attributes:
-      content: a digest of the file, or of what shows a change of it.
+      content: a digest of the file, or of the parts that show that it has changed.
       records: the number of records of each block.
-      starts: the offset of each block; None if they cannot be read by their offsets.
-      chains: the number of each block's chain; None if each block is one. The blocks of
-        a chain follow each other in any order of the data, as some can only be read
-        after those before them.
+      starts: the offset of each block; None if blocks cannot be read by offset.
+      chains: the number of each block's chain; None if each block is its own. The
+        blocks of a chain stay in sequence in any order of the data, because some can
+        only be read after their predecessors.
     """
 
     content: str
@@ -70,10 +70,10 @@ class FileIndex:
     """The index of one file.
 
     Attributes:
-      content: its size, and a digest of as much of it as the format digests.
-      block_records: records of each block, int64 `[blocks]`.
+      content: the size of the file, and a digest of the parts that its format digests.
+      block_records: the number of records of each block, int64 `[blocks]`.
       block_bytes: the offset of each block, int64 `[blocks]`; the size of the file if
-        they cannot be read by their offsets.
+        blocks cannot be read by offset.
       chains: as in `Found`, int64 `[blocks]`.
     """
 
@@ -92,24 +92,18 @@ class FileIndex:
         return int(self.block_records[:block].sum())
 
     def span(self, block: int) -> tuple[int, int]:
-        """The offsets of the beginning and the end of a block."""
+        """The start and end offsets of a block."""
         begin, *end = self.block_bytes[block : block + 2].tolist()
         return begin, *(end or [self.content.num_bytes])
 
     def chain(self, block: int) -> range:
-        """The blocks of the chain of one."""
+        """The blocks of a block's chain."""
         number = int(self.chains[block])
         return range(*np.searchsorted(self.chains, [number, number + 1]).tolist())
 
 
 def pieces(num_records: int, num_bytes: int, most: int | None = None) -> list[int]:
-    """The records of each block of a file, or a part of one, that has so many bytes.
-
-    Args:
-      num_records: in all.
-      num_bytes: of all.
-      most: the most records of a block.
-    """
+    """Cuts records of some size into blocks; returns the number of records of each."""
     number = -(-num_bytes // BLOCK_BYTES) if num_bytes > _LARGER * BLOCK_BYTES else 1
     size = max(1, min(-(-num_records // number), most or num_records))
     begins = range(0, max(1, num_records), size)
@@ -120,28 +114,28 @@ class Block(abc.ABC):
     """The records of a block.
 
     Attributes:
-      num_bytes: the memory that they take, about.
+      num_bytes: their approximate size in memory.
     """
 
     num_bytes = 0
 
     @abc.abstractmethod
     def elements(self, rows: Sequence[int]) -> list[Element]:
-        """Some records, at least one: those before the first that has an error.
+        """The records `rows` up to the first with an error, at least one.
 
         Raises:
           CorruptError: if the first record is corrupt.
-          DataError: if it is not what its source or its reader asks for.
+          DataError: if it lacks what the source or the reader requests.
         """
 
     def tokens(self, column: str, rows: Sequence[int]) -> list[np.ndarray]:
-        """The tokens in a column of some records, in the manner of `elements`."""
+        """Like `elements`, but only the tokens in a column."""
         of_element = functools.partial(token_numbers.of_element, column=column)
         return until_error(of_element, self.elements(rows))
 
 
 def until_error(function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
-    """The results of a function, at least one: those before its first error."""
+    """The results of a function for items up to its first error, at least one."""
     results: list[T] = []
     for item in items:
         try:
@@ -154,11 +148,7 @@ def until_error(function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
 
 
 class LostBlock(Block):
-    """Records of which none can be read.
-
-    Args:
-      error: why.
-    """
+    """A block of which no record can be read."""
 
     def __init__(self, error: CorruptError) -> None:
         self._error = error
@@ -175,12 +165,12 @@ class Source(abc.ABC):
 
     Attributes:
       files: the paths or URIs of the files, in order.
-      columns: the columns to read; all if it is empty.
+      columns: the columns to read; empty reads all.
       file_type: the format, which each subclass sets.
     """
 
     file_type: ClassVar[str]
-    # Whether to keep what was found on disk, as it takes a pass over the file.
+    # Whether to cache indexes on disk, because they take a pass over the file.
     _is_kept: ClassVar[bool] = True
     files: tuple[str, ...]
     columns: tuple[str, ...] = ()
@@ -197,11 +187,11 @@ class Source(abc.ABC):
             object.__setattr__(self, field, names)
 
     def settings(self) -> dict[str, storage.Json]:
-        """The format, and the columns that are read."""
+        """The format and the columns to read."""
         return {"format": self.file_type, "columns": list(self.columns)}
 
     def _paths(self, file: str) -> tuple[str, ...]:
-        """A file, and those that belong to it."""
+        """A file and those that belong to it."""
         return (file,)
 
     def index(self, file: str) -> FileIndex:
@@ -240,18 +230,18 @@ class Source(abc.ABC):
         """Reads a block of a file, both by their numbers.
 
         Raises:
-          OSError: if the file cannot be read now; it is tried again.
-          DataError: if it is not the file of the index.
+          OSError: if the file cannot be read now; the caller tries again.
+          DataError: if it is not the indexed file.
         """
 
     @functools.cached_property
     def key(self) -> str:
-        """Equal for sources that decode a block of the same file to the same."""
+        """Equal for sources that decode blocks of the same file equally."""
         return digest.json_digest(self.settings())
 
 
 def _kept(kind: str, key: storage.Json, find: Callable[[], Found]) -> dict[str, Any]:
-    # What a function finds, or has found before, by all that it depends on.
+    # The result of `find`, cached on disk by all that it depends on.
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = f"{digest.json_digest(key)}.json"
     path = epath.Path(root) / "elastic_ckpt" / kind / name
@@ -264,21 +254,21 @@ def _kept(kind: str, key: storage.Json, find: Callable[[], Found]) -> dict[str, 
 
 
 class LostError(Exception):
-    """The next record, and those after it, cannot be found."""
+    """The next record and all later ones cannot be found."""
 
 
 class RawBlock(Block):
-    """Records that are decoded one by one, when they are read.
+    """Records that are decoded one by one when they are read.
 
     Args:
-      records: the records in order; raises a `LostError` before damage.
-      element: returns the element of one, given the place of it for errors.
-      name: that of the place, without the number of the record.
+      records: the records in order; raises a `LostError` at damage.
+      element: decodes a record, given its place for errors.
+      name: the place of records, without their number.
       first: the number of the first record.
 
     Attributes:
-      records: those before damage.
-      lost: the damage.
+      records: the records before the damage.
+      lost: the damage, if any.
     """
 
     def __init__(
@@ -311,7 +301,7 @@ class RawBlock(Block):
 
 
 def _parts(record: Any) -> list[bytes]:
-    # The bytes of a record: of itself, or of its fields with their names.
+    # The bytes of a record, or of its fields with their names.
     if isinstance(record, dict):
         named = ((os.fsencode(f"{n} {len(part)} "), part) for n, part in record.items())
         return [*itertools.chain.from_iterable(named)]
@@ -320,14 +310,14 @@ def _parts(record: Any) -> list[bytes]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RawFiles(Source):
-    """Files of records that are found together, and decoded one by one."""
+    """Files whose records are located by block, and decoded one by one."""
 
     @abc.abstractmethod
     def _element(self, record: Any, place: str) -> Element:
-        """The element of a record; raises the errors of `Block.elements`."""
+        """Decodes a record; raises the errors of `Block.elements`."""
 
     def _block(self, file: int, block: int, records: Iterable[Any]) -> RawBlock:
-        # The block that has these records.
+        # Checks that the block has as many records as in the index.
         index, path = indexes(self)[file], self.files[file]
         made = RawBlock(
             records,
@@ -342,25 +332,22 @@ class RawFiles(Source):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WalkedFiles(RawFiles):
-    """Files that do not say where their records are.
+    """Files without an index of their records.
 
-    A pass over a file finds them, and digests them. Some blocks follow each other in
-    any order of the data: a file in an object store is read in larger ones.
+    A pass over a file finds and digests them. Blocks form chains of a few, so that a
+    file in an object store is read in larger pieces.
     """
 
     @abc.abstractmethod
     def _records(
         self, file: str, stream: BinaryIO, *, is_whole: bool
     ) -> Iterator[tuple[int, Any]]:
-        """The records of an open file, each with its offset.
+        """The records of an open file or of the bytes of a block, with their offsets.
 
-        Args:
-          file: its path, for errors.
-          stream: has all of the file, or the bytes of a block.
-          is_whole: whether it is all of the file, which is then checked to be complete.
+        A whole file is also checked for completeness.
 
         Raises:
-          LostError: before damage.
+          LostError: at damage.
           DataError: if a part of a whole file would not be read.
         """
 
@@ -399,17 +386,11 @@ class WalkedFiles(RawFiles):
 
 
 class CorruptError(errors.DataError):
-    """A corrupt record: its content differs from what was written."""
+    """A record's content differs from what was written."""
 
 
 def corrupt(place: str, problem: object, *, remedy: str = "") -> CorruptError:
-    """The error for a corrupt record.
-
-    Args:
-      place: the file, and the record or the block in it.
-      problem: what is wrong with it.
-      remedy: if the file may be as it should, with a semicolon.
-    """
+    """The error for a corrupt record; `remedy` is what to try if the file is intact."""
     return CorruptError(
         f"{place}: corrupt ({problem});{remedy} restore the file from a copy, or set"
         " corrupt_records=skip, which is ReadOptions(skip_corrupt=True), to skip and"
@@ -418,35 +399,35 @@ def corrupt(place: str, problem: object, *, remedy: str = "") -> CorruptError:
 
 
 def foreign(file: str, kind: str, problem: object) -> errors.DataError:
-    """The error for a file that is not what it is read as, or not all of it."""
+    """The error for a file that has the wrong format or is incomplete."""
     return errors.DataError(
         f"{file}: not a complete {kind} file ({problem}); restore it from a copy,"
-        " read it as its own format (grain_file_type), or name each file if several"
-        " were joined by cat"
+        " set its actual format (grain_file_type), or list the original files if it"
+        " was joined by cat"
     )
 
 
 def changed(file: str, problem: str) -> errors.DataError:
     """The error for a file that differs from its index."""
     return errors.DataError(
-        f"{file}: {problem}: the file has changed during the run; restore it from a"
-        " copy, and start the run again"
+        f"{file}: {problem}: the file changed during the run; restore it from a copy,"
+        " and start the run again"
     )
 
 
 def check_columns(
     place: str, names: Collection[str], found: Sequence[str], *, what: str = "column"
 ) -> None:
-    """Checks that a file, or a record, has the columns that are read, and each once.
+    """Checks that a file or record has the requested columns, each only once.
 
     Raises:
-      DataError: names `place`, the missing columns, and those that it has.
+      DataError: if not; names `place`, the missing columns and the existing ones.
     """
     if len(set(found)) < len(found):
         twice = max(found, key=found.count)
         raise errors.DataError(
-            f"{place}: the {what} {twice!r} is there twice; rename one, and write"
-            " the file again"
+            f"{place}: the {what} {twice!r} occurs twice; rename one, and write the"
+            " file again"
         )
     missing = sorted(set(names) - set(found))
     if missing:
@@ -461,7 +442,7 @@ def indexes(source: Source) -> tuple[FileIndex, ...]:
     """The index of each file, read once in each process.
 
     Raises:
-      DataError: if a file is not of the source's format, or no file holds a record.
+      DataError: if a file does not have the source's format, or no file has a record.
     """
 
     def read(file: str) -> FileIndex:
@@ -470,14 +451,14 @@ def indexes(source: Source) -> tuple[FileIndex, ...]:
     file_indexes = tuple(in_threads(read, source.files))
     if not any(index.num_records for index in file_indexes):
         raise errors.DataError(
-            f"{', '.join(source.files)}: not one record; write them again with"
+            f"{', '.join(source.files)}: no records; write the files again with"
             " `elastic-ckpt data DIRECTORY FILE`"
         )
     return file_indexes
 
 
 def current_indexes(source: Source) -> tuple[FileIndex, ...]:
-    """The index of each file; if one has changed since, all are indexed again."""
+    """The index of each file; if a file has changed, all are indexed again."""
     versions = [index.content.version for index in indexes(source)]
     now = in_threads(lambda file: files.version(*source._paths(file)), source.files)
     if now != versions:
@@ -486,7 +467,7 @@ def current_indexes(source: Source) -> tuple[FileIndex, ...]:
 
 
 def in_threads(function: Callable[..., T], *items: Sequence[Any]) -> list[T]:
-    """The results of a function for each item, as of `map`, called in threads."""
+    """Like `map`, but calls the function in threads and returns a list."""
     workers = min(_INDEX_THREADS, len(items[0]))
     if workers < 2:
         return list(map(function, *items))
@@ -500,12 +481,7 @@ def num_records(source: Source) -> int:
 
 
 def identity(source: Source, *, digested: bool = True) -> dict[str, storage.Json]:
-    """The properties that determine the records: settings, and files without paths.
-
-    Args:
-      source: the files, as they are now.
-      digested: whether to include a digest of their content.
-    """
+    """The settings and files, without paths, that determine the records now."""
     entries: list[list[Any]] = [
         [
             os.path.basename(file),
@@ -517,7 +493,7 @@ def identity(source: Source, *, digested: bool = True) -> dict[str, storage.Json
         for file, index in zip(source.files, current_indexes(source), strict=True)
     ]
     if len(entries) > _MAX_NAMED:
-        # Keeps the data state small for any number of files.
+        # To keep the data state small for any number of files.
         _, sizes, counts, *others = zip(*entries, strict=True)
         name = f"{entries[0][0]} and {len(entries) - 1:,} more"
         digests = [digest.json_digest(list(each))[:16] for each in others]

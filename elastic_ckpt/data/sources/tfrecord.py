@@ -1,4 +1,4 @@
-"""TFRecord files; every checksum is verified.
+"""TFRecord files, with every checksum verified.
 
 A record is its length (uint64, little-endian), the masked CRC-32C of these eight bytes,
 the data, and the data's masked CRC-32C (TensorFlow's `record_writer.h`).
@@ -27,12 +27,12 @@ class TFRecord(record_format.RecordFiles, source.WalkedFiles):
 
     Attributes:
       files: the paths or URIs of the files.
-      columns: of `tf_example`, the features to keep, by default all; of `bytes`, the
+      columns: for `tf_example`, the features to keep, by default all; for `bytes`, the
         name of the only column, by default `text`.
       record_format: the content of a record: `"bytes"`, or `"tf_example"` for a
-        serialised `tf.train.Example`. Of that, a feature with one value of bytes is
-        that value, one with several is a list of them, and numbers are float32 or int64
-        of shape `[values]`.
+        serialised `tf.train.Example`. A feature with one bytes value becomes that
+        value, one with several becomes a list, and numbers become float32 or int64 of
+        shape `[values]`.
     """
 
     file_type = "tfrecord"
@@ -41,15 +41,15 @@ class TFRecord(record_format.RecordFiles, source.WalkedFiles):
     def _records(
         self, file: str, stream: BinaryIO, *, is_whole: bool
     ) -> Iterator[tuple[int, bytes]]:
-        # The data of each record, with its checksum.
+        # The data of each record, followed by its checksum.
         del file, is_whole
         start = 0
         while header := stream.read(_HEADER_BYTES):
             if not _is_header(header):
-                # Without its length, the next record cannot be found.
+                # Without a length, the next record cannot be found.
                 raise source.LostError(
-                    f"no length of a record at byte {start}; compressed files are not"
-                    " read"
+                    f"no record length at byte {start}; compressed files are not"
+                    " supported"
                 )
             (num_bytes,) = _LENGTH.unpack_from(header)
             record = stream.read(num_bytes + _FOOTER_BYTES)

@@ -1,8 +1,8 @@
-"""WebDataset: tar archives whose consecutive members of one name are a sample.
+"""WebDataset: tar archives in which consecutive members of one name are a sample.
 
-`0001.jpg` and `0001.txt` are the fields `jpg` and `txt` of the sample `0001`. Archives
-are refused of which a file would be lost: two of one field, or of one sample in two
-places, links, and what follows the end of the archive.
+`0001.jpg` and `0001.txt` are the fields `jpg` and `txt` of the sample `0001`. An
+archive is rejected if a file would be lost: a field that a sample has twice, a sample
+in two places, a link, or anything after the end of the archive.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _CHUNK_BYTES = 2**20
 class WebDataset(source.WalkedFiles):
     """Tar archives in WebDataset's form as a source.
 
-    An element has the content of each file of a sample, bytes, by the end of its name
-    after the first dot (`jpg`, `seg.png`), and `__key__`, what is before: decode them
-    in a function of your own. Archives must not be compressed.
+    An element has the content of each file of a sample, bytes, by the part of its name
+    after the first dot (`jpg`, `seg.png`), and the part before it as `__key__`. Decode
+    the bytes in a function of your own. Archives must not be compressed.
 
     Attributes:
       files: the paths or URIs of the archives.
-      columns: the fields to read; all if it is empty.
+      columns: the fields to read; empty reads all.
     """
 
     file_type = "webdataset"
@@ -76,7 +76,7 @@ def _members(
     # The files of samples, each with its key and field.
     last = -1
     for member in archive:
-        # A damaged size could lead back to a header that was read before, endlessly.
+        # A damaged size could lead back to an earlier header, in an endless loop.
         if member.size < 0 or member.offset <= last:
             raise tarfile.ReadError(f"the size of {member.name!r} is damaged")
         last = member.offset
@@ -86,12 +86,12 @@ def _members(
             continue
         if not member.isfile() or member.issparse():
             raise errors.DataError(
-                f"{file}, byte {member.offset}: {member.name!r} is a link or a device,"
-                " without content of its own, or a sparse file; write the archive again"
-                " by `tar --dereference --hard-dereference`"
+                f"{file}, byte {member.offset}: {member.name!r} is a link or a device"
+                " without content, or a sparse file; write the archive again by"
+                " `tar --dereference --hard-dereference`"
             )
         yield member, f"{directory}{slash}{key}", field.lower()
-    # `tarfile` takes a header that it cannot read for the end, where zeros are.
+    # `tarfile` takes a header that it cannot read for the end, which must be zeros.
     end = stream.seek(archive.offset)
     while content := stream.read(_CHUNK_BYTES):
         if content.strip(b"\0"):
@@ -103,8 +103,7 @@ def _members(
 
 def _twice(file: str, member: tarfile.TarInfo) -> errors.DataError:
     return errors.DataError(
-        f"{file}, byte {member.offset}: {member.name!r} has a field that its sample has"
-        " already (in small letters), or the name of a sample before the last one;"
-        " write the archive again with the files of a sample next to each other, and"
-        " another name for each"
+        f"{file}, byte {member.offset}: {member.name!r} repeats a field of its sample"
+        " (ignoring case), or belongs to an earlier sample; write the archive again"
+        " with the files of a sample next to each other, and a unique name for each"
     )

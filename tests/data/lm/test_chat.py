@@ -124,22 +124,22 @@ REFUSED = {
     "{{ messages.append(1) }}": "'append'.*unsafe",
     "{{ messages[0].content.nothing.more }}": "UndefinedError",
     "{% include '/etc/hostname' %}": "cannot render a conversation",
-    "{{ raise_exception('no\nno') }}": "refuses a conversation: no",
+    "{{ raise_exception('no\nno') }}": "rejects a conversation: no",
     "{{ strftime_now('%Y') }}": "chat_template_date",
     "{% set t %}{% generation %}a{% endgeneration %}{% endset %}{{ t[1:] }}": "cuts",
     "{{ messages|length }}" + LINES: (
         "first 1 messages.*generation.*chat_template_path.*completion_only"
     ),
     LAST: "first 2 messages",
-    "\n{{ 'x'|nothing }}": "not one that.*in line 2: No filter named 'nothing'",
-    "{{ " + "(" * 99999 + "1" + ")" * 99999 + " }}": "not one that.*RecursionError",
+    "\n{{ 'x'|nothing }}": "is invalid.*in line 2: No filter named 'nothing'",
+    "{{ " + "(" * 99999 + "1" + ")" * 99999 + " }}": "is invalid.*RecursionError",
 }
 
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_a_template_that_fails_or_reaches_for_python_is_refused(text):
     match = REFUSED[text]
-    error = errors.ConfigError if match.startswith("not one") else errors.DataError
+    error = errors.ConfigError if match.startswith("is invalid") else errors.DataError
     with pytest.raises(error, match=match):
         template(text).render_with_spans(messages(*"abcd"))
 
@@ -228,7 +228,7 @@ def masked(record, text=LINES, **settings):
 def test_a_conversation_that_is_refused_is_named_by_its_record():
     refusing = "{{ raise_exception('no') }}"
     for record, name in (({}, ""), ({records.RECORD: 7}, "record 7: ")):
-        with refused(f"^{name}the chat template refuses"):
+        with refused(f"^{name}the chat template rejects"):
             masked({"messages": CONVERSATIONS[1], **record}, refusing)
 
 

@@ -210,7 +210,7 @@ def test_documents_that_are_others_when_they_are_read_again_are_refused():
     for _ in range(4):
         next(one)
     for other in others:
-        message = r"shard 7: the documents .* others now"
+        message = r"shard 7: the documents .* have changed"
         with pytest.raises(errors.DataError, match=message):
             other.set_state(json.loads(json.dumps(one.get_state())))
 
@@ -233,7 +233,7 @@ def test_documents_that_are_others_when_they_are_read_again_are_refused():
         (
             {"tokens": np.arange(3), "mask": np.arange(2)},
             {"features": ("mask",)},
-            "features of several lengths, {'tokens': 3, 'mask': 2}",
+            "features of different lengths, {'tokens': 3, 'mask': 2}",
         ),
     ],
 )
@@ -306,5 +306,5 @@ def test_weights_cannot_change_below_a_step_that_may_hold_elements(is_of_rows):
     next(one)
     state = one.get_state()
     assert len(opened({"a": 1, "b": 1}, state)) == len(list(one)) > 20
-    with pytest.raises(errors.DataError, match=r"WindowShuffle.* may hold some of its"):
+    with pytest.raises(errors.DataError, match=r"Shuffle.* may have buffered some"):
         opened({"a": 1, "b": 2}, state)

@@ -257,13 +257,13 @@ def test_an_example_has_its_features(record, features):
     assert source_contract.plain(element) == expected
 
 
-TWICE_NAMED = "has a field that its sample has already .* or the name of a sample"
+TWICE_NAMED = "repeats a field of its sample .* or belongs to an earlier sample"
 LINK = "byte 1024: '9.txt' is a link"
 MORE_TAR = "not a complete webdataset file .the archive ends at byte 1024, and more"
 NO_ARROW = "not a complete Arrow file"
 MORE_ARROW = f"{NO_ARROW} .it does not end after its record batches"
-ANOTHER = "another file ends in it.*name each file if several were joined by cat"
-NO_RECORD = "not a complete tfrecord file .*byte 0; compressed files are not read"
+ANOTHER = "another file ends in it.*list the original files if it was joined by cat"
+NO_RECORD = "not a complete tfrecord file .*byte 0; compressed files are not supp"
 
 
 @pytest.mark.parametrize(
@@ -283,12 +283,12 @@ NO_RECORD = "not a complete tfrecord file .*byte 0; compressed files are not rea
         (ARROW, ipc(FEW) + ipc(FEW, pa.ipc.new_file), MORE_ARROW),
         (ARROW, ipc(FEW, pa.ipc.new_file) + ipc(FEW), NO_ARROW),
         (ARROW, ipc(FEW) + b"more", MORE_ARROW),
-        (ARROW, ipc(TWICE), "column 'text' is there twice"),
+        (ARROW, ipc(TWICE), "column 'text' occurs twice"),
         (ARROW, damaged(b"\xff" * 200), NO_ARROW),
         (ARROW, damaged(b"\xff\xff\xff\xff" + b"\x10\0\0\0" * 40), NO_ARROW),
         (PARQUET, 2 * parquet_file(FEW, write_page_index=True), ANOTHER),
         (PARQUET, parquet_file(MORE) + parquet_file(FEW), ANOTHER),
-        (PARQUET, parquet_file(TWICE), "column 'text' is there twice"),
+        (PARQUET, parquet_file(TWICE), "column 'text' occurs twice"),
         (ARRAYS, more_records, "not a complete ArrayRecord file"),
         (RECORDS, gzip.compress(framed(b"text"), mtime=0), NO_RECORD),
     ],
@@ -310,7 +310,7 @@ def test_an_index_refuses_what_it_would_not_read(make, content, match):
         (JSON, b"[1, 2]", "record 1: corrupt .*not an object"),
         (JSON, b"{", "record 1: corrupt .*cannot be read as JSON"),
         (JSON, b"[" * 100_000, "record 1: corrupt .*cannot be read as JSON"),
-        (RECORDS, framed(example({"a": b""}) * 2), "the feature 'a' is there twice"),
+        (RECORDS, framed(example({"a": b""}) * 2), "the feature 'a' occurs twice"),
         (PARQUET, NO_TEXT, "row group 0: corrupt .*UTF8"),
         (
             PARQUET,

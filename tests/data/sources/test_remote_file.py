@@ -137,7 +137,7 @@ def test_blocks_of_an_object_that_was_overwritten_are_not_used(monkeypatch):
     assert first_bytes() == b"first"
     assert files.version(url) == version
     store.pipe_file("/store/file", b"other")
-    with pytest.raises(errors.DataError, match="was overwritten while it was read"):
+    with pytest.raises(errors.DataError, match="was overwritten during the run"):
         first_bytes()
     assert files.version(url) != version
     files._READ.clear()

@@ -30,7 +30,7 @@ def numbers(*blocks):
         ([ConnectionError("reset by peer")] * 3, None, 0),
         (
             [OSError(5, "bad")] * 5,
-            r"^/data/numbers-0: cannot be read, in 4 tries \(.*bad.*restore",
+            r"^/data/numbers-0: cannot be read, after 4 tries \(.*bad.*restore",
             1,
         ),
         ([errors.DataError("cut short")] * 2, "^cut short$", 1),
@@ -120,7 +120,7 @@ def test_a_block_that_ends_elsewhere_than_its_index_says_is_refused(file):
     content = file.read_bytes()
     one = tfrecord_files.framed(bytes(18))
     file.write_bytes(one + content[len(one) :])
-    match = "/a: block 0 has 255 records: the file has changed during the run"
+    match = "/a: block 0 has 255 records: the file changed during the run"
     with pytest.raises(errors.DataError, match=match):
         source_contract.texts(dataset)
 
@@ -139,11 +139,11 @@ def test_a_dataset_of_hugging_face_is_read_if_it_is_what_its_files_are(tmp_path)
     read = source_contract.texts(arrow.from_hf(Dataset(**whole), columns=("text",)))
     assert read == [each["text"] for each in elements]
     for dataset, match in (
-        (Dataset(**whole | {"_indices": np.arange(20)}), "and in their order; save"),
-        (Dataset(**whole | {"length": 10}), "all of them and in their order; save"),
-        (Dataset(**whole | {"cache_files": []}), "this Dataset is no .* on disk"),
-        ({"train": Dataset(**whole)}, "this dict is no .*; save one split"),
-        ([1, 2], "this list is no"),
+        (Dataset(**whole | {"_indices": np.arange(20)}), "on disk, in order; save"),
+        (Dataset(**whole | {"length": 10}), "its files on disk, in order; save"),
+        (Dataset(**whole | {"cache_files": []}), "this Dataset is not .* on disk"),
+        ({"train": Dataset(**whole)}, "this dict is not .*; save one split"),
+        ([1, 2], "this list is not"),
     ):
         with pytest.raises(errors.ConfigError, match=match):
             arrow.from_hf(dataset)
