@@ -62,10 +62,7 @@ def _in_row(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 def inside(part: Box, side: Side, box: Box) -> list[Box]:
     """The elements of a part of a move that lie in a box of one of its tensors.
 
-    Args:
-      part: a nonempty box of the factored dims.
-      side: the move's side in the tensor.
-      box: a box of the tensor.
+    `part` is a nonempty box of the factored dims, `box` one of the tensor.
 
     Returns:
       Disjoint boxes of the factored dims: `part` itself if all of it is in `box`.
@@ -94,13 +91,9 @@ def bounds(part: Box, side: Side) -> Box:
 
 
 def place(element: Sequence[int], side: Side, box: Box, strides: Sequence[int]) -> int:
-    """The offset of an element in a box of a tensor.
+    """The offset of an element of the factored dims in a box of a tensor.
 
-    Args:
-      element: its indices in the factored dims.
-      side: the move's side in the tensor.
-      box: a box of the tensor.
-      strides: the strides of the box; the offset is in their units.
+    It is in the units of `strides`, which are those of the box.
     """
     at = sum(map(operator.mul, map(operator.sub, side.start, box.start), strides))
     return at + sum(map(operator.mul, element, advances(side, strides)))

@@ -1,7 +1,4 @@
-"""Lists a checkpoint's tensors by family, and reads the target tree of a layout.
-
-A *family* is tensors whose names differ only in numbers, of one shape and dtype.
-"""
+"""Lists a checkpoint's tensors by family, and reads the target tree of a layout."""
 
 from __future__ import annotations
 
@@ -27,14 +24,11 @@ _NUMBER = re.compile(r"(?<![0-9A-Za-z])(?:0|[1-9][0-9]{0,17})(?![0-9A-Za-z])")
 
 
 class Family(NamedTuple):
-    """Tensors whose names differ only in numbers.
+    """Tensors of one shape, dtype and kind whose names differ only in numbers.
 
     Attributes:
       names: all names as one text, `layers.{0-31}.weight`, without control characters.
       tensors: the number of tensors.
-      shape: the shape of each tensor.
-      dtype: the dtype of each tensor.
-      kind: the kind of each tensor, see `StoredTensor`.
       num_bytes: the size of all values together.
     """
 

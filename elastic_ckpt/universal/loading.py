@@ -29,7 +29,7 @@ from elastic_ckpt.universal.reading.sources import VirtualFile
 from elastic_ckpt.universal.rules import matching, names
 from elastic_ckpt.universal.rules.layout import Layout
 
-# Finds the layout of a checkpoint and the targets of a tree.
+# Chooses the layout for a checkpoint and targets.
 _Rules = Callable[[Checkpoint, Mapping[str, TargetTensor]], Layout]
 
 
@@ -220,7 +220,7 @@ def read_tree(
 
     Args:
       checkpoint: an open checkpoint.
-      matched: the layout, matched with it and with `targets_of(abstract)`.
+      matched: a layout matched with it and with `targets_of(abstract)`.
       abstract: see `targets_of`.
       budget_bytes: the most memory of requests in flight, and the most bytes of leaves
         on the way to devices with their own memory; a single request or leaf may exceed

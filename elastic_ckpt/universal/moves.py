@@ -94,7 +94,6 @@ class Derived:
         `sum` of all; `times`: the product of all; `plus`: the first, plus `factor`
         times the matrix product of the second and the third.
       operands: the first has all dims of the derived tensor, in its order.
-      shape: in elements.
       dtype: that of the first operand for `equal`, int64 for sums of integers,
         otherwise float32 or wider: only the move rounds.
       factor: multiplies the product of `times` or `plus`.
@@ -114,7 +113,6 @@ class TargetTensor:
     Attributes:
       name: its path in the target, joined by "/".
       dtype: the dtype to which values are cast.
-      shape: in elements.
     """
 
     name: str
@@ -129,13 +127,9 @@ class TargetTensor:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fill:
-    """A box of a target tensor that no source fills, such as vocabulary padding.
+    """A box of a target tensor with one value and no source, such as padding.
 
-    Attributes:
-      target: the name of the target tensor.
-      start: the index of the first element, by dim.
-      stop: the index after the last element, by dim.
-      value: the value of every element.
+    It reaches from the index `start` to before `stop`, in each dim.
     """
 
     target: str

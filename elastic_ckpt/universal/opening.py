@@ -1,4 +1,4 @@
-"""Opens a checkpoint of any supported format, which it tells by the files.
+"""Opens a checkpoint of any supported format; its files show which.
 
     checkpoint = opening.open_checkpoint("gs://bucket/Qwen3-0.6B")
     checkpoint.format       # "safetensors"

@@ -78,9 +78,7 @@ def default_layout(
 ) -> Layout:
     """The layout from a checkpoint's tensors to whole tensors of the same names.
 
-    Args:
-      checkpoint: an open checkpoint.
-      targets: the names of the target's tensors; None for those that the layout makes.
+    `targets` are the names of the target's tensors; None for those that it makes.
 
     Raises:
       FormatError: if a DeepSpeed checkpoint's description is missing or wrong.

@@ -57,8 +57,6 @@ class StoredTensor:
         empty if tensors are global.
       kind: its role for its parameter: `parameter`, `master`, `first_moment`,
         `second_moment`, or the format's name of another state.
-      dtype: the dtype of its elements.
-      shape: in elements.
       fragments: boxes that cover it, each element once; empty if `spec` is set, or if
         only names are matched.
       spec: the TensorStore array with its encoded bytes; None if they are not encoded.

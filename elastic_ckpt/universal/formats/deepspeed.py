@@ -52,7 +52,7 @@ from elastic_ckpt.universal.formats.zero import Shape
 
 FORMAT, UNIVERSAL = "DeepSpeed", "DeepSpeed universal"
 INFO = "universal_checkpoint_info"
-# Files that contain the name of a step's directory.
+# Files with the name of a step's directory.
 _LATEST = ("latest", "latest_universal")
 # The directory of a universal checkpoint.
 _PARAMETERS = "zero"

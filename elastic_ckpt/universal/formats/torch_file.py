@@ -260,13 +260,7 @@ def decoded(content: bytes, place: str) -> Any:
 
 
 class Archive:
-    """A zip of `torch.save`, which is a file or a part of one.
-
-    Args:
-      read: reads bytes of the file.
-      begin: the first byte of the zip.
-      size: the size of the zip in bytes.
-      path: the path of the file.
+    """A zip of `torch.save`: `size` bytes of a file from `begin` on.
 
     Attributes:
       place: the file and the part of it, for messages.
@@ -368,9 +362,7 @@ class Archive:
     def tensor(self, view: Any, name: str) -> tuple[StoredTensor, Checksum]:
         """The nameless tensor that `decoded` returned as `view`, and its storage.
 
-        Args:
-          view: a tensor in the decoded pickle.
-          name: the tensor's name, for messages.
+        `name` is for messages.
 
         Raises:
           FormatError: if it is not a tensor, does not lie inside its storage, or is
@@ -425,9 +417,7 @@ class Archive:
 class TorchFile:
     """A file that was read and closed.
 
-    Attributes:
-      path: the path or URL of the file.
-      value: dicts, lists, numbers and texts, and tensors without names.
+    Its `value` is dicts, lists, numbers and texts, and tensors without names.
     """
 
     path: str

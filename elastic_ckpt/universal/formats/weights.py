@@ -53,12 +53,9 @@ class Weights:
     """A file format of weights.
 
     Attributes:
-      format: the name of the format.
-      suffixes: the suffixes of its files.
       index: the suffix of an index.
       usual: the usual name of a file or an index, without suffix.
       read: reads the tensors and values of a file.
-      checksums: reads the checksums of a file.
       are_joined: whether several files without an index are one model.
     """
 

@@ -54,13 +54,9 @@ _Rank = tuple[int, int]
 
 
 class Range(NamedTuple):
-    """Elements of a flat tensor.
+    """`numel` elements of the tensor `flat` of a file, from `start` on.
 
-    Attributes:
-      file: the file with the tensor.
-      flat: the tensor; without dims for a number, such as a count of steps.
-      start: the first element.
-      numel: the number of elements.
+    A number, such as a count of steps, is a tensor without dims.
     """
 
     file: TorchFile
@@ -72,13 +68,7 @@ class Range(NamedTuple):
 def of_ranges(
     name: str, kind: str, shape: Shape, ranges: Sequence[Range]
 ) -> StoredTensor:
-    """A state of a parameter as one tensor, whose elements are in ranges.
-
-    Args:
-      name: the name of the parameter.
-      kind: see `StoredTensor`.
-      shape: the shape of the parameter.
-      ranges: in the order of the parameter's elements; of one dtype.
+    """A state of a parameter as one tensor, from ranges in the order of its elements.
 
     Raises:
       FormatError: if a range lies outside its flat tensor, or the ranges have more or
@@ -128,14 +118,9 @@ def of_ranges(
 def equal_part(
     file: TorchFile, flat: StoredTensor, *, start: int, numel: int, part: _Rank
 ) -> Range:
-    """One rank's range of a parameter that is split equally, rounded up.
+    """One rank's range of a parameter of `numel` elements, split equally, rounded up.
 
-    Args:
-      file: the file with `flat`.
-      flat: the tensor of the rank.
-      start: the first element of the part in `flat`.
-      numel: the number of elements of the whole parameter.
-      part: the number of the part, and how many there are.
+    The part begins at `start` in the rank's tensor `flat`.
     """
     number, count = part
     size = -(-numel // count)
@@ -169,11 +154,7 @@ def named_shapes(file: TorchFile, shapes: Any) -> dict[str, Shape]:
 
 
 def states(model: TorchFile, held: Sequence[TorchFile]) -> Iterator[StoredTensor]:
-    """The states in the optimizer files of one rank of the model.
-
-    Args:
-      model: the model's file.
-      held: the optimizer's files, by data-parallel rank.
+    """The states in one model rank's optimizer files, given by data-parallel rank.
 
     Raises:
       FormatError: if a file contradicts itself or another.
@@ -193,8 +174,7 @@ def states(model: TorchFile, held: Sequence[TorchFile]) -> Iterator[StoredTensor
                 experts = _experts(file, group, shapes, rank)
             except _MALFORMED as error:
                 raise file.error(
-                    f"has states of group {group} that are not ZeRO's"
-                    f" ({error!r:.200})"
+                    f"has states of group {group} that are not ZeRO's ({error!r:.200})"
                 ) from None
             for name, key, part in parts:
                 if name not in shapes:
@@ -297,12 +277,10 @@ def numbered(
     order of the model. So if all parameters of a shape are in one group, their names
     follow from the order; otherwise they are unknown.
 
-    Args:
-      file: has the optimizer's state dict as `optimizer`.
-      weights: the rank's tensors of kind `parameter`, in the order of the model.
+    `weights` are the rank's tensors of kind `parameter`, in the order of the model.
 
     Raises:
-      FormatError: if `optimizer` is not a state dict.
+      FormatError: if the file has no state dict `optimizer`.
     """
     try:
         groups, held = _numbered(file.typed(dict, "optimizer"))

@@ -25,7 +25,7 @@ _CACHE_LINE_BYTES = 64
 # The elements of a tile along the fastest dim of `into`, and along that of `values`.
 # NumPy copies rows along the first in a loop over the second.
 _ROW, _COLUMN = 64, 128
-# With fewer, a call takes longer than its copy.
+# With fewer elements, a call takes longer than the copying.
 _FEW_ELEMENTS = 1024
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -149,13 +149,7 @@ def _wide(dtype: np.dtype) -> np.dtype:
 
 
 def stored_of(matched: Matched, source: int, num_stored: int) -> list[int]:
-    """The numbers of the stored tensors behind a move's source.
-
-    Args:
-      matched: the layout with the move.
-      source: the number of the source.
-      num_stored: how many tensors the checkpoint stores.
-    """
+    """The numbers of the stored tensors behind a move's source."""
     if source < num_stored:
         return [source]
     return [each.tensor for each in matched.derived[source - num_stored].operands]
@@ -168,14 +162,9 @@ def tensors(
     read: ReadBox,
     virtual: dict[str, VirtualFile],
 ) -> list[StoredTensor]:
-    """Describes derived tensors as stored ones, in virtual files if they are used.
+    """Describes derived tensors as stored ones; adds files to `virtual` for those used.
 
-    Args:
-      derived: all derived tensors; their numbers follow the stored ones.
-      used: the numbers of the tensors that are read.
-      stored: the tensors of the checkpoint.
-      read: reads a box of a stored tensor.
-      virtual: receives the files.
+    `used` are the numbers of tensors that are read.
 
     Raises:
       CheckpointError: if tensors that are compared or added up have different dtypes.
@@ -198,12 +187,6 @@ def computed(
     spec: Derived, box: Box, stored: Sequence[StoredTensor], read: ReadBox
 ) -> np.ndarray:
     """Computes a box of a derived tensor.
-
-    Args:
-      spec: the derived tensor.
-      box: the box to compute.
-      stored: the tensors of the checkpoint.
-      read: reads a box of a stored tensor.
 
     Raises:
       CheckpointError: if values that should be equal differ in a bit, or integers would

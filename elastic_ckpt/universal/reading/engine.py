@@ -140,7 +140,7 @@ class Reader:
 
     Args:
       checkpoint: an open checkpoint.
-      matched: the layout, matched with it.
+      matched: the layout matched with it.
       targets: the names of the targets to read.
       budget_bytes: the most bytes of targets that are read and not yet taken, and also
         of other memory of requests; a single unit or request may exceed it.

@@ -81,9 +81,7 @@ class VirtualFile(NamedTuple):
     """A box of a tensor that is computed when it is read.
 
     Attributes:
-      box: the box, in the tensor's coordinates.
-      itemsize: the bytes of an element.
-      make: writes the elements of a box into memory, uint8.
+      make: writes the elements of a box of the tensor into memory, uint8.
       is_whole: whether it can only be read whole.
     """
 
@@ -96,9 +94,7 @@ class VirtualFile(NamedTuple):
 class Sources:
     """Reads the bytes of a checkpoint's tensors, from any number of threads.
 
-    Args:
-      tensors: the tensors of the checkpoint, with fragments.
-      virtual: the virtual files, by their names in fragments.
+    `virtual` are the virtual files, by their names in fragments.
     """
 
     def __init__(
@@ -172,10 +168,8 @@ def encoded(
     TensorStore holds a chunk twice while it decodes it, encoded and decoded, and caches
     none.
 
-    Args:
-      tensors: the tensors of a checkpoint.
-      used: the numbers of the tensors to read; the others are not opened.
-      virtual: receives their virtual files.
+    It opens only the tensors with the numbers `used`, and adds their files to
+    `virtual`.
 
     Raises:
       CheckpointError: if an array cannot be opened, or contradicts its tensor.
@@ -209,12 +203,7 @@ def in_parts(
 ) -> StoredTensor:
     """Gives a tensor fragments in virtual files of one or more chunks each.
 
-    Args:
-      number: the tensor's number.
-      tensor: the tensor, without fragments.
-      chunk: the shape of its chunks.
-      make: writes the elements of a box into memory, uint8.
-      virtual: receives the files.
+    `make` writes the elements of a box into memory, uint8.
     """
     itemsize = tensor.dtype.itemsize
     lengths = list(chunk)
@@ -311,10 +300,6 @@ def saved_boxes(
 
     Each file is a saved box. It is read whole, as its digest is that of the whole, from
     the nearest tier with a good copy.
-
-    Args:
-      saved: reads the step.
-      tree: the name of the tree.
     """
     made: list[StoredTensor] = []
     files: dict[str, VirtualFile] = {}

@@ -56,10 +56,9 @@ Node = Name | Product | Sum | Shard
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """The sizes and ranks in which an expression has a length.
+    """The sizes and ranks that give an expression its length.
 
     Attributes:
-      sizes: sizes by name.
       ranks: by axis, the number of the rank, and the number of ranks.
       widths: by name and axis, the size on each rank, where sizes differ.
     """

@@ -34,7 +34,7 @@ _KEYS = {
 _HIDDEN = ("place", "unmet", "drop_of_kind")
 # The keys that may occur together with `through`.
 _BESIDE = ("version", "through", "sizes", "fill", "lists", "tree", "tree_inverse")
-# The name of a directory.
+# Becomes the name of a directory.
 _TreeName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_-]{0,99}\Z")]
 _StateName = Annotated[str, msgspec.Meta(pattern=r"\A[^{}]*\{\}[^{}]*\Z")]
 # Sizes on each rank, by dim and rank axis.
@@ -408,8 +408,8 @@ class Layout:
         """
         if lacking := _unmet(self.require, values):
             raise LayoutError(
-                f"{self.place}: {lacking}; use another layout, or change it with the"
-                " program that wrote the checkpoint"
+                f"{self.place}: {lacking}; use another layout, or change the value with"
+                " the program that wrote the checkpoint"
             )
         rules = [
             dataclasses.replace(

@@ -75,11 +75,8 @@ def moves(
 ) -> Matched:
     """The moves from the tensors of a checkpoint to those of a target.
 
-    Args:
-      layout: the rules.
-      stored: the tensors of the checkpoint.
-      axes: the checkpoint's number of ranks by axis.
-      targets: the targets by name; None for those that the rules make.
+    `axes` has the checkpoint's number of ranks; `targets` is None for those that the
+    rules make.
 
     Raises:
       LayoutError: if the layout does not fit; one error lists all that is left over.
@@ -95,8 +92,6 @@ class _Owner:
     """A rule with one of its states.
 
     Attributes:
-      rule: the rule.
-      state: the kind of state.
       sources: the complete name patterns of its sources.
       targets: the complete name patterns of its targets.
       excepted: matches the names that its sources must not match.
@@ -449,7 +444,7 @@ class _Matching:
                 self._note("tensors are made by rules, but missing in the target", text)
             elif given is not None and given.shape != each.shape:
                 text = f"{list(each.shape)} by rule, but {list(given.shape)}: {text}"
-                self._note("targets have other shapes", text)
+                self._note("targets have different shapes", text)
             made = given or TargetTensor(name=name, dtype=dtype, shape=each.shape)
             if made.name in targets:
                 self._note("tensors are made by several rules, or twice", text)

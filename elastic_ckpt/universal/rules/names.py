@@ -92,7 +92,7 @@ class Capture:
 
 @dataclasses.dataclass(frozen=True)
 class NamePattern:
-    """A parsed pattern: its text, and its literals and captures in order."""
+    """A parsed pattern: literals and captures in order."""
 
     text: str
     parts: tuple[str | Capture, ...]

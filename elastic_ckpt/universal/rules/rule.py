@@ -39,7 +39,6 @@ from elastic_ckpt.universal.rules.names import Value
 
 # Limits targets, as empty tensors may have dims of any size.
 MOST_TARGETS = 1 << 20
-# The dtypes that elements can have.
 DTYPES = (
     "bool",
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (4, 8, 16, 32, 64)),
@@ -87,12 +86,9 @@ class Tensor:
     """A parsed tensor pattern.
 
     Attributes:
-      pattern: the pattern as written.
-      name: its name pattern.
       dims: the node of each dim.
       blocks: for each dim, how many indices of the tensor it multiplies share one index
         of its own.
-      place: the place in the layout, for messages.
       main: the number of the source that it multiplies or is added to; None if it is
         not such an operand.
     """
@@ -165,7 +161,6 @@ class ParsedRule:
       rule: the rule as written, with the sizes and widths of its layout.
       text: its place, for messages.
       sources: the tensors of the checkpoint; operands of others are last.
-      targets: the tensors of the target.
       numbers: the captures whose values are numbers.
       kept: the captures in all names; the rule has an instance for each of their
         values.
@@ -305,9 +300,6 @@ class Row(NamedTuple):
       pattern: the number of its pattern among the sources.
       values: the numbers of its rank by axis, and the values of captures that are not
         kept.
-      shape: in elements.
-      dtype: the dtype of its elements.
-      name: its name, for messages.
     """
 
     pattern: int
@@ -323,7 +315,6 @@ class Made(NamedTuple):
     Attributes:
       pattern: the number of its pattern among the targets.
       captured: the values of captures that are not kept.
-      shape: in elements.
       sources: the dtypes of its sources, each with whether it lacks scales.
     """
 
@@ -337,11 +328,9 @@ class Plan(NamedTuple):
     """What an instance makes; instances that differ only in kept captures share it.
 
     Attributes:
-      targets: the targets.
-      derived: the tensors derived from rows; their numbers follow those of the rows.
+      derived: tensors derived from rows; their numbers follow those of the rows.
       moves: from rows and derived tensors to targets.
       fills: padding: the number of a target, the start and stop of a box, a value.
-      sizes: the sizes by name.
     """
 
     targets: list[Made]
@@ -353,12 +342,7 @@ class Plan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Strip:
-    """A box of the coordinates that dims supply.
-
-    Attributes:
-      start: the index of its first element.
-      ranges: the ranges by name.
-    """
+    """A box of the coordinates that dims supply, from the index `start` on."""
 
     start: tuple[int, ...]
     ranges: Mapping[str, Range]
@@ -368,7 +352,6 @@ class Slab(NamedTuple):
     """A box of coordinates in a tensor.
 
     Attributes:
-      pattern: the tensor's pattern.
       tensor: the number of the target, or of the row or derived tensor.
       strip: the coordinates that dims supply.
       ranges: all ranges; those from the name advance along dim -1.
@@ -396,16 +379,10 @@ class Planner:
     ) -> None:
         """Solves the sizes of an instance.
 
-        Args:
-          rule: the rule.
-          state: the kind of its tensors.
-          rows: its tensors, at least one.
-          counts: the number of ranks by axis.
-          given: for each pattern, the existing target whose captures are 0.
-          listed: the captures of existing targets, by the number of the pattern, for
-            the patterns in `ParsedRule.listed`.
-          shared: sizes from other rules.
-          name_of: names a source, given its number and the values of captures.
+        It has at least one row. `given` has the existing target of each pattern with
+        captures 0; `listed` the captures of existing targets, by the patterns in
+        `ParsedRule.listed`; `shared` sizes from other rules. `name_of` names a source,
+        given its number and the values of captures.
 
         Raises:
           LayoutError: if shapes do not fit.
@@ -1084,7 +1061,7 @@ def target_dtype(
     listed = ", ".join(map(str, held)) or "no dtype"
     is_unlike = any(made is None or _category(e) is not _category(made) for e in held)
     for is_wrong, problem in (
-        (given not in (None, made), f"is {given} in the target, but {written} by rule"),
+        (given not in (None, made), f"is {given} in the target, {written} by rule"),
         (
             not (written or given) and len(held) != 1,
             f"has sources of {listed}; write `dtype:`",
@@ -1096,7 +1073,7 @@ def target_dtype(
         ),
         (
             any(lacks_scales and dtype != made for dtype, lacks_scales in sources),
-            f"is {made} in the target, but made of {listed} without scales; multiply"
+            f"is {made} in the target, but made from {listed} without scales; multiply"
             " by them with `times`, and use the whole checkpoint",
         ),
     ):

@@ -99,11 +99,9 @@ def value(expression: float | str, sizes: Mapping[str, Any]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """The length of a dim.
+    """The length of a dim on one rank.
 
     Attributes:
-      node: the dim's node.
-      length: the length on one rank.
       ranks: the rank, as in `dims.Scope`.
       origin: describes the dim in messages.
       is_least: whether the true length may be larger, as a capture need not take all
@@ -127,10 +125,7 @@ def solve(
 ) -> dict[str, Fraction]:
     """Solves the sizes of a rule from equations and given sizes.
 
-    Args:
-      rule: the rule, with its given sizes and widths.
-      equations: the equations from the shapes.
-      shared: sizes from other rules, used if the equations do not determine a size.
+    `shared` sizes, from other rules, are used if the equations do not determine one.
 
     Raises:
       LayoutError: if no sizes satisfy the equations.

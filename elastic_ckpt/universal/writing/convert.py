@@ -91,14 +91,8 @@ class Job:
 class Conversion:
     """An open checkpoint, and the tensors that a layout makes from it.
 
-    Args:
-      job: the request.
-
     Attributes:
-      job: the request.
-      checkpoint: the open checkpoint.
-      layout: from its tensors to the targets.
-      matched: the layout, matched with the checkpoint.
+      layout: from the checkpoint's tensors to the targets.
       targets: in the order in which their sources are stored.
 
     Raises:
@@ -213,13 +207,7 @@ class Conversion:
 
 
 class Destination(abc.ABC):
-    """A checkpoint to write, in one format.
-
-    Args:
-      conversion: what to write.
-
-    Attributes:
-      target: the path of the checkpoint.
+    """A checkpoint to write, in one format, at the path `target`.
 
     Raises:
       CheckpointError: if the format does not allow the tensors or the path.
@@ -267,8 +255,7 @@ def destination_of(conversion: Conversion) -> Destination:
     to = conversion.job.to
     if to not in _DESTINATIONS:
         raise errors.ConfigError(
-            f"cannot write the format {to!r}; choose one of"
-            f" {', '.join(_DESTINATIONS)}"
+            f"cannot write the format {to!r}; choose one of {', '.join(_DESTINATIONS)}"
         )
     module, name = _DESTINATIONS[to]
     return getattr(importlib.import_module(f"{_ROOM}.{module}"), name)(conversion)
@@ -414,11 +401,8 @@ def chunk_shape(
 ) -> tuple[int, ...]:
     """The shape of the boxes of a target; it divides the target's in each dim.
 
-    Args:
-      target: the target to cut.
-      moves: all moves into it.
-      tensors: the tensors of the checkpoint.
-      chunk_bytes: the most bytes of a box, unless dims are prime.
+    A box has at most `chunk_bytes`, unless dims are prime. `moves` are all moves into
+    the target.
     """
     if not target.num_bytes:
         return tuple(max(1, size) for size in target.shape)
