@@ -58,12 +58,7 @@ class Component:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A Forgather checkpoint, returned by `open`.
-
-    Attributes:
-      path: its directory.
-      components: its components by key.
-    """
+    """A Forgather checkpoint, returned by `open`."""
 
     path: epath.Path
     components: Mapping[str, Component]

@@ -387,10 +387,7 @@ class Run:
 class Data:
     """Batches as MaxText's step takes them.
 
-    Args:
-      batches: the iterator from `ec.batches`.
-      draw: takes the next batch from it.
-      config: MaxText's configuration.
+    `draw` takes the next one from `batches`, the iterator from `ec.batches`.
     """
 
     def __init__(
@@ -424,11 +421,8 @@ class Data:
 class Manager:
     """The methods that MaxText calls on its checkpoint manager, over our tiers.
 
-    Args:
-      checkpointer: saves and restores in the tiers.
-      run: the run whose data is saved with each step.
-      config: MaxText's configuration.
-      validation: compares the replicas of what is saved; None compares none.
+    Saves the data of `run` with each step. `validation` compares the replicas of what is
+    saved.
     """
 
     def __init__(

@@ -32,8 +32,6 @@ class Hook:
     """A function or class of MaxText that is replaced or called.
 
     Attributes:
-      module: its module.
-      name: its name.
       parameters: the names of its first parameters.
       caller: module and name of the function that looks it up by this name.
     """

@@ -223,7 +223,8 @@ def divide(raw_keys: Mapping[str, Any]) -> tuple[dict[str, Any], Ours]:
     its checks and machinery for these do not apply to ours.
 
     Raises:
-      ConfigError: if another pipeline is requested, or the shards are not chosen.
+      ConfigError: if another pipeline, or elastic training without hosts, is requested,
+        or the shards are not chosen.
     """
     theirs = dict(raw_keys)
     ours = {"grain_record_format": "tf_example"}

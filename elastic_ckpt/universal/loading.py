@@ -219,7 +219,7 @@ def read_tree(
     Every host of a world calls it, and reads once what its devices need.
 
     Args:
-      checkpoint: an open checkpoint.
+      checkpoint: the open checkpoint.
       matched: a layout matched with it and with `targets_of(abstract)`.
       abstract: see `targets_of`.
       budget_bytes: the most memory of requests in flight, and the most bytes of leaves

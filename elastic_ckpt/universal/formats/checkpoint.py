@@ -35,8 +35,7 @@ class Fragment:
     """A box of a tensor in a file, uncompressed and little-endian.
 
     Attributes:
-      box: the box, in the tensor's coordinates.
-      file: the path or URL of the file.
+      file: a path or URL.
       offset: the first byte of the box's first element.
       strides: in bytes, by dim; not negative.
     """

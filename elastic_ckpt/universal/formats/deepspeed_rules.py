@@ -79,10 +79,8 @@ class _Cut(NamedTuple):
 def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> Layout:
     """The layout from a checkpoint's tensors to its parameters.
 
-    Args:
-      checkpoint: a DeepSpeed checkpoint.
-      targets: the names of the target's tensors; kinds that do not occur in them are
-        dropped. None for all kinds.
+    Drops kinds that do not occur in `targets`, the names of the target's tensors, if
+    these are given.
 
     Raises:
       FormatError: if the description is missing, or does not fit the tensors.

@@ -92,11 +92,7 @@ def read_json(path: epath.PathLike) -> dict[str, Any]:
 
 
 def parse_json(content: bytes, place: str) -> dict[str, Any]:
-    """Parses a JSON object in UTF-8.
-
-    Args:
-      content: the text of the object.
-      place: the file and the place in it, for messages.
+    """Parses a JSON object in UTF-8; `place` is for messages.
 
     Raises:
       FormatError: if it is not a JSON object, or repeats a name.

@@ -148,7 +148,7 @@ class Reader:
       files: the virtual files of the checkpoint's tensors.
       host: the number of this host, and the number of hosts, which share the work of
         comparing checksums.
-      allocate: allocates this many bytes for a buffer, as uint8.
+      allocate: allocates a number of bytes for a buffer, as uint8.
 
     Raises:
       CheckpointError: if an encoded array cannot be opened, or tensors that are

@@ -65,7 +65,7 @@ class Job:
 
     Attributes:
       source: the path of a checkpoint in any supported format.
-      target: the path of the checkpoint to write.
+      target: the path to write.
       rules: the path of a layout, or the name of one that ships; None for the
         checkpoint's own, see `default_layout`.
       sizes: sizes of dims that neither shapes nor the layout determine.
