@@ -421,7 +421,7 @@ class Data:
 class Manager:
     """The methods that MaxText calls on its checkpoint manager, over our tiers.
 
-    Saves the data of `run` with each step. `validation` compares the replicas of what is
+    Each step is saved with the data of `run`. `validation` compares replicas of what is
     saved.
     """
 

@@ -92,8 +92,8 @@ def default_layout(
     if not tensors or any(tensor.ranks for tensor in tensors):
         raise LayoutError(
             f"the {checkpoint.format} checkpoint has"
-            f" {'shards of ranks' if tensors else 'no tensors'}, and only a layout can"
-            " relate these to whole tensors; give the layout of that model"
+            f" {'shards of ranks' if tensors else 'no tensors'}; give the layout of its"
+            " model, or another checkpoint"
         )
     kinds = sorted({tensor.kind for tensor in tensors})
     is_plain = kinds == ["parameter"]
