@@ -266,7 +266,7 @@ class Run:
                 rows_before=before,
                 per_device_before=config.per_device_batch_size * before / rows,
             )
-        # Must precede `World.leaving`, which counts steps.
+        # Must precede calls of `World.leaving`, which reports steps.
         record._start(start_step)
         made = original(config, learning_rate_schedule, start_step)
         write = made.buffer_and_write_metrics
