@@ -1,1 +1,1 @@
-"""Other people's trainers, unmodified, with our iterators."""
+"""Runs other projects' trainers, unmodified, on our data and checkpoints."""

@@ -1,6 +1,6 @@
-"""Reads the components of checkpoints of Forgather's trainers, without torch.
+"""Reads the components in checkpoints of Forgather's trainers, without torch.
 
-A checkpoint is a directory: the weights, which `ec.universal` reads, a file of
+A checkpoint is a directory with the weights, which `ec.universal` reads, a file of
 `torch.save` for each component and each process that saved it, and
 `checkpoint_manifest.json`, which has the sharing pattern of each component.
 
@@ -9,9 +9,9 @@ A checkpoint is a directory: the weights, which `ec.universal` reads, a file of
     by_rank = checkpoint.states("rng")  # one each: per_rank, per_group, per_node
     checkpoint.load_into({"trainer": ec.components.Component(trainer, "global")})
 
-Forgather restores on the same number of processes alone, and names files of groups by
-the rank within a group, which is 0 for each of them; here the state of a group is that
-of its leader's rank, so that no group is taken for another.
+Forgather restores only on the same number of processes. It names a group's file by the
+leader's rank within the group, which is always 0; here a group's state is under the
+leader's global rank, so that groups are not confused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from elastic_ckpt import components as ec_components
 
 MANIFEST = "checkpoint_manifest.json"
-# The names of files, after that of the component, by its pattern.
+# How file names continue after the component's name, by its pattern.
 _SUFFIXES = {
     "global": "",
     "replicated": "",
@@ -48,8 +48,8 @@ class Component:
     Attributes:
       pattern: how it is shared: `global`, `replicated`, `per_rank`, `per_group` or
         `per_node`.
-      files: the names of its files: of one that is global or replicated by 0; otherwise
-        by the rank that saved it, which leads its group or node.
+      files: the names of its files, by the rank that saved each: the leader of a group
+        or node; 0 for a global or replicated component.
     """
 
     pattern: str
@@ -58,22 +58,17 @@ class Component:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint of Forgather; `open` makes it.
-
-    Attributes:
-      path: its directory.
-      components: by key.
-    """
+    """A Forgather checkpoint, returned by `open`."""
 
     path: epath.Path
     components: Mapping[str, Component]
 
     @classmethod
     def open(cls, path: epath.PathLike) -> Checkpoint:
-        """Reads the manifest, and which files there are; no state.
+        """Reads the manifest and lists the files; reads no state.
 
         Raises:
-          FormatError: if there is no manifest, or a file is missing that it lists.
+          FormatError: if the manifest, or a file that it lists, is missing.
         """
         directory = epath.Path(path)
         manifest = directory / MANIFEST
@@ -86,28 +81,28 @@ class Checkpoint:
             }
         except (AttributeError, KeyError, TypeError) as error:
             raise FormatError(
-                f"{manifest} is no manifest of a checkpoint: {error!r}"
+                f"{manifest} is not a checkpoint's manifest: {error!r}"
             ) from None
         return cls(path=directory, components=components)
 
     def state(self, key: str) -> Any:
-        """The state of a component that all processes share, with NumPy arrays.
+        """Reads the state of a component that all processes share, with NumPy arrays.
 
         Raises:
-          FormatError: if there is no such component, or there is one for each process:
-            `states` has those.
+          FormatError: if there is no such component, or it has several states, which
+            `states` reads.
         """
         component = self._held(key)
         if _SUFFIXES[component.pattern]:
             raise FormatError(
                 f"{self.path}: {key} is {component.pattern}, one for each of"
-                f" {sorted(component.files)}; `states` reads them, and a function of"
-                " yours makes one of them"
+                f" {sorted(component.files)}; read them with `states`, and merge them"
+                " by a function of your own"
             )
         return self.states(key)[0]
 
     def states(self, key: str) -> dict[int, Any]:
-        """The states of a component, by the rank that saved each.
+        """Reads the states of a component, by the rank that saved each.
 
         Raises:
           FormatError: if there is no such component, or a file cannot be read.
@@ -121,20 +116,20 @@ class Checkpoint:
         """Sets components to the states of the same names, each under its pattern.
 
         States of ranks, nodes and groups are numbered in the order of the ranks that
-        saved them, which is that of coordinates where ranks fill the mesh in its order.
-        A component with another pattern, or another number of states, is set by its
-        `on_resize`. None is set unless all could be read.
+        saved them. This is the order of coordinates if ranks fill the mesh in its
+        order. `on_resize` sets a component with a different pattern or number of
+        states. If any state cannot be read, none is set.
 
         Args:
-          components: `ec.components` by name, such as `Replicated({})` for a scheduler;
-            one that holds an object has its `set_state` or `load_state_dict` called.
+          components: `ec.components` by name, such as `Replicated({})` for a scheduler.
+            For one with an object, `set_state` or `load_state_dict` is called.
 
         Returns:
-          The names that were set: an optional component may be missing.
+          The names that were set; optional components may be missing.
 
         Raises:
           CheckpointError: if a required component is missing, a file cannot be read, or
-            a component has no rule for another number of states.
+            a component has no rule for a different number of states.
         """
         wanted = {
             key: component
@@ -172,7 +167,7 @@ def _component(
 ) -> Component:
     pattern, group = entry["sharing_pattern"], entry.get("group_name")
     files, missing = {}, []
-    # Another rank's file was left by an earlier save into this directory.
+    # Only listed ranks: an earlier save may have left other files in this directory.
     for rank in sorted(entry["ranks"]):
         place = {"rank": re.escape(str(rank)), "group": re.escape(str(group))}
         suffix = _SUFFIXES[pattern].format(**place)
@@ -184,7 +179,7 @@ def _component(
             files[rank] = found
     if missing:
         raise FormatError(
-            f"{manifest} lists {key} ({pattern}), and its files of the ranks"
+            f"{manifest} lists {key} ({pattern}), but its files of the ranks"
             f" {errors.first_of(missing)} are missing; copy the whole checkpoint"
         )
     return Component(pattern=pattern, files=files)

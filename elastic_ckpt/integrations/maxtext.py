@@ -1,12 +1,11 @@
-"""Runs the MaxText that is installed on our batches, checkpoints and worlds.
+"""Runs the installed MaxText on our batches, checkpoints and worlds.
 
-MaxText's trainer, model and keys stay in use. `Run` is what `maxtext_hooks` puts in the
-places of five of its functions: it takes our keys out of those that MaxText is to
-check, makes the iterators and the manager of checkpoints, answers whether to stop, and
-records each step in an `ec.RunDirectory`.
+MaxText's trainer, model and keys stay in use. `maxtext_hooks` replaces five of its
+functions by methods of `Run`: they take our keys out before MaxText checks its own,
+create the iterators and the checkpoint manager, decide whether to stop, and record each
+step in an `ec.RunDirectory`.
 
-Our manager saves and restores the data, too, so that MaxText itself needs no state of
-an iterator.
+Our manager also saves and restores the data, so MaxText handles no iterator state.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ FEATURES = tuple(
     for name in ("inputs", "targets")
     for suffix in ("", "_position", "_segmentation")
 )
-# The name under which the data is saved, beside MaxText's `items`.
+# The data is saved under this name, next to MaxText's `items`.
 ITERATOR = "iter"
 
 
@@ -52,20 +51,19 @@ def run(
     world: ec.elastic.World | None = None,
     started: schema.Config | None = None,
 ) -> None:
-    """Trains as MaxText's own program does with these arguments.
-
-    That is `maxtext.trainers.pre_train.train`.
+    """Trains as `maxtext.trainers.pre_train.train` does with these arguments.
 
     Args:
-      arguments: of MaxText, with our keys among them.
+      arguments: MaxText's arguments, with our keys among them.
       emit: shows the events of the run.
-      world: that this process has joined as a host; None if MaxText joins one itself.
-      started: the hosts and slices that the run was started with; by default one.
+      world: the world that this process has joined as a host; None if MaxText joins one
+        itself.
+      started: the hosts and slices with which the run was started; by default one.
 
     Raises:
-      ConfigError: if MaxText is missing, or of a version that this module does not
-        support, or its configuration requires features that our data does not have.
-      DataError: if the data cannot be read; MaxText itself would end without an error.
+      ConfigError: if MaxText is missing, has an unsupported version, or its
+        configuration requires features that our data does not have.
+      DataError: if the data cannot be read; MaxText alone would end without an error.
       SystemExit: if MaxText refuses its configuration.
     """
     maxtext_keys.check(maxtext_keys.given(arguments), maxtext_hooks.keys())
@@ -92,17 +90,14 @@ def run(
         except Exception as error:
             this.abandon(error)
             raise
-        # Only here: after an error other hosts may be gone, and closing waits for them.
+        # Not after an error: closing waits for other hosts, which may be gone.
         this.close()
 
 
 class Run:
-    """A run of MaxText, on one of its hosts: functions in the places of its hooks.
+    """A run of MaxText on one host: its methods replace the hooks.
 
-    Args:
-      emit: shows the events of the run.
-      world: see `run`.
-      started: see `run`.
+    For the arguments see `run`.
     """
 
     def __init__(
@@ -118,18 +113,18 @@ class Run:
         self._config: Any = None
         self._ours: maxtext_keys.Ours = {}
         self._data_keys = data_keys.DataKeys()
-        # What MaxText was given; it gets others after an elastic event under Pathways.
+        # What MaxText got; after an elastic event under Pathways it gets new ones.
         self._record: ec.RunDirectory | None = None
         self._manager: Manager | None = None
         self._data: list[Data] = []
-        # Rows of a global batch at the start before; 0 if there was none.
+        # Rows of a global batch at the previous start; 0 if there was none.
         self._rows_before = 0
-        # Rows of the batch before, and MaxText's sizes of batches in a ramp.
+        # Rows of the previous batch, and MaxText's batch sizes in a ramp.
         self._rows = 0
         self._sizes: Any = None
-        # The batch of the step that is computed, until the step is logged.
+        # The batch of the current step, until the step is logged.
         self._batch: elastic_data.Batch | None = None
-        # The steps that are done.
+        # Completed steps.
         self._done = 0
         # The newest step that MaxText asked about, and the answer.
         self._asked: tuple[int, str | None] = (-1, None)
@@ -145,7 +140,7 @@ class Run:
     def make_manager(
         self, original: Callable[..., Any], config: Any, mesh: Any, *rest: Any
     ) -> Manager | None:
-        """Makes the record of the run, and the manager of its checkpoints."""
+        """Creates the run's record and checkpoint manager."""
         del original, rest
         self._end_parts(errors.StoppedError("MaxText begins again"))
         with past_maxtext():
@@ -189,7 +184,7 @@ class Run:
         return self._manager
 
     def _kept(self, chosen: schema.Config) -> schema.Config:
-        # What the directory of the run keeps of its configuration.
+        # The configuration that the run's directory keeps.
         config, started = self._config, self._started
         return dataclasses.replace(
             started,
@@ -206,7 +201,7 @@ class Run:
             data=dataclasses.replace(
                 self._data_keys, global_batch_size=config.global_batch_size_to_load
             ),
-            # In a world that of a slice is a directory in that of all.
+            # In a world, `chosen` has the slice's directory inside the run's.
             tiers=chosen.tiers if self._world is None else started.tiers,
             checkpoint=chosen.checkpoint,
         )
@@ -214,7 +209,7 @@ class Run:
     def make_data(
         self, original: Callable[..., Any], config: Any, mesh: Any
     ) -> tuple[Data, Data | None]:
-        """Makes the iterators of the training data and of the evaluation data."""
+        """Creates the iterators of the training and the evaluation data."""
         del original
         with past_maxtext():
             section, vocab_size = self._data_keys, config.vocab_size
@@ -242,8 +237,8 @@ class Run:
         return ec.batches(
             data,
             mesh=mesh,
-            # As MaxText's own input pipeline: rows over every axis. Its step reshards a
-            # batch as its `data_sharding` requires.
+            # Rows over every axis, as in MaxText's own input pipeline; its step then
+            # reshards by `data_sharding`.
             spec=jax.sharding.PartitionSpec(mesh.axis_names),
             global_batch_size=rows,
             colocated=section.colocated_python_data_input or None,
@@ -257,7 +252,7 @@ class Run:
         learning_rate_schedule: Any,
         start_step: int = 0,
     ) -> Any:
-        """Makes MaxText's logger, which reports each step to us, too."""
+        """Creates MaxText's logger, and has it also report each step to us."""
         assert self._record is not None
         record = self._record
         self._done = start_step
@@ -271,7 +266,7 @@ class Run:
                 rows_before=before,
                 per_device_before=config.per_device_batch_size * before / rows,
             )
-        # Before `World.leaving`, which tells of steps, is asked.
+        # Must precede calls of `World.leaving`, which reports steps.
         record._start(start_step)
         made = original(config, learning_rate_schedule, start_step)
         write = made.buffer_and_write_metrics
@@ -294,11 +289,11 @@ class Run:
     def leaves_after(
         self, original: Callable[..., bool], checkpoint_manager: Any, step: int
     ) -> bool:
-        """Whether the hosts of a world leave it; the last step ends the run instead."""
+        """Whether the hosts leave their world; the last step ends the run instead."""
         if self._world is None:
             return original(checkpoint_manager, step)
         if step != self._asked[0] and step != self._config.steps - 1:
-            # MaxText numbers its steps from 0.
+            # MaxText numbers steps from 0.
             self._asked = (step, self._world.leaving(step + 1))
         return self.is_leaving
 
@@ -308,17 +303,17 @@ class Run:
         return self._asked[1] is not None
 
     def begin(self, phase: str) -> None:
-        """Notes a phase of the run, for those who watch its hosts."""
+        """Reports a phase of the run to the watchers of its hosts."""
         if self._world is not None:
             self._world.begin(phase)
 
     @property
     def batches(self) -> Any:
-        """The training data, which is saved with each step."""
+        """The training data's iterator, which is saved with each step."""
         return self._data[0].batches
 
     def log(self, step: int) -> None:
-        """Logs a step, unless that is done: before it is saved."""
+        """Logs a step once, before it is saved."""
         batch, self._batch = self._batch, None
         if batch is not None:
             assert self._record is not None
@@ -329,11 +324,11 @@ class Run:
         rows = self._config.global_batch_size_to_load
         if self._ours["enable_rampup_batch_size"]:
             if self._sizes is None:
-                # Only now is it known with which step the run continues.
+                # The step from which the run resumes is known only now.
                 self._sizes = maxtext_hooks.RAMP.look_up()(self._config, self._done)
             rows = self._sizes.global_batch_size_current
         is_other, self._rows = rows != self._rows, rows
-        # A batch of another size has a program of its own.
+        # A new batch size needs a new program.
         self.begin(watch.COMPILE if is_other else "step")
         if is_other and self._sizes is not None:
             batches.resize(rows)
@@ -352,7 +347,7 @@ class Run:
         return next(batches)
 
     def close(self) -> None:
-        """Closes all that MaxText had, and waits for saves."""
+        """Waits for saves, and closes all that MaxText had."""
         self.begin(watch.CLOSE)
         try:
             for each in self._data:
@@ -366,15 +361,15 @@ class Run:
             raise
 
     def abandon(self, error: BaseException) -> None:
-        """Ends what would hold up this process, whose run has failed."""
+        """Ends what would delay the exit of this process after its run has failed."""
         self._end_parts(error)
-        # JAX would have this process wait for the others at its exit, five minutes, and
-        # these wait for it in the midst of a step.
+        # At its exit JAX would wait five minutes for the other processes, which wait
+        # for this one in the middle of a step.
         if jax.distributed.is_initialized():
             atexit.register(_end)
 
     def _end_parts(self, error: BaseException) -> None:
-        # Hosts may be gone, so none of it is waited for.
+        # Waits for nothing, as hosts may be gone.
         checkpointer = self._manager.checkpointer if self._manager else None
         parts: list[Any] = [checkpointer, self._record]
         of_error = (type(error), error, error.__traceback__)
@@ -382,7 +377,7 @@ class Run:
             functools.partial(part.__exit__, *of_error) for part in parts if part
         ]
         for end in ends:
-            # The journal raises the error once more.
+            # The journal raises the error again.
             with contextlib.suppress(BaseException):
                 end()
         self._data, self._manager, self._record = [], None, None
@@ -392,10 +387,7 @@ class Run:
 class Data:
     """Batches as MaxText's step takes them.
 
-    Args:
-      batches: of `ec.batches`.
-      draw: takes the next of them.
-      config: of MaxText.
+    `draw` takes the next one from `batches`, the iterator from `ec.batches`.
     """
 
     def __init__(
@@ -405,12 +397,12 @@ class Data:
         self._draw = draw
         self._left: tuple[type[Exception], ...] = (StopIteration,)
         if config.elastic_enabled:
-            # MaxText answers lost slices itself, under Pathways.
+            # Under Pathways MaxText handles lost slices itself.
             self._left = (StopIteration, jax.errors.JaxRuntimeError)
 
     @property
     def __class__(self) -> type:
-        """One that MaxText itself neither saves nor restores; our manager does."""
+        """A class that MaxText neither saves nor restores, as our manager does."""
         return maxtext_hooks.STATELESS.look_up()
 
     def __iter__(self) -> Data:
@@ -422,18 +414,15 @@ class Data:
         return {name: batch[name] for name in FEATURES}
 
     def reset(self) -> None:
-        """Goes to the beginning; MaxText does so before each evaluation."""
+        """Rewinds to the beginning; MaxText does so before each evaluation."""
         self.batches.reset()
 
 
 class Manager:
-    """The verbs that MaxText calls on its manager of checkpoints, over our tiers.
+    """The methods that MaxText calls on its checkpoint manager, over our tiers.
 
-    Args:
-      checkpointer: over the tiers.
-      run: whose data is saved with each step.
-      config: of MaxText.
-      validation: compares the copies of what is saved; None compares none.
+    Each step is saved with the data of `run`. `validation` compares replicas of what is
+    saved.
     """
 
     def __init__(
@@ -450,25 +439,25 @@ class Manager:
         saves_last = config.save_checkpoint_on_completion
         self._last_step = config.steps - 1 if saves_last else None
         self._has_ended = False
-        # MaxText reads this attribute, which it sets on Orbax's.
+        # MaxText reads this attribute, and sets it on Orbax's manager.
         self.use_async = config.async_checkpointing
 
     @property
     def __class__(self) -> type:
-        """Orbax's class, which is final, and which MaxText asserts before a load."""
+        """Orbax's class: it is final, and MaxText asserts it before a load."""
         return ocp.training.Checkpointer
 
     @property
     def latest(self) -> Any:
-        """The newest complete step of all tiers, which has a `step`."""
+        """The newest complete step in any tier; it has a `step`."""
         return self.checkpointer.latest
 
     @property
     def checkpoints(self) -> list[Any]:
-        """The newest complete step alone.
+        """Only the newest complete step.
 
-        MaxText looks, before each save, whether the step is there already; to list all
-        tiers would hold up the training.
+        Before each save, MaxText checks here whether the step already exists; listing
+        all tiers would delay the training.
         """
         latest = self.checkpointer.latest
         return [] if latest is None else [latest]
@@ -480,8 +469,8 @@ class Manager:
     def save_checkpointables_async(
         self, step: int, checkpointables: Mapping[str, Any], **options: Any
     ) -> Any:
-        """Saves what MaxText names, and the data."""
-        # MaxText skips a step that is there already.
+        """Saves MaxText's checkpointables, and the data."""
+        # MaxText skips a step that already exists.
         with past_maxtext(except_for=(FileExistsError,)):
             self._run.log(step)
             self._has_ended = step == self._last_step
@@ -496,7 +485,7 @@ class Manager:
     def save_checkpointables(
         self, step: int, checkpointables: Mapping[str, Any], **options: Any
     ) -> bool:
-        """As `save_checkpointables_async`, and waits."""
+        """Like `save_checkpointables_async`, but waits."""
         saving = self.save_checkpointables_async(step, checkpointables, **options)
         with past_maxtext():
             return saving is not None and saving.result()
@@ -504,18 +493,19 @@ class Manager:
     def load_checkpointables(
         self, step: int, abstract_checkpointables: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Restores what MaxText names, and the data."""
+        """Restores MaxText's checkpointables, and the data."""
         self._run.begin(watch.RESTORE)
         wanted = {**abstract_checkpointables, ITERATOR: self._run.batches}
-        # MaxText's own context asks Orbax for partial loads, too.
+        # MaxText's own context also asks Orbax for partial loads.
         loaded = self.checkpointer.load_checkpointables(step, wanted, partial=True)
         self._run.begin(watch.COMPILE)
         return loaded
 
     def wait(self) -> None:
-        """Returns when all that was begun is done, in every tier.
+        """Waits for all pending work in every tier.
 
-        If the run goes on in another world, `close` waits for RAM alone.
+        If the run continues in another world, it returns at once, and `close` waits
+        only for RAM.
         """
         if not self.checkpointer.is_left:
             self.checkpointer.wait()
@@ -524,7 +514,7 @@ class Manager:
         """Waits for all tiers, and releases the hosts.
 
         Raises:
-          CheckpointError: if the step that ends the run is not in persistent storage.
+          CheckpointError: if the run's last step is not in persistent storage.
         """
         last_step = self._last_step if self._has_ended else None
         run_saver.close(self.checkpointer, last_step=last_step)
@@ -533,8 +523,8 @@ class Manager:
 class PastMaxText(BaseException):
     """Carries an error past `except Exception`.
 
-    MaxText takes any error of an iterator for the end of the data, and ends well; and
-    any error of its configuration it prints itself.
+    MaxText takes any error of an iterator for the end of the data and ends normally,
+    and only prints errors of its configuration.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -544,7 +534,7 @@ class PastMaxText(BaseException):
 
 @contextlib.contextmanager
 def past_maxtext(*, except_for: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Carries the errors of a block past MaxText, but for some."""
+    """Carries the errors of a block past MaxText, except some types."""
     try:
         yield
     except except_for:

@@ -1,9 +1,9 @@
-"""All that we take of MaxText, and check: five functions that are replaced, and names.
+"""All that we use of MaxText: five functions to replace, and some names.
 
-MaxText has no place for a library that brings the data, the checkpoints and the world
-of a run. It looks functions up by their names when it calls them; `maxtext.run`
-replaces five of these. `check_installed` compares everything that is named here with
-the MaxText that is installed, before a run.
+MaxText has no interface for a library that brings the data, the checkpoints and the
+world of a run. It looks its functions up by name at each call, so `maxtext.run` can
+replace five of them. Before a run, `check_installed` compares everything named here
+with the installed MaxText.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ from absl import app
 
 from elastic_ckpt.core import errors
 
-# The version in which they are known, and that is tested.
+# The version that has these names and is tested.
 TESTED_VERSION = "0.2.5"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hook:
-    """A function or class of MaxText that is replaced, or called.
+    """A function or class of MaxText that is replaced or called.
 
     Attributes:
-      module: where it is.
-      name: what it is called.
       parameters: the names of its first parameters.
       caller: module and name of the function that looks it up by this name.
     """
@@ -44,11 +42,11 @@ class Hook:
     caller: tuple[str, str] | None = None
 
     def look_up(self) -> Any:
-        """What has this name; None if nothing has."""
+        """Returns what has this name; None if nothing has."""
         return _look_up(self.module, self.name)
 
     def check(self) -> None:
-        """Raises a ConfigError if it is not there, or has changed."""
+        """Raises a ConfigError if it is missing or has changed."""
         place = f"{self.module}.{self.name}"
         function = self.look_up()
         if function is None:
@@ -66,7 +64,7 @@ class Hook:
 
     @contextlib.contextmanager
     def replaced(self, by: Callable[..., Any]) -> Iterator[None]:
-        """Has MaxText call `by` until the block ends, with what it replaces first."""
+        """Has MaxText call `by`, with the original as first argument, in this block."""
         module, original = importlib.import_module(self.module), self.look_up()
         setattr(module, self.name, functools.partial(by, original))
         try:
@@ -100,7 +98,7 @@ DATA = Hook(
     parameters=("config", "mesh"),
     caller=_SET_UP,
 )
-# Made when the state is restored and the step is compiled.
+# Created once the state is restored and the step compiled.
 LOGGER = Hook(
     module="maxtext.common.metric_logger",
     name="MetricLogger",
@@ -115,7 +113,7 @@ STOP = Hook(
 )
 HOOKS = (PREPARE, MANAGER, DATA, LOGGER, STOP)
 
-# The program that is run, and the class of its configuration.
+# The program to run, and the class of its configuration.
 _MAIN = Hook(module=_TRAIN, name="main", parameters=("argv",))
 _KEYS = Hook(module="maxtext.configs.types", name="MaxTextConfig")
 # MaxText neither saves nor restores an iterator of this class.
@@ -124,7 +122,7 @@ STATELESS = Hook(
     name="PlaceHolderDataIterator",
     caller=(_CHECKPOINTING, "load_state_if_possible"),
 )
-# The sizes of batches in a ramp, after some steps.
+# Yields the batch sizes of a ramp, from any step on.
 RAMP = Hook(
     module="maxtext.utils.rampup_batch",
     name="RampupBatchManager",
@@ -134,27 +132,27 @@ NAMES = (_MAIN, _KEYS, STATELESS, RAMP)
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Runs MaxText to its end, a SystemExit, or to an error that it lets by."""
+    """Runs MaxText until its SystemExit, or an error that it does not catch."""
     module = importlib.import_module(_MAIN.module)
     app.run(_MAIN.look_up(), argv=[str(module.__file__), *arguments])
 
 
 def check_installed() -> None:
-    """Raises a ConfigError unless the MaxText that is installed has every name."""
+    """Raises a ConfigError unless the installed MaxText has every name."""
     for each in (*NAMES, *HOOKS):
         each.check()
 
 
 def keys() -> Collection[str]:
-    """The keys of the MaxText that is installed.
+    """The keys of the installed MaxText.
 
     Raises:
-      ConfigError: if none is.
+      ConfigError: if MaxText is not installed.
     """
     package = importlib.util.find_spec("maxtext")
     if package is None:
         raise errors.ConfigError(
-            "MaxText is not installed beside elastic_ckpt; make the environment that"
+            "MaxText is not installed next to elastic_ckpt; create the environment that"
             " docs/pages/guides/maxtext.md describes, and run this in it"
         )
     for place in package.submodule_search_locations or ():
@@ -175,6 +173,6 @@ def _look_up(module: str, name: str) -> Any:
 def _refuse(what: str) -> NoReturn:
     raise errors.ConfigError(
         f"MaxText {metadata.version('maxtext')} {what}: elastic_ckpt supports MaxText"
-        f" {TESTED_VERSION}; install maxtext=={TESTED_VERSION} by"
+        f" {TESTED_VERSION}; install maxtext=={TESTED_VERSION} as in"
         " docs/pages/guides/maxtext.md, or a newer elastic_ckpt"
     )

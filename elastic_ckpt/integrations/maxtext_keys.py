@@ -1,7 +1,7 @@
-"""From MaxText's keys to ours: pure functions, free of MaxText and JAX.
+"""Converts MaxText's keys to ours: pure functions that import neither MaxText nor JAX.
 
 MaxText refuses unknown keys, and combinations that its own elastic iterator does not
-support. So `divide` takes our keys out of its configuration before it is checked, and
+support. So `divide` takes our keys out before MaxText checks its configuration, and
 `data_keys` and `tiers` convert its keys, with ours, to our sections.
 """
 
@@ -20,7 +20,7 @@ from elastic_ckpt.data import datasets
 from elastic_ckpt.data.sources import files
 from elastic_ckpt.training import load, schema
 
-# Keys of MaxText that mean the same here: of its data,
+# MaxText's keys that mean the same here: of its data,
 DATA_KEYS = (
     "add_bos",
     "add_eos",
@@ -50,7 +50,7 @@ DATA_KEYS = (
     "use_sft",
     "use_truncation",
 )
-# of its tiers of checkpoints,
+# of its checkpoint tiers,
 TIER_KEYS = (
     "checkpoint_period",
     "enable_checkpointing",
@@ -82,7 +82,7 @@ _OWN_DATA_KEYS = (
     "data_read_ahead_batches",
 )
 _HIDDEN_DATA_KEYS = (*_OWN_DATA_KEYS, "tokenizer_type", "colocated_python_data_input")
-# of its tiers, with the validation of a step before it is saved, and of metrics,
+# of its tiers, the validation of a step before it is saved, and metrics,
 _OWN_TIER_KEYS = (
     *(
         field.name
@@ -104,11 +104,10 @@ _OWN_WORLD_KEYS = (
         for field in dataclasses.fields(schema.ElasticSection)
         if field.name not in ELASTIC_KEYS
     ),
-    # In which the hosts save, and leave.
+    # In this period the hosts save and leave.
     "termination_grace_period_seconds",
 )
 OWN_KEYS = (*_OWN_DATA_KEYS, *_OWN_TIER_KEYS, *_OWN_WORLD_KEYS)
-# Keys that the supervisor reads.
 _OF_SUPERVISOR = (
     *(*OWN_KEYS, *TIER_KEYS, *ELASTIC_KEYS),
     "base_output_directory",
@@ -123,29 +122,28 @@ _OF_SUPERVISOR = (
 
 _PLACE = "MaxText's configuration"
 _ROWS = "it has no effect: a global batch is {} times the number of devices; set that"
-_SAME_END = "set it to false, for here all hosts end at the same batch"
-# Keys of which one value alone is accepted, and what to do.
+_SAME_END = "set it to false, as all hosts end at the same batch here"
+# Keys with a single accepted value, and what to do instead.
 _REFUSED = {
     "expansion_factor_real_data": (
         -1,
-        "leave it at -1, for here any number of hosts reads any checkpoint",
+        "leave it at -1, as any number of hosts reads any checkpoint here",
     ),
     "formatting_func_path": ("", "apply the function when you write the files"),
     "generate_padding_batch_train": (False, _SAME_END),
     "generate_padding_batch_eval": (False, _SAME_END),
     "enable_emergency_checkpoint": (
         False,
-        "set it to false, for such checkpoints have no data state, and"
+        "set it to false, as such checkpoints have no data state, and"
         " enable_multi_tier_checkpointing to true",
     ),
     "use_dpo": (
         False,
-        "set it to false, for MaxText's trainer of preferences saves no state of its"
-        " data",
+        "set it to false, as MaxText's preference trainer saves no data state",
     ),
     "use_multimodal": (
         False,
-        "set it to false and train on the text alone, or on images in your own loop,"
+        "set it to false and train on text only, or train on images in your own loop"
         " with ec.data.lm.MultimodalRows",
     ),
     "global_batch_size": (None, _ROWS.format("per_device_batch_size")),
@@ -157,19 +155,18 @@ _REFUSED = {
 }
 _OF_STAGES = ("grain_train_files", "grain_train_mixture_config_path")
 
-# What is hidden from MaxText: our keys, and those of its own that it would refuse or
-# act on.
+# Keys hidden from MaxText: ours, and those of its own that it would refuse or act on.
 Ours = Mapping[str, Any]
 
 
 def given(arguments: Sequence[str]) -> dict[str, Any]:
-    """Each key that is set in MaxText's arguments, and in files of the user's.
+    """The keys that are set in MaxText's arguments and in the user's files.
 
     Args:
-      arguments: of MaxText; a YAML file may be first.
+      arguments: MaxText's arguments; the first may be a YAML file.
 
     Raises:
-      ConfigError: if the file cannot be read, or is no YAML.
+      ConfigError: if the file cannot be read, or is not YAML.
     """
     path, overrides = None, arguments
     if arguments and "=" not in arguments[0]:
@@ -177,7 +174,7 @@ def given(arguments: Sequence[str]) -> dict[str, Any]:
     for each in overrides:
         if each.startswith("base_config="):
             _refuse(each, "give the file as the first argument")
-    # MaxText's own files, which a file may have for its base.
+    # MaxText's own files, which may be the base of a file.
     package = importlib.util.find_spec("maxtext")
     places = package.submodule_search_locations if package else None
     bases = [os.path.join(os.path.realpath(each), "configs") for each in places or ()]
@@ -190,18 +187,18 @@ def check(given: Mapping[str, Any], known: Collection[str]) -> None:
 
     Args:
       given: the keys that a user has set, with their values.
-      known: the keys of MaxText.
+      known: MaxText's keys.
 
     Raises:
-      ConfigError: naming the key that has no meaning here, and the way out.
-      DataError: if files of the data are not there.
+      ConfigError: if a key is unknown or unsupported; names the key and the remedy.
+      DataError: if data files are missing.
     """
     every = {*known, *OWN_KEYS}
     for key, value in given.items():
         accepted, remedy = _REFUSED.get(key, (value, ""))
         if value != accepted:
             _refuse(f"{key}={value}", remedy)
-        # MaxText takes `a.b=1` for a part of its key `a`.
+        # MaxText takes `a.b=1` as a part of its key `a`.
         if key.split(".")[0] not in every:
             (near,) = difflib.get_close_matches(key, every, n=1, cutoff=0.0)
             raise errors.ConfigError(
@@ -211,8 +208,8 @@ def check(given: Mapping[str, Any], known: Collection[str]) -> None:
     for key in ("per_device_batch_size", "eval_per_device_batch_size"):
         rows = given.get(key)
         if isinstance(rows, float) and not rows.is_integer():
-            # MaxText would load a row for every device, and drop some of them.
-            _refuse(f"{key}={rows}", "set it to a whole number of rows for a device")
+            # MaxText would load a row for each device, and drop some of them.
+            _refuse(f"{key}={rows}", "set it to a whole number of rows per device")
     for key in ("grain_train_files", "grain_eval_files"):
         for each in datasets.from_list(given.get(key) or "", key=key):
             if each.patterns and storage.is_local(each.patterns):
@@ -222,11 +219,12 @@ def check(given: Mapping[str, Any], known: Collection[str]) -> None:
 def divide(raw_keys: Mapping[str, Any]) -> tuple[dict[str, Any], Ours]:
     """Divides the keys that MaxText has read into MaxText's and ours.
 
-    MaxText sees grain, and neither its elastic iterator nor colocated Python, tiers or
-    a ramp: for these it has checks and machinery that do not hold for ours.
+    MaxText sees grain, but not its elastic iterator, colocated Python, tiers or a ramp:
+    its checks and machinery for these do not apply to ours.
 
     Raises:
-      ConfigError: if another pipeline is asked for, or the shards are not chosen.
+      ConfigError: if another pipeline, or elastic training without hosts, is requested,
+        or the shards are not chosen.
     """
     theirs = dict(raw_keys)
     ours = {"grain_record_format": "tf_example"}
@@ -238,19 +236,19 @@ def divide(raw_keys: Mapping[str, Any]) -> tuple[dict[str, Any], Ours]:
     if dataset_type not in (None, "grain", "synthetic"):
         _refuse(
             f"dataset_type={dataset_type}",
-            "leave it out, and set grain_train_files and grain_file_type",
+            "omit it, and set grain_train_files and grain_file_type",
         )
     if theirs.get("elastic_enabled") and not theirs.get("enable_single_controller"):
         _refuse(
             "elastic_enabled=true without hosts",
-            "set hosts and slices to what this program is to start here, or"
+            "set hosts and slices to what this program should start here, or"
             " enable_single_controller=true under Pathways, where MaxText itself"
             " handles lost slices",
         )
     if not ours.get("num_logical_shards"):
         raise errors.ConfigError(
-            f"{_PLACE}: num_logical_shards is not set; choose it once for the life of"
-            " the run, a multiple of each number of hosts that you may use:"
+            f"{_PLACE}: num_logical_shards is not set; choose it once for the whole"
+            " run, as a multiple of each number of hosts that you may use:"
             " `elastic-ckpt plan --hosts 2,4,8 --batches 64,128` suggests one"
         )
     for key in (
@@ -263,7 +261,7 @@ def divide(raw_keys: Mapping[str, Any]) -> tuple[dict[str, Any], Ours]:
     theirs |= {
         "dataset_type": "grain",
         "grain_use_elastic_iterator": False,
-        # It asks our manager at each step whether to save.
+        # So that MaxText asks our manager at each step whether to save.
         "enable_continuous_checkpointing": True,
     }
     return theirs, ours
@@ -276,11 +274,11 @@ def data_keys(
 
     Args:
       config: has MaxText's keys as attributes.
-      ours: what was taken out of it.
-      evaluation: whether it is that of the evaluation.
+      ours: the keys that `divide` took out.
+      evaluation: whether to return the evaluation data.
 
     Raises:
-      ConfigError: naming the key that has no meaning here.
+      ConfigError: if a key is unsupported; names the key.
     """
     values = {key: getattr(config, key) for key in DATA_KEYS if key not in ours}
     values |= {key: ours[key] for key in _HIDDEN_DATA_KEYS if key in ours}
@@ -290,27 +288,27 @@ def data_keys(
     if values["tokenizer_type"] == "bytes" or not values["tokenize_train_data"]:
         values["tokenizer_path"] = ""
     section = _from_values(values).data
-    # MaxText makes its model and its step for one length and one size of batch.
+    # MaxText builds its model and step for a single length and batch size.
     for begin, stage in data_section.stages(section):
         for key, value in vars(section).items():
             if vars(stage)[key] != value and key not in _OF_STAGES:
                 _refuse(
                     f"data_stages: the stage that begins at step {begin} sets {key}",
-                    "MaxText has one value of it for a run; set only"
+                    "MaxText uses one value of it for the whole run; set only"
                     f" {' or '.join(_OF_STAGES)} there",
                 )
     return section
 
 
 def tiers(config: Any, ours: Ours) -> schema.Config:
-    """The tiers of checkpoints, and the metrics, that a MaxText configuration asks for.
+    """The checkpoint tiers and the metrics of a MaxText configuration.
 
     Args:
       config: has MaxText's keys as attributes.
-      ours: what was taken out of it.
+      ours: the keys that `divide` took out.
 
     Raises:
-      ConfigError: naming the key whose value has no meaning.
+      ConfigError: if a value is invalid; names the key.
     """
     key = "enable_multi_tier_checkpointing"
     values = {key: getattr(config, key) for key in TIER_KEYS}
@@ -321,7 +319,7 @@ def tiers(config: Any, ours: Ours) -> schema.Config:
 def check_vocabulary(config: Any, vocab_size: int) -> None:
     """Raises a ConfigError unless the model has a row for each of `vocab_size` tokens.
 
-    JAX would take the last row for those that are too large.
+    JAX would use the last row for larger tokens.
     """
     if config.vocab_size < vocab_size:
         _refuse(
@@ -331,16 +329,13 @@ def check_vocabulary(config: Any, vocab_size: int) -> None:
 
 
 def supervised(given: Mapping[str, Any]) -> schema.Config:
-    """The hosts and slices of a run that this program starts itself.
-
-    Args:
-      given: the keys that a user has set.
+    """The supervisor's configuration, from the keys that a user has set.
 
     Returns:
-      The configuration of the supervisor; `hosts` is 1 if it starts none.
+      The hosts and slices to start here; `hosts` is 1 if there are none to start.
 
     Raises:
-      ConfigError: naming the key whose value has no meaning.
+      ConfigError: if a value is invalid or a key is missing; names the key.
     """
     config = _from_values({key: given[key] for key in _OF_SUPERVISOR if key in given})
     hosts = config.world.hosts
@@ -352,13 +347,13 @@ def supervised(given: Mapping[str, Any]) -> schema.Config:
     if given.get("gradient_accumulation_steps", 1) != 1:
         _refuse(
             f"gradient_accumulation_steps with hosts={hosts}",
-            "leave it out; fewer slices accumulate gradients by themselves, and"
-            " per_device_batch_size is that of all slices",
+            "omit it; fewer slices accumulate gradients automatically, and"
+            " per_device_batch_size is for all slices",
         )
     if config.data.enable_rampup_batch_size and config.elastic.elastic_enabled:
         _refuse(
             f"enable_rampup_batch_size and elastic_enabled with hosts={hosts}",
-            "fewer slices would have smaller batches in the ramp; set one of them to"
+            "in the ramp, fewer slices would have smaller batches; set one of them to"
             " false",
         )
     rows = config.data.per_device_batch_size * hosts * config.world.devices_per_host
@@ -370,7 +365,7 @@ def supervised(given: Mapping[str, Any]) -> schema.Config:
 
 
 def _from_values(values: Mapping[str, Any]) -> schema.Config:
-    # MaxText has enumerations of texts for some choices, and None, which its files also
+    # MaxText has text enumerations for some choices, and None, which its files also
     # write as a text, where we have a default.
     plain = {
         key: str(getattr(value, "value", value)) if isinstance(value, str) else value

@@ -1,7 +1,7 @@
-"""MaxText on hosts that are lost and come back: processes of this machine, or several.
+"""MaxText on hosts that are lost and rejoin, on one or several machines.
 
-The supervisors start worlds as those of `elastic-ckpt train`; on each host of a world
-MaxText runs on its slices, with the same global batch, and leaves when it is asked to.
+Supervisors start worlds as `elastic-ckpt train` does. On each host of a world MaxText
+runs with the same global batch, and leaves when asked to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastic_ckpt.training import configured, launch, schema
 if TYPE_CHECKING:
     from elastic_ckpt.elastic.world import World
 
-# The fork server imports them, and with them what a host needs.
+# The fork server imports these, and thereby all that a host needs.
 _HOST_PROGRAMS = (
     "elastic_ckpt.integrations.maxtext",
     "maxtext.trainers.pre_train.train",
@@ -33,20 +33,20 @@ def run(
     emit: events.Emit,
     train: Callable[[Sequence[str], schema.Config, World], object] | None = None,
 ) -> bool:
-    """Trains on hosts of this machine and of others, until the run has ended.
+    """Trains on hosts of this machine and others until the run ends.
 
     Args:
-      config: of the supervisor; see `maxtext_keys.supervised`. With `elastic_machines`
-        each machine has one.
-      arguments: of MaxText.
+      config: the supervisor's configuration, see `maxtext_keys.supervised`. With
+        `elastic_machines` each machine has a supervisor.
+      arguments: MaxText's arguments.
       emit: shows the events.
-      train: of each host, picklable; MaxText by default.
+      train: the program of each host, picklable; by default MaxText.
 
     Returns:
       Whether the run was asked to end before its last step.
 
     Raises:
-      ConfigError: if the hosts cannot be started so.
+      ConfigError: if hosts cannot be started with this configuration.
       RunError: if MaxText fails on a host, or slices are missing for too long.
     """
     given = maxtext_keys.given(arguments)
@@ -58,7 +58,7 @@ def run(
     configured.check_local(config)
     station.warm_up(_HOST_PROGRAMS)
     of_host = functools.partial(train or train_maxtext, tuple(arguments))
-    # Equal on all machines, in files or arguments.
+    # The same on all machines, whether keys are set in files or arguments.
     program = [f"{key}={given[key]!r}" for key in sorted(given)]
     return launch.on_hosts(config, emit, place=place, train=of_host, program=program)
 
@@ -77,20 +77,20 @@ def train_maxtext(
 def in_world(
     arguments: Sequence[str], config: schema.Config, world: World
 ) -> list[str]:
-    """The arguments of MaxText that change with each world of a run."""
+    """MaxText's arguments that change with each world of a run."""
     num_devices = world.topology.devices
     rows = config.data.global_batch_size
     settings: dict[str, Any] = {
         "per_device_batch_size": rows // (num_devices * world.microbatches),
         "gradient_accumulation_steps": world.microbatches,
         "skip_jax_distributed_system": True,
-        # The supervisor continues the run; MaxText itself can under Pathways alone.
+        # The supervisor resumes the run; MaxText can only do so under Pathways.
         "elastic_enabled": False,
-        # A world that is left saves its last step.
+        # Hosts save the last step of a world before they leave it.
         "enable_autocheckpoint": True,
     }
-    # Rows of an evaluation with all slices, the same in each world if its devices
-    # divide them. MaxText takes the size of training if there is no other.
+    # The rows of an evaluation with all slices, kept in each world whose devices divide
+    # them. Without this key MaxText uses the size of training batches.
     key = "eval_per_device_batch_size"
     of_device = maxtext_keys.given(arguments).get(key) or 0
     of_all = of_device * config.world.hosts * config.world.devices_per_host
@@ -98,6 +98,6 @@ def in_world(
     if eval_rows % num_devices == 0:
         settings[key] = eval_rows // num_devices
     if world.ram_directory is not None:
-        # To which the name of the run is added.
+        # MaxText appends the name of the run.
         settings["local_checkpoint_directory"] = os.path.dirname(world.ram_directory)
     return [f"{key}={value}" for key, value in settings.items()]

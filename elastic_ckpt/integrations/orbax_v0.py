@@ -10,7 +10,7 @@
 
 `StatefulSave` and `StatefulRestore` take any object with Orbax v1's methods `save` and
 `load`: the iterator of `ec.batches`, a component of `ec.components`. If one host fails,
-the call fails on all of them, with its message.
+the call fails on all hosts, with that host's message.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from elastic_ckpt.core import allgather
 
 __all__ = ["StatefulHandler", "StatefulRestore", "StatefulSave"]
 
-# How long hosts wait for each other, as Orbax's `AsyncOptions.timeout_secs`.
+# How long hosts wait for each other; Orbax's `AsyncOptions.timeout_secs` is the same.
 _TIMEOUT_SECS = 600.0
 
 
 class StatefulHandler(ocp.AsyncCheckpointHandler):
-    """Saves and restores `StatefulCheckpointable`s; all processes call it alike."""
+    """Saves and restores `StatefulCheckpointable`s; all processes must call it."""
 
     _hosts = functools.cached_property(lambda _: allgather.new())
 
@@ -43,7 +43,7 @@ class StatefulHandler(ocp.AsyncCheckpointHandler):
         self, directory: epath.Path, args: StatefulSave
     ) -> list[ocp.future.Future]:
         """Takes the state of the item; the future writes it."""
-        # Without Orbax's suffix of a directory that is not committed yet.
+        # Without Orbax's suffix of an uncommitted directory.
         name = directory.name.partition(".orbax-checkpoint-tmp")[0]
         writers: list[Callable[[], None]] = []
 
@@ -61,7 +61,7 @@ class StatefulHandler(ocp.AsyncCheckpointHandler):
         return [signals(commit(), name=f"save {name}")]
 
     def save(self, directory: epath.Path, args: StatefulSave) -> None:
-        """As `async_save`, and waits."""
+        """Like `async_save`, but waits."""
         for future in asyncio.run(self.async_save(directory, args)):
             future.result()
 
@@ -73,7 +73,7 @@ class StatefulHandler(ocp.AsyncCheckpointHandler):
 
     @classmethod
     def typestr(cls) -> str:
-        """The name on disk, by which Orbax v1 finds its own handler."""
+        """The name on disk by which Orbax v1 finds its own handler."""
         return orbax_format.handler_name("StatefulCheckpointableHandler")
 
     def _agreed(self, kind: str, part: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Loads checkpoints of other programs into trees of JAX arrays."""
+"""Loads other programs' checkpoints into trees of JAX arrays."""
 
 from etils import epy
 

@@ -1,10 +1,10 @@
 """Cuts boxes of a move's factored dims at the bounds of boxes of its tensors.
 
-A dim of a tensor may be a product of several factored dims. Its indices then ascend
-with the elements of these dims in row-major order, so an interval of indices is a range
-of elements. A range is at most two boxes for each dim but the first: the rest of the
-first row, whole rows, the start of the last row, and so on inwards. ZeRO saves such
-ranges of flattened parameters, too.
+If a dim of a tensor is a product of several factored dims, its indices ascend with the
+elements of these dims in row-major order, so an interval of indices is a range of
+elements. A range is at most two boxes for each dim but the first: the rest of the first
+row, whole rows, the start of the last row, and so on inwards. ZeRO also saves such
+ranges, of flattened parameters.
 """
 
 from __future__ import annotations
@@ -27,12 +27,7 @@ def row_major(shape: tuple[int, ...], itemsize: int = 1) -> tuple[int, ...]:
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The boxes of elements `start` to `stop`, in row-major order.
-
-    Args:
-      shape: of the array.
-      start: the number of the first element.
-      stop: the number after the last, at most the volume of the array.
+    """The boxes of elements `start` to `stop` of an array, in row-major order.
 
     Returns:
       Disjoint boxes, in the order of their elements; none if the range is empty.
@@ -67,10 +62,7 @@ def _in_row(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 def inside(part: Box, side: Side, box: Box) -> list[Box]:
     """The elements of a part of a move that lie in a box of one of its tensors.
 
-    Args:
-      part: a box of the factored dims, not empty.
-      side: that of the tensor.
-      box: of the tensor.
+    `part` is a nonempty box of the factored dims, `box` one of the tensor.
 
     Returns:
       Disjoint boxes of the factored dims: `part` itself if all of it is in `box`.
@@ -90,7 +82,7 @@ def inside(part: Box, side: Side, box: Box) -> list[Box]:
 
 
 def bounds(part: Box, side: Side) -> Box:
-    """The smallest box of a tensor that has all elements of a part of a move."""
+    """The smallest box of a tensor that contains a part of a move."""
     lows, highs = _reach(part, side.dims, side.steps, len(side.start))
     return Box(
         start=tuple(map(operator.add, side.start, lows)),
@@ -101,28 +93,24 @@ def bounds(part: Box, side: Side) -> Box:
 def place(element: Sequence[int], side: Side, box: Box, strides: Sequence[int]) -> int:
     """The offset of an element of the factored dims in a box of a tensor.
 
-    Args:
-      element: its indices in the factored dims.
-      side: that of the tensor.
-      box: of the tensor.
-      strides: of the box, by dim; the offset is in their units.
+    It is in the units of `strides`, which are those of the box.
     """
     at = sum(map(operator.mul, map(operator.sub, side.start, box.start), strides))
     return at + sum(map(operator.mul, element, advances(side, strides)))
 
 
 def advances(side: Side, strides: Sequence[int]) -> tuple[int, ...]:
-    """The strides of the factored dims, of those of a tensor."""
+    """The strides of the factored dims, from the strides of a tensor."""
     factors = zip(side.dims, side.steps, strict=True)
     return tuple(step * strides[dim] if dim >= 0 else 0 for dim, step in factors)
 
 
-# The moves of a stack differ only in their place: their cuts are the same.
+# The moves of a stack differ only in their place, so their cuts are the same.
 @functools.lru_cache(maxsize=2**12)
 def _reach(
     part: Box, dims: tuple[int, ...], steps: tuple[int, ...], rank: int
 ) -> tuple[list[int], list[int]]:
-    # The lowest index by dim, and the one after the highest, from the start of a side.
+    # By dim, the lowest index and one past the highest, relative to the side's start.
     lows, highs = [0] * rank, [1] * rank
     for dim, step, start, stop in zip(dims, steps, part.start, part.stop, strict=True):
         if dim >= 0:
@@ -139,7 +127,7 @@ def _inside(
     cuts: tuple[tuple[int, int, int], ...],
 ) -> list[Box]:
     # Each cut is a dim of the tensor and an interval of its indices, relative to the
-    # lowest of the part.
+    # part's lowest.
     choices = []
     for dim, first, after in cuts:
         factors = [

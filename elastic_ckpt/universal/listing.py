@@ -1,8 +1,4 @@
-"""What a checkpoint has, by patterns of names; and the tree that a layout leads to.
-
-Tensors whose names differ in numbers alone, and which have one shape and dtype, are a
-*family*.
-"""
+"""Lists a checkpoint's tensors by family, and reads the target tree of a layout."""
 
 from __future__ import annotations
 
@@ -28,15 +24,12 @@ _NUMBER = re.compile(r"(?<![0-9A-Za-z])(?:0|[1-9][0-9]{0,17})(?![0-9A-Za-z])")
 
 
 class Family(NamedTuple):
-    """Tensors whose names differ in numbers alone.
+    """Tensors of one shape, dtype and kind whose names differ only in numbers.
 
     Attributes:
-      names: all of them, `layers.{0-31}.weight`; without control characters.
-      tensors: how many names there are.
-      shape: of each.
-      dtype: of each.
-      kind: of each, see `StoredTensor`.
-      num_bytes: of all values.
+      names: all names as one text, `layers.{0-31}.weight`, without control characters.
+      tensors: the number of tensors.
+      num_bytes: the size of all values together.
     """
 
     names: str
@@ -48,8 +41,8 @@ class Family(NamedTuple):
 
 
 def families(tensors: Sequence[StoredTensor]) -> list[Family]:
-    """The families of tensors, in the order of their first ones."""
-    # The numbers of each name, by what a family has in common.
+    """Groups tensors into families, in the order of each family's first tensor."""
+    # The numbers in the names, by what a family has in common.
     groups: dict[tuple, set[tuple[int, ...]]] = {}
     unboxed = names.unboxed({tensor.name for tensor in tensors})
     for tensor in tensors:
@@ -94,15 +87,15 @@ class _Tensor:
 
 
 def tree(path: str) -> dict[str, TargetTensor]:
-    """The tensors of a tree that a layout leads to.
+    """Reads the tensors of a layout's target tree.
 
     Args:
-      path: of a checkpoint of any format that is read, or of a JSON file of shapes by
-        name, `{"embed/kernel": [8, 4]}`, which have float32, or `{"shape": [8, 4],
+      path: a checkpoint of any supported format, or a JSON file of shapes by name:
+        `{"embed/kernel": [8, 4]}` in float32, or `{"shape": [8, 4],
         "dtype": "bfloat16"}`.
 
     Raises:
-      LayoutError: if the JSON file is missing, or has something else.
+      LayoutError: if the JSON file is missing or malformed.
       FormatError: as `open_checkpoint`.
     """
     if not path.endswith(".json"):
@@ -125,6 +118,6 @@ def tree(path: str) -> dict[str, TargetTensor]:
         raise LayoutError(f"{path} cannot be read ({error}); check the path") from None
     except (ValueError, TypeError) as error:
         raise LayoutError(
-            f'{path} is no JSON of shapes by name, such as {{"embed/kernel": [8, 4],'
+            f'{path} is not JSON of shapes by name, such as {{"embed/kernel": [8, 4],'
             f' "head": {{"shape": [4], "dtype": "bfloat16"}}}}: {error}'
         ) from None

@@ -1,6 +1,7 @@
-"""Loads trees through layouts, of other programs and of steps, without a copy on disk.
+"""Loads trees through layouts, from other programs' checkpoints and from steps.
 
-A leaf becomes an array as soon as its group is complete, while others are still read.
+No copy is written to disk. A leaf becomes an array as soon as its group is complete,
+while later groups are still being read.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from elastic_ckpt.universal.reading.sources import VirtualFile
 from elastic_ckpt.universal.rules import matching, names
 from elastic_ckpt.universal.rules.layout import Layout
 
-# Finds the layout of a checkpoint and the targets of a tree.
+# Chooses the layout for a checkpoint and targets.
 _Rules = Callable[[Checkpoint, Mapping[str, TargetTensor]], Layout]
 
 
@@ -39,12 +40,12 @@ def load(
     layout: Layout | str | os.PathLike[str] | None = None,
     budget_bytes: int = BUDGET_BYTES,
 ) -> Any:
-    """Loads a checkpoint of another program into the arrays of a tree.
+    """Loads another program's checkpoint into the arrays of a tree.
 
         path = "gs://bucket/llama"
         state = ec.universal.load(path, abstract_state, layout="llama.yml")
 
-    Every process calls it, and reads only what its own devices need.
+    Every process must call it; each reads only what its own devices need.
 
     Args:
       path: the directory or file of the checkpoint, local or in a bucket.
@@ -53,23 +54,23 @@ def load(
         "/", are its name in the layout; the `value` of Flax's `Param` and `Partitioned`
         may be left out.
       layout: how the tensors of the checkpoint (`from`) relate to these leaves (`to`):
-        a `Layout`, the path of a YAML file, or the name of a layout that comes with the
-        package. None is for checkpoints of DeepSpeed, which describe their own layout,
-        and for those whose tensors have the names of the leaves, once an adapter is
+        a `Layout`, the path of a YAML file, or the name of a layout that ships with the
+        package. None for DeepSpeed checkpoints, which describe their own layout, and
+        for checkpoints whose tensors have the names of the leaves; an adapter is then
         merged into its base.
-      budget_bytes: the most bytes of requests in flight, and as many of leaves that are
-        not yet complete.
+      budget_bytes: the most bytes of requests in flight, and of leaves that are not yet
+        complete; each may use as many.
 
     Returns:
       A pytree like `abstract_state`, of arrays in its shardings and dtypes. Functions
       stay as they are.
 
     Raises:
-      FormatError: if the checkpoint is damaged, or in no format that can be read.
+      FormatError: if the checkpoint is damaged, or not in a supported format.
       LayoutError: if the layout does not fit the checkpoint or the tree.
       CheckpointError: if a file cannot be read, or copies of a tensor that should be
         equal differ.
-      RunError: if it cannot be loaded on another host, which is named with its error.
+      RunError: if loading fails on another host; names that host and its error.
     """
 
     def rules(checkpoint: Checkpoint, targets: Mapping[str, TargetTensor]) -> Layout:
@@ -81,14 +82,13 @@ def load(
 
 
 def load_leaves(path: epath.PathLike, abstract_state: Any) -> Any:
-    """Loads each leaf from the tensor of its name, and drops other tensors.
+    """Loads each leaf from the tensor of the same name, and drops all other tensors.
 
-    Args:
-      path: see `load`.
-      abstract_state: see `load`.
+    Takes `path` and `abstract_state` as `load` does.
 
     Raises:
-      OtherModelError: if a tensor is missing, or has another shape; others as `load`.
+      OtherModelError: if a tensor is missing, or has a different shape; others as
+        `load`.
     """
 
     def rules(checkpoint: Checkpoint, targets: Mapping[str, TargetTensor]) -> Layout:
@@ -100,7 +100,7 @@ def load_leaves(path: epath.PathLike, abstract_state: Any) -> Any:
 def _loaded(
     path: epath.PathLike, abstract_state: Any, rules: _Rules, budget_bytes: int
 ) -> Any:
-    # A host that fails leaves none waiting in the collectives that follow.
+    # If one host fails, all do: none waits in the collectives that follow.
     hosts = allgather.shared()
     everywhere = functools.partial(hosts.agreed, timeout_secs=calls.LONG_SECS)
     found: list[tuple[Checkpoint, Matched]] = []
@@ -135,15 +135,12 @@ def _matched(
 def layout_of_leaves(
     path: str, stored: Sequence[StoredTensor], targets: Mapping[str, TargetTensor]
 ) -> Layout:
-    """The layout that takes each target from the tensor of its name, and drops others.
+    """The layout that fills each target from the tensor of the same name.
 
-    Args:
-      path: of the checkpoint, for messages.
-      stored: its tensors.
-      targets: by name.
+    It drops all other tensors. `path` is for messages.
 
     Raises:
-      OtherModelError: if a tensor is missing, or has another shape.
+      OtherModelError: if a tensor is missing, or has a different shape.
     """
     shapes = {each.name: str(list(each.shape)) for each in stored}
     wanted = {name: str(list(each.shape)) for name, each in targets.items()}
@@ -166,7 +163,7 @@ def relayout(
     """
     matched = (
         matching.moves(
-            # A step has no values.
+            # Steps have no values.
             shipped.resolve(layout).with_values({}),
             sources.tensors_of(contents, name),
             {},
@@ -190,8 +187,8 @@ def relayout(
 class _Leaf(NamedTuple):
     target: TargetTensor
     wanted: trees.WantedLeaf
-    # Whether its values are copied to devices that have their own memory. An array on
-    # CPU devices takes over the memory that its values were read into.
+    # Whether its values are copied to devices with their own memory. An array on CPU
+    # devices takes over the memory that its values were read into.
     is_staged: bool
 
 
@@ -199,11 +196,11 @@ def targets_of(abstract: Any) -> dict[str, TargetTensor]:
     """The leaves of an abstract tree as targets of a layout, by name.
 
     Args:
-      abstract: of `jax.ShapeDtypeStruct`s with shardings, arrays, numbers, and
-        functions, which no checkpoint has.
+      abstract: a tree of `jax.ShapeDtypeStruct`s with shardings, arrays, numbers, and
+        functions, which are skipped.
 
     Raises:
-      CheckpointError: if a leaf is of another kind.
+      CheckpointError: if a leaf is anything else.
     """
     return {leaf.target.name: leaf.target for leaf in _leaves(abstract)}
 
@@ -217,28 +214,29 @@ def read_tree(
     files: Mapping[str, VirtualFile] | None = None,
     host: tuple[int, int] = (0, 1),
 ) -> Any:
-    """Reads the leaves that a layout makes of a checkpoint.
+    """Reads a tree's leaves from a checkpoint through a layout.
 
-    In a world of several hosts each calls it, and reads what its devices need, once.
+    Every host of a world calls it, and reads once what its devices need.
 
     Args:
-      checkpoint: that is open.
-      matched: the layout, matched with it and with `targets_of(abstract)`.
+      checkpoint: the open checkpoint.
+      matched: a layout matched with it and with `targets_of(abstract)`.
       abstract: see `targets_of`.
       budget_bytes: the most memory of requests in flight, and the most bytes of leaves
-        on the way to devices with their own memory; a single request or leaf may have
-        more.
-      files: virtual files that the checkpoint's tensors lie in.
-      host: the number of this host, and that of all, which share the checksums.
+        on the way to devices with their own memory; a single request or leaf may exceed
+        it.
+      files: the virtual files of the checkpoint's tensors.
+      host: the number of this host, and the number of hosts, which share the work of
+        comparing checksums.
 
     Returns:
       A tree like `abstract`, of arrays in the shardings and dtypes of its leaves;
-      functions stay.
+      functions stay as they are.
 
     Raises:
       CheckpointError: if an element of a leaf is filled by no source or by two, a file
         cannot be read, or sources that should be equal differ; FormatError if a file
-        ends too early or has another checksum.
+        is cut short or its checksum does not match.
     """
     leaves = {leaf.target: leaf for leaf in _leaves(abstract)}
     made = {
@@ -256,16 +254,16 @@ def read_tree(
         host=host,
     )
     units = [(target, leaf.wanted.boxes) for target, leaf in leaves.items()]
-    # An error that is raised here would keep the iterator, and so its threads.
+    # The traceback of an error would keep the iterator alive, and with it its threads.
     with contextlib.closing(reader.read(units)) as groups:
         for buffers in groups:
             arrays = iter([buffer.values for buffer in buffers])
             for target in dict.fromkeys(buffer.target for buffer in buffers):
                 wanted, is_staged = leaves[target][1:]
-                # Nothing but the leaf refers to the memory from here on.
+                # From here on only the leaf refers to the memory.
                 made[wanted.path] = wanted.make([next(arrays) for _ in wanted.boxes])
                 if is_staged:
-                    # The memory is that of the budget until the devices have it.
+                    # Until the devices have the values, they count for the budget.
                     jax.block_until_ready(made[wanted.path])
     for leaf in leaves.values():
         if not leaf.wanted.boxes:
@@ -296,5 +294,5 @@ def _leaves(abstract: Any) -> Iterator[_Leaf]:
 
 
 def _is_function(leaf: Any) -> bool:
-    # Equinox has those of activations among the leaves of a module.
+    # Equinox has activation functions among a module's leaves.
     return callable(leaf) and not (isinstance(leaf, type) or hasattr(leaf, "shape"))

@@ -1,13 +1,13 @@
-"""What a layout makes of a checkpoint: moves, and the tensors derived for them.
+"""A layout matched with a checkpoint: moves, and the tensors derived for them.
 
-A move is a strided copy from one tensor to one target. Its dims are factored: a dim of
-a tensor is a product of one or several of them. In `(kv q d) embed -> embed kv (q d)`
+A move is a strided copy from one tensor to one target. Its dims are factored: each dim
+of a tensor is a product of one or more of them. In `(kv q d) embed -> embed kv (q d)`
 the factored dims are kv, q, d and embed; kv advances by q * d along dim 0 of the
 source, and by 1 along dim 1 of the target.
 
-What is no copy is a derived tensor: replicas that are compared, ranks that are
-averaged, a quantized weight and its scales. Moves copy it like a stored one. Numbers of
-tensors count the stored ones first, then the derived ones.
+Anything but a copy is a derived tensor: compared replicas, a mean over ranks, a
+quantized weight times its scales. Moves copy from it as from a stored tensor. Tensor
+numbers count the stored tensors first, then the derived ones.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _FOUR_BITS = ("float4_e2m1fn", "int4", "uint4")
 
 
 def is_half_a_byte(dtype: np.dtype | None) -> bool:
-    """Whether a byte has two elements of a dtype, the first in its low half."""
+    """Whether a byte holds two elements of `dtype`, the first in its low half."""
     return dtype is not None and dtype.name in _FOUR_BITS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """The place of the factored dims of a move in one of its tensors.
+    """Where a move's factored dims lie in one of its tensors.
 
     Attributes:
-      start: the index of the first element, by dim of the tensor.
+      start: the index of the first element.
       dims: the dim of the tensor that each factored dim advances along; -1 if the
         tensor does not vary along it.
-      steps: by how many elements it advances along that dim.
+      steps: how many elements each factored dim advances along that dim.
     """
 
     start: tuple[int, ...]
@@ -45,15 +45,15 @@ class Side:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """Elements of a tensor, and the elements of a target that they become.
+    """A strided copy from a tensor into a target.
 
     Attributes:
       target: the name of the target tensor, `params/decoder/norm/scale`.
       sizes: lengths of the factored dims.
       target_side: where they lie in the target tensor.
-      source: the number of the tensor that is read.
-      source_side: where they lie in it.
-      scale: factor of the values, in float32 at least.
+      source: the number of the source tensor.
+      source_side: where they lie in the source tensor.
+      scale: factor applied to the values, in at least float32.
       shift: added after scaling.
     """
 
@@ -67,17 +67,16 @@ class Move:
 
 
 class Operand(NamedTuple):
-    """A tensor that a derived one is computed from.
+    """A stored tensor that a derived one is computed from.
 
     Attributes:
-      tensor: its number; that of a stored tensor.
+      tensor: its number.
       dims: for each of its dims, the dim of the derived tensor that it runs along; -1
-        for the dim over which the two factors of `plus` are multiplied. It is constant
-        along dims that do not occur.
+        for the dim that `plus` contracts. It is constant along all other dims.
       blocks: for each of its dims, how many indices of the derived tensor share one of
         its own: index = index of the derived tensor // block.
-      viewed_as: the dtype that its bytes are read as; None for its own. Where that has
-        half the bits, the last dim has twice the elements.
+      viewed_as: the dtype to read its bytes as; None for its own. A dtype of four bits
+        doubles the last dim.
     """
 
     tensor: int
@@ -94,11 +93,10 @@ class Derived:
       how: `equal`: the first operand, compared with the others bit by bit; `mean` and
         `sum` of all; `times`: the product of all; `plus`: the first, plus `factor`
         times the matrix product of the second and the third.
-      operands: the first has the dims of the derived tensor, in its order.
-      shape: in elements.
-      dtype: of the result: that of the first operand for `equal`, else float32 or a
-        wider one, so that values are rounded once, by the move.
-      factor: of the product, of `times` and `plus`.
+      operands: the first has all dims of the derived tensor, in its order.
+      dtype: that of the first operand for `equal`, int64 for sums of integers,
+        otherwise float32 or wider: only the move rounds.
+      factor: multiplies the product of `times` or `plus`.
     """
 
     how: Literal["equal", "mean", "sum", "times", "plus"]
@@ -110,12 +108,11 @@ class Derived:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TargetTensor:
-    """A tensor that is filled by moves.
+    """A tensor that moves fill.
 
     Attributes:
       name: its path in the target, joined by "/".
-      dtype: that values are cast to.
-      shape: in elements.
+      dtype: the dtype to which values are cast.
     """
 
     name: str
@@ -130,13 +127,9 @@ class TargetTensor:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fill:
-    """A box of a target tensor that no source has, such as padding of a vocabulary.
+    """A box of a target tensor with one value and no source, such as padding.
 
-    Attributes:
-      target: the name of the target tensor.
-      start: the index of its first element, by dim.
-      stop: the index after its last, by dim.
-      value: of all its elements.
+    It reaches from the index `start` to before `stop`, in each dim.
     """
 
     target: str
@@ -147,15 +140,15 @@ class Fill:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Matched:
-    """A layout, matched with a checkpoint.
+    """A layout matched with a checkpoint.
 
     Attributes:
       moves: from stored and derived tensors to target tensors.
       derived: the derived tensors; their numbers follow those of the stored ones.
-      fills: the elements of targets that are padding.
-      targets: the target tensors, as given or derived.
-      rules: each rule, for people, and the number of the first move after its moves; a
-        rule occurs once for each of its states.
+      fills: the padding of targets.
+      targets: the target tensors by name, as given or as the rules make them.
+      rules: the text of each rule, and where its moves end in `moves`; a rule occurs
+        once for each of its states.
     """
 
     moves: Sequence[Move]

@@ -1,8 +1,8 @@
-"""Opens a checkpoint of any format that is read; its files show which it is.
+"""Opens a checkpoint of any supported format; its files show which.
 
     checkpoint = opening.open_checkpoint("gs://bucket/Qwen3-0.6B")
     checkpoint.format       # "safetensors"
-    checkpoint.tensors      # where the bytes of each tensor lie
+    checkpoint.tensors      # where each tensor's bytes are
 
 To add a format, write a module in `formats` with `is_format` and `open_checkpoint`, and
 list it here.
@@ -33,8 +33,7 @@ def _open_adapter(path: epath.PathLike) -> Checkpoint:
     return peft.joined(path, adapter, open_checkpoint(peft.base(path)))
 
 
-# Whether the names of a directory's files are of a format, and its opener. A directory
-# is of the first that fits.
+# Whether a directory's file names fit a format, and its opener. The first fit counts.
 _Format = tuple[Callable[[Collection[str]], bool], Callable[[epath.Path], Checkpoint]]
 _OF_FILES: tuple[_Format, ...] = (
     (dcp.is_format, dcp.open_checkpoint),
@@ -60,26 +59,25 @@ _LOOKED_FOR = (
 
 
 def open_checkpoint(path: epath.PathLike) -> Checkpoint:
-    """Opens a checkpoint of another program to look at it; no values are read.
+    """Opens another program's checkpoint to inspect it; reads no values.
 
         checkpoint = ec.universal.open_checkpoint("gs://bucket/Qwen3-0.6B")
         checkpoint.format  # "safetensors"
         [tensor.name for tensor in checkpoint.tensors]
 
     Args:
-      path: a directory, or the file of a checkpoint of one file, local or in a bucket;
-        or the id of a model in the local cache of the Hugging Face hub,
-        `hf://org/name` or `hf://org/name@revision`. The directory of an adapter of PEFT
-        leads to its base, too.
+      path: a directory or a single-file checkpoint, local or in a bucket; or the id of
+        a model in the local Hugging Face cache, `hf://org/name` or
+        `hf://org/name@revision`. The directory of a PEFT adapter also opens its base.
 
     Returns:
-      The checkpoint, with its `format`, its `tensors`, and its `values`, such as the
-      numbers of a `config.json`, by path.
+      The checkpoint, with its `format`, its `tensors`, and its `values` by path, such
+      as the numbers in a `config.json`.
 
     Raises:
-      FormatError: if there is no checkpoint, or it is damaged, made to do harm, or in
-        no format that can be read.
-      ConfigError: if the client of the bucket is not installed.
+      FormatError: if there is no checkpoint, or it is damaged, malicious, or not in a
+        supported format.
+      ConfigError: if the bucket's client is not installed.
     """
     path = files.resolved(path)
     bucket_clients.prepare(str(path))
@@ -98,6 +96,6 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
     except bucket_clients.failures() as error:
         raise FormatError(f"{path} cannot be read ({error})") from error
     raise FormatError(
-        f"{path} has no files of a format that is read. It has"
-        f" {errors.first_of(names) or 'no files'}; looked for were {_LOOKED_FOR}"
+        f"{path} has no files of a supported format. It has"
+        f" {errors.first_of(names) or 'no files'}; expected one of {_LOOKED_FOR}"
     )

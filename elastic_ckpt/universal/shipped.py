@@ -1,9 +1,9 @@
 """The layouts that ship with this package, by name: `hf_llama_to_maxtext`.
 
-They are the files of `configs/layouts`; its README lists them. If no layout is given, a
-DeepSpeed checkpoint describes how its ranks share parameters, and an adapter is merged
-into its base. Tensors of other formats keep their names, if they are whole. If there
-are several kinds of tensors, the kind comes first, as in `deepspeed_rules`:
+They are the files in `configs/layouts`; its README lists them. Without a layout, a
+DeepSpeed checkpoint is loaded by its own description of its shards, and an adapter is
+merged into its base. Whole tensors of other formats keep their names. If a checkpoint
+has several kinds of tensors, the kind comes first, as in `deepspeed_rules`:
 `first_moment/1.mlp.weight`.
 """
 
@@ -29,42 +29,42 @@ _INSTALLED = pathlib.Path(__file__).parent / "layouts"
 _IN_CHECKOUT = pathlib.Path(__file__).parents[2] / "configs" / "layouts"
 
 _ANY = TensorPattern(name="{name:path}", dims="...")
-# Each tensor becomes that of its name.
+# Each tensor goes to the target of the same name.
 SAME_NAMES = Rule(source=(_ANY,), target=(_ANY,), place="the layout of the same names")
 
 
 def directory() -> pathlib.Path:
-    """Where the files are."""
+    """The directory of the layout files."""
     return _INSTALLED if _INSTALLED.exists() else _IN_CHECKOUT
 
 
 def names() -> list[str]:
-    """The names of all layouts that ship."""
+    """The names of all layouts that ship with this package."""
     return sorted(path.stem for path in directory().glob("*.yml"))
 
 
 @functools.cache
 def load(name: str) -> Layout:
-    """The layout of this name.
+    """Loads a layout that ships with this package.
 
     Raises:
       LayoutError: if none has this name.
     """
     if name not in names():
         raise LayoutError(
-            f"no layout that ships is named {name!r}; choose one of "
+            f"no layout is named {name!r}; choose one of "
             f"{', '.join(names())}, or give the path of a file"
         )
     return Layout.load(directory() / f"{name}.yml")
 
 
 def resolve(layout: Layout | str | os.PathLike[str]) -> Layout:
-    """The layout that a user gives: a layout, the path of a file, or a name.
+    """Resolves what a user gives: a layout, the path of a file, or a name.
 
     A text without a suffix or a directory is a name.
 
     Raises:
-      LayoutError: as `load`, and `Layout.load`.
+      LayoutError: as `load` and `Layout.load`.
     """
     if isinstance(layout, Layout):
         return layout
@@ -76,17 +76,13 @@ def resolve(layout: Layout | str | os.PathLike[str]) -> Layout:
 def default_layout(
     checkpoint: Checkpoint, targets: Collection[str] | None = None
 ) -> Layout:
-    """The layout from the tensors of a checkpoint to whole tensors of their names.
+    """The layout from a checkpoint's tensors to whole tensors of the same names.
 
-    Args:
-      checkpoint: that is open.
-      targets: the names of the target's tensors; None if they are those that the layout
-        makes.
+    `targets` are the names of the target's tensors; None for those that it makes.
 
     Raises:
-      FormatError: if the description of a DeepSpeed checkpoint is missing or wrong.
-      LayoutError: if the tensors of another format are those of ranks, or there are no
-        tensors.
+      FormatError: if a DeepSpeed checkpoint's description is missing or wrong.
+      LayoutError: if a checkpoint of another format has shards of ranks, or no tensors.
     """
     if checkpoint.format.startswith(peft.FORMAT):
         return load("lora")
@@ -95,9 +91,9 @@ def default_layout(
     tensors = checkpoint.tensors
     if not tensors or any(tensor.ranks for tensor in tensors):
         raise LayoutError(
-            f"the checkpoint of the format {checkpoint.format} has"
-            f" {'shards of ranks' if tensors else 'no tensors'}, which only rules"
-            " relate with whole tensors; give the layout of that model"
+            f"the {checkpoint.format} checkpoint has"
+            f" {'shards of ranks' if tensors else 'no tensors'}; give the layout of its"
+            " model, or another checkpoint"
         )
     kinds = sorted({tensor.kind for tensor in tensors})
     is_plain = kinds == ["parameter"]

@@ -86,7 +86,7 @@ IMPORTED = {"train": ("import ast", "raise AssertionError('it takes long')")}
 REFUSALS = {
     "no MaxText": Refusal(
         lambda _: maxtext_hooks.keys(),
-        "^MaxText is not installed beside elastic_ckpt; .*guides/maxtext.md",
+        "^MaxText is not installed next to elastic_ckpt; .*guides/maxtext.md",
     ),
     "MaxText without main": installed(
         "has no maxtext.trainers.pre_train.train.main",
@@ -148,11 +148,11 @@ REFUSALS = {
         "hosts=2 needs per_device_batch_size", per_device_batch_size=None
     ),
     "hosts that accumulate": on_hosts(
-        "gradient_accumulation_steps with hosts=2: leave it out; fewer",
+        "gradient_accumulation_steps with hosts=2: omit it; fewer",
         gradient_accumulation_steps=2,
     ),
     "hosts with a ramp": on_hosts(
-        "enable_rampup_batch_size and elastic_enabled with hosts=2: few",
+        "enable_rampup_batch_size and elastic_enabled with hosts=2: in the ramp, few",
         enable_rampup_batch_size="true",
         elastic_enabled="true",
     ),
@@ -160,7 +160,7 @@ REFUSALS = {
         "hosts must be a whole number, not 'two'", hosts="two"
     ),
     "another pipeline": divided(
-        "dataset_type=hf: leave it out, and set grain_train_files", dataset_type="hf"
+        "dataset_type=hf: omit it, and set grain_train_files", dataset_type="hf"
     ),
     "misspelt key of MaxText": given("'pack', .* did you mean 'packing'", pack=1),
     "misspelt key of ours": given(

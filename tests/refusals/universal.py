@@ -10,7 +10,7 @@ def _tree(text):
         (directory / "tree.json").write_text(text)
         listing.tree(str(directory / "tree.json"))
 
-    return Refusal(call, "is no JSON of shapes by name", LayoutError, writes=True)
+    return Refusal(call, "is not JSON of shapes by name", LayoutError, writes=True)
 
 
 REFUSALS = {

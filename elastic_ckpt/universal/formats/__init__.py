@@ -1,1 +1,1 @@
-"""Files that other programs write, read without those programs and without torch."""
+"""Reads the files of other programs without those programs, and without torch."""

@@ -1,9 +1,8 @@
-"""The tensors of a checkpoint of any format, and where their bytes lie.
+"""The tensors of a checkpoint of any format, and where their bytes are.
 
-A reader of a format opens a path as a `Checkpoint`. Its tensors are those of the files:
-if each rank saved a shard, each shard is a separate tensor, with the coordinates of
-that rank. A layout (`elastic_ckpt.universal.rules`) describes which of them belong
-together.
+The reader of a format opens a path as a `Checkpoint`. Its tensors are those in the
+files: if each rank saved a shard, each shard is a separate tensor, with the coordinates
+of that rank. A layout (`elastic_ckpt.universal.rules`) describes which belong together.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from elastic_ckpt.universal.formats.files import FormatError
 # NumPy's limit.
 MOST_DIMS = 64
 MOST_ELEMENTS = 1 << 48
-# By the names that optimizers give to states.
+# Kinds by the names that optimizers use.
 _KINDS = {"fp32": "master", "exp_avg": "first_moment", "exp_avg_sq": "second_moment"}
 _PLAIN = (str, bytes, int, float, bool, type(None))
 
@@ -36,10 +35,9 @@ class Fragment:
     """A box of a tensor in a file, uncompressed and little-endian.
 
     Attributes:
-      box: in the coordinates of the tensor.
-      file: its path or URL.
+      file: a path or URL.
       offset: the first byte of the box's first element.
-      strides: bytes from an element to the next, by dim; not negative.
+      strides: in bytes, by dim; not negative.
     """
 
     box: Box
@@ -50,21 +48,19 @@ class Fragment:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor of a checkpoint, as its format has it.
+    """A tensor of a checkpoint, as its format stores it.
 
     Attributes:
-      name: in the words of its format, `decoder.layers.3.mlp.linear_fc1.weight`.
+      name: the format's name of it, `decoder.layers.3.mlp.linear_fc1.weight`.
       ranks: the coordinates of the rank that saved it, by axis (`tp`, `pp`, `dp`);
-        empty where tensors are global.
-      kind: what it is to its parameter: `parameter`, `master`, `first_moment`,
+        empty if tensors are global.
+      kind: its role for its parameter: `parameter`, `master`, `first_moment`,
         `second_moment`, or the format's name of another state.
-      dtype: of its elements.
-      shape: in elements.
-      fragments: boxes that cover it, each element once; empty if `spec` is there, or
-        if names alone are matched.
-      spec: of the TensorStore array that holds it, where its bytes are encoded.
-      view: what is done with each element that is stored: "conj" (the conjugate),
-        "neg" (the negative) or "conj neg"; "" if its values are those that are stored.
+      fragments: boxes that cover it, each element once; empty if `spec` is set, or if
+        only names are matched.
+      spec: the TensorStore array with its encoded bytes; None if they are not encoded.
+      view: what to do with each stored element: "conj" (take the conjugate), "neg"
+        (take the negative), "conj neg", or "" (keep it).
     """
 
     name: str
@@ -78,18 +74,12 @@ class StoredTensor:
 
 
 def kind_of(state: str) -> str:
-    """See `StoredTensor.kind`; a state of another name is of a kind of that name."""
+    """The `StoredTensor.kind` of an optimizer's state; by default the same name."""
     return _KINDS.get(state, state)
 
 
 class Checksum(NamedTuple):
-    """What a format says of a range of a file.
-
-    Attributes:
-      start: the first byte.
-      stop: the byte after the last.
-      crc: the CRC-32.
-    """
+    """The CRC-32 that a format stores of the bytes `start` to `stop` of a file."""
 
     start: int
     stop: int
@@ -97,22 +87,22 @@ class Checksum(NamedTuple):
 
 
 def no_checksums(file: str) -> Sequence[Checksum]:
-    """Those of a format that has none."""
+    """The checksums of a format without any."""
     del file
     return ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """An open checkpoint. It holds no values, and files only while one is read.
+    """An open checkpoint. It holds no values, and no files open.
 
     Attributes:
       format: the name of the format, for people: `DeepSpeed ZeRO-1`.
-      tensors: all tensors; a name, its kind and its ranks together occur once.
-      axes: the number of ranks by axis; empty where tensors are global.
-      values: numbers and texts beside the tensors, by path: `iteration`, `args/lr`.
-      checksums: finds the ranges of a file of which the format has a checksum. It
-        raises FormatError if they cannot be read; several threads call it.
+      tensors: all tensors, unique by name, kind and ranks together.
+      axes: the number of ranks by axis; empty if tensors are global.
+      values: the other numbers and texts, by path: `iteration`, `args/lr`.
+      checksums: finds the checksums of a file. It raises FormatError if they cannot be
+        read; several threads call it.
     """
 
     format: str
@@ -123,10 +113,10 @@ class Checkpoint:
 
 
 def damaged(file: str, start: int, stop: int, found: str) -> FormatError:
-    """The error about bytes of a file that are not those that were written."""
+    """The error about bytes of a file that are not what was written."""
     return FormatError(
         f"{file} is damaged: its bytes {start} to {stop} have {found}; copy it again"
-        " from the place that it was written to, or use another step"
+        " from where it was written, or use another step"
     )
 
 
@@ -139,7 +129,7 @@ def whole(shape: tuple[int, ...]) -> Box:
 def contiguous(
     shape: tuple[int, ...], itemsize: int, *, file: str, offset: int
 ) -> tuple[Fragment, ...]:
-    """The fragment of a tensor that a file has in row-major order; none if empty."""
+    """The fragment of a tensor that is stored in row-major order; none if empty."""
     if 0 in shape:
         return ()
     strides = row_major(shape, itemsize)
@@ -147,33 +137,26 @@ def contiguous(
 
 
 def checked_shape(shape: Iterable[object], place: str) -> tuple[int, ...]:
-    """`shape` as a tuple of numbers.
-
-    Args:
-      shape: as a file has it.
-      place: the file and the tensor, for messages.
+    """Checks a shape from a file. `place` is the file and the tensor, for messages.
 
     Raises:
-      FormatError: if it is no shape, or one of a tensor that is too large.
+      FormatError: if it is not a shape, or too large.
     """
     dims = tuple(shape)
     numbers = [dim for dim in dims if type(dim) is int and dim >= 0]
     if len(numbers) != len(dims) or len(dims) > MOST_DIMS:
-        # Parts that are no numbers may be nested.
+        # Anything but numbers may be nested.
         shown = [dim if type(dim) is int else type(dim).__name__ for dim in dims[:9]]
-        raise FormatError(f"{place} has the shape {shown}, which is none")
+        raise FormatError(f"{place} has the invalid shape {shown}")
     if math.prod(filter(None, numbers)) > MOST_ELEMENTS:
         raise FormatError(f"{place} has the shape {list(dims)}, which is too large")
     return tuple(numbers)
 
 
 def check_cover(shape: tuple[int, ...], parts: Sequence[Box], place: str) -> None:
-    """Fails unless `parts` cover an array of `shape`, each element once.
+    """Checks that `parts` cover an array of `shape`, each element once.
 
-    Args:
-      shape: of the array.
-      parts: boxes of as many dims.
-      place: the file and the tensor, for messages.
+    `place` is the file and the tensor, for messages.
 
     Raises:
       FormatError: if a box lies outside, two overlap, or there is a gap.
@@ -183,21 +166,21 @@ def check_cover(shape: tuple[int, ...], parts: Sequence[Box], place: str) -> Non
         return
     for part in parts:
         if not boxes.contains(array, part):
-            raise FormatError(f"{place} has the part {part} outside of {array}")
+            raise FormatError(f"{place} has the part {part} outside {array}")
     held = Boxes.from_boxes([part for part in parts if part.volume], rank=len(shape))
     gaps = box_cover.gaps(array, held)
     if len(gaps):
         raise FormatError(f"{place} lacks the part {gaps[0]} of {array}")
     if int(held.volumes.sum()) != array.volume:
-        raise FormatError(f"{place} has parts that overlap, among {len(held)}")
+        raise FormatError(f"{place}: some of its {len(held)} parts overlap")
 
 
 def flatten(value: Any, *, without: Collection[str] = ()) -> dict[str, Any]:
-    """Numbers and texts by path, `args/lr`; lists of them are one value.
+    """Numbers and texts by path, `args/lr`; a list of them is one value.
 
     Args:
-      value: dicts and lists, with anything in them; tensors are left out.
-      without: keys of the outermost dict that are left out.
+      value: nested dicts and lists; anything else in them, such as tensors, is skipped.
+      without: keys of the outermost dict to skip.
     """
     if isinstance(value, dict):
         value = {key: each for key, each in value.items() if key not in without}
@@ -219,7 +202,7 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Switches the collector of cycles off while millions of tensors are made.
+    """Switches the cycle collector off while millions of tensors are created.
 
     It would scan them again and again, which doubles the time.
     """

@@ -1,13 +1,12 @@
 """Opens PyTorch's distributed checkpoints: `.metadata`, and `.distcp` files of values.
 
-FSDP, DTensor and tensor parallelism save through it. Tensors are global: a tensor has a
-fragment for each chunk, which is an item of a file: a zip of `torch.save` with one
-tensor. States of an optimizer have the name of their parameter, and a kind. Everything
-that is no tensor is among the values, which are decoded when they are asked for.
+FSDP, DTensor and tensor parallelism save in this format. Tensors are global: a tensor
+has a fragment for each chunk. A chunk is an item of a file: a zip of `torch.save` with
+one tensor. States of an optimizer have the name of their parameter, and a kind.
+Everything but tensors is among the values, which are decoded on demand.
 
-There may be a million chunks. Few bytes of an item are read, at its beginning and its
-end, near ones together; and items of equal pickles, as of equal shapes, are decoded
-once.
+There may be a million chunks. So only a few bytes at each item's start and end are
+read, near ones together, and items with equal pickles (of one shape) are decoded once.
 """
 
 from __future__ import annotations
@@ -36,39 +35,39 @@ from elastic_ckpt.universal.formats.files import FormatError
 from elastic_ckpt.universal.formats.torch_file import Archive
 
 FILE = ".metadata"
-# The directory of a zip and the header of the storage of an item lie here.
+# An item's zip directory and the header of its storage are in its first and last bytes.
 _ENDS_BYTES = 8 << 10
-# Items whose ends are in memory at a time.
+# Items whose ends are in memory at once.
 _BATCH = 1 << 11
 
 _Keys = tuple[Any, ...]
 
 
 class _Item(NamedTuple):
-    # A part of a file: its first byte, and its size.
+    # A part of a file, from its first byte on.
     file: str
     start: int
     size: int
 
 
 class _Listed(NamedTuple):
-    # A tensor of the metadata, and where each of its chunks is.
+    # A tensor in the metadata, and the item of each chunk.
     dtype: np.dtype
     shape: tuple[int, ...]
     chunks: list[tuple[Box, _Item]]
 
 
 def is_format(names: Collection[str]) -> bool:
-    """Whether files of these names, in one directory, are such a checkpoint."""
+    """Whether a directory with these file names is a distributed checkpoint."""
     return FILE in names
 
 
 def open_checkpoint(path: epath.PathLike) -> Checkpoint:
-    """Opens a directory, or the file of metadata in it.
+    """Opens a directory, or the metadata file in it.
 
     Raises:
-      FormatError: if a file is missing, damaged or malformed, names another directory,
-        or parts overlap or are missing.
+      FormatError: if a file is missing, damaged or malformed, or names another
+        directory, or if parts overlap or are missing.
     """
     directory = epath.Path(path)
     if directory.name == FILE:
@@ -80,7 +79,8 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
         listed, values, paths = _read(loaded.state, metadata)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FormatError(
-            f"{metadata} is no metadata of a distributed checkpoint ({error!r:.200})"
+            f"{metadata} is not the metadata of a distributed checkpoint"
+            f" ({error!r:.200})"
         ) from None
     del content, loaded
     held, storages = _read_items(listed)
@@ -98,13 +98,13 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
 def _read(
     fields: Mapping[str, Any], metadata: str
 ) -> tuple[dict[str, _Listed], dict[str, _Item], Mapping[str, _Keys]]:
-    # The tensors, values, and the keys that lead to their names in what was saved.
+    # The tensors, the values, and for each name the keys to it in the saved dict.
     stored = {}
     for index, info in fields["storage_data"].items():
         stored[index.state["fqn"], index.state.get("offset")] = info.state
     listed, values = {}, {}
     for name, entry in fields["state_dict_metadata"].items():
-        # A name that is no text raises.
+        # Raises unless the name is a text.
         place, parts = f"{metadata}: " + name[:200], entry.state or {}
         if "chunks" not in parts:
             values[name] = _item(stored, name, None, metadata)
@@ -112,7 +112,7 @@ def _read(
         dtype, layout = parts["properties"].state[:2]
         dtype = torch_file.NAMES.get(dtype.full_name)
         if dtype is None or layout.arguments != ("torch.strided",):
-            raise FormatError(f"{place} is of an unsupported type or layout")
+            raise FormatError(f"{place} has an unsupported type or layout")
         shape = checked_shape(parts["size"], place)
         chunks = []
         for chunk in parts["chunks"]:
@@ -128,7 +128,7 @@ def _read(
 
 @functools.lru_cache(maxsize=2**14)
 def _box(first: tuple[int, ...], sizes: tuple[int, ...], rank: int) -> Box:
-    # Most chunks are of a few shapes.
+    # Cached, as most chunks have one of a few shapes.
     numbers = [n for n in (*first, *sizes) if type(n) is int and 0 <= n < 1 << 63]
     if not len(numbers) == 2 * len(first) == 2 * len(sizes) == 2 * rank:
         raise ValueError(f"a chunk of {rank} dims at {first} has the sizes {sizes}")
@@ -143,13 +143,13 @@ def _item(
     info = stored.get((name, first))
     if info is None:
         raise FormatError(
-            f"{metadata} has a part of {name!r:.200}, from {first}, that is"
-            " nowhere stored"
+            f"{metadata} lists a part of {name!r:.200}, from {first}, but not where"
+            " it is stored"
         )
     file, start, size = info["relative_path"], info["offset"], info["length"]
     if info.get("transform_descriptors"):
         raise FormatError(
-            f"{metadata} lists items that extensions changed, such as by"
+            f"{metadata} lists items that extensions changed, for instance by"
             f" compression ({info['transform_descriptors']!r:.60}); save without"
             " extensions"
         )
@@ -157,7 +157,7 @@ def _item(
     if len(numbers) < 2 or not files.is_plain_name(file):
         raise FormatError(
             f"{metadata} lists {size!r:.60} bytes from {start!r:.60} of {file!r:.60},"
-            " which is no part of a file beside it"
+            " which is not part of a file next to it"
         )
     return _Item(metadata.removesuffix(FILE) + file, start, size)
 
@@ -165,7 +165,7 @@ def _item(
 def _read_items(
     listed: Mapping[str, _Listed],
 ) -> tuple[dict[_Item, StoredTensor], dict[str, list[Checksum]]]:
-    # The tensors of all items, and the storages of each file.
+    # The tensor of each item, and the checksums of each file.
     names = {item: name for name, each in listed.items() for _, item in each.chunks}
     by_file: dict[str, list[_Item]] = collections.defaultdict(list)
     for item in sorted(names):
@@ -189,7 +189,7 @@ def _read_items(
 
 
 def _ends(item: _Item) -> list[tuple[int, int]]:
-    # The parts of an item that have all of its headers.
+    # The parts of an item with all of its headers.
     stop, size = item.start + item.size, min(item.size, _ENDS_BYTES)
     return [(item.start, item.start + size), (stop - size, stop)]
 
@@ -208,8 +208,8 @@ def _tensor(
         if (part.dtype, part.shape) != (listed.dtype, box.shape) or len(views) > 1:
             raise FormatError(
                 f"{item.file} has a tensor {part.dtype}{list(part.shape)} at byte"
-                f" {item.start}, and {full_name} is listed there as"
-                f" {listed.dtype}{list(box.shape)}, or has parts with and without the"
+                f" {item.start}, but {full_name} is listed there as"
+                f" {listed.dtype}{list(box.shape)}, or only some of its parts have the"
                 " conj or neg bit: call resolve_conj() and resolve_neg() before saving"
             )
         fragments += [dataclasses.replace(each, box=box) for each in part.fragments]
@@ -226,7 +226,7 @@ def _tensor(
 def _names(
     listed: Collection[str], paths: Mapping[str, _Keys]
 ) -> dict[str, tuple[str, str]]:
-    # The name of the parameter, and the kind, of each tensor.
+    # The parameter's name and the kind, by the name of the tensor.
     states = {name: _state_of(name, paths.get(name)) for name in listed}
     named: dict[str, list[str]] = collections.defaultdict(list)
     for name, state in states.items():
@@ -234,7 +234,7 @@ def _names(
             named[str(paths.get(name, (name,))[-1])].append(name)
     found = {}
     for name, state in states.items():
-        # Two models may have parameters of equal names.
+        # Parameters of two models may have the same name.
         held = named.get(state[0], []) if state else []
         kind = kind_of(state[1]) if state else "parameter"
         found[name] = held[0] if len(held) == 1 else name, kind
@@ -242,7 +242,7 @@ def _names(
 
 
 def _state_of(name: str, keys: _Keys | None) -> tuple[str, str] | None:
-    # The name of the parameter in its model, and that of the state.
+    # The names of the parameter in its model and of the state; None if it is no state.
     if keys is not None:
         is_state = len(keys) > 2 and keys[-3] == "state"
         return (str(keys[-2]), str(keys[-1])) if is_state else None
@@ -255,7 +255,7 @@ def _state_of(name: str, keys: _Keys | None) -> tuple[str, str] | None:
 
 
 class _Values(Mapping[str, Any]):
-    """Values that are no tensors, by path; each is decoded when it is asked for."""
+    """Values other than tensors, by path; each is decoded on demand."""
 
     def __init__(self, items: Mapping[str, _Item]) -> None:
         self._items = items
@@ -264,7 +264,7 @@ class _Values(Mapping[str, Any]):
         name, start, size = self._items[path]
         file = torch_file.read(name, span=(start, size))
         if any(True for _ in torch_file.tensors(file.value)):
-            raise file.error(f"has tensors in the value {path}, which are not read")
+            raise file.error(f"has tensors in the value {path}, which is unsupported")
         return file.value
 
     def __iter__(self) -> Iterator[str]:

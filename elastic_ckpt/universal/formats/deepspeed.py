@@ -1,28 +1,28 @@
-"""Opens checkpoints of DeepSpeed: ZeRO stages 0 to 3, pipelines, experts.
+"""Opens DeepSpeed checkpoints: ZeRO stages 0 to 3, pipelines, experts.
 
-DeepSpeed numbers the ranks of a model (`mp_rank_XX`) through stages and tensor-parallel
-ranks, the latter first. Each of them has one file of the model, and one of optimizer
-states for each data-parallel rank (`zero_pp_rank_DD`). With ZeRO-3, each data-parallel
-rank has a file of the model, too. Layers of a pipeline and experts have files of their
-own.
+DeepSpeed numbers the ranks of a model (`mp_rank_XX`) stage by stage, with the
+tensor-parallel ranks of a stage in sequence. Each rank has one model file, and a file
+of optimizer states for each data-parallel rank (`zero_pp_rank_DD`). With ZeRO-3, each
+data-parallel rank also has a model file. Layers of a pipeline and experts have files of
+their own.
 
 A tensor has the name of its parameter. Weights of the model are of kind `parameter`,
 optimizer states `master`, `first_moment`, `second_moment` and `step`, buffers `buffer`.
-Tensor-parallel ranks are the axis `tp`. Data-parallel ranks are no axis: their ranges
-of a parameter are fragments of one tensor. Neither are stages: names count layers, and
-files of experts number them, through all ranks. If several stages hold a parameter,
-which is tied, the first stage's is taken, as in DeepSpeed's own conversion.
+Tensor-parallel ranks are the axis `tp`. Data-parallel ranks are not an axis: their
+ranges of a parameter are fragments of one tensor. Neither are stages: layers and
+experts are numbered across all ranks. If several stages have a tied parameter, the
+first stage's is used, as in DeepSpeed's own conversion.
 
 DeepSpeed's description of the layout is in `values["universal_checkpoint_info"]`: lists
-of patterns of names, sizes of parts, and affine maps, nested as DeepSpeed has them.
+of name patterns, sizes of parts, and affine maps, nested as DeepSpeed writes them.
 
-With stage 0 and an optimizer of PyTorch, states are numbered, not named. They get the
-names of parameters where these follow, see `zero.numbered`. With experts, their files
-of states (`expp_rank_*`) are not read.
+With stage 0 and a PyTorch optimizer, states are numbered. They get the names of their
+parameters if `zero.numbered` can derive them. The optimizer files of experts
+(`expp_rank_*`) are not read.
 
 A universal checkpoint has files of whole parameters, for any number of ranks:
-`zero/<parameter>/fp32.pt`, `exp_avg.pt`, `exp_avg_sq.pt` and `step.pt`. The weights of
-the model in other types are left out. Files of the model beside them have the shapes of
+`zero/<parameter>/fp32.pt`, `exp_avg.pt`, `exp_avg_sq.pt` and `step.pt`. The model's
+weights in other dtypes are skipped. Model files next to them give the shapes of
 parameters, which files from ZeRO-3 lack.
 """
 
@@ -52,14 +52,14 @@ from elastic_ckpt.universal.formats.zero import Shape
 
 FORMAT, UNIVERSAL = "DeepSpeed", "DeepSpeed universal"
 INFO = "universal_checkpoint_info"
-# Files that name the directory of a step.
+# Files with the name of a step's directory.
 _LATEST = ("latest", "latest_universal")
 # The directory of a universal checkpoint.
 _PARAMETERS = "zero"
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _SUFFIX = ".pt"
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
-# By what they hold.
+# File names by content.
 _FILES = {
     "model": _MODEL,
     "layer": _LAYER,
@@ -70,12 +70,12 @@ _FILES = {
         r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt"
     ),
 }
-# In the file of a model: tensors, and what describes them.
+# Keys of a model file that have tensors or describe them.
 _STRUCTURE = (
     *("module", "optimizer", "param_shapes", "buffer_names", INFO),
     *("frozen_param_shapes", "frozen_param_fragments"),
 )
-# Begins names of parameters that layers share: a pipeline has one in each stage.
+# Begins names of parameters that layers share; each stage of a pipeline has a copy.
 _TIED = "tied_modules."
 
 
@@ -84,13 +84,13 @@ class _Rank:
     """The files of a rank of the model.
 
     Attributes:
-      tp: its number among the tensor-parallel ranks.
-      model: the file of the model; the first data-parallel rank's, if all have one.
-      shards: by data-parallel rank, files of ZeRO-3's models.
-      optimizers: by data-parallel rank.
-      layers: of a pipeline, with their numbers; the first stage has those of all.
-      peers: files of the models of all stages, of the same tensor-parallel rank.
-      experts: ordered by layer and number.
+      tp: the tensor-parallel rank.
+      model: the model file; the first data-parallel rank's, if each has one.
+      shards: ZeRO-3's model files, by data-parallel rank.
+      optimizers: the optimizer files, by data-parallel rank.
+      layers: the numbers and files of a pipeline's layers; the first stage has all.
+      peers: the model files of all stages of the same tensor-parallel rank.
+      experts: the files of experts, ordered by layer and number.
     """
 
     tp: int
@@ -103,13 +103,13 @@ class _Rank:
 
 
 def is_format(names: Collection[str]) -> bool:
-    """Whether a directory of these names holds such files, or leads to them."""
+    """Whether a directory with these names has DeepSpeed files, or names a step."""
     patterns = (_MODEL, _LAYER)
     return any(n in _LATEST or any(p.fullmatch(n) for p in patterns) for n in names)
 
 
 def open_checkpoint(path: epath.PathLike) -> Checkpoint:
-    """Opens the directory of a step, or one whose file `latest` names it.
+    """Opens the directory of a step, or one with a file `latest` that names it.
 
     Raises:
       FormatError: if a file is missing or damaged, or contradicts another.
@@ -120,7 +120,7 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
     tp, ranks = _ranks(folder)
     values, stage = _model_values(ranks[0].model), 0
     for file in ranks[0].optimizers[:1]:
-        # Optimizers of bfloat16 parameters do not state it.
+        # Optimizers of bfloat16 parameters do not state their stage.
         stated = file.at("optimizer_state_dict", "zero_stage")
         stage = stated if type(stated) is int else 1
         held = file.at("optimizer_state_dict")
@@ -141,7 +141,7 @@ def _folder(path: epath.Path) -> epath.Path:
             tag = files.read_name(pointer)
             if not files.is_plain_name(tag) or not (path / tag).exists():
                 raise FormatError(
-                    f"{pointer} names {tag!r}, which is no directory beside it"
+                    f"{pointer} names {tag!r}, which is not a directory next to it"
                 )
             return path / tag
     return path
@@ -188,7 +188,7 @@ def _open_universal(folder: epath.Path) -> Checkpoint:
 
 
 def _is_first(name: str) -> bool:
-    # Whether it is the file of a model, of the first data-parallel rank.
+    # Whether it is a model file of the first data-parallel rank.
     match = _MODEL.fullmatch(name)
     return match is not None and int(match[1] or 0) == 0
 
@@ -211,13 +211,13 @@ def _tensors(ranks: Sequence[_Rank], axes: Mapping[str, int]) -> list[StoredTens
             if first is not tensor and not (is_tied and first.shape == tensor.shape):
                 raise rank.model.error(
                     f"and another stage both have {tensor.name}; only tied parameters"
-                    " are in several stages"
+                    " may be in several stages"
                 )
     return list(held.values())
 
 
 def _ranks(folder: epath.Path) -> tuple[int, list[_Rank]]:
-    # The number of tensor-parallel ranks, and all ranks of the model.
+    # The number of tensor-parallel ranks, and the files of all ranks of the model.
     by_kind = _read(folder)
     models = {rank: f for (dp, rank), f in by_kind["model"].items() if dp < 1}
     if not models:
@@ -265,7 +265,7 @@ def _ranks(folder: epath.Path) -> tuple[int, list[_Rank]]:
 
 
 def _read(folder: epath.Path) -> dict[str, dict[tuple[int, ...], TorchFile]]:
-    # By what they hold, and the numbers in their names; -1 where these lack one.
+    # By content, and by the numbers in the names; -1 for an absent number.
     paths: dict[tuple[str, tuple[int, ...]], epath.Path] = {}
     for path in sorted(folder.iterdir()):
         for kind, pattern in _FILES.items():
@@ -275,8 +275,8 @@ def _read(folder: epath.Path) -> dict[str, dict[tuple[int, ...], TorchFile]]:
                 first = paths.setdefault((kind, tuple(numbers)), path)
                 if first is not path:
                     raise FormatError(
-                        f"{path} and {first.name} are of the same rank; remove that of"
-                        " another save"
+                        f"{path} and {first.name} are of the same rank; remove the one"
+                        " from another save"
                     )
     read = torch_file.read_all(paths)
     return {
@@ -298,7 +298,7 @@ def _degrees(
     if type(tp) is not int or type(pp) is not int or not 0 < tp * pp == len(models):
         raise file.error(
             f"states {str(tp)[:9]} tensor-parallel ranks and {str(pp)[:9]} stages,"
-            f" and there are files of {len(models)} ranks of the model"
+            f" but there are files of {len(models)} ranks of the model"
         )
     return tp, pp
 
@@ -307,7 +307,7 @@ def _weights(rank: _Rank) -> Iterator[StoredTensor]:
     # Layers count as of the first stage.
     buffers = _buffers([rank.model])
     for tensor in torch_file.tensors(rank.model.at("module")):
-        # ZeRO-3 leaves empty tensors in place of those that it divides.
+        # ZeRO-3 replaces the tensors that it divides by empty ones.
         if tensor.name in buffers:
             yield dataclasses.replace(tensor, kind="buffer")
         elif not rank.shards or tensor.shape != (0,):
@@ -324,7 +324,7 @@ def _buffers(models: Sequence[TorchFile]) -> set[str]:
 
 
 def _frozen(shards: Sequence[TorchFile]) -> Iterator[StoredTensor]:
-    # Parameters that are not trained: no optimizer has them.
+    # Frozen parameters: no optimizer has them.
     shapes = shards[0].at("frozen_param_shapes") if shards else None
     named = zero.named_shapes(shards[0], shapes) if shapes else {}
     for name, shape in named.items():
@@ -347,7 +347,7 @@ def _of_layers(rank: _Rank) -> Iterator[StoredTensor]:
                 shape = tensor.shape
                 fit = [t for t in tied if t.endswith(end) and tied[t] == shape]
                 name = fit[0] if len(fit) == 1 else name
-            # Each of the layers that share a parameter has it.
+            # Each layer that shares a parameter has a copy.
             if name not in seen:
                 seen.add(name)
                 kind = "buffer" if name in buffers else "parameter"

@@ -1,17 +1,17 @@
-"""The layout of a DeepSpeed checkpoint that its own description makes.
+"""Derives the layout of a DeepSpeed checkpoint from its own description.
 
     deepspeed_rules.layout(checkpoint)
 
-It relates the tensors of all ranks with whole parameters, under the parameters' names:
-`parameter/1.mlp.weight` the weights of the model, `master/...`, `first_moment/...`,
-`second_moment/...` and `step/...` the optimizer's. Rules hold for names that differ in
-numbers alone.
+It relates the tensors of all ranks to whole parameters, under the parameters' names:
+the model's weights as `parameter/1.mlp.weight`, the optimizer's states as `master/...`,
+`first_moment/...`, `second_moment/...` and `step/...`. A rule covers names that differ
+only in numbers.
 
 The description is the value `universal_checkpoint_info`: lists of regular expressions,
-one for each way in which a parameter can be cut. Their precedence and defaults are
-those of DeepSpeed's `ds_to_universal`: a parameter that no list has is cut along its
-first dim. All shards of a parameter are equal; affine maps and shards of different
-widths, which AutoTP writes, are refused.
+one list for each way to cut a parameter. Their precedence and defaults are those of
+DeepSpeed's `ds_to_universal`: a parameter in no list is cut along its first dim. All
+shards of a parameter must be equal; AutoTP's affine maps and shards of different widths
+are refused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from elastic_ckpt.universal.rules.layout import (
 
 _BUFFER = "buffer"
 _AXIS = "tp"
-# Numbers that a capture matches: without leading zeros, of 18 digits at most.
+# Numbers that a capture matches: without leading zeros, at most 18 digits.
 _NUMBER = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,17})(?![0-9])")
 
 _NEWEST = 0.4
@@ -45,8 +45,8 @@ _HALVES = "parameter_with_2_sub_params_cat_dim_0"
 _PARTS = "parameter_with_sub_params"
 _ROWS = "parameter_with_row_parallelism_patterns"
 _VOCABULARY = "vocabulary_parameter_patterns"
-# The dims of a shard by list, in the order of their precedence; those of the parameter
-# are the same without "@tp". `rows` is `d0`, or in a shard `(d0 + pad)`.
+# The dims of a shard by list, in order of precedence; those of the parameter are the
+# same without "@tp". `rows` is `d0`, or in a shard `(d0 + pad)`.
 _DIMS = {
     _REPLICATED: "{rows} ...",
     _AVERAGED: "{rows} ...",
@@ -64,12 +64,12 @@ _REFUSED = (
 _OWN = "give a layout of your own"
 
 _Shape = tuple[int, ...]
-# The list of a pattern, the pattern, and the entry of parts.
+# The name of a list, a pattern in it, and its entry in the list.
 _Entry = tuple[str, re.Pattern[str], Any]
 
 
 class _Cut(NamedTuple):
-    # The dims of a shard and of its parameter, the list that has it, and sizes by name.
+    # The dims of a shard and of its parameter, its list, and sizes by name.
     source: str
     target: str
     key: str
@@ -77,21 +77,19 @@ class _Cut(NamedTuple):
 
 
 def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> Layout:
-    """The layout from the tensors of a checkpoint to its parameters.
+    """The layout from a checkpoint's tensors to its parameters.
 
-    Args:
-      checkpoint: of DeepSpeed.
-      targets: the names of the target's tensors; kinds that none of them is of are
-        dropped. None for all kinds.
+    Drops kinds that do not occur in `targets`, the names of the target's tensors, if
+    these are given.
 
     Raises:
-      FormatError: if it has no description, or one that does not fit its tensors.
+      FormatError: if the description is missing, or does not fit the tensors.
     """
     info = checkpoint.values.get(deepspeed.INFO)
     ranks = checkpoint.axes.get(_AXIS, 1)
     if info is None and ranks > 1:
         raise FormatError(
-            f"the checkpoint has {ranks} tensor-parallel ranks, and no"
+            f"the checkpoint has {ranks} tensor-parallel ranks, but no"
             f" {deepspeed.INFO} that describes their shards; give a layout"
         )
     # In a universal checkpoint, parameters are whole.
@@ -105,13 +103,13 @@ def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> La
         for (name, kind), held in sorted(shapes.items()):
             if len(held) < ranks:
                 raise FormatError(
-                    f"{len(held)} of {ranks} ranks have {name} ({kind}); copy the files"
-                    " of the others, or save experts with"
+                    f"only {len(held)} of {ranks} ranks have {name} ({kind}); copy the"
+                    " files of the others, or save experts with"
                     " enable_expert_tensor_parallelism"
                 )
             matched = {key: each for key, p, each in entries if p.match(name)}
             if kind == _BUFFER and not matched:
-                # Ranks share a buffer.
+                # Buffers are equal on all ranks.
                 matched = {_REPLICATED: None}
             cut = _cut(name, set(held), matched, info)
             cuts.setdefault(name, {}).setdefault(cut, []).append(kind)
@@ -143,7 +141,7 @@ def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> La
 
 
 def template(name: str) -> str:
-    """The name pattern of `name` and all names that differ from it in numbers alone."""
+    """The name pattern of all names that differ from `name` only in numbers."""
     first, *following = _NUMBER.split(names.pattern_of(name))
     return first + "".join(f"{{n{n}:01}}{part}" for n, part in enumerate(following))
 
@@ -168,12 +166,12 @@ def _entries(info: Mapping[str, Any]) -> list[_Entry]:
     version = info.get("universal_checkpoint_version", 0.0)
     if not 0 <= version <= _NEWEST:
         raise FormatError(
-            f"{deepspeed.INFO} has the version {version!r}, and 0 to {_NEWEST} are"
-            f" read; {_OWN}"
+            f"{deepspeed.INFO} has version {version!r}, but only 0 to {_NEWEST} are"
+            f" supported; {_OWN}"
         )
     if refused := [key for key in _REFUSED if info.get(key)]:
         raise FormatError(
-            f"{deepspeed.INFO} has {refused[0]}, of AutoTP, which is not read; {_OWN}"
+            f"{deepspeed.INFO} has AutoTP's {refused[0]}, which is unsupported; {_OWN}"
         )
     entries = [
         (key, re.compile(text), entry)
@@ -181,7 +179,7 @@ def _entries(info: Mapping[str, Any]) -> list[_Entry]:
         for entry in info.get(key, ())
         for text in (entry["patterns"] if key == _PARTS else [entry])
     ]
-    # The first pattern of a list that matches counts.
+    # The caller keeps the last match, so the first in a list must come last.
     return entries[::-1]
 
 
@@ -191,8 +189,8 @@ def _cut(
     # How a parameter, or a state of it, is cut.
     if len(shapes) > 1:
         raise FormatError(
-            f"{name}: ranks have shards of the shapes {sorted(shapes)}, and equal ones"
-            f" alone are read; {_OWN}, with `widths`"
+            f"{name}: the shards of its ranks have different shapes, {sorted(shapes)},"
+            f" which is unsupported; {_OWN}, with `widths`"
         )
     if () in shapes:
         return _Cut("...", "...", _REPLICATED)
@@ -204,7 +202,7 @@ def _cut(
     if _VOCABULARY in matched:
         if found in (_HALVES, _PARTS):
             raise FormatError(
-                f"{name}: {found} and {_VOCABULARY} of {deepspeed.INFO} both have it"
+                f"{name}: {found} and {_VOCABULARY} of {deepspeed.INFO} both match it"
             )
         rows = "(d0 + pad)"
         sizes = {"d0": operator.index(info["original_vocab_size"])}
@@ -213,8 +211,8 @@ def _cut(
 
 
 def _joined(partition_dim: int, shape: Any, **_: Any) -> tuple[str, dict[str, int]]:
-    # The dims of a shard of parameters that are joined along a dim, and their sizes:
-    # a list of them, or the number of equal ones.
+    # The dims of a shard of parameters joined along a dim, and sizes by name: each
+    # part's length, or the number of equal parts.
     dim = range(len(shape))[partition_dim]
     parts, sizes = f"part d{dim}@{_AXIS}", {"part": shape[dim]}
     if not isinstance(shape[dim], int):

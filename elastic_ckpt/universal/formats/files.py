@@ -1,11 +1,11 @@
-"""Files of checkpoints of other programs: opened, and read whole or in parts.
+"""Opens files of other programs' checkpoints, and reads them whole or in parts.
 
-A file is a regular one, since reading a pipe would not end. JSON has no name twice.
+A local file must be regular, as reading a pipe would not end. JSON objects must not
+repeat a name.
 
-`hf://org/name` is a model in the cache of the Hugging Face hub on this machine. The
-network is never used: `hf download org/name` fills the cache. A folder
-`models--org--name` has `refs/<revision>`, the commit of a branch or tag, and
-`snapshots/<commit>/`, the files.
+`hf://org/name` is a model in this machine's Hugging Face cache. The network is never
+used: `hf download org/name` fills the cache. A folder `models--org--name` has
+`refs/<revision>`, the commit of a branch or tag, and `snapshots/<commit>/`, the files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from etils import epath
 from elastic_ckpt.core import bucket_clients, errors, storage
 
 SCHEME = "hf://"
-# The most of a file that has the name of another.
+# The most bytes of a file that contains the name of another.
 MOST_NAME_BYTES = 1000
 # Reading so many bytes costs less than another request.
 GAP_BYTES = 64 << 10
@@ -33,28 +33,27 @@ _ID = re.compile(r"((?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?:@([\w-][\w.-]*(?:/[\w.-]+)
 
 
 class FormatError(errors.CheckpointError):
-    """A file of another program is damaged, unsafe, or in an unknown format."""
+    """Another program's file is damaged, unsafe, or in an unknown format."""
 
 
 def opened(path: epath.PathLike) -> IO[bytes]:
-    """The file, open for reading.
-
-    Args:
-      path: local, or in a bucket; it may be a link.
+    """Opens a file for reading, local or in a bucket; it may be a link.
 
     Raises:
-      FormatError: if it is missing, or no regular file.
+      FormatError: if it is missing, or not a regular file.
     """
     try:
         if storage.is_local(path) and not stat.S_ISREG(os.stat(path).st_mode):
-            raise FormatError(f"{path} is no regular file; copy the whole checkpoint")
+            raise FormatError(
+                f"{path} is not a regular file; copy the whole checkpoint"
+            )
         return epath.Path(path).open("rb")
     except (FileNotFoundError, IsADirectoryError):
         raise FormatError(f"{path} is missing; copy the whole checkpoint") from None
 
 
 def read(path: epath.PathLike, *, most_bytes: int | None = None) -> bytes:
-    """The content of a file.
+    """Reads a whole file.
 
     Raises:
       FormatError: if the file is missing, or has more than `most_bytes`.
@@ -63,14 +62,14 @@ def read(path: epath.PathLike, *, most_bytes: int | None = None) -> bytes:
         num_bytes = file.seek(0, 2)
         if most_bytes is not None and num_bytes > most_bytes:
             raise FormatError(
-                f"{path} has {num_bytes} bytes, and at most {most_bytes} are read"
+                f"{path} has {num_bytes} bytes, but at most {most_bytes} are supported"
             )
         file.seek(0)
         return file.read(num_bytes)
 
 
 def read_name(path: epath.PathLike) -> str:
-    """The name of another file or directory, which is all that a file has.
+    """Reads a file that only contains the name of another file or directory.
 
     Raises:
       FormatError: if the file is missing, or longer than a name.
@@ -79,12 +78,12 @@ def read_name(path: epath.PathLike) -> str:
 
 
 def is_plain_name(name: object) -> TypeGuard[str]:
-    """Whether a value is the name of a file that leads to no other directory."""
+    """Whether a value is a file name that leads to no other directory."""
     return isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None
 
 
 def read_json(path: epath.PathLike) -> dict[str, Any]:
-    """The JSON object that a file holds.
+    """Reads the JSON object in a file.
 
     Raises:
       FormatError: if the file is missing, or as `parse_json`.
@@ -93,44 +92,40 @@ def read_json(path: epath.PathLike) -> dict[str, Any]:
 
 
 def parse_json(content: bytes, place: str) -> dict[str, Any]:
-    """The JSON object that `content` is.
-
-    Args:
-      content: UTF-8.
-      place: the file, and the place in it, for messages.
+    """Parses a JSON object in UTF-8; `place` is for messages.
 
     Raises:
-      FormatError: if it is no JSON object, or has a name twice.
+      FormatError: if it is not a JSON object, or repeats a name.
     """
     try:
         fields = json.loads(content, object_pairs_hook=_without_doubles)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{place} is no valid JSON ({error})") from None
+        raise FormatError(f"{place} is not valid JSON ({error})") from None
     if not isinstance(fields, dict):
-        raise FormatError(f"{place} is no JSON object")
+        raise FormatError(f"{place} is not a JSON object")
     return fields
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        raise ValueError("it has a name twice")
+        raise ValueError("it repeats a name")
     return fields
 
 
 def windows(path: str, spans: Iterable[tuple[int, int]]) -> Callable[[int, int], bytes]:
-    """Reads many small parts of a file, and returns a function that has them.
+    """Reads many small parts of a file, and returns a function that looks them up.
 
     Checkpoints with a header for each tensor need a few hundred bytes at many places.
     Near parts are read together, and those of a file in a bucket by parallel requests.
 
     Args:
       path: local, or in a bucket.
-      spans: the first byte and the byte after the last of each part.
+      spans: the first byte of each part, and the byte after the last.
 
     Returns:
-      A function of the first byte, which lies in one of the parts, and a number of
-      bytes; it has fewer if the part ends before.
+      A function of a first byte, in one of the parts, and a number of bytes. It returns
+      these bytes, fewer if the part ends early.
     """
     merged = merged_spans(spans, gap_bytes=GAP_BYTES)
     starts, stops = [start for start, _ in merged], [stop for _, stop in merged]
@@ -147,7 +142,7 @@ def windows(path: str, spans: Iterable[tuple[int, int]]) -> Callable[[int, int],
 def merged_spans(
     spans: Iterable[tuple[int, int]], *, gap_bytes: int = 0
 ) -> list[tuple[int, int]]:
-    """Ranges of bytes in their order, joined where gaps have no more bytes."""
+    """Sorts ranges of bytes, and joins those with gaps of at most `gap_bytes`."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
         if merged and start - merged[-1][1] <= gap_bytes:
@@ -171,15 +166,15 @@ def _read_parts(path: str, starts: Sequence[int], stops: Sequence[int]) -> list[
 
 
 def resolved(path: epath.PathLike) -> epath.PathLike:
-    """The path; that of the files in the hub's cache, if it is the id of a model.
+    """Resolves the id of a model to its path in the hub's cache; returns other paths.
 
     Args:
       path: a path, or `hf://org/name`, or `hf://org/name@revision` with a branch, a tag
-        or a commit; without it the branch `main`. `HF_HUB_CACHE` or `HF_HOME` lead to
+        or a commit (default: the branch `main`). `HF_HUB_CACHE` or `HF_HOME` lead to
         the cache.
 
     Raises:
-      FormatError: if it is no such id, or the cache does not have the model.
+      FormatError: if the id is malformed, or the cache lacks the model.
     """
     text = str(path)
     if not text.startswith(SCHEME):
@@ -187,7 +182,8 @@ def resolved(path: epath.PathLike) -> epath.PathLike:
     match = _ID.fullmatch(text.removeprefix(SCHEME))
     if match is None or ".." in text:
         raise FormatError(
-            f"{text} is no id of a model; it is hf://org/name or hf://org/name@revision"
+            f"{text} is not the id of a model; write hf://org/name or"
+            " hf://org/name@revision"
         )
     name, revision = match[1], match[2] or "main"
     folder = _cache() / f"models--{name.replace('/', '--')}"
@@ -197,8 +193,8 @@ def resolved(path: epath.PathLike) -> epath.PathLike:
     if not is_plain_name(commit) or not found.is_dir():
         of_revision = f" --revision {revision}" if match[2] else ""
         raise FormatError(
-            f"{text} is not in the cache of the hub ({folder}), and it is never"
-            f" downloaded here: run `hf download {name}{of_revision}`, or set HF_HOME"
+            f"{text} is not in the hub's cache ({folder}), and elastic_ckpt never"
+            f" downloads: run `hf download {name}{of_revision}`, or set HF_HOME"
             " or HF_HUB_CACHE to the cache that has it"
         )
     return found

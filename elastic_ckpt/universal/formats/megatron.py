@@ -2,15 +2,15 @@
 
 `torch_dist` is a distributed checkpoint of PyTorch, whose tensors are global. Layers of
 equal shapes are stacked: `decoder.layers.mlp.linear_fc1.weight` has a dim of layers,
-and one of experts where there are some. States of the optimizer get the name of their
-parameter. Values are the numbers and texts of `common.pt`, such as `args/num_layers`;
-states of random number generators are left out.
+and one of experts if there are any. States of the optimizer get the name of their
+parameter. Values are the numbers and texts of `common.pt`, such as `args/num_layers`,
+except states of random number generators.
 
 `iter_0000100/mp_rank_TT_PPP_EEE/model_optim_rng.pt` is the file of tensor-parallel rank
-TT, stage PPP and expert-parallel rank EEE; the last two are left out where there is
-one. Names of tensors count layers within a stage, so stages are the axis `pp`, and
+TT, stage PPP and expert-parallel rank EEE; the name omits the last two where there is
+only one. Tensor names count layers within a stage, so stages are the axis `pp`, and
 chunks of interleaved stages the axis `vp`. Optimizer states are numbered, see
-`zero.numbered`. `distrib_optim.pt` is not read: it lists no parameters.
+`zero.numbered`. `distrib_optim.pt` is not read, as it lists no parameters.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _EXTRA = "_extra_state"
 
 
 def is_format(names: Collection[str]) -> bool:
-    """Whether a directory of these names is such a checkpoint, or leads to one."""
+    """Whether a directory with these names is a Megatron checkpoint, or names one."""
     return (
         LATEST in names
         or _is_torch_dist(names)
@@ -58,11 +58,10 @@ def is_format(names: Collection[str]) -> bool:
 
 
 def open_checkpoint(path: epath.PathLike) -> Checkpoint:
-    """Opens the directory of an iteration, or one whose file names the latest.
+    """Opens the directory of an iteration, or one with a file that names the latest.
 
     Raises:
-      FormatError: as `dcp.open_checkpoint`, and if a file of a rank is missing or
-        damaged.
+      FormatError: as `dcp.open_checkpoint`, and if a rank's file is missing or damaged.
     """
     folder = _folder(epath.Path(path))
     if not _is_torch_dist([each.name for each in folder.iterdir()]):
@@ -96,7 +95,9 @@ def _folder(path: epath.Path) -> epath.Path:
     is_number = text.isascii() and text.isdecimal()
     folder = path / (f"iter_{int(text):07d}" if is_number else text)
     if not (is_number or text == "release") or not folder.exists():
-        raise FormatError(f"{pointer} names {text!r}, which is no iteration beside it")
+        raise FormatError(
+            f"{pointer} names {text!r}, which is not an iteration next to it"
+        )
     return folder
 
 
@@ -104,7 +105,7 @@ def _named(tensor: StoredTensor) -> StoredTensor:
     if match := _STATE.fullmatch(tensor.name):
         kind = "master" if match[1] in _MASTERS else kind_of(match[1])
         return dataclasses.replace(tensor, name=match[2], kind=kind)
-    # Flat buckets of the distributed optimizer are states of no single parameter.
+    # Flat buckets of the distributed optimizer span several parameters.
     is_state = tensor.name.startswith(("optimizer.", "chained_"))
     return dataclasses.replace(tensor, kind="optimizer" if is_state else "parameter")
 
@@ -120,18 +121,18 @@ def _of_ranks(folder: epath.Path) -> Checkpoint:
     for each in sorted(folder.iterdir()):
         if match := _FOLDER.fullmatch(each.name):
             held = [each / name for name in _FILES if (each / name).exists()]
-            # A file that is missing is named when it is read.
+            # Reading reports a missing file.
             path = held[0] if held else each / _FILES[0]
             paths[tuple(int(part or 0) for part in match.groups())] = path
     read = torch_file.read_all(paths)
     first = read[min(read)]
     if first.at("args", "pipeline_model_parallel_size") == 1:
-        # Then the second number is that of experts.
+        # Then a second number is the expert-parallel rank.
         read = {(tp, 0, pp or ep): each for (tp, pp, ep), each in read.items()}
     sizes = [1 + max(numbers) for numbers in zip(*read, strict=True)]
     if len(read) != math.prod(sizes):
         raise FormatError(
-            f"{folder} has files of {len(read)} ranks, and their numbers reach"
+            f"{folder} has files of {len(read)} ranks, but their numbers imply"
             f" {sizes[0]} tensor-parallel ranks, {sizes[1]} stages and {sizes[2]}"
             f" expert-parallel ranks: {errors.first_of(map(str, sorted(read)))}"
         )
@@ -169,9 +170,9 @@ def _of_rank(file: TorchFile) -> Iterator[StoredTensor]:
     if isinstance(optimizers, dict) and optimizers:
         if all(type(key) is int for key in optimizers):
             raise file.error(
-                "has several optimizers, whose states are not named; save as torch_dist"
+                "has several optimizers with unnamed states; save as torch_dist"
             )
-        # The distributed optimizer keeps its states in other files.
+        # The distributed optimizer's states are in other files.
         if isinstance(optimizers.get("optimizer", optimizers).get("state"), dict):
             yield from zero.numbered(
                 file, [w for w in weights if w.kind == "parameter"]

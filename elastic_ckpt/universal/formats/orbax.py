@@ -1,13 +1,13 @@
-"""Opens checkpoints of Orbax v0 and v1, and ours in persistent storage.
+"""Opens checkpoints of Orbax v0 and v1, and our steps in persistent storage.
 
-A tensor has the path of its leaf, `params/dense/kernel`; if a checkpoint has several
-pytrees, it begins with the name of one, `state/params/dense/kernel`. Numbers are
-tensors too, and texts are values. TensorStore reads tensors by their specs and compares
-the checksums that they have: ours have one for each chunk, Orbax's have none.
+A tensor's name is the path of its leaf, `params/dense/kernel`; if a checkpoint has
+several pytrees, it begins with the name of one, `state/params/dense/kernel`. Numbers
+are tensors, too; texts are values. TensorStore reads tensors by their specs and
+compares their checksums: our steps have one for each chunk, Orbax's have none.
 
 Orbax stores arrays as zarr, version 2 or 3, each in a directory or all together in an
-OCDBT store. Only the metadata of each array is read here, many at once: opening one in
-TensorStore takes ten times as long.
+OCDBT store. Only the metadata of the arrays is read here, many at once: opening an
+array in TensorStore takes ten times as long.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from elastic_ckpt.universal.formats.files import FormatError
 
 _TREE, _STRINGS, _STEP = "_METADATA", "_strings.json", "_CHECKPOINT_METADATA"
 _UNCOMMITTED = ".orbax-checkpoint-tmp"
-# Values without an array: texts, and nodes without children.
+# Types of values without an array: texts, and nodes without children.
 _WITHOUT_ARRAY = frozenset(("string", "None", "Dict", "List", "Tuple"))
 
 
 def is_format(names: Collection[str]) -> bool:
-    """Whether files of these names, in one directory, are such a checkpoint."""
+    """Whether a directory with these names is a step or a pytree of Orbax."""
     return _TREE in names or _STEP in names
 
 
@@ -45,8 +45,8 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
     """Opens a step, or the directory of a pytree in one.
 
     Raises:
-      FormatError: if it was not committed, has no pytree, or its metadata are
-        malformed or do not fit its arrays.
+      FormatError: if it was not committed, has no pytree, or its metadata is malformed
+        or does not fit its arrays.
     """
     directory = epath.Path(path)
     held = {each.name: each for each in sorted(directory.iterdir())}
@@ -74,7 +74,7 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
 
 
 def _tensors(directory: epath.Path, prefix: str) -> Iterator[StoredTensor]:
-    # TensorStore takes long to import, and other formats do not need it.
+    # TensorStore is slow to import, and other formats do not need it.
     import tensorstore as ts
 
     from elastic_ckpt.tiers.persistent import ocdbt
@@ -87,11 +87,11 @@ def _tensors(directory: epath.Path, prefix: str) -> Iterator[StoredTensor]:
         is_ocdbt = (directory / "manifest.ocdbt").exists()
     if is_ocdbt:
         base = {**ocdbt.store_spec(directory), "path": ""}
-        # The reader has a context, and limits the memory of all caches together.
+        # The reader's context limits the memory of all caches together.
         del base["cache_pool"]
     elif not all(part.strip(".") for name in keys for part in name.split("/")):
-        # Names in a store may be anything.
-        raise FormatError(f"{directory} lists an array that is not in it: {list(keys)}")
+        # A store takes any name; a path must not lead out of the directory.
+        raise FormatError(f"{directory} lists an array outside it: {list(keys)}")
 
     def at(path: str) -> Any:
         is_url = isinstance(base, str)
@@ -103,7 +103,7 @@ def _tensors(directory: epath.Path, prefix: str) -> Iterator[StoredTensor]:
         store = ts.KvStore.open(at("")).result()
         reads = {name: store.read(each + file) for name, each in prefixes.items()}
         contents = {name: read.result() for name, read in reads.items()}
-    # Raised by TensorStore and by the file system.
+    # TensorStore raises ValueErrors, too.
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0][:300]
         raise FormatError(
@@ -112,7 +112,7 @@ def _tensors(directory: epath.Path, prefix: str) -> Iterator[StoredTensor]:
     for name, content in contents.items():
         place = f"{directory}: {name}"
         if content.state != "value":
-            raise FormatError(f"{place} is listed, and is not in the store")
+            raise FormatError(f"{place} is listed, but not in the store")
         stated = files.parse_json(bytes(content.value), place)
         shape = stated.get("shape")
         yield StoredTensor(
@@ -122,7 +122,7 @@ def _tensors(directory: epath.Path, prefix: str) -> Iterator[StoredTensor]:
             spec={
                 "driver": "zarr3" if is_zarr3 else "zarr",
                 "kvstore": at(prefixes[name]),
-                # Whether every chunk was written: a missing one is lost.
+                # If every chunk was written, a missing one is an error.
                 "fill_missing_data_reads": not fields.get(
                     "store_array_data_equal_to_fill_value"
                 ),
@@ -131,7 +131,7 @@ def _tensors(directory: epath.Path, prefix: str) -> Iterator[StoredTensor]:
 
 
 def _leaves(fields: Mapping[str, Any], directory: epath.Path) -> dict[str, list[str]]:
-    # The keys that lead to each array, by its name.
+    # The keys to each array, by its name.
     names: dict[str, list[str]] = {}
     try:
         for leaf in fields["tree_metadata"].values():
@@ -156,7 +156,7 @@ def _dtype(name: Any, place: str) -> np.dtype:
         dtype = np.dtype(str(name)).newbyteorder("=")
     except (TypeError, ValueError, SyntaxError):
         dtype = np.dtype(object)
-    # Those that are not NumPy's own are of ml_dtypes.
+    # Dtypes of other kinds must be those of ml_dtypes.
     if dtype.kind not in "biufc" and dtype.isbuiltin != 2:
-        raise FormatError(f"{place} is of the unsupported type {name!r:.40}")
+        raise FormatError(f"{place} has the unsupported type {name!r:.40}")
     return dtype

@@ -1,8 +1,8 @@
-"""An adapter of PEFT, which is opened together with the model that it adapts.
+"""PEFT adapters, which are opened together with the model that they adapt.
 
-`adapter_config.json` names the model, its base: a directory, or the id of a model in
-the local cache of the hub. The tensors are those of both, with the names that they have
-in their files; numbers and texts of `adapter_config.json` are values, `adapter/r`.
+`adapter_config.json` names this model, the base: a directory, or the id of a model in
+the hub's local cache. The checkpoint has the tensors of both, with the names in their
+files. Numbers and texts of `adapter_config.json` are values, `adapter/r`.
 """
 
 from __future__ import annotations
@@ -22,33 +22,34 @@ CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _BASE = "base_model_name_or_path"
 _REMEDY = (
-    f"set {_BASE} there to the path of the model, absolute or from that directory on;"
-    f" for the adapter alone, give the path of {_WEIGHTS[0]}"
+    f"set {_BASE} there to the path of the model, absolute or relative to that"
+    f" directory; for the adapter alone, give the path of {_WEIGHTS[0]}"
 )
 
 
 def is_format(names: Collection[str]) -> bool:
-    """Whether files of these names, in one directory, are an adapter."""
+    """Whether a directory with these file names has an adapter."""
     return CONFIG in names
 
 
 def weights(path: epath.PathLike) -> epath.Path:
-    """The file of an adapter's tensors.
+    """The file with an adapter's tensors.
 
     Raises:
-      FormatError: if there is none.
+      FormatError: if it is missing.
     """
     for name in _WEIGHTS:
         if (file := epath.Path(path) / name).exists():
             return file
-    raise FormatError(f"{path} has {CONFIG}, and neither {' nor '.join(_WEIGHTS)}")
+    raise FormatError(f"{path} has {CONFIG}, but neither {' nor '.join(_WEIGHTS)}")
 
 
 def base(path: epath.PathLike) -> epath.Path:
     """The directory or file of the model that an adapter adapts.
 
     Raises:
-      FormatError: if it is not named, not on this machine, or itself an adapter.
+      FormatError: if the adapter does not name it, or it is not on this machine, or
+        itself an adapter.
     """
     found = storage.absolute(path)
     config = found / CONFIG
@@ -66,24 +67,19 @@ def base(path: epath.PathLike) -> epath.Path:
             found = epath.Path(files.resolved(files.SCHEME + name))
         except FormatError as error:
             raise FormatError(
-                f"{config} has the {_BASE} {named!r}, which is no directory here:"
+                f"{config} has the {_BASE} {named!r}, which is not a directory here:"
                 f" {error}; or {_REMEDY}"
             ) from None
     if (found / CONFIG).exists():
         raise FormatError(
-            f"{config} has the {_BASE} {named!r}, which is an adapter, too; convert it"
+            f"{config} has the {_BASE} {named!r}, which is also an adapter; convert it"
             f" first, and {_REMEDY}"
         )
     return found
 
 
 def joined(path: epath.PathLike, adapter: Checkpoint, base: Checkpoint) -> Checkpoint:
-    """The checkpoint of an adapter and its base.
-
-    Args:
-      path: the directory of the adapter.
-      adapter: its tensors.
-      base: those of its base.
+    """Joins the checkpoints of an adapter, whose directory is `path`, and of its base.
 
     Raises:
       FormatError: if both have a tensor of the same name.
@@ -92,7 +88,7 @@ def joined(path: epath.PathLike, adapter: Checkpoint, base: Checkpoint) -> Check
     of_base = {tensor.name for tensor in base.tensors}
     for tensor in adapter.tensors:
         if tensor.name in of_base:
-            raise FormatError(f"{path} has {tensor.name}, and so has its base")
+            raise FormatError(f"{path} and its base both have {tensor.name}")
     held = {each.file for tensor in adapter.tensors for each in tensor.fragments}
 
     def checksums(file: str) -> Sequence[Checksum]:

@@ -1,4 +1,4 @@
-"""Safetensors files: a JSON header, and the values of its tensors behind it.
+"""Safetensors files: a JSON header, followed by the values of the tensors.
 
 The header is checked before a value is read: every tensor has exactly the bytes of its
 shape, and together they are the rest of the file, without gaps or overlaps. There are
@@ -43,7 +43,8 @@ _DTYPES = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# In the header of parts of tensors, which PyTorch's distributed checkpoints may write.
+# Marks the header of a file with parts of tensors, as PyTorch's distributed checkpoints
+# may write.
 _SHARDING = "DCP_SHARDING_INFO"
 
 
@@ -51,21 +52,22 @@ def dtype_name(dtype: np.dtype) -> str:
     """The name of a dtype in headers.
 
     Raises:
-      FormatError: if the format has no such dtype.
+      FormatError: if the format lacks the dtype.
     """
     if dtype not in _NAMES:
         raise FormatError(
-            f"safetensors has no dtype {dtype}; cast such tensors, to one of"
+            f"safetensors has no dtype {dtype}; cast such tensors to one of"
             f" {sorted(map(str, _NAMES))}"
         )
     return _NAMES[dtype]
 
 
 def read_header(path: epath.PathLike) -> tuple[list[StoredTensor], dict[str, str]]:
-    """The tensors of a file, in its order, and texts by name; no values are read.
+    """Reads the tensors of a file, in its order, and texts by name, but no values.
 
     Raises:
-      FormatError: if it is no such file, is cut short, or has parts of tensors.
+      FormatError: if it is not a safetensors file, is cut short, or has parts of
+        tensors.
     """
     with files.opened(path) as file:
         total = file.seek(0, 2)
@@ -73,8 +75,8 @@ def read_header(path: epath.PathLike) -> tuple[list[StoredTensor], dict[str, str
         size = int.from_bytes(file.read(8), "little")
         if not 2 <= size <= min(MOST_HEADER_BYTES, total - 8):
             raise FormatError(
-                f"{path} is no safetensors file, or is cut short: its header would"
-                f" have {size} bytes, and the file has {total}"
+                f"{path} is not a safetensors file, or is cut short: its header would"
+                f" have {size} bytes, but the file has {total}"
             )
         fields = files.parse_json(file.read(size), f"the header of {path}")
     tensors, at = [], 0
@@ -92,15 +94,15 @@ def read_header(path: epath.PathLike) -> tuple[list[StoredTensor], dict[str, str
             place, dtype = f"{path}: {name:.1000}", _DTYPES.get(field["dtype"])
             if dtype is None:
                 raise FormatError(
-                    f"{place} has the dtype {field['dtype']!r:.60}, which is not read;"
-                    f" those that are: {', '.join(_DTYPES)}"
+                    f"{place} has the unsupported dtype {field['dtype']!r:.60};"
+                    f" supported are {', '.join(_DTYPES)}"
                 )
             shape = checked_shape(field["shape"], place)
             stop = at + math.prod(shape) * dtype.itemsize
             if field["data_offsets"] != [at, stop]:
                 raise FormatError(
-                    f"{place} has the data_offsets {field['data_offsets']!r:.60}, and"
-                    f" its values of the shape {shape} would be at {[at, stop]}: the"
+                    f"{place} has the data_offsets {field['data_offsets']!r:.60}, but"
+                    f" its values of shape {shape} would be at {[at, stop]}: the"
                     " header is damaged"
                 )
             fragments = contiguous(
@@ -112,11 +114,11 @@ def read_header(path: epath.PathLike) -> tuple[list[StoredTensor], dict[str, str
             at = stop
     except (AttributeError, ValueError, TypeError, KeyError) as error:
         raise FormatError(
-            f"{path} has a header that is no safetensors header: {error!r:.200}"
+            f"{path} has an invalid safetensors header: {error!r:.200}"
         ) from None
     if 8 + size + at != total:
         raise FormatError(
-            f"{path} has {total - 8 - size} bytes of values, and its header describes"
+            f"{path} has {total - 8 - size} bytes of values, but its header describes"
             f" {at}"
         )
     return tensors, texts

@@ -2,13 +2,13 @@
 
 Such a file is a zip of uncompressed entries: `data.pkl`, a pickle in which tensors are
 views of storages, and `data/<key>`, the bytes of each storage. A tensor becomes a
-`Tensor`, a record of where its values lie.
+`StoredTensor`, a record of where its values are.
 
 Python's unpickler in C decodes the pickle. Names in it are never imported: a few of
-PyTorch stand for types of this module, all others for `Inert`, which keeps what it is
-given. Nothing in the file is trusted: a tensor must lie inside its storage and may not
-be larger than it, and what is decoded must have its CRC-32, if the file was written
-with any. A pickle that was made to do so can still use up memory, or end the process.
+PyTorch's map to types in this module, all others to `Inert`, which only stores what it
+is given. Nothing in the file is trusted: a tensor must lie inside its storage and not
+be larger than it, and all that is decoded must match its CRC-32, if the file has any.
+A malicious pickle can still exhaust memory or end the process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from elastic_ckpt.universal.formats import checkpoint, files
 from elastic_ckpt.universal.formats.checkpoint import Checksum, Fragment, StoredTensor
 from elastic_ckpt.universal.formats.files import FormatError
 
-# By the names that PyTorch has for them.
+# Dtypes by PyTorch's names.
 NAMES = {
     f"torch.{name}": np.dtype(getattr(ml_dtypes, name, name))
     for name in (
@@ -55,10 +55,10 @@ _STORAGES = {
 }
 
 MOST_PICKLE_BYTES = 256 << 20
-# Files of a bucket take long to answer.
+# Requests to a bucket are slow.
 _THREADS = 8
 
-# Bytes `start` to `start + size` of a file; fewer if it ends before.
+# Reads the bytes `start` to `start + size` of a file; fewer if it ends early.
 Read = Callable[[int, int], bytes]
 _Value = TypeVar("_Value")
 
@@ -66,26 +66,27 @@ _END = struct.Struct("<4s6xHII2x")
 _END64 = struct.Struct("<4s28xQQQ")
 _LISTED = struct.Struct("<4s4xHH4xIIIHHH8xI")
 _LOCAL = struct.Struct("<4s22xHH")
-# The ends of the directory lie here.
+# The last bytes of a zip, with the end records of its directory.
 _TAIL_BYTES = 256
 
 
 def _entries(read: Read, begin: int, size: int) -> dict[str, Checksum]:
-    # The bytes of the file that hold each entry of a zip, with their CRC-32.
+    # Each entry's bytes in the file, with their CRC-32; raises ValueError or
+    # struct.error.
     #
     # Python's zipfile takes ten times as long, and a distributed checkpoint has a zip
-    # for each part of a tensor. Raises ValueError or struct.error.
+    # for each part of a tensor.
     tail_start = begin + max(0, size - _TAIL_BYTES)
     tail = read(tail_start, begin + size - tail_start)
     at = tail.rfind(b"PK\5\6")
     if at < 0:
-        raise ValueError("it is no zip, or cut short")
+        raise ValueError("it is not a zip, or cut short")
     _, count, num_bytes, start = _END.unpack_from(tail, at)
     if count == 0xFFFF or 0xFFFFFFFF in (num_bytes, start):
         at64 = max(0, tail.rfind(b"PK\6\6", 0, at))
         _, count, num_bytes, start = _END64.unpack_from(tail, at64)
     if start + num_bytes > size:
-        raise ValueError("its directory is not inside of it")
+        raise ValueError("its directory lies outside it")
     directory, at = read(begin + start, num_bytes), 0
     held: dict[str, Checksum] = {}
     for _ in range(count):
@@ -107,7 +108,7 @@ def _entries(read: Read, begin: int, size: int) -> dict[str, Checksum]:
         local_magic, *lengths = _LOCAL.unpack(local)
         content = header + _LOCAL.size + sum(lengths)
         if local_magic != b"PK\3\4" or content + length > start or name in held:
-            raise ValueError(f"its entry {name[:200]!r} is twice or not inside of it")
+            raise ValueError(f"its entry {name[:200]!r} is repeated or outside it")
         content += begin
         held[name] = Checksum(content, content + length, crc)
         at += _LISTED.size + sum(sizes)
@@ -115,13 +116,13 @@ def _entries(read: Read, begin: int, size: int) -> dict[str, Checksum]:
 
 
 class _Closed(type):
-    # A pickle may set attributes of what is on its stack, such as types.
+    # A pickle may set attributes of anything on its stack, even of types.
     def __setattr__(cls, name: str, value: Any) -> None:
         raise TypeError("sets an attribute of a class")
 
 
 class Inert(metaclass=_Closed):
-    """An object of another program: what its pickle has of it."""
+    """What a pickle says of an object whose class is not imported."""
 
     __slots__ = ("arguments", "items", "parts", "state")
     full_name: ClassVar[str] = ""
@@ -137,18 +138,18 @@ class Inert(metaclass=_Closed):
         self.state = state
 
     def extend(self: Any, parts: Any) -> None:
-        """Adds parts of an object that is a list."""
+        """Adds elements; pickles of lists call it."""
         self.parts += parts
 
     def append(self: Any, part: Any) -> None:
-        """Adds a part of an object that is a list."""
+        """Adds an element; pickles of lists call it."""
         self.parts.append(part)
 
     def __setitem__(self: Any, key: Any, value: Any) -> None:
         self.items[key] = value
 
     def content(self: Any) -> Any:
-        """Its parts, its attributes, or the one value that it was made of."""
+        """Its elements, its attributes, or the single argument it was created with."""
         if self.items or self.parts:
             return self.items or self.parts
         if self.state is not None:
@@ -159,7 +160,7 @@ class Inert(metaclass=_Closed):
 
 
 class _Dict(dict[Any, Any], metaclass=_Closed):
-    # Its arguments are those of a dict, or the default of one; attributes are dropped.
+    # Drops attributes, and the argument of a defaultdict that is its default.
     __slots__ = ()
 
     def __init__(self, *arguments: Any) -> None:
@@ -170,7 +171,7 @@ class _Dict(dict[Any, Any], metaclass=_Closed):
 
 
 class _View(NamedTuple):
-    # A tensor as its pickle has it: of the storage `key`; nothing is checked.
+    # A tensor as its pickle describes it, in the storage `key`; unchecked.
     dtype: Any
     key: Any
     offset: Any
@@ -180,8 +181,8 @@ class _View(NamedTuple):
 
 
 def _view(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> _View:
-    # Behind two arguments about gradients are a type, if it is not that of the storage,
-    # and the bits of lazy views.
+    # Two arguments about gradients are followed by a type, if it differs from the
+    # storage's, and by the bits of lazy views.
     held, key = storage
     types: Iterator[Any] = (each for each in more if isinstance(each, type))
     dtype = next((NAMES.get(each.full_name, each) for each in types), held)
@@ -191,7 +192,7 @@ def _view(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> _V
 
 
 def _maker(function: Callable[..., Any]) -> type:
-    # Called in place of a function, which it hides from the pickle.
+    # A class to call in place of a function, which it hides from the pickle.
     fields = {"__slots__": (), "__new__": lambda _, *arguments: function(*arguments)}
     return _Closed("Maker", (), fields)
 
@@ -206,7 +207,7 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v3": _view,
     "torch._utils._rebuild_parameter": lambda value, *_: value,
     "torch._utils._rebuild_parameter_with_state": lambda value, *_: value,
-    # A tensor with attributes, which are dropped; of another class it is no tensor.
+    # A tensor with attributes, which are dropped; tensors of other classes are inert.
     "torch._tensor._rebuild_from_type_v2": lambda make, kind, parts, *_: (
         make(*parts)
         if getattr(kind, "full_name", "") in _PLAIN_TENSORS
@@ -239,18 +240,18 @@ class _Unpickler(pickle.Unpickler):
         return _TYPES.get(f"{module}.{name}") or _inert(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
-        # The type and the key of a storage, then its device and size.
+        # After its first item, `pid` has the storage's type, key, device and size.
         return _STORAGES.get(pid[1].full_name, pid[1].full_name), pid[2]
 
 
 def decoded(content: bytes, place: str) -> Any:
-    """The value of a pickle, with `Inert` objects.
+    """Decodes a pickle; objects become `Inert`.
 
     Raises:
       FormatError: if it is malformed or cut short.
     """
     try:
-        # A buffer reads ahead; calls for each opcode would be slow.
+        # The buffer reads ahead: a call for each opcode would be slow.
         return _Unpickler(io.BufferedReader(io.BytesIO(content), 1 << 17)).load()
     except Exception as error:
         raise FormatError(
@@ -259,21 +260,15 @@ def decoded(content: bytes, place: str) -> Any:
 
 
 class Archive:
-    """A zip of `torch.save`, which is a file or a part of one.
-
-    Args:
-      read: bytes of the file.
-      begin: the first byte of the zip.
-      size: of the zip.
-      path: of the file.
+    """A zip of `torch.save`: `size` bytes of a file from `begin` on.
 
     Attributes:
       place: the file and the part of it, for messages.
-      entries: by name.
+      entries: the entries by name.
       has_crc: whether it was written with CRC-32.
 
     Raises:
-      FormatError: if it is no such zip, or is cut short.
+      FormatError: if it is not such a zip, or is cut short.
     """
 
     def __init__(self, read: Read, begin: int, size: int, path: str) -> None:
@@ -284,21 +279,21 @@ class Archive:
             self.entries = _entries(read, begin, size)
         except (ValueError, struct.error) as error:
             raise FormatError(
-                f"{self.place} is no file of torch.save, or is cut short ({error});"
-                " files from before PyTorch 1.6 are no zips: load them with torch and"
-                " save them anew"
+                f"{self.place} is not a file of torch.save, or is cut short ({error});"
+                " files from before PyTorch 1.6 are not zips: load them with torch and"
+                " save them again"
             ) from None
         pickles = [name for name in self.entries if name.endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise FormatError(f"{path} has no data.pkl; it is no file of torch.save")
+            raise FormatError(f"{path} has no data.pkl; it is not a file of torch.save")
         self._prefix = pickles[0].removesuffix("data.pkl")
         self.has_crc = any(each.crc for each in self.entries.values())
 
     def content(self, entry: Checksum) -> bytes:
-        """The content of an entry.
+        """Reads an entry.
 
         Raises:
-          FormatError: if it has another CRC-32.
+          FormatError: if its CRC-32 does not match.
         """
         start, stop, expected = entry
         content = self._read(start, stop - start)
@@ -309,21 +304,22 @@ class Archive:
         return content
 
     def pickle(self) -> bytes:
-        """The pickle.
+        """Reads the pickle.
 
         Raises:
-          FormatError: if it is too large or damaged, or numbers are big-endian.
+          FormatError: if it is too large or damaged, or the file is big-endian.
         """
         order = self.entries.get(f"{self._prefix}byteorder")
         if order is not None and self.content(order) != b"little":
             raise FormatError(
-                f"{self.place} is not little-endian; save it anew on such a machine"
+                f"{self.place} is not little-endian; save it again on a little-endian"
+                " machine"
             )
         entry = self.entries[f"{self._prefix}data.pkl"]
         if entry.stop - entry.start > MOST_PICKLE_BYTES:
             raise FormatError(
-                f"{self.place} has a pickle of {entry.stop - entry.start} bytes, and at"
-                f" most {MOST_PICKLE_BYTES} are read"
+                f"{self.place} has a pickle of {entry.stop - entry.start} bytes, but at"
+                f" most {MOST_PICKLE_BYTES} are supported"
             )
         return self.content(entry)
 
@@ -331,13 +327,13 @@ class Archive:
         self,
         of_tensor: Callable[[StoredTensor, Checksum], Any] = lambda tensor, _: tensor,
     ) -> Any:
-        """The value of the pickle: dicts, lists, numbers and texts.
+        """Decodes the pickle to dicts, lists, numbers and texts.
 
         Objects become dicts of their attributes, members of enumerations their values,
         classes and functions their names.
 
         Args:
-          of_tensor: what is put in place of a tensor, which the entry holds.
+          of_tensor: makes the replacement of a tensor, given also its storage's entry.
 
         Raises:
           FormatError: if the pickle is damaged, or a tensor invalid.
@@ -364,25 +360,23 @@ class Archive:
             raise FormatError(f"{self.place} is malformed ({error!r:.200})") from None
 
     def tensor(self, view: Any, name: str) -> tuple[StoredTensor, Checksum]:
-        """The tensor that a value of the pickle is, without a name, and its storage.
+        """The nameless tensor that `decoded` returned as `view`, and its storage.
 
-        Args:
-          view: as `decoded` returned it.
-          name: of the tensor, for messages.
+        `name` is for messages.
 
         Raises:
-          FormatError: if it is no tensor, does not lie inside its storage, or is larger
-            than it.
+          FormatError: if it is not a tensor, does not lie inside its storage, or is
+            larger than it.
         """
         place = f"{self.place}: the tensor {name!r:.200}"
         if type(view) is not _View:
-            raise FormatError(f"{place} is no tensor of torch.save")
+            raise FormatError(f"{place} is not a tensor of torch.save")
         dtype, key, offset, shape, strides, lazy = view
         entry = self.entries.get(f"{self._prefix}data/{key}")
         if entry is None or not isinstance(dtype, np.dtype):
             raise FormatError(
-                f"{place} has the type {dtype!s:.60} and the storage {key!s:.40}, of"
-                f" which one is not {'there' if entry is None else 'read'}"
+                f"{place} has the type {dtype!s:.60} and the storage {key!s:.40}; the"
+                f" {'storage is missing' if entry is None else 'type is unsupported'}"
             )
         if not (
             type(shape) is type(strides) is tuple
@@ -390,7 +384,7 @@ class Archive:
             and all(type(n) is int and 0 <= n < 1 << 63 for n in (offset, *strides))
         ):
             raise FormatError(
-                f"{place} has an offset or strides that are no numbers from 0 up, or"
+                f"{place} has an offset or strides that are not numbers from 0 up, or"
                 " not one stride for each dim"
             )
         checkpoint.checked_shape(shape, place)
@@ -401,8 +395,8 @@ class Archive:
         if count and (count > most or last >= most):
             raise FormatError(
                 f"{place} of shape {shape}, strides {strides} and offset {offset} is"
-                f" not inside {most} elements; a tensor that was expanded has to be"
-                " cloned before it is saved"
+                f" not inside {most} elements; clone an expanded tensor before you save"
+                " it"
             )
         fragment = Fragment(
             box=checkpoint.whole(shape),
@@ -423,9 +417,7 @@ class Archive:
 class TorchFile:
     """A file that was read and closed.
 
-    Attributes:
-      path: its path or URL.
-      value: dicts, lists, numbers and texts, and tensors without names.
+    Its `value` is dicts, lists, numbers and texts, and tensors without names.
     """
 
     path: str
@@ -442,7 +434,7 @@ class TorchFile:
         """The value under nested dicts.
 
         Raises:
-          FormatError: if it is of another kind, or none.
+          FormatError: if it is missing, or of another type.
         """
         value = self.at(*keys)
         if not isinstance(value, kind):
@@ -455,14 +447,14 @@ class TorchFile:
 
 
 def read(path: epath.PathLike, *, span: tuple[int, int] | None = None) -> TorchFile:
-    """The structure of a file.
+    """Reads a file's structure, but not the values of its tensors.
 
     Args:
       path: local, or in a bucket.
-      span: the first byte of the zip and its size; None if it is the whole file.
+      span: the first byte of the zip and its size; None for the whole file.
 
     Raises:
-      FormatError: if it is no such file, or damaged.
+      FormatError: if it is not a file of `torch.save`, or damaged.
     """
     with files.opened(path) as file:
         value = _archive(file, str(path), span).value()
@@ -478,7 +470,7 @@ def _archive(file: Any, path: str, span: tuple[int, int] | None = None) -> Archi
 
 
 def read_all(paths: Mapping[Any, epath.Path]) -> dict[Any, TorchFile]:
-    """The structures of files, by the keys of `paths`; see `read`.
+    """Reads the structures of many files, by the keys of `paths`; see `read`.
 
     Raises:
       FormatError: as `read`.
@@ -488,17 +480,14 @@ def read_all(paths: Mapping[Any, epath.Path]) -> dict[Any, TorchFile]:
 
 
 def read_arrays(path: epath.PathLike) -> Any:
-    """The content of a file, with arrays in place of tensors.
-
-    Args:
-      path: local, or in a bucket.
+    """Reads a file, local or in a bucket, with arrays in place of tensors.
 
     Raises:
-      FormatError: as `read`, or if a part of the file has another CRC-32.
+      FormatError: as `read`, or if a CRC-32 does not match.
     """
     with files.opened(path) as file:
         archive = _archive(file, str(path))
-        # Views of a storage are seldom far from one another.
+        # Views of one storage are seldom far apart.
         content = functools.lru_cache(maxsize=4)(archive.content)
 
         @functools.cache
@@ -520,10 +509,10 @@ def _array(content: bytes, start: int, tensor: StoredTensor) -> np.ndarray:
 
 
 def checksums(path: str) -> Sequence[Checksum]:
-    """The CRC-32 of everything in a file; none if it was written without.
+    """The CRC-32 of every entry of a file; none if it was written without.
 
     Raises:
-      FormatError: if it is no file of torch.save.
+      FormatError: if it is not a file of torch.save.
     """
     with files.opened(path) as file:
         archive = _archive(file, path)
@@ -532,7 +521,7 @@ def checksums(path: str) -> Sequence[Checksum]:
 
 
 def tensors(value: Any, between: str = ".", name: str = "") -> Iterator[StoredTensor]:
-    """Every tensor of a decoded value, named by the keys that lead to it."""
+    """Every tensor in a decoded value, named by its keys joined with `between`."""
     if isinstance(value, StoredTensor):
         yield dataclasses.replace(value, name=name)
     elif isinstance(value, dict | list | tuple):

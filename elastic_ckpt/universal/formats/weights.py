@@ -1,12 +1,12 @@
-"""Opens weights of a model, of safetensors or of PyTorch: one file, or several.
+"""Opens a model's weights in safetensors or PyTorch format: one file, or several.
 
 A directory may have an index, `model.safetensors.index.json`, that lists the file of
-each tensor; and a `config.json`, whose sizes of the model are values,
+each tensor, and a `config.json`, whose entries become values,
 `config/num_key_value_heads`.
 
-Files of PyTorch (`pytorch_model.bin`, or any `.pt`, `.pth` or `.bin`) have state dicts.
-Nested dicts and lists are joined by dots: a training checkpoint has
-`model.layers.0.weight` and `optimizer.state.0.exp_avg`, with its numbers and texts as
+PyTorch files (`pytorch_model.bin`, or any `.pt`, `.pth` or `.bin`) have state dicts.
+Keys of nested dicts and lists are joined by dots: a training checkpoint has
+`model.layers.0.weight` and `optimizer.state.0.exp_avg`. Its numbers and texts become
 values.
 """
 
@@ -35,9 +35,9 @@ from elastic_ckpt.universal.formats.files import FormatError
 CONFIG = "config.json"
 # `model-00001-of-00003.safetensors`
 _SHARD = re.compile(r"(.+)-\d+-of-(\d{1,9})(\.\w+)", re.ASCII)
-# transformers' Trainer saves its arguments beside weights.
+# transformers' Trainer saves its arguments next to the weights.
 _NO_WEIGHTS = "training_args.bin"
-# Files of a bucket take long to answer.
+# Requests to a bucket are slow.
 _THREADS = 8
 
 _Read = Callable[[epath.PathLike], tuple[Sequence[StoredTensor], Mapping[str, Any]]]
@@ -50,15 +50,12 @@ def _read_torch(path: epath.PathLike) -> tuple[list[StoredTensor], dict[str, Any
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """A format of files of weights.
+    """A file format of weights.
 
     Attributes:
-      format: its name.
-      suffixes: of the files.
-      index: with which the name of an index ends.
-      usual: the beginning of the usual names of a file or an index.
-      read: the tensors and values of a file.
-      checksums: of a file.
+      index: the suffix of an index.
+      usual: the usual name of a file or an index, without suffix.
+      read: reads the tensors and values of a file.
       are_joined: whether several files without an index are one model.
     """
 
@@ -71,16 +68,16 @@ class Weights:
     are_joined: bool
 
     def is_format(self, names: Collection[str]) -> bool:
-        """Whether files of these names, in one directory, are such a checkpoint."""
+        """Whether a directory with these file names has weights in this format."""
         return any(name.endswith((*self.suffixes, self.index)) for name in names)
 
     def open_checkpoint(self, path: epath.PathLike) -> Checkpoint:
-        """Opens a file, an index, or a directory that has one of them.
+        """Opens a file, an index, or a directory with one of them.
 
         Raises:
-          FormatError: if a file is missing, damaged or not listed, also one of a
-            numbered set without an index, an index leads to another directory or does
-            not fit its files, or a tensor is there twice.
+          FormatError: if a file is missing, damaged or not listed, a numbered set
+            without an index is incomplete, an index leads to another directory or does
+            not fit its files, or a tensor occurs twice.
         """
         source = epath.Path(path)
         is_dir = source.is_dir()
@@ -104,7 +101,7 @@ class Weights:
             for tensor in held:
                 if tensors.setdefault(tensor.name, tensor) is not tensor:
                     raise FormatError(
-                        f"{folder / file} has {tensor.name}, and so has another file or"
+                        f"{folder / file} has {tensor.name}, as has another file or"
                         " dict; give the path of one file, or of an index"
                     )
             lacking = set(expected).difference(tensor.name for tensor in held)
@@ -144,7 +141,7 @@ class Weights:
                 raise FormatError(
                     f"{path} has {number} of the {int(count)} files"
                     f" {stem}-*-of-{count}{suffix}, and no index of them: a conversion"
-                    " or a download was not finished; do it again"
+                    " or a download was not finished; repeat it"
                 )
         if len(found) != 1 and not self.are_joined:
             raise FormatError(
@@ -176,16 +173,16 @@ PYTORCH = Weights(
 
 
 def config_values(path: epath.Path) -> dict[str, Any]:
-    """The values of a configuration, `config/...`; none if there is no such file.
+    """The values of a configuration, `config/...`; none if the file is missing.
 
     Raises:
-      FormatError: if it is no JSON object.
+      FormatError: if it is not a JSON object.
     """
     return flatten({"config": files.read_json(path)}) if path.exists() else {}
 
 
 def _read_index(index: epath.Path) -> tuple[dict[str, list[str]], dict[str, Any]]:
-    # The tensors that each file has, and the numbers and texts of an index.
+    # The tensors of each file, and an index's numbers and texts.
     fields = files.read_json(index)
     weight_map, metadata = fields.get("weight_map"), fields.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -194,7 +191,8 @@ def _read_index(index: epath.Path) -> tuple[dict[str, list[str]], dict[str, Any]
     for name, file in weight_map.items():
         if not files.is_plain_name(file):
             raise FormatError(
-                f"{index} lists {name:.200} in {file!r:.99}, which is no file beside it"
+                f"{index} lists {name:.200} in {file!r:.99}, which is not a file next"
+                " to it"
             )
         by_file[file].append(name)
     kept: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}

@@ -1,14 +1,13 @@
-"""The states of optimizers as ranks save them: flat ranges, or without names.
+"""Turns optimizer states, saved as flat ranges or without names, into named tensors.
 
-Stages 1 and 2 of ZeRO list, in each file, the parameters of which it has a range of a
-flat tensor, and where; ranges follow one another by data-parallel rank. Stage 3 lists
-nothing: each rank has an equal part of every parameter, rounded up, in the order of
-`param_shapes`. Parameters of experts are spread over fewer ranks: those of the same
-expert-parallel rank. In stages 1 and 2 the momentum of Muon has a layout of its own,
-which is refused.
+In stages 1 and 2 of ZeRO each file lists its parameters, with the range of a flat
+tensor that it has of each; ranges follow one another by data-parallel rank. Stage 3
+lists nothing: each rank has an equal part of every parameter, rounded up, in the order
+of `param_shapes`. Parameters of experts are spread over fewer ranks: those of the same
+expert-parallel rank. Muon's momentum in stages 1 and 2 has its own layout, which is
+refused.
 
-PyTorch's optimizers number parameters, see `numbered`. Both become tensors of
-parameters here.
+PyTorch's optimizers number parameters, see `numbered`.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ from elastic_ckpt.universal.formats.checkpoint import (
 )
 from elastic_ckpt.universal.formats.torch_file import TorchFile
 
-# The name of a parameter of an expert, whose number it has.
+# The name of an expert's parameter; the middle group is the expert's number.
 EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d{1,9})(\..*)", re.DOTALL)
 _STATE = "optimizer_state_dict"
-# Begins the name of a state whose parameter is not known; its number follows.
+# Begins the name of a state with an unknown parameter; its number follows.
 UNNAMED = "optimizer/"
-# The state dict of PyTorch's optimizer in that of the one around it, and the float32
+# Where wrapping optimizers have the state dict of PyTorch's, and the float32
 # parameters: DeepSpeed's, then Megatron's.
 _NESTED = ("optimizer_state_dict", "optimizer")
 _MASTERS = ("fp32_groups", "fp32_groups_flat", "fp32_from_fp16_params")
-# States that have the shape of their parameter.
+# States with the shape of their parameter.
 _SHAPED = ("fp32", "exp_avg", "momentum_buffer")
 _MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
-# The states of a parameter have equal ranges, whose boxes they share.
+# The states of a parameter have equal ranges, and share their boxes.
 _boxes_of_range = functools.lru_cache(maxsize=2**14)(factors.boxes_of_range)
 
 Shape = tuple[int, ...]
@@ -55,13 +54,9 @@ _Rank = tuple[int, int]
 
 
 class Range(NamedTuple):
-    """Elements of a flat tensor.
+    """`numel` elements of the tensor `flat` of a file, from `start` on.
 
-    Attributes:
-      file: that holds the flat tensor.
-      flat: the tensor; of a number, such as steps, it has no dims.
-      start: the first element in it.
-      numel: the number of elements.
+    A number, such as a count of steps, is a tensor without dims.
     """
 
     file: TorchFile
@@ -73,17 +68,11 @@ class Range(NamedTuple):
 def of_ranges(
     name: str, kind: str, shape: Shape, ranges: Sequence[Range]
 ) -> StoredTensor:
-    """A state of a parameter, which ranges hold.
-
-    Args:
-      name: of the parameter.
-      kind: see `StoredTensor`.
-      shape: of the parameter.
-      ranges: in the order of its elements; of one dtype.
+    """A state of a parameter as one tensor, from ranges in the order of its elements.
 
     Raises:
-      FormatError: if a range lies outside of its flat tensor, or they are more or fewer
-        elements than the parameter has.
+      FormatError: if a range lies outside its flat tensor, or the ranges have more or
+        fewer elements than the parameter.
     """
     first, held = ranges[0], sum(max(0, each.numel) for each in ranges)
     if not first.flat.shape:
@@ -91,7 +80,8 @@ def of_ranges(
     if held != math.prod(shape):
         raise first.file.error(
             f"and its neighbors hold {held} elements of {name}, which has"
-            f" {math.prod(shape)}; files of ranks are missing, or of another save"
+            f" {math.prod(shape)}; files of some ranks are missing, or from another"
+            " save"
         )
     pieces: list[Fragment] = []
     width, at = first.flat.dtype.itemsize, 0
@@ -101,7 +91,7 @@ def of_ranges(
         if not is_like or flat.view or strides not in ([], [(width,)]):
             raise file.error(
                 f"holds {name} in a tensor {flat.dtype}{list(flat.shape)} {flat.view}"
-                f" that is not flat, or unlike that of {first.file.path}"
+                f" that is not flat, or differs from that of {first.file.path}"
             )
         if not 0 <= start <= start + numel <= flat.shape[0]:
             raise file.error(
@@ -128,14 +118,9 @@ def of_ranges(
 def equal_part(
     file: TorchFile, flat: StoredTensor, *, start: int, numel: int, part: _Rank
 ) -> Range:
-    """The range of a parameter of which each rank has an equal part, rounded up.
+    """One rank's range of a parameter of `numel` elements, split equally, rounded up.
 
-    Args:
-      file: that holds `flat`.
-      flat: the tensor of a rank.
-      start: the first element of the part in it.
-      numel: the elements of the whole parameter.
-      part: its number, and how many there are.
+    The part begins at `start` in the rank's tensor `flat`.
     """
     number, count = part
     size = -(-numel // count)
@@ -143,23 +128,23 @@ def equal_part(
 
 
 def shapes_of(model: TorchFile) -> list[dict[str, Shape]]:
-    """The shapes of the parameters of each group, from the file of a model.
+    """The shapes of the parameters of each group, from a model's file.
 
     Raises:
-      FormatError: if it has none, or they are no shapes.
+      FormatError: if they are missing or invalid.
     """
     groups = model.typed(list, "param_shapes")
     return [named_shapes(model, group) for group in groups]
 
 
 def named_shapes(file: TorchFile, shapes: Any) -> dict[str, Shape]:
-    """Shapes by name, checked.
+    """Checks shapes by name.
 
     Raises:
-      FormatError: if one is none.
+      FormatError: if one is not a shape.
     """
     if not isinstance(shapes, dict):
-        raise file.error("has a group of shapes that is no dict")
+        raise file.error("has a group of shapes that is not a dict")
     return {
         str(name): checked_shape(
             shape if isinstance(shape, tuple) else (shape,), f"{file.path}: {name}"
@@ -169,14 +154,10 @@ def named_shapes(file: TorchFile, shapes: Any) -> dict[str, Shape]:
 
 
 def states(model: TorchFile, held: Sequence[TorchFile]) -> Iterator[StoredTensor]:
-    """The states in the optimizer files of a rank of the model.
-
-    Args:
-      model: the file of the model.
-      held: the files of its optimizer, by data-parallel rank.
+    """The states in one model rank's optimizer files, given by data-parallel rank.
 
     Raises:
-      FormatError: if a file contradicts another, or itself.
+      FormatError: if a file contradicts itself or another.
     """
     is_equal = held[0].at(_STATE, "fp32_flat_groups") is not None
     for group, shapes in enumerate(shapes_of(model)):
@@ -193,22 +174,21 @@ def states(model: TorchFile, held: Sequence[TorchFile]) -> Iterator[StoredTensor
                 experts = _experts(file, group, shapes, rank)
             except _MALFORMED as error:
                 raise file.error(
-                    f"has states of group {group} that are none of ZeRO"
-                    f" ({error!r:.200})"
+                    f"has states of group {group} that are not ZeRO's ({error!r:.200})"
                 ) from None
             for name, key, part in parts:
                 if name not in shapes:
-                    raise file.error(f"has {name}, which param_shapes do not have")
+                    raise file.error(f"has {name}, which param_shapes does not list")
                 lacking.pop(name, None)
                 state = experts.get(name, name), kind_of(key)
                 _, ranges = made.setdefault(state, (shapes[name], []))
-                # Every rank has the same number.
+                # A number is the same on every rank.
                 if part.flat.shape or not ranges:
                     ranges.append(part)
         if lacking:
             raise held[0].error(
                 f"and its neighbors lack states of {errors.first_of(lacking)}; files of"
-                " ranks are missing, or of another save"
+                " some ranks are missing, or from another save"
             )
         for (name, kind), (shape, ranges) in made.items():
             yield of_ranges(name, kind, shape, ranges)
@@ -217,11 +197,11 @@ def states(model: TorchFile, held: Sequence[TorchFile]) -> Iterator[StoredTensor
 def _equal_parts(
     file: TorchFile, group: int, shapes: Shapes, part: _Rank
 ) -> Iterator[tuple[str, str, Range]]:
-    # Stage 3: the parameter, the optimizer's name of a state, and the range of it.
+    # Stage 3: the parameter, the optimizer's name of the state, and the range.
     if file.at(_STATE, "ds_zero_partition_groups") is not None:
         raise file.error(
-            "has experts that AutoEP spread; convert it with DeepSpeed's"
-            " ds_to_universal before"
+            "has experts that AutoEP divided; convert it with DeepSpeed's"
+            " ds_to_universal first"
         )
     masters = file.typed(list, _STATE, "fp32_flat_groups")
     flats = _flats(masters, file.at(_STATE, _STATE), group)
@@ -238,15 +218,15 @@ def _listed_parts(file: TorchFile, group: int) -> Iterator[tuple[str, str, Range
     base = file.at(_STATE, "base_optimizer_state")
     masters = file.typed(list, _STATE, "single_partition_of_fp32_groups")
     flats = _flats(masters, base, group)
-    # Without groups, the configuration tells; DeepSpeed up to 0.19.8 records neither.
+    # Without groups the configuration shows it; DeepSpeed up to 0.19.8 records neither.
     groups = base.get("param_groups") if isinstance(base, dict) else None
     is_muon = groups[group].get("use_muon") if groups else False
     kind = str(file.at("ds_config", "optimizer", "type")).lower()
     is_muon = (is_muon or "muon" in kind) and "momentum_buffer" in flats
     if is_muon or file.at(_STATE, "whole_param_optimizer_states"):
         raise file.error(
-            "has the momentum of Muon, which is read of ZeRO stage 3 alone; save with"
-            " it, or load the weights alone, from a copy without *_optim_states.pt"
+            "has the momentum of Muon, which is supported only in ZeRO stage 3; save"
+            " with it, or load only the weights, from a copy without *_optim_states.pt"
         )
     mapping = file.typed(list, _STATE, "param_slice_mappings")[group]
     for name, place in mapping.items():
@@ -256,8 +236,8 @@ def _listed_parts(file: TorchFile, group: int) -> Iterator[tuple[str, str, Range
 
 
 def _flats(masters: list[Any], base: Any, group: int) -> dict[str, StoredTensor]:
-    # The tensors of a group in one file, by the optimizer's names of them. With the
-    # option `elastic_checkpoint`, `base` is a list of the groups.
+    # The tensors of a group in one file, by the optimizer's names. With the option
+    # `elastic_checkpoint`, `base` is a list of the groups.
     held = base["state"] if isinstance(base, dict) else base
     held = dict(enumerate(held)) if isinstance(held, list) else held
     named = {"fp32": masters[group], **held.get(group, {})}
@@ -270,16 +250,16 @@ def _flats(masters: list[Any], base: Any, group: int) -> dict[str, StoredTensor]
 def _experts(
     file: TorchFile, group: int, shapes: Shapes, part: _Rank
 ) -> dict[str, str]:
-    # By their names in the file: files of optimizers number experts within a rank, and
-    # those of models through all.
+    # The models' names of experts, by the optimizers' names: optimizer files number
+    # experts within a rank, model files across all ranks.
     dp, ranks = part
     counts = file.at(_STATE, "partition_count")
-    # Stage 3 has one for all groups.
+    # Stage 3 has one count for all groups.
     count = operator.index(counts[group]) if isinstance(counts, list) else ranks
     if count < 1 or ranks % count:
         raise ValueError(f"partition_count is {count} of {ranks}")
     is_outer = file.at("ds_config", "use_data_before_expert_parallelism") is True
-    # It is 0 if all ranks share the parameters of the group.
+    # 0 if all ranks share the parameters of the group.
     expert_rank = dp // count if is_outer else dp % (ranks // count)
     found = [match for name in shapes if (match := EXPERT.fullmatch(name))]
     held = collections.Counter((match[1], match[3]) for match in found)
@@ -291,28 +271,26 @@ def _experts(
 def numbered(
     file: TorchFile, weights: Sequence[StoredTensor]
 ) -> Iterator[StoredTensor]:
-    """The states of an optimizer, named as the weights of the same rank where possible.
+    """The states of an optimizer, named like the weights of their rank where possible.
 
-    PyTorch's optimizers number parameters: through groups, and in each of them in the
+    PyTorch's optimizers number parameters group by group, and within a group in the
     order of the model. So if all parameters of a shape are in one group, their names
-    follow from the order; otherwise they are not known.
+    follow from the order; otherwise they are unknown.
 
-    Args:
-      file: that has the optimizer's state dict as `optimizer`.
-      weights: of kind `parameter`, in the order of the model.
+    `weights` are the rank's tensors of kind `parameter`, in the order of the model.
 
     Raises:
-      FormatError: if it is no state dict.
+      FormatError: if the file has no state dict `optimizer`.
     """
     try:
         groups, held = _numbered(file.typed(dict, "optimizer"))
     except _MALFORMED as error:
         raise file.error(
-            f"has an optimizer whose states are none of PyTorch ({error!r:.200})"
+            f"has an optimizer whose states are not PyTorch's ({error!r:.200})"
         ) from None
     by_shape: dict[Shape, dict[Any, StoredTensor]] = collections.defaultdict(dict)
     for each in weights:
-        # Tied parameters lie at one place.
+        # Tied parameters share their bytes.
         by_shape[each.shape].setdefault(each.fragments, each)
     of_shape: dict[Shape, list[tuple[int, int]]] = collections.defaultdict(list)
     for group, numbers in enumerate(groups):
@@ -337,7 +315,7 @@ def numbered(
 def _numbered(
     optimizer: Mapping[str, Any],
 ) -> tuple[list[list[int]], dict[int, dict[str, StoredTensor]]]:
-    # The numbers of each group, and the states by number.
+    # The parameter numbers of each group, and the states by number.
     nested = [optimizer[key] for key in _NESTED if isinstance(optimizer.get(key), dict)]
     inner = nested[0] if nested else optimizer
     groups = [list(map(operator.index, g["params"])) for g in inner["param_groups"]]

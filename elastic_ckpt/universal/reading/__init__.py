@@ -1,1 +1,1 @@
-"""Reads the parts of a checkpoint that a host needs, group by group."""
+"""Reads the parts of a checkpoint that a host needs, in groups."""

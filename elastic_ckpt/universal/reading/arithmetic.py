@@ -1,8 +1,9 @@
 """Arithmetic on values between files and arrays: scale, shift, cast, derived tensors.
 
 A derived tensor is read like a stored one. Its parts are virtual files of at most
-16 MiB in row-major order: a part is computed of the boxes of its operands, one operand
-after the other. Elements are computed one by one, so that they are the same in any cut.
+16 MiB in row-major order; each is computed from boxes of its operands, one operand
+after the other. Each element is computed by itself, so it is the same however the
+tensor is cut.
 """
 
 from __future__ import annotations
@@ -21,28 +22,24 @@ from elastic_ckpt.universal.reading import sources
 from elastic_ckpt.universal.reading.sources import VirtualFile
 
 _CACHE_LINE_BYTES = 64
-# The elements of a tile along the fastest dim of either side. NumPy copies rows of the
-# first kind in a loop over the second.
+# The elements of a tile along the fastest dim of `into`, and along that of `values`.
+# NumPy copies rows along the first in a loop over the second.
 _ROW, _COLUMN = 64, 128
-# With fewer, a call takes longer than its copy.
+# With fewer elements, a call takes longer than the copying.
 _FEW_ELEMENTS = 1024
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
-# Reads a box of a stored tensor, by its number.
+# Reads a box of a stored tensor, given the tensor's number.
 ReadBox = Callable[[int, Box], np.ndarray]
 
 
 def changed(values: np.ndarray, scale: float, shift: float, view: str) -> np.ndarray:
-    """`values * scale + shift`, in float32 at least.
+    """Stored values times `scale` plus `shift`, in at least float32.
 
-    Args:
-      values: as they are stored.
-      scale: their factor.
-      shift: added to them.
-      view: of the stored tensor, see `StoredTensor`.
+    For `view` see `StoredTensor`.
 
     Raises:
-      CheckpointError: see `widened`.
+      CheckpointError: as `widened`.
     """
     values = np.conjugate(values) if "conj" in view else values
     values = -values if "neg" in view else values
@@ -53,7 +50,7 @@ def changed(values: np.ndarray, scale: float, shift: float, view: str) -> np.nda
 
 
 def widened(values: np.ndarray) -> np.ndarray:
-    """Values as the floats that are computed with, of 32 bits at least.
+    """Casts values to floats of at least 32 bits, to compute with.
 
     Raises:
       CheckpointError: if an integer would be rounded.
@@ -70,24 +67,20 @@ def widened(values: np.ndarray) -> np.ndarray:
 
 
 def is_safe(stored: np.dtype, dtype: np.dtype) -> bool:
-    """Whether all values of a dtype are, or are rounded to, values of another one."""
-    # NumPy's answer about the narrow floats of ml_dtypes is wrong.
+    """Whether a cast from `stored` to `dtype` keeps all values, or only rounds them."""
+    # NumPy's answer is wrong for ml_dtypes' narrow floats.
     return stored == dtype or (dtype.itemsize > 1 and np.can_cast(stored, dtype))
 
 
 @np.errstate(all="ignore")
 def check_cast(values: np.ndarray, dtype: np.dtype, name: str) -> None:
-    """Checks that integers, flags and reals remain what they are as another dtype.
+    """Checks that a cast to `dtype` keeps the values.
 
-    Reals and integers are rounded to floats, but do not become infinite.
-
-    Args:
-      values: that are cast.
-      dtype: that they are cast to.
-      name: of the target, for the error.
+    It may round reals and integers to floats, but not to infinity. `name` is that of
+    the target, for the error.
 
     Raises:
-      CheckpointError: if a value is not one of the dtype.
+      CheckpointError: if `dtype` cannot represent a value.
     """
     if is_safe(values.dtype, dtype):
         return
@@ -95,11 +88,11 @@ def check_cast(values: np.ndarray, dtype: np.dtype, name: str) -> None:
     numbers = values.real if is_real else values
     made = numbers.astype(dtype)
     if dtype.kind == "b" or "int" in dtype.name:
-        # An integer may wrap, and wrap back.
+        # An integer may wrap around, and back again.
         is_kept = made.astype(numbers.dtype) == numbers
         is_kept &= (made < 0) == (numbers < 0)
     elif np.isfinite(np.array(np.inf).astype(dtype)):
-        # Without infinity, all that is too large becomes the largest.
+        # Dtypes without infinity saturate.
         is_kept = abs(numbers.astype(np.float64)) <= float(ml_dtypes.finfo(dtype).max)
     else:
         is_kept = np.isfinite(made) | ~np.isfinite(numbers)
@@ -107,22 +100,19 @@ def check_cast(values: np.ndarray, dtype: np.dtype, name: str) -> None:
         is_kept &= values.imag == 0
     if not is_kept.all():
         raise errors.CheckpointError(
-            f"{name}: {values[~is_kept].flat[0]} is no {dtype.name}; give the target"
-            " another dtype"
+            f"{name}: {values[~is_kept].flat[0]} is not a {dtype.name}; give the target"
+            " a different dtype"
         )
 
 
 @np.errstate(all="ignore")
 def copy(into: np.ndarray, values: np.ndarray) -> None:
-    """Copies elements, cast to the dtype of `into`.
+    """Copies `values` to `into` of the same shape, cast to its dtype.
 
-    NumPy copies in the order of one side: where one transposes the other, the other one
-    takes a cache line for each element, and is four times as slow. Such a copy is made
-    tile by tile: a tile fits into the cache on both sides.
-
-    Args:
-      into: writable; its strides descend, as those of a form do.
-      values: of the same shape.
+    NumPy copies in the order of one side. A transposing copy then takes a cache line
+    for each element of the other side, and is four times as slow. So it is done in
+    tiles that fit into the cache on both sides. The strides of `into` must descend, as
+    those of a form do.
     """
     inner = into.ndim - 1
     if inner < 1 or into.size < 4 * _FEW_ELEMENTS:
@@ -136,7 +126,7 @@ def copy(into: np.ndarray, values: np.ndarray) -> None:
     if min(rows, _ROW) * min(columns, _COLUMN) < _FEW_ELEMENTS:
         _copy_tiles(into, values, across)
         return
-    # The other dims would have a tile exceed the cache.
+    # With the other dims a tile would exceed the cache.
     into, values = np.moveaxis(into, across, -2), np.moveaxis(values, across, -2)
     for outer in np.ndindex(into.shape[:-2]):
         _copy_tiles(into[outer], values[outer], 0)
@@ -154,18 +144,12 @@ def _copy_tiles(into: np.ndarray, values: np.ndarray, across: int) -> None:
 
 def _wide(dtype: np.dtype) -> np.dtype:
     wide = np.result_type(dtype, np.float32)
-    # Types of fewer bits than bfloat16 do not promote.
+    # Dtypes narrower than bfloat16 do not promote.
     return wide if ml_dtypes.finfo(wide).bits >= 32 else np.dtype(np.float32)
 
 
 def stored_of(matched: Matched, source: int, num_stored: int) -> list[int]:
-    """The numbers of the stored tensors that a source of a move is made of.
-
-    Args:
-      matched: that has the move.
-      source: its number.
-      num_stored: of tensors of the checkpoint.
-    """
+    """The numbers of the stored tensors behind a move's source."""
     if source < num_stored:
         return [source]
     return [each.tensor for each in matched.derived[source - num_stored].operands]
@@ -178,14 +162,9 @@ def tensors(
     read: ReadBox,
     virtual: dict[str, VirtualFile],
 ) -> list[StoredTensor]:
-    """Derived tensors as stored ones, with fragments in virtual files if they are used.
+    """Describes derived tensors as stored ones; adds files to `virtual` for those used.
 
-    Args:
-      derived: by number.
-      used: the numbers of the tensors that are read; these follow the stored ones.
-      stored: the tensors of the checkpoint.
-      read: reads a box of one of these.
-      virtual: to which the files are added.
+    `used` are the numbers of tensors that are read.
 
     Raises:
       CheckpointError: if tensors that are compared or added up have different dtypes.
@@ -207,13 +186,7 @@ def tensors(
 def computed(
     spec: Derived, box: Box, stored: Sequence[StoredTensor], read: ReadBox
 ) -> np.ndarray:
-    """The values of a box of a derived tensor.
-
-    Args:
-      spec: the tensor.
-      box: of it.
-      stored: the tensors of the checkpoint.
-      read: reads a box of one of these.
+    """Computes a box of a derived tensor.
 
     Raises:
       CheckpointError: if values that should be equal differ in a bit, or integers would
@@ -226,15 +199,15 @@ def computed(
             _check_equal(spec, box, stored, operand, first, other)
         return first
     if spec.how == "sum" and "int" in first.dtype.name:
-        # Python's integers where a sum may have more than 64 bits.
+        # Python's integers, as a sum of 8-byte ones may need more than 64 bits.
         wide = np.dtype(object if first.dtype.itemsize == 8 else np.int64)
         total = functools.reduce(np.add, operands, first.astype(wide))
         try:
             return total.astype(spec.dtype)
         except OverflowError as error:
             raise errors.CheckpointError(
-                f"{stored[spec.operands[0].tensor].name}: the sum over all ranks is no"
-                f" {spec.dtype.name}; use another step"
+                f"{stored[spec.operands[0].tensor].name}: the sum over all ranks"
+                f" overflows {spec.dtype.name}; use another step"
             ) from error
     with np.errstate(all="ignore"):
         total = widened(first).astype(spec.dtype, copy=False)
@@ -267,8 +240,9 @@ def _make(
 def _aligned(
     operand: Operand, box: Box, stored: Sequence[StoredTensor], read: ReadBox
 ) -> np.ndarray:
-    # What a box of the derived tensor needs of an operand, with dims in its order, of
-    # length 1 where the operand is constant; last the one that `plus` adds up over.
+    # The part of an operand that a box of the derived tensor needs. Its dims are in the
+    # derived tensor's order, of length 1 where the operand is constant; the dim that
+    # `plus` contracts is last.
     start, stop = [], []
     shape = stored[operand.tensor].shape
     half = is_half_a_byte(operand.viewed_as)
@@ -303,7 +277,7 @@ def _check_dtypes(spec: Derived, stored: Sequence[StoredTensor]) -> None:
             raise errors.CheckpointError(
                 f"{first.name} of {_rank(first)} is {first.dtype.name}, and"
                 f" {other.name} of {_rank(other)} is {other.dtype.name}, but the layout"
-                " makes one tensor of them; use another step, or read one of them"
+                " makes one tensor of them; use another step, or read only one of them"
                 " (`unchecked`)"
             )
 
@@ -325,14 +299,14 @@ def _check_equal(
     raise errors.CheckpointError(
         f"{tensor.name} of {_rank(tensor)} and {other.name} of {_rank(other)}"
         f" differ at {index}: {first[element]} and {second[element]}; the layout"
-        " requires that they are equal. Use `mean` if ranks have been averaged,"
+        " requires them to be equal. Use `mean` if the ranks are to be averaged,"
         " `unchecked` to read one of them, `copy: unchecked` for a copy of another"
         " tensor, or another step"
     )
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-    # The elements as unsigned numbers, under one more dim.
+    # The elements as unsigned integers, with a new last dim.
     return array[..., None].view(_BITS.get(array.itemsize, np.uint8))
 
 

@@ -1,13 +1,13 @@
-"""Reads the boxes of targets that a host needs: planned, read and copied in groups.
+"""Reads the boxes of targets that a host needs, in groups.
 
-A group is as many targets as half of the budget has room for. Its moves are cut by the
-boxes that are needed and by the fragments of their tensors into copies: strided, from
-one file into one buffer. Copies that are near each other in a file are one span, which
-one request of a thread reads. A span whose bytes are those of a buffer is read straight
-into it; any other is read into memory of its own, and copied from there while it is in
-the cache. While the caller has a group, the next one is read.
+A group is as many targets as fit into half of the budget. Its moves are cut by the
+needed boxes and by the fragments of the source tensors into strided copies, each from
+one file into one buffer. Copies that are near each other in a file form a span, which a
+thread reads with one request. A span whose bytes are those of a buffer is read straight
+into it; any other is read into scratch memory, and copied while it is in the cache.
+While the caller uses a group, the next one is read.
 
-Equal copies are of one form, wherever they are: there may be a copy for each row.
+Copies that differ only in their place share a form, as there may be one for each row.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from elastic_ckpt.universal.reading.sources import Checks, Limits, Sources, Virt
 BUDGET_BYTES = 2**28
 _LOCAL_THREADS = 8
 _REMOTE_THREADS = 16
-# A copy without change gets a request of its own from this size on.
+# An unchanged copy of at least this size gets a request of its own.
 _ALONE_BYTES = 2**18
-# The most memory that is kept for the next requests, by request.
+# Scratch memory of at most this size is kept for the next requests.
 _KEPT_BYTES = 12 * 2**20
-# Values are aligned in memory as they are in their file.
+# Values keep their file's alignment in memory.
 _ALIGNMENT = 64
-# With fewer, each is tried.
+# Up to this many are tried one by one.
 _FEW_BOXES = 256
-# Scale, shift and view of values that are copied as they are.
+# The scale, shift and view of values that are copied as they are.
 _PLAIN = (1.0, 0.0, "")
 
-# What is read together: a target, and boxes of it.
+# A target, and boxes of it that are read together.
 Unit = tuple[TargetTensor, Sequence[Box]]
 
 
@@ -60,11 +60,12 @@ class Form:
     """A strided copy without its place.
 
     Attributes:
-      sizes: of its dims, more than 1 each; the last advances least in the buffer.
-      source: bytes from an element to the next in the file, by dim.
-      buffer: elements from one to the next in the buffer, by dim.
-      kind: the dtype of the elements in the file, the factor of the values, what is
-        added to them, and the view of the stored tensor (see `StoredTensor`).
+      sizes: the lengths of its dims, each above 1; the last advances least in the
+        buffer.
+      source: the strides in the file, in bytes.
+      buffer: the strides in the buffer, in elements.
+      kind: the dtype of the elements in the file, the scale, the shift, and the view of
+        the stored tensor (see `StoredTensor`).
     """
 
     sizes: tuple[int, ...]
@@ -79,13 +80,13 @@ class Form:
 
     @functools.cached_property
     def extent(self) -> int:
-        """Bytes in the file from the start of the first element to the last's end."""
+        """Bytes in the file from the first element's start to the last one's end."""
         steps = zip(self.sizes, self.source, strict=True)
         return sum((n - 1) * stride for n, stride in steps) + self.kind[0].itemsize
 
     @functools.cached_property
     def is_large(self) -> bool:
-        """Whether its bytes are copied as they are, and are worth a request."""
+        """Whether it copies enough contiguous bytes, unchanged, for its own request."""
         is_row = (
             self.buffer == (1,) and self.extent == self.volume * self.kind[0].itemsize
         )
@@ -94,7 +95,7 @@ class Form:
 
 @dataclasses.dataclass(eq=False)
 class Buffer:
-    """A box of a target, and its values in row-major order."""
+    """A box of a target, and its values in row-major order; `left` are unplanned."""
 
     target: TargetTensor
     box: Box
@@ -103,7 +104,7 @@ class Buffer:
 
 
 class Copy(NamedTuple):
-    """A form with its places: a byte of a file, and an element of a buffer."""
+    """A form at a byte of a file and an element of a buffer."""
 
     start: int
     form: Form
@@ -114,7 +115,7 @@ class Copy(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Span:
-    """A range of a file that is read by one request, and the copies out of it."""
+    """A range of a file that one request reads, and the copies out of it."""
 
     file: str
     start: int
@@ -123,14 +124,14 @@ class Span:
 
     @property
     def is_direct(self) -> bool:
-        """Whether it is read into its buffer."""
+        """Whether it is read straight into its buffer."""
         (copy, *others) = self.copies
         form, dtype = copy.form, copy.buffer.values.dtype
         is_all = not others and form.extent == self.stop - self.start
         return is_all and form.is_large and form.kind[0] == dtype
 
 
-# Units, their buffers, and the requests that fill these.
+# Units, their buffers, and the requests that fill the buffers.
 _Group = tuple[Sequence[Unit], list[Buffer], Sequence[futures.Future[None]]]
 
 
@@ -138,16 +139,16 @@ class Reader:
     """Reads targets of one checkpoint.
 
     Args:
-      checkpoint: that is open.
-      matched: the layout, matched with it.
-      targets: the names of those that are read.
-      budget_bytes: the most bytes of targets that are read and not yet taken; and of
-        other memory of requests. What is read together may have more, and so may a
-        single request.
-      is_kept: whether the caller keeps the memory of buffers: it does not count.
-      files: virtual files of the checkpoint's tensors.
-      host: the number of this host, and that of all, which share the checksums.
-      allocate: makes the memory of a buffer, uint8, of a number of bytes.
+      checkpoint: an open checkpoint.
+      matched: the layout matched with it.
+      targets: the names of the targets to read.
+      budget_bytes: the most bytes of targets that are read and not yet taken, and also
+        of other memory of requests; a single unit or request may exceed it.
+      is_kept: whether the caller keeps the buffers' memory, which then does not count.
+      files: the virtual files of the checkpoint's tensors.
+      host: the number of this host, and the number of hosts, which share the work of
+        comparing checksums.
+      allocate: allocates a number of bytes for a buffer, as uint8.
 
     Raises:
       CheckpointError: if an encoded array cannot be opened, or tensors that are
@@ -186,7 +187,7 @@ class Reader:
         )
         self.tensors = tensors
         self._sources = Sources(tensors, virtual)
-        # Those of the moves of a target, and of the fragments of a tensor.
+        # The boxes of a target's moves, and of a tensor's fragments.
         self._boxes: dict[object, Boxes] = {}
         self._budget_bytes, self._allocate = budget_bytes, allocate
         self._most_bytes = math.inf if is_kept else budget_bytes
@@ -198,19 +199,19 @@ class Reader:
             for number in used
             for each in tensors[number].fragments[:1]
         )
-        # Those that wait for a decoder copy nothing.
+        # Twice the cores, as threads that wait for a decoder copy nothing.
         most = min(_LOCAL_THREADS, 2 * (os.cpu_count() or 1))
         self._num_threads = _REMOTE_THREADS if is_remote else most
 
     def read(self, units: Iterable[Unit]) -> Generator[list[Buffer]]:
-        """Yields the buffers of groups of units, in their order, once they are filled.
+        """Yields the filled buffers of each group of units, in the order of the units.
 
-        Those of a group are emptied when the next one is asked for. The caller closes
-        the iterator, which ends the threads, if it does not reach the end.
+        A list is cleared when the caller asks for the next one. A caller that stops
+        early must close the iterator, which ends the threads.
 
         Raises:
           CheckpointError: if an element is filled by nothing or twice, a file cannot be
-            read or ends too early, values do not fit a dtype, or values that should be
+            read or is cut short, values do not fit a dtype, or values that should be
             equal differ.
         """
         last: _Group | None = None
@@ -237,7 +238,7 @@ class Reader:
                 self._sources.close()
 
     def planned(self, units: Iterable[Unit]) -> tuple[list[Buffer], list[Span]]:
-        """The buffers of some units, and the requests that fill them.
+        """Plans the requests that fill the buffers of units.
 
         Raises:
           CheckpointError: if an element is filled by nothing or twice.
@@ -274,7 +275,7 @@ class Reader:
         return every, self._spans(copies)
 
     def _box(self, number: int, box: Box) -> np.ndarray:
-        # The values of a box of a stored tensor, read by this thread.
+        # Reads a box of a stored tensor in this thread.
         tensor = self.tensors[number]
         rank = len(tensor.shape)
         side = Side(start=(0,) * rank, dims=tuple(range(rank)), steps=(1,) * rank)
@@ -298,7 +299,7 @@ class Reader:
     def _near(
         self, every: Sequence[Any], box: Box, key: object, box_of: Callable[[Any], Box]
     ) -> Sequence[Any]:
-        # Those of many parts of a tensor, known by `key`, that may overlap a box.
+        # Those of many parts of a tensor, `key`, that may overlap a box.
         rank = len(box.start)
         if key not in self._boxes:
             self._boxes[key] = Boxes.from_boxes(map(box_of, every), rank=rank)
@@ -333,8 +334,8 @@ class Reader:
                         copies[file].append(Copy(*copy, tensor.name))
 
     def _spans(self, copies: Mapping[str, list[Copy]]) -> list[Span]:
-        # Copies that are near each other in a file are read by one request. One without
-        # change has its own from a size on, and is read straight into its buffer.
+        # One request reads copies that are near each other in a file. A large unchanged
+        # copy has its own, which reads straight into the buffer.
         spans: list[Span] = []
         for file, held in copies.items():
             gap_bytes, span_bytes, _ = self._sources.limits(file)
@@ -398,7 +399,7 @@ class Reader:
         except (*bucket_clients.failures(), ValueError) as error:
             raise errors.CheckpointError(
                 f"{file}: {span.copies[0].tensor} cannot be read at bytes {start}"
-                f" to {stop} ({error}); restore the file or the access to it, or use"
+                f" to {stop} ({error}); restore the file or access to it, or use"
                 " another step"
             ) from error
         if count < memory.nbytes:
@@ -406,7 +407,8 @@ class Reader:
             behind = (c for c in span.copies if c.start + c.form.extent > end)
             raise FormatError(
                 f"{file}: {next(behind).tensor} is at bytes {start} to {stop}, but"
-                f" the file ends after {end}; it is cut short, restore it from a copy"
+                f" the file ends after {end}; it is cut short, so restore it from a"
+                " copy"
             )
         if file not in self._sources.virtual:
             self.checks.note(file, start, memory)
@@ -421,7 +423,7 @@ def _finished(group: _Group) -> Generator[list[Buffer]]:
 
 
 class _Room:
-    # Memory for requests: one that needs all of it waits until no other has some.
+    # Memory for requests: one that needs all of it waits until no other has any.
     def __init__(self, num_bytes: int) -> None:
         self._most = self._free = num_bytes
         self._changed = threading.Condition()
@@ -488,7 +490,7 @@ def _parts(
     kind: tuple[np.dtype, float, float, str],
     limits: Limits,
 ) -> Iterator[tuple[Form, int, int]]:
-    # A copy as parts that are read at once, within the limits, and their offsets.
+    # Cuts a copy into parts within a request's limits; yields them and their offsets.
     lengths = _lengths(sizes, source, kind[0].itemsize, limits)
     ranges = [range(0, size, n) for size, n in zip(sizes, lengths, strict=True)]
     for firsts in itertools.product(*ranges):
@@ -503,7 +505,7 @@ def _parts(
 def _lengths(
     sizes: tuple[int, ...], source: tuple[int, ...], itemsize: int, limits: Limits
 ) -> tuple[int, ...]:
-    # Those of a part. Only the rows of its elements have larger gaps.
+    # The lengths of a part: it stops at a dim with gaps that are too large to read.
     lengths, extent = [1] * len(sizes), itemsize
     for dim in sorted(range(len(sizes)), key=source.__getitem__):
         if source[dim] - extent > limits.gap_bytes:
@@ -523,7 +525,7 @@ def _form(
     buffer: tuple[int, ...],
     kind: tuple[np.dtype, float, float, str],
 ) -> Form:
-    # In the fewest dims, in the order of the buffer.
+    # Joins dims where it can, and orders them as in the buffer.
     joined: list[tuple[int, int, int]] = []
     dims = [dim for dim in zip(sizes, source, buffer, strict=True) if dim[0] > 1]
     for size, step, into in sorted(dims, key=lambda dim: (-dim[2], -dim[1])):

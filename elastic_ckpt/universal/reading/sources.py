@@ -1,13 +1,13 @@
 """Where the bytes of tensors are read from: files, objects in a bucket, virtual files.
 
-A virtual file is a box of a tensor that is made when it is read: decoded chunks of
-TensorStore, a verified box of a step, a part of a derived tensor. Its bytes are those
-of the elements in row-major order.
+A virtual file is a box of a tensor that is computed when it is read: decoded chunks of
+TensorStore, a verified box of a step, a part of a derived tensor. Its bytes are the
+elements in row-major order.
 
-Checksums of a format are compared while bytes are read. A CRC-32 is that of a whole
-entry of a file, and a host needs some of its bytes. The CRC of a range follows from
-those of its parts (`crc32_combine` of zlib, a product of polynomials modulo that of
-CRC-32), so that only the other bytes of an entry are read in addition.
+Checksums of a format are compared while bytes are read. A CRC-32 covers a whole entry
+of a file, of which a host may need only some bytes. The CRC of a range follows from
+those of its parts (zlib's `crc32_combine`, a product of polynomials modulo that of
+CRC-32), so only the entry's remaining bytes are read in addition.
 """
 
 from __future__ import annotations
@@ -40,30 +40,29 @@ import zlib
 from elastic_ckpt.universal.formats import files
 from elastic_ckpt.universal.formats.checkpoint import Checksum
 
-# Small chunks are read together up to this size, which is that of a part of a derived
-# tensor, too.
+# The most bytes of a virtual file, unless a single chunk has more.
 PART_BYTES = 2**24
-# Nodes of the indices of OCDBT.
+# TensorStore's cache of OCDBT's index nodes.
 _INDEX_BYTES = 2**25
 _CHUNKS = "cache_pool#chunks"
-# Arrays are opened at a time, since each waits for storage.
+# Arrays that are opened concurrently, as each waits for storage.
 _OPENED_AT_ONCE = 256
 _OPEN_FILES = 64
 _PIECE_BYTES = 1 << 24
 _POLYNOMIAL = 0xEDB88320
-# Entries that are compared at a time.
+# Entries that are compared concurrently.
 _THREADS = 8
 
 
 class Limits(NamedTuple):
-    """The limits of a request, by the kind of storage.
+    """The limits of a request to one kind of storage.
 
     Attributes:
-      gap_bytes: fewer bytes that are not needed are read along, since another request
-        costs more.
+      gap_bytes: a gap of at most this many bytes is read along, as a second request
+        would cost more.
       span_bytes: the most bytes of a request, unless a single row has more.
-      memory: the bytes that a request takes for each of its own, beside those that it
-        fills. A client returns bytes of its memory.
+      memory: the extra memory of a request, in multiples of its bytes: a client returns
+        them in its own memory.
     """
 
     gap_bytes: int
@@ -72,20 +71,18 @@ class Limits(NamedTuple):
 
 
 # A request to a local file costs as much as a few pages; one to a bucket takes tens of
-# milliseconds. A virtual file is made once, whatever is needed of it.
+# milliseconds. A virtual file is read in one request.
 LOCAL = Limits(gap_bytes=2**14, span_bytes=2**23, memory=0)
 REMOTE = Limits(gap_bytes=2**20, span_bytes=2**24, memory=1)
 _VIRTUAL = Limits(gap_bytes=2**62, span_bytes=2**62, memory=4)
 
 
 class VirtualFile(NamedTuple):
-    """A box of a tensor that is made when it is read.
+    """A box of a tensor that is computed when it is read.
 
     Attributes:
-      box: in the coordinates of the tensor.
-      itemsize: of its elements.
-      make: writes the elements of a box into memory, uint8.
-      is_whole: whether all of the box is made, whatever is needed of it.
+      make: writes the elements of a box of the tensor into memory, uint8.
+      is_whole: whether it can only be read whole.
     """
 
     box: Box
@@ -95,11 +92,9 @@ class VirtualFile(NamedTuple):
 
 
 class Sources:
-    """The bytes of the tensors of a checkpoint; any number of threads may read them.
+    """Reads the bytes of a checkpoint's tensors, from any number of threads.
 
-    Args:
-      tensors: of the checkpoint, each with fragments.
-      virtual: files, by their names in fragments.
+    `virtual` are the virtual files, by their names in fragments.
     """
 
     def __init__(
@@ -115,7 +110,7 @@ class Sources:
         return REMOTE if "://" in file else LOCAL
 
     def range_of(self, file: str, start: int, stop: int) -> tuple[int, int]:
-        """The range that is read if the bytes from `start` to `stop` are needed."""
+        """The range to read if the bytes from `start` to `stop` are needed."""
         virtual = self.virtual.get(file)
         if virtual is None:
             return start, stop
@@ -123,14 +118,14 @@ class Sources:
         return start, stop
 
     def read_into(self, file: str, start: int, memory: np.ndarray) -> int:
-        """Fills memory, uint8, with a range of a file, as `range_of` has it.
+        """Fills memory, uint8, with a range that `range_of` returned.
 
         Returns:
-          The number of bytes; less than those of the memory if the file ends before.
+          The number of bytes read; fewer than the memory holds if the file ends early.
 
         Raises:
           OSError: if the file cannot be read; or one of `bucket_clients.failures`, or a
-            ValueError of TensorStore.
+            ValueError from TensorStore.
         """
         virtual = self.virtual.get(file)
         if virtual is not None:
@@ -157,7 +152,7 @@ class Sources:
 
 
 class _File:
-    # A file that is open while something refers to it.
+    # Stays open while something refers to it.
     def __init__(self, path: str) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.descriptor)
@@ -168,18 +163,16 @@ def encoded(
     used: Iterable[int],
     virtual: dict[str, VirtualFile],
 ) -> list[StoredTensor]:
-    """Gives fragments to stored tensors whose bytes are encoded, through TensorStore.
+    """Gives fragments to tensors with encoded bytes, which TensorStore decodes.
 
-    TensorStore holds a chunk twice while it decodes it, as it was stored and decoded,
-    and caches none.
+    TensorStore holds a chunk twice while it decodes it, encoded and decoded, and caches
+    none.
 
-    Args:
-      tensors: of a checkpoint.
-      used: the numbers of those that are read; the others are not opened.
-      virtual: to which their files are added.
+    It opens only the tensors with the numbers `used`, and adds their files to
+    `virtual`.
 
     Raises:
-      CheckpointError: if an array cannot be opened, or is not as its tensor is.
+      CheckpointError: if an array cannot be opened, or contradicts its tensor.
     """
     tensors = list(tensors)
     numbers = [number for number in used if tensors[number].spec is not None]
@@ -189,7 +182,7 @@ def encoded(
             raise errors.CheckpointError(
                 f"{tensor.name} is {dtype.name} {list(array.shape)} in its array, and"
                 f" {tensor.dtype.name} {list(tensor.shape)} in the checkpoint's"
-                " metadata; the checkpoint is damaged, use another step"
+                " metadata; the checkpoint is damaged, so use another step"
             )
         chunk = array.chunk_layout.read_chunk.shape or array.shape
         chunk = [
@@ -208,14 +201,9 @@ def in_parts(
     make: Callable[[Box, np.ndarray], None],
     virtual: dict[str, VirtualFile],
 ) -> StoredTensor:
-    """A tensor with fragments in virtual files, of one or several chunks each.
+    """Gives a tensor fragments in virtual files of one or more chunks each.
 
-    Args:
-      number: of the tensor.
-      tensor: without fragments.
-      chunk: the shape of its chunks.
-      make: writes the elements of a box into memory, uint8.
-      virtual: to which the files are added.
+    `make` writes the elements of a box into memory, uint8.
     """
     itemsize = tensor.dtype.itemsize
     lengths = list(chunk)
@@ -266,7 +254,7 @@ def _arrays(
         for tensor, future in zip(batch, opening, strict=True):
             try:
                 yield future.result()
-            # Raised by TensorStore and by the file system.
+            # TensorStore raises ValueErrors, too.
             except (OSError, ValueError) as error:
                 raise errors.CheckpointError(
                     f"{tensor.name} cannot be opened ({str(error).splitlines()[0]});"
@@ -283,8 +271,8 @@ def _decode(array: ts.TensorStore, box: Box, memory: np.ndarray) -> None:
 
 
 def _rows(virtual: VirtualFile, start: int, stop: int) -> tuple[Box, int, int]:
-    # The smallest box of whole rows that holds a range of the bytes of a box, and the
-    # range of its bytes.
+    # The smallest box of whole rows that contains a range of a virtual file's bytes,
+    # and the range of bytes of that box.
     box, first, base = virtual.box, [], 0
     strides = row_major(box.shape, virtual.itemsize)
     if virtual.is_whole or not strides:
@@ -308,14 +296,10 @@ def _rows(virtual: VirtualFile, start: int, stop: int) -> tuple[Box, int, int]:
 def saved_boxes(
     saved: VerifiedReader, tree: str
 ) -> tuple[list[StoredTensor], dict[str, VirtualFile]]:
-    """The leaves of a tree of a step, as `tensors_of` has them, and their files.
+    """The leaves of a step's tree with fragments, and the virtual files of these.
 
-    A file is a box that was saved, in any tier of its run. It is read whole, since its
-    digest is that of the whole: from the nearest holder with a good copy.
-
-    Args:
-      saved: of the step.
-      tree: its name.
+    Each file is a saved box. It is read whole, as its digest is that of the whole, from
+    the nearest tier with a good copy.
     """
     made: list[StoredTensor] = []
     files: dict[str, VirtualFile] = {}
@@ -332,7 +316,7 @@ def saved_boxes(
             files[file] = VirtualFile(box, itemsize, make, is_whole=True)
             parts = Boxes.from_boxes([box], rank=rank)
             if number in saved.table.overlapping:
-                # Elements that several boxes share are read from the first.
+                # Elements in several boxes are read from the first.
                 parts = box_cover.gaps(box, Boxes.from_boxes(covered, rank=rank))
                 covered.append(box)
             strides = row_major(box.shape, itemsize)
@@ -354,7 +338,7 @@ def _verified(saved: VerifiedReader, item: int, _: Box, memory: np.ndarray) -> N
 
 
 def tensors_of(contents: Contents, tree: str) -> list[StoredTensor]:
-    """The leaves of a tree of a step, without places of their values."""
+    """The leaves of a step's tree, without fragments."""
     leaves = [contents.leaves[number] for number in _numbers(contents, tree)]
     return [
         StoredTensor(
@@ -373,15 +357,15 @@ def _numbers(contents: Contents, tree: str) -> list[int]:
 
 
 class Checks:
-    """The checksums of the tensors that are read; any thread may call `note`.
+    """Compares the checksums of the tensors that are read; threads may call `note`.
 
-    The hosts of a world share the entries: each entry is compared by one of them, which
-    reads all of it, whatever it needs of it.
+    The hosts of a world share the entries: one host compares each, and reads all of it,
+    however little it needs of it.
 
     Args:
-      checksums: finds those of a file; see `Checkpoint`.
-      tensors: those that are read, by any host.
-      host: the number of this host, and that of all.
+      checksums: finds the checksums of a file; see `Checkpoint`.
+      tensors: the tensors that any host reads.
+      host: the number of this host, and the number of hosts.
     """
 
     def __init__(
@@ -392,11 +376,11 @@ class Checks:
     ) -> None:
         self._tensors, self._host = tensors, host
         self._listed = functools.cache(lambda file: sorted(checksums(file)))
-        # By file and entry, the ranges of it that were read, and their CRCs.
+        # By file and entry, the CRCs of the ranges that were read.
         self._read: dict[tuple[str, Checksum], dict[tuple[int, int], int]] = {}
 
     def note(self, file: str, start: int, memory: np.ndarray) -> None:
-        """Takes bytes that were read, uint8, from `start` of a file on.
+        """Notes bytes that were read, uint8, from `start` of a file on.
 
         Raises:
           FormatError: if checksums cannot be read.
@@ -411,7 +395,7 @@ class Checks:
         """Compares the checksums of this host's entries.
 
         Raises:
-          FormatError: if an entry has another one.
+          FormatError: if one does not match.
         """
         with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="check") as pool:
             try:
@@ -424,7 +408,7 @@ class Checks:
         file, entry = of_file
         at, crc, parts = entry.start, 0, self._read.pop(of_file, {})
         for (start, stop), part in sorted(parts.items()):
-            # A part that begins inside of what was read is read again.
+            # The rest of a part that overlaps what was read is read again.
             if start >= at:
                 crc = _continued(file, at, start, crc)
                 crc = _times(_power(stop - start), crc) ^ part
@@ -435,7 +419,7 @@ class Checks:
             raise checkpoint.damaged(file, entry.start, entry.stop, found)
 
     def entries(self) -> Iterator[tuple[str, Checksum]]:
-        """The files and entries of which this host compares the checksums."""
+        """The files and entries whose checksums this host compares."""
         ranges: dict[str, list[tuple[int, int]]] = {}
         for tensor in self._tensors:
             for each in filter(lambda each: self._listed(each.file), tensor.fragments):
@@ -449,17 +433,17 @@ class Checks:
                 yield file, entry
 
     def _of_host(self, file: str, start: int, stop: int) -> list[Checksum]:
-        # The entries of this host that a range of a file is part of.
+        # The entries of this host that a range of a file overlaps.
         listed, (host, hosts) = self._listed(file), self._host
         first = bisect.bisect_right(listed, start, key=lambda entry: entry.stop)
         after = bisect.bisect_left(listed, stop, key=lambda entry: entry.start)
-        # Hosts may have the same files in other directories.
+        # By the base name: hosts may have the same files in different directories.
         turn = host - zlib.crc32(os.path.basename(file).encode()) - first
         return listed[first + turn % hosts : after : hosts]
 
 
 def _continued(file: str, start: int, stop: int, crc: int) -> int:
-    # The CRC with that of a range that was not read.
+    # Continues a CRC through a range that was not read before.
     if start < stop:
         with files.opened(file) as content:
             content.seek(start)

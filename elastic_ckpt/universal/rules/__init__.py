@@ -1,5 +1,5 @@
-"""Rules that relate the tensors of one checkpoint layout with those of another.
+"""Rules that relate the tensors of a checkpoint to those of a target.
 
-GRAMMAR.md describes the language. `layout.Layout` holds rules, `matching.moves` matches
-them with the tensors of a checkpoint and of a target.
+GRAMMAR.md describes the language. A `layout.Layout` has rules; `matching.moves` matches
+them with the tensors of both sides.
 """

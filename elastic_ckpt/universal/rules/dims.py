@@ -1,7 +1,7 @@
-"""Dims expressions: `(kv@tp (q + k + v) d) embed` names what the dims consist of.
+"""Dims expressions: `(kv@tp (q + k + v) d) embed` names the factors of dims.
 
-An expression has a node for each dim. Named sizes and the numbers of ranks give its
-length, and `cut` finds which indices of the names lie where along it.
+An expression has a node for each dim. Its length follows from named sizes and the
+number of ranks; `cut` finds which indices of the names lie where along it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from fractions import Fraction
 
 from elastic_ckpt.universal.rules.layout import LayoutError
 
-# Dims of a tensor that are not named, the same on both sides.
+# Unnamed dims of a tensor, the same on both sides.
 REST = "..."
 
-# By name: the first index, their number, and by how much one advances along the dim.
+# By name: the first index, the number of indices, and the step along the dim.
 Ranges = dict[str, tuple[int, int, int]]
 
 
@@ -56,12 +56,11 @@ Node = Name | Product | Sum | Shard
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """What names stand for.
+    """The sizes and ranks that give an expression its length.
 
     Attributes:
-      sizes: by name.
-      ranks: by axis, the number of the rank, and how many there are.
-      widths: by name and axis, the size on each rank, where they differ.
+      ranks: by axis, the number of the rank, and the number of ranks.
+      widths: by name and axis, the size on each rank, where sizes differ.
     """
 
     sizes: Mapping[str, int | Fraction]
@@ -74,12 +73,12 @@ class Scope:
 def parse(
     text: str, *, has_blocks: bool = False
 ) -> tuple[tuple[Node, ...], tuple[str, ...]]:
-    """The node and the block of each dim: of `out/128 in`, 128 and 1.
+    """Parses the node and the block of each dim; the blocks of `out/128 in` are 128, 1.
 
-    `...` is a name here.
+    `...` becomes a name.
 
     Raises:
-      LayoutError: if the expression is malformed, or has blocks where it cannot.
+      LayoutError: if the expression is malformed, or has blocks without `has_blocks`.
     """
     parser = _Parser(text)
     nodes, blocks = [], []
@@ -121,7 +120,7 @@ class _Parser:
         return node
 
     def _addends(self) -> Node:
-        # What is in parentheses: addends, which have factors.
+        # The content of parentheses: addends of factors.
         addends: list[list[Node]] = [[self.factor()]]
         while not self.at(")"):
             if self.at("+"):
@@ -136,7 +135,7 @@ class _Parser:
 
 
 def check_names(nodes: Sequence[Node]) -> None:
-    """Checks that names are those of different dims.
+    """Checks that different dims have different names.
 
     Raises:
       LayoutError: if a name occurs twice in a product.
@@ -150,7 +149,7 @@ def check_names(nodes: Sequence[Node]) -> None:
 
 
 def walk(nodes: Sequence[Node]) -> Iterator[Node]:
-    """All nodes, and those in them."""
+    """All nodes, with those inside them."""
     for node in nodes:
         yield node
         if not isinstance(node, Name):
@@ -197,7 +196,7 @@ def _shard(shard: Shard, scope: Scope) -> tuple[int | Fraction, int | Fraction]:
             if len(widths) != count:
                 raise LayoutError(
                     f"`widths` of {node.name} has {len(widths)} entries for "
-                    f"{shard.axes[0]}, and there are {count} ranks"
+                    f"{shard.axes[0]}, but there are {count} ranks"
                 )
             return sum(widths[:number]), sum(widths[: number + 1])
     width = Fraction(length(node, scope)) / count
@@ -208,7 +207,7 @@ def cut(node: Node, first: int, last: int, scope: Scope) -> list[tuple[int, Rang
     """Cuts the indices from `first` to before `last` into strips.
 
     Returns:
-      Of each strip, where it begins after `first`, and the ranges of its names.
+      For each strip, its start relative to `first`, and the ranges of its names.
     """
     if first >= last:
         return []
@@ -254,11 +253,11 @@ def whole(size: int | Fraction) -> int:
     """A length as an integer.
 
     Raises:
-      LayoutError: if ranks cannot have equal parts of it.
+      LayoutError: if it does not divide equally among the ranks.
     """
     if size.denominator != 1:
         raise LayoutError(
-            f"{size.numerator} elements are not {size.denominator} equal parts; give "
-            "`widths`"
+            f"{size.numerator} elements do not divide into {size.denominator} equal "
+            "parts; give `widths`"
         )
     return int(size)

@@ -1,11 +1,11 @@
-"""A layout: the rules that relate the tensors of a checkpoint with those of a target.
+"""A layout: the rules that relate the tensors of a checkpoint to those of a target.
 
 A layout is a YAML file (see GRAMMAR.md), or the same as Python values:
 
     Layout.from_dict({"rules": [{"from": {...}, "to": {...}}]})
 
-The keys of a file are the attributes of the classes below, and `_KEYS` has those that
-are called otherwise. A rule is a relation: exchanging its sides inverts it.
+The keys of a file are the attributes of the classes below, except those in `_KEYS`. A
+rule is a relation: swapping its sides inverts it.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ import yaml
 
 from elastic_ckpt.core import codec, errors
 
-# Stands for the name of the parameter in the name of a state.
+# Stands for the parameter's name in the name of a state.
 PARAMETER = "{}"
-# The keys of a file that are called otherwise than the attributes.
+# The keys of a file, by attribute, where the names differ.
 _KEYS = {
     **{"source": "from", "target": "to", "excepted": "except"},
     **{"viewed_as": "as", "paths": "value"},
 }
-# The attributes that no file gives.
+# The attributes that are not keys of a file.
 _HIDDEN = ("place", "unmet", "drop_of_kind")
-# What a layout may have beside `through`.
+# The keys that may occur together with `through`.
 _BESIDE = ("version", "through", "sizes", "fill", "lists", "tree", "tree_inverse")
-# That of a directory.
+# Becomes the name of a directory.
 _TreeName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_-]{0,99}\Z")]
 _StateName = Annotated[str, msgspec.Meta(pattern=r"\A[^{}]*\{\}[^{}]*\Z")]
 # Sizes on each rank, by dim and rank axis.
 Widths = Mapping[str, Mapping[str, tuple[Annotated[int, msgspec.Meta(ge=0)], ...]]]
-# Texts, numbers or flags that are allowed, by path; None is a value that is missing.
+# The allowed values by path; None allows a missing value.
 Required = Mapping[str, tuple[bool | int | float | str | None, ...]]
 
 
@@ -49,12 +49,12 @@ class LayoutError(errors.ConfigError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointValue:
-    """A number that a checkpoint holds beside its tensors.
+    """A reference to a number among a checkpoint's values.
 
     Attributes:
-      paths: such as `args/num_query_groups`; the first counts that the checkpoint has.
-      default: the number if it has none; None if there is no default.
-      place: for messages.
+      paths: such as `args/num_query_groups`; the first that the checkpoint has counts.
+      default: used if it has none; None for no default.
+      place: the place in the layout, for messages.
     """
 
     paths: tuple[str, ...]
@@ -62,35 +62,35 @@ class CheckpointValue:
     place: str = dataclasses.field(default="the layout", compare=False)
 
     def number(self, values: Mapping[str, Any]) -> int | float | None:
-        """The number in the values of a checkpoint, or the default.
+        """Looks the number up in a checkpoint's values, or returns the default.
 
         Args:
-          values: by path, see `Checkpoint.values`. None is no value, a flag is 0 or 1.
+          values: see `Checkpoint.values`. None counts as missing, a flag as 0 or 1.
 
         Raises:
-          LayoutError: if the value is no number, or too large.
+          LayoutError: if the value is not a number, or too large.
         """
         for path in self.paths:
             value = values.get(path)
             above, _, at = path.rpartition("/")
             held = values.get(above)
-            # Lists of numbers are one value: `config/block_size/0` is the first.
+            # A list of numbers is one value; `config/block_size/0` is its first.
             if isinstance(held, list) and at in map(str, range(len(held))):
                 value = held[int(at)]
-            # The metadata of safetensors are texts. Floats below 2**53 are exact.
+            # Metadata of safetensors are texts. Integers below 2**53 are exact floats.
             is_number = isinstance(value, int | float) or str(value).isdecimal()
             if is_number and abs(number := float(value or 0)) < 2**53:
                 return int(number) if number.is_integer() else number
             if value is not None:
                 raise LayoutError(
-                    f"{self.place}: {path} in the checkpoint is {value!r:.100}, and not"
-                    " a number between -2**53 and 2**53; give a number instead"
+                    f"{self.place}: {path} in the checkpoint is {value!r:.100}, not a"
+                    " number between -2**53 and 2**53; give a number instead"
                 )
         return self.default
 
     @property
     def missing(self) -> str:
-        """The sentence about a checkpoint that has none of the paths."""
+        """Says that the checkpoint has none of the paths."""
         return f"{self.place}: the checkpoint has no value {' or '.join(self.paths)}"
 
 
@@ -102,26 +102,26 @@ Size = int | float | str | CheckpointValue
 class TensorPattern:
     """The tensors whose names match a pattern, and their dims.
 
-    Values are those of the other side, scaled, then shifted.
+    Their values are those of the other side, scaled, then shifted.
 
     Attributes:
       name: a name pattern.
-      dims: a dims expression. In `times` it is that of scales: `out/128 in/128`.
-      replicated: captures and rank axes over which values have to be bit-equal, and
-        dims whose first index is read.
-      unchecked: captures, rank axes and dims of which the first is taken.
+      dims: a dims expression; for scales in `times` with blocks: `out/128 in/128`.
+      replicated: captures and rank axes over which values must be bit-equal, and dims
+        of which only the first index is read.
+      unchecked: captures, rank axes and dims of which only the first is read.
       mean: captures and rank axes over which values are averaged.
       sum: captures and rank axes over which values are added.
-      copy: for a further tensor with the elements of another one of its side: whether
-        it is compared with its original in the other direction, or not read.
-      times: tensors by whose values these are multiplied where they are read. Dims
-        that one lacks are those along which it is the same.
-      plus: two matrices whose product is added where they are read. They have one name
-        in common that the sum lacks.
-      viewed_as: the dtype that the stored bytes are read as; None for that of the file.
-      scale: number, or arithmetic on named sizes.
-      shift: number, or arithmetic on named sizes.
-      dtype: that a target tensor has; None for that of its source.
+      copy: marks a duplicate of another tensor on its side: whether the other direction
+        compares it with the original, or skips it.
+      times: tensors that multiply these when they are read. A tensor is constant along
+        the dims that it lacks.
+      plus: two matrices whose product is added when these are read. They share one name
+        that the sum lacks.
+      viewed_as: the dtype to read the stored bytes as; None for the file's.
+      scale: a number, or arithmetic on named sizes.
+      shift: a number, or arithmetic on named sizes.
+      dtype: the dtype of a target tensor; None for its source's.
     """
 
     name: str
@@ -146,12 +146,11 @@ class TensorPattern:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """The names of one kind of state; `{}` stands for the name of the parameter.
+    """The names of one kind of state; `{}` stands for the parameter's name.
 
     Attributes:
-      source: in the checkpoint, `exp_avg/{}`; None if it has none.
-      target: in the target, `opt_state/0/mu/{}`; None if it has none: tensors of the
-        checkpoint are dropped.
+      source: the name in the checkpoint, `exp_avg/{}`; None if it has no such state.
+      target: the name in the target, `opt_state/0/mu/{}`; None to drop the state.
     """
 
     source: _StateName | None
@@ -160,27 +159,28 @@ class State:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """The relation of tensors of a checkpoint with tensors of a target.
+    """Relates tensors of a checkpoint to tensors of a target.
 
-    Each side maps name patterns to dims expressions. A dim, a capture and a rank axis
-    are all coordinates of the same elements: `layer` may be in the names of one side
-    and a dim of the other.
+    Each side maps name patterns to dims expressions. Dims, captures and rank axes are
+    all coordinates of the same elements: `layer` may be in the names of one side and a
+    dim of the other.
 
     Attributes:
       source: the tensors of the checkpoint.
-      target: the tensors that are made of them.
-      pad: the values of padding, by the name of a dim that one side alone has.
-      sizes: by name; beside those of the layout, and before them.
-      widths: as `sizes`, of a dim on each rank, by dim and rank axis.
-      states: the states that it holds for; empty for all of the layout.
-      kind: if not None, it holds for tensors of this kind, and names are whole names,
-        which no state completes.
+      target: the tensors of the target.
+      pad: padding values, by the name of a dim that only one side has.
+      sizes: sizes by name, which override the layout's.
+      widths: the sizes of a dim on each rank, by dim and rank axis; they override the
+        layout's.
+      states: the states to which it applies; empty for all of the layout's.
+      kind: if not None, it applies to tensors of this kind, and its names are complete,
+        without those of a state.
       optional: whether the checkpoint may lack all of its tensors.
-      only: the one direction in which it holds: from the checkpoint, or to it.
+      only: the only direction in which it applies: from the checkpoint, or to it.
       excepted: names that its sources do not match; `*` stands for any text.
-      require: the values of the checkpoint without which it is not used, by path.
-      unmet: the one that a checkpoint has not, for people; "" if it has all.
-      place: for messages.
+      require: the checkpoint values that it needs, by path.
+      unmet: says which of these the checkpoint lacks; "" if none.
+      place: the place in the layout, for messages.
     """
 
     source: tuple[TensorPattern, ...]
@@ -216,31 +216,30 @@ class Rule:
 class Layout:
     """How the tensors of a checkpoint relate to the leaves of a tree.
 
-    `load` reads one from a YAML file, and `from_dict` from Python values; the site's
-    page of layout rules explains the keys, of which the attributes are the parsed form.
+    `load` reads one from a YAML file, `from_dict` from Python values. The attributes
+    are the parsed keys, which the site's page of layout rules explains.
 
     Attributes:
-      version: of the format of layouts.
-      rules: the rules, each of which relates some tensors with some leaves.
+      version: the version of the layout format.
+      rules: the rules, each of which relates some tensors to some leaves.
       sizes: the sizes of dims by name.
       widths: the sizes of a dim on each rank, by dim and rank axis, if ranks differ.
       ranks: the number of ranks by axis, where the format does not store it.
       states: the kinds of tensors that belong to a parameter: itself, its master
         weights, its moments.
-      drop: names of tensors of the checkpoint that are not used; `*` stands for any
-        text.
+      drop: names of checkpoint tensors to ignore; `*` stands for any text.
       drop_inverse: the same in the other direction.
-      drop_of_kind: the same for tensors of one kind; no file gives it.
+      drop_of_kind: the same for tensors of one kind; not a key of a file.
       fill: values for leaves that no rule fills, by their names: numbers, or references
         to values of the checkpoint.
       fill_inverse: the same in the other direction.
-      require: the values of the checkpoint for which the layout is right, by path;
-        None is a value that is missing.
+      require: the values that the checkpoint must have, by path; None is a missing
+        value.
       require_inverse: the same in the other direction.
       lists: the paths of lists, such as `opt_state`, in a tree that is written; their
         keys are numbers.
-      through: layouts that are applied one after another, in place of rules.
-      tree: the name of the tree in a step of Orbax that is written.
+      through: layouts that are applied one after another, instead of rules.
+      tree: the name of the tree in an Orbax step that is written.
       tree_inverse: the same in the other direction.
       place: the file, or another name, for messages.
     """
@@ -273,13 +272,13 @@ class Layout:
     place: str = dataclasses.field(default="the layout", compare=False)
 
     def __post_init__(self) -> None:
-        # It needs the classes of this module.
+        # That module imports this one.
         from elastic_ckpt.universal.rules.rule import ParsedRule
 
         if bool(self.rules) == bool(self.through):
             raise LayoutError(
-                f"{self.place}: there are no rules; add some to `rules`, or layouts to"
-                " `through`, not to both"
+                f"{self.place}: give either rules in `rules` or layouts in `through`,"
+                " and not both"
             )
         for rule in self.rules:
             if unknown := {*rule.states} - self.states.keys():
@@ -295,8 +294,8 @@ class Layout:
         """Reads a layout from a YAML file.
 
         Raises:
-          LayoutError: if the file cannot be read, or is no layout; it names the
-            place in the layout.
+          LayoutError: if the file cannot be read, or is not a layout; names the place
+            in the layout.
         """
         try:
             text = pathlib.Path(path).read_text(encoding="utf-8")
@@ -309,11 +308,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, *, file: str = "layout") -> Layout:
-        """Reads a layout from the text of a YAML file.
-
-        Args:
-          text: the text.
-          file: a name for messages.
+        """Reads a layout from the text of a YAML file; `file` is for messages.
 
         Raises:
           LayoutError: as `load`.
@@ -326,29 +321,29 @@ class Layout:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], *, name: str = "layout") -> Layout:
-        """Makes a layout of the values that its file would contain.
+        """Makes a layout from the values that its file would contain.
 
             rule = {"from": {"wte": "vocab embed"}, "to": {"emb": "vocab embed"}}
             Layout.from_dict({"rules": [rule]})
 
         Args:
-          fields: the keys of a layout file.
+          fields: the keys and values of a layout file.
           name: a name for messages.
 
         Raises:
-          LayoutError: if it is no layout; it names the place.
+          LayoutError: if they are not a layout; names the place.
         """
         made = _decoded(cls, fields, name)
         if made.through and (beside := fields.keys() - {*_BESIDE}):
             raise LayoutError(
-                f"{name}: beside `through` there is no {min(beside)}; write it in one"
+                f"{name}: {min(beside)} cannot be used with `through`; write it in one"
                 " of the layouts"
             )
         made._check_used({name for each in (made, *made.rules) for name in each.sizes})
         return made
 
     def inverse(self) -> Layout:
-        """The layout of the other direction: from the tree to the checkpoint."""
+        """The layout in the other direction: from the tree to the checkpoint."""
         return dataclasses.replace(
             self,
             through=tuple(each.inverse() for each in reversed(self.through)),
@@ -369,9 +364,7 @@ class Layout:
         )
 
     def with_sizes(self, sizes: Mapping[str, Size]) -> Layout:
-        """The layout with other sizes of dims, which replace those of the same names.
-
-        Those that a rule has of its own stay.
+        """The layout with these sizes of dims; a rule's own sizes stay.
 
         Raises:
           LayoutError: if no rule uses one.
@@ -396,7 +389,7 @@ class Layout:
             )
 
     def _words(self) -> set[str]:
-        # The words of all names, dims and arithmetic; sizes are among them.
+        # The words in all names, dims and arithmetic, which include all sizes.
         texts: list[Any] = [each._words() for each in self.through]
         for rule in map(self.complete, self.rules):
             texts += [rule.source, rule.target, rule.pad, rule.widths]
@@ -404,19 +397,19 @@ class Layout:
         return {*re.findall(r"\w+", str(texts))}
 
     def with_values(self, values: Mapping[str, Any]) -> Layout:
-        """The layout with numbers in place of its references to a checkpoint's values.
+        """Replaces references to a checkpoint's values by the numbers.
 
         Args:
           values: the values by path, such as those of a `config.json`. References to
-            others stay: shapes may determine these sizes.
+            missing values stay, as shapes may determine the sizes.
 
         Raises:
-          LayoutError: if a value is not a number, or not one that is required.
+          LayoutError: if a value is not a number, or does not meet `require`.
         """
         if lacking := _unmet(self.require, values):
             raise LayoutError(
-                f"{self.place}: {lacking}; use another layout, or change it with the"
-                " program that wrote the checkpoint"
+                f"{self.place}: {lacking}; use another layout, or change the value with"
+                " the program that wrote the checkpoint"
             )
         rules = [
             dataclasses.replace(
@@ -435,10 +428,10 @@ class Layout:
         )
 
     def weights(self) -> Layout:
-        """The layout of the weights alone: parameters, or else master weights.
+        """The layout of only the weights: parameters, or else master weights.
 
         Raises:
-          LayoutError: if the tree has neither.
+          LayoutError: if no state is either.
         """
         whole = {
             kind for kind, each in self.states.items() if each.source and each.target
@@ -468,7 +461,7 @@ class Layout:
         )
 
     def complete(self, rule: Rule) -> Rule:
-        """`rule` with the sizes and widths of the layout."""
+        """`rule`, completed by the sizes and widths of the layout."""
         return dataclasses.replace(
             rule,
             sizes={**self.sizes, **rule.sizes},
@@ -485,7 +478,7 @@ def _with_values(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
 
 
 def _unmet(required: Required, values: Mapping[str, Any]) -> str:
-    # The first value that a checkpoint has to have, and has not; "" if it has all.
+    # Says which required value the checkpoint lacks first; "" if it has all.
     for path, allowed in required.items():
         found = next((each for each in values if each.startswith(f"{path}/")), path)
         value = values.get(found)
@@ -495,7 +488,7 @@ def _unmet(required: Required, values: Mapping[str, Any]) -> str:
                 for each in (value, *allowed)
             )
             return (
-                f"{found} in the checkpoint is {shown}, and has to be "
+                f"{found} in the checkpoint is {shown}, but must be "
                 f"{' or '.join(fitting)}"
             )
     return ""
@@ -514,7 +507,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _decoded(kind: Any, value: Any, place: str) -> Any:
-    # The value of an annotation. A list of one may be written without brackets.
+    # Decodes a value of an annotated type. A list of one needs no brackets.
     origin, arguments = get_origin(kind), get_args(kind)
     if isinstance(value, Mapping):
         fields = {_decoded(str, key, place): each for key, each in value.items()}
@@ -556,7 +549,7 @@ def _decoded(kind: Any, value: Any, place: str) -> Any:
 
 
 def _made(kind: Any, fields: Mapping[str, Any], place: str) -> Any:
-    # A dataclass, of the keys of a file.
+    # Makes a dataclass from the keys of a file.
     hints = get_type_hints(kind, include_extras=True)
     made: dict[str, Any] = {"place": place} if "place" in hints else {}
     names = {_KEYS.get(name, name): name for name in hints if name not in _HIDDEN}
@@ -578,11 +571,11 @@ def _made(kind: Any, fields: Mapping[str, Any], place: str) -> Any:
 
 
 def _resolved(name: str, place: str) -> Layout:
-    # It needs the classes of this module.
+    # That module imports this one.
     from elastic_ckpt.universal import shipped
 
     beside = pathlib.Path(place.rpartition(": ")[0]).parent / name
     try:
         return shipped.resolve(beside if beside.is_file() else name)
     except RecursionError:
-        raise LayoutError(f"{place}: {name} leads through itself") from None
+        raise LayoutError(f"{place}: {name} includes itself") from None

@@ -1,10 +1,10 @@
-"""Matches a layout with a checkpoint and a target: the moves between them.
+"""Matches a layout with a checkpoint and a target, and returns the moves between them.
 
 Each tensor of the checkpoint belongs to the first rule of the layout whose pattern
-matches its name, and that has all of its tensors. A rule holds for each value of the
-captures that all of its names have, and the names of its targets follow from these.
-Every tensor is used or dropped, every element of the target is filled once; otherwise
-one error lists what is left over.
+matches its name, and all of whose tensors exist. A rule has an instance for each value
+of the captures in all of its names, which also give the names of its targets. Every
+tensor must be used or dropped, every element of the target filled once; one error lists
+all that is left over.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from elastic_ckpt.universal.rules.rule import (
     target_dtype,
 )
 
-# The kind of all tensors of formats that have no kinds; it fits any state.
+# The kind of all tensors in formats without kinds; it fits any state.
 ANY_KIND = "parameter"
-# The rank axes of formats. A checkpoint that lacks one has one rank of it.
+# The rank axes of formats. A checkpoint that lacks one has a single rank of it.
 _AXES = ("dp", "ep", "pp", "tp", "vp")
 
-# The most names among which the nearest one is searched.
+# The most names to search for the nearest one.
 _MOST_COMPARED = 2000
 _MISFIT = "rules do not fit the shapes of the checkpoint and the target"
 
-# The values of the captures that all names of a rule have.
+# The values of the captures in all names of a rule.
 Kept = tuple[Value, ...]
 _Captured = tuple[Kept, Items]
 _Search = dict[Kept, list[dict[str, Value]]]
@@ -75,11 +75,8 @@ def moves(
 ) -> Matched:
     """The moves from the tensors of a checkpoint to those of a target.
 
-    Args:
-      layout: the rules.
-      stored: the tensors of the checkpoint.
-      axes: the number of ranks by axis, as the checkpoint has it.
-      targets: by name; None if they are those that the rules make.
+    `axes` has the checkpoint's number of ranks; `targets` is None for those that the
+    rules make.
 
     Raises:
       LayoutError: if the layout does not fit; one error lists all that is left over.
@@ -95,13 +92,11 @@ class _Owner:
     """A rule with one of its states.
 
     Attributes:
-      rule: the rule.
-      state: the kind of state.
-      sources: the whole name patterns of its sources.
-      targets: the whole name patterns of its targets.
-      excepted: matches the names that its sources do not match.
+      sources: the complete name patterns of its sources.
+      targets: the complete name patterns of its targets.
+      excepted: matches the names that its sources must not match.
       present: the sources that each instance has, by kept captures.
-      groups: the tensors of each instance, with their numbers.
+      groups: the tensors of each instance, with their numbers, by kept captures.
     """
 
     rule: ParsedRule
@@ -113,7 +108,7 @@ class _Owner:
     groups: dict[Kept, list[tuple[Row, int]]] = dataclasses.field(default_factory=dict)
 
     def reader(self, name: NamePattern) -> _Reader:
-        """What finds the values of kept captures in a name, and of the others."""
+        """A function that reads the kept and the other captures from a name."""
         fullmatch = name.regex(self.rule.numbers).fullmatch
         readers = [(c.key, c.reader(self.rule.numbers)[1]) for c in name.captures]
 
@@ -164,7 +159,7 @@ def _owners(layout: Layout) -> Iterator[_Owner]:
 
 
 def _dropped(layout: Layout) -> list[tuple[str | None, bool, re.Pattern[str]]]:
-    # The kind of tensors, whether those of formats without kinds are dropped too, and
+    # The kind of tensors, whether those of formats without kinds are also dropped, and
     # their names.
     listed = [
         *((None, text) for text in layout.drop),
@@ -175,7 +170,7 @@ def _dropped(layout: Layout) -> list[tuple[str | None, bool, re.Pattern[str]]]:
             if state.source is not None and state.target is None
         ),
     ]
-    # A state that is called like its parameter is one in formats with kinds alone.
+    # Only formats with kinds have a state with the same name as its parameter.
     return [(k, k is None or text != "*", names.glob([text])) for k, text in listed]
 
 
@@ -191,7 +186,7 @@ class _Matching:
         for axis, count in layout.ranks.items():
             if count != axes.get(axis, count):
                 raise LayoutError(
-                    f"{layout.place}: `ranks` has {count} of {axis}, and the "
+                    f"{layout.place}: `ranks` has {count} of {axis}, but the "
                     f"checkpoint {axes[axis]}; remove {axis} from `ranks`"
                 )
         self._counts = {**layout.ranks, **axes}
@@ -259,7 +254,7 @@ class _Matching:
         )
 
     def _assign(self) -> None:
-        # Each tensor to the first rule that matches it and has all of its tensors.
+        # Assigns each tensor to the first rule that matches it and has all its tensors.
         dropped = _dropped(self._layout)
         readers = [
             (owner, number, name.skeleton(owner.rule.numbers), owner.reader(name))
@@ -324,8 +319,8 @@ class _Matching:
         self._check_patterns(taken)
 
     def _first(self, matches: Sequence[_Match]) -> _Match | None:
-        # Of the rules that match a tensor, the one that counts: the first that has all
-        # of its tensors, or else what it needs.
+        # Of the rules that match a tensor, the first that has all of its tensors, or
+        # else the first that has those it needs.
         found = []
         for each in matches:
             owner, _, kept, _ = each
@@ -347,7 +342,7 @@ class _Matching:
         )
 
     def _first_targets(self, owner: _Owner, kept: Kept) -> list[TargetTensor | None]:
-        # Of each pattern, the target whose other captures are 0.
+        # For each pattern, the target whose other captures are 0.
         named = owner.named(kept)
         return [
             self._find(name, {c.key: named.get(c.key, 0) for c in name.captures})
@@ -360,11 +355,11 @@ class _Matching:
         name = pattern.format(values)
         if name in self._by_name or pattern.text.endswith(names.BOX):
             return self._by_name.get(name)
-        # A capture may be the name of a source in a box.
+        # The capture may come from a source that Flax wraps.
         return self._by_name.get(name.removesuffix(names.BOX))
 
     def _search(self, owner: _Owner, kept: Kept, number: int) -> list[dict[str, Value]]:
-        # The captures of the targets that match a pattern, without those kept.
+        # The captures, except the kept ones, of the targets that match a pattern.
         if (owner, number) not in self._searched:
             found = self._searched[owner, number] = collections.defaultdict(list)
             read = owner.reader(owner.targets[number])
@@ -382,8 +377,8 @@ class _Matching:
         }
 
     def _plans(self) -> dict[tuple[_Owner, Kept], Plan]:
-        # By instance. Those that are alike but for kept captures share one; sizes that
-        # shapes do not tell may be known from other rules.
+        # The plan of each instance. Instances that differ only in kept captures share
+        # one; sizes that shapes do not determine may come from other rules.
         classes: dict[object, int] = {}
         class_of: dict[tuple[_Owner, Kept], int] = {}
         pending: dict[int, tuple[_Owner, Kept, list[TargetTensor | None]]] = {}
@@ -392,7 +387,7 @@ class _Matching:
                 group.sort(key=lambda each: each[0][:2])
                 given = self._first_targets(owner, kept) if self._given else []
                 shapes = tuple([each and each.shape for each in given])
-                # Without their names.
+                # Without names.
                 rows = tuple([row[:-1] for row, _ in group])
                 of_tree = repr(self._listed(owner, kept))
                 key = (owner, rows, shapes, of_tree)
@@ -426,7 +421,7 @@ class _Matching:
     def _targets(
         self, owner: _Owner, kept: Kept, plan: Plan, targets: dict[str, TargetTensor]
     ) -> list[TargetTensor]:
-        # The targets of an instance, which are added to the others.
+        # Adds the targets of an instance to all targets, and returns them.
         named = owner.named(kept)
         held = []
         for each in plan.targets:
@@ -446,10 +441,10 @@ class _Matching:
             except LayoutError as error:
                 self._note("dtypes do not fit", f"{tensor.place}: {name!r} {error}")
             if given is None and self._given is not None:
-                self._note("tensors are made by rules, and missing in the target", text)
+                self._note("tensors are made by rules, but missing in the target", text)
             elif given is not None and given.shape != each.shape:
-                text = f"{list(each.shape)} by rule, and {list(given.shape)}: {text}"
-                self._note("targets have other shapes", text)
+                text = f"{list(each.shape)} by rule, but {list(given.shape)}: {text}"
+                self._note("targets have different shapes", text)
             made = given or TargetTensor(name=name, dtype=dtype, shape=each.shape)
             if made.name in targets:
                 self._note("tensors are made by several rules, or twice", text)
@@ -466,12 +461,12 @@ class _Matching:
         option: str,
     ) -> Fill:
         if not can_be(value, target.dtype):
-            text = f"{target.name} is of {target.dtype}, and {option} has {value}"
-            self._note("targets cannot have a value", text)
+            text = f"{target.name} is {target.dtype}, but {option} has {value}"
+            self._note("targets cannot represent a value", text)
         return Fill(target=target.name, start=start, stop=stop, value=value)
 
     def _fill(self, targets: dict[str, TargetTensor], fills: list[Fill]) -> None:
-        # Fills targets with the numbers of the layout; those that are made are scalars.
+        # Fills targets with the layout's numbers; targets not given become scalars.
         for name, value in self._layout.fill.items():
             target = self._by_name.get(name)
             if self._given is None:
@@ -500,16 +495,16 @@ class _Matching:
         lacking = [
             owner.rule.wanted - owner.present[kept] for owner, _, kept, _ in matches
         ]
-        # Of the rule that lacks least.
+        # Names the rule that lacks least.
         at = min(range(len(matches)), key=lambda n: len(lacking[n]))
         owner, _, kept, _ = matches[at]
         names_of = (owner.name_of(kept, n, {}) for n in sorted(lacking[at]))
         lacks = ", ".join(names_of) or "targets in the tree"
-        problem = "tensors are in rules, none of which has all that it needs"
+        problem = "tensors are in rules that lack other tensors"
         self._note(problem, f"{name} ({owner.rule.text} lacks {lacks})")
 
     def _note_left(self, problem: str, name: str, side: int, kind: str = "") -> None:
-        # With the nearest pattern of a side and its rule, if an error lists the name.
+        # Adds the nearest pattern of a side and its rule, if the error lists the name.
         near = ""
         if len(self._problems[problem]) <= errors.MOST_NAMED:
             texts = {
@@ -522,7 +517,7 @@ class _Matching:
         self._note(problem, f"{name}{kind}{near}")
 
     def _check_patterns(self, taken: set[tuple[ParsedRule, int]]) -> None:
-        # That rules that have to match tensors do so.
+        # Checks that the patterns that must match a tensor do.
         used = {owner.rule for owner in self._owners if owner.groups}
         unmatched = [
             tensor
@@ -547,8 +542,8 @@ class _Matching:
         if lines:
             raise LayoutError(
                 f"{self._layout.place} does not fit the checkpoint and the target; add "
-                "or change rules, list tensors of the checkpoint in `drop`, or leave "
-                f"those of the target out of its tree:{''.join(lines)}"
+                "or change rules, list tensors of the checkpoint in `drop`, or remove "
+                f"those of the target from its tree:{''.join(lines)}"
             )
 
 
@@ -563,7 +558,7 @@ def _viewed(tensor: StoredTensor, pattern: Tensor) -> tuple[tuple[int, ...], np.
     if tensor.dtype.itemsize != pattern.view.itemsize or not tensor.shape:
         raise LayoutError(
             f"{pattern.place}: {tensor.name!r} of {tensor.dtype}{list(tensor.shape)} "
-            f"cannot be read as {pattern.view}; its elements have other bits"
+            f"cannot be read as {pattern.view}; its elements have a different size"
         )
     *outer, last = tensor.shape
     return (*outer, last * (2 if is_half_a_byte(pattern.view) else 1)), pattern.view
@@ -591,7 +586,7 @@ def _through(
 
 
 def _composed(first: Matched, second: Matched, place: str) -> Matched:
-    # Two layouts as one: the targets of the first are the tensors of the second.
+    # Joins two layouts: the targets of the first are the tensors of the second.
     between = list(first.targets.values())
     into: dict[str, list[Move]] = collections.defaultdict(list)
     for move in (*first.moves, *_of_fills(first.fills)):
@@ -602,7 +597,7 @@ def _composed(first: Matched, second: Matched, place: str) -> Matched:
         for after in second.moves[begin:end]:
             if after.source >= len(between):
                 raise LayoutError(
-                    f"{place}: {rule} makes {after.target} of several tensors, or by "
+                    f"{place}: {rule} makes {after.target} from several tensors, or by "
                     "`times`, `plus` or `as`; only the first layout of `through` can"
                 )
             for before in into[between[after.source].name]:
@@ -625,10 +620,10 @@ def _composed(first: Matched, second: Matched, place: str) -> Matched:
 
 
 def _of_fills(fills: Sequence[Fill]) -> Iterator[Move]:
-    # Moves of no tensor, which make a number by their shift.
+    # Moves without a source, which make a number by their shift.
     for fill in fills:
         lengths = [b - a for a, b in zip(fill.start, fill.stop, strict=True)]
-        # As in moves of tensors, a dim of length 1 is no factor.
+        # As in other moves, a dim of length 1 is not a factor.
         dims = tuple(dim for dim, length in enumerate(lengths) if length != 1)
         side = Side(start=fill.start, dims=dims, steps=(1,) * len(dims))
         yield Move(
@@ -642,10 +637,10 @@ def _of_fills(fills: Sequence[Fill]) -> Iterator[Move]:
 
 
 def _chained(before: Move, after: Move, shape: Sequence[int], place: str) -> Move:
-    # The move of what one writes into a tensor and the other reads from it.
+    # The move of the elements that one writes into a tensor and the other reads.
     into, of = before.target_side, after.source_side
     if _is_whole(of, after.sizes, shape):
-        # Factors along which the tensor between is repeated.
+        # Factors along which the intermediate tensor is repeated.
         repeated = [n for n, dim in enumerate(of.dims) if dim < 0]
         sizes = (*before.sizes, *(after.sizes[n] for n in repeated))
         source = _with_factors(before.source_side, [(-1, 0)] * len(repeated))
@@ -657,7 +652,7 @@ def _chained(before: Move, after: Move, shape: Sequence[int], place: str) -> Mov
         source = _beyond(of, into, before.source_side)
     else:
         raise LayoutError(
-            f"{place}: both layouts regroup a dim of {before.target}, of which "
+            f"{place}: both layouts regroup a dim of {before.target}, from which "
             f"{after.target} is made; write them as one"
         )
     return Move(
@@ -690,8 +685,8 @@ def _is_whole(side: Side, sizes: Sequence[int], shape: Sequence[int]) -> bool:
 
 
 def _beyond(inner: Side, whole: Side, outer: Side) -> Side:
-    # Where elements that are `inner` in a tensor lie on the other side of a move, which
-    # has the whole tensor.
+    # Where elements that are `inner` in a tensor lie on the other side of a move of the
+    # whole tensor.
     factors = {dim: n for n, dim in enumerate(whole.dims) if dim >= 0}
     start = list(outer.start)
     for dim, at in enumerate(inner.start):

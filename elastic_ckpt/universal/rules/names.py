@@ -2,12 +2,12 @@
 
 A capture is `{layer}`: a number if the rule uses it as one (as a dim or in an index),
 otherwise a text without `.` and `/`. `{name:path}` is any text, `{part:q|k|v}` one of
-these texts (their position, where it is used as a number), `{layer:03}` a number of at
-least three digits, `{layer+1}` a number that is more by 1, `{(stage local)}` the index
-of a dims expression. `{{` and `}}` are braces of the name.
+these texts (its position, where it is used as a number), `{layer:03}` a number of at
+least three digits, `{layer+1}` a number that is larger by 1, `{(stage local)}` the
+index of a dims expression. `{{` and `}}` are literal braces.
 
-Names that differ in numbers alone have one skeleton, which tells the patterns that may
-match.
+Names that differ only in numbers share a skeleton, by which the patterns that may match
+are found.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _INSIDE = re.compile(
     r"(?::(?P<form>path|0[1-9]|[^:|]+(?:\|[^:|]+)+))?\}"
 )
 _STAR = re.compile(r"(\[\*\]|\*)")
-# The only key of the objects in which Flax wraps an array.
+# Flax wraps an array in an object with only this key.
 BOX = "/value"
 
 
@@ -38,10 +38,10 @@ class Capture:
     """A variable part of a name.
 
     Attributes:
-      key: what its values are listed under: the text of its node.
-      node: a name, or the expression that the number is an index of.
+      key: the key of its values: the text of its node.
+      node: a name, or the expression whose index the number is.
       form: "", "path", its texts, as in "q|k|v", or its digits, as in "03".
-      offset: by which the number in the name is more than the value.
+      offset: the number in the name minus the value.
     """
 
     key: str
@@ -51,7 +51,7 @@ class Capture:
 
     @functools.cached_property
     def choices(self) -> list[str]:
-        """The texts that it can be; none if others are possible."""
+        """The texts that it can match; none if it is not restricted to some."""
         return self.form.split("|") if "|" in self.form else []
 
     @property
@@ -60,28 +60,28 @@ class Capture:
         return not isinstance(self.node, dims.Name)
 
     def is_number(self, numbers: Collection[str]) -> bool:
-        """Whether its value is a number, where the captures `numbers` are."""
+        """Whether its value is a number, if the captures `numbers` are."""
         is_always = self.is_index or self.form.isdigit() or self.offset > 0
         return is_always or (self.key in numbers and self.form != "path")
 
     def reader(self, numbers: Collection[str]) -> tuple[str, Callable[[str], Value]]:
-        """The group of a regular expression that matches it, and what makes its value.
+        """A regular expression's group that matches it, and a parser of its value.
 
-        A value is -1 if it would be negative: names that count from 1 have no 0.
+        Negative values become -1: names that count from 1 have no 0.
         """
         is_number = self.is_number(numbers)
         if self.choices:
             group = "|".join(map(re.escape, self.choices))
             return f"({group})", self.choices.index if is_number else str
         if is_number:
-            # Leading zeros up to the width alone.
+            # Leading zeros only up to the width.
             width = int(self.form or 1)
             group = rf"([0-9]{{{width}}}|[1-9][0-9]{{{width},17}})"
             return group, lambda text: max(int(text) - self.offset, -1)
         return "(.+)" if self.form == "path" else "([^./]+)", str
 
     def text(self, value: Value) -> str:
-        """The text of a value in a name."""
+        """How a name spells a value."""
         if isinstance(value, str):
             return value
         if self.choices:
@@ -92,14 +92,14 @@ class Capture:
 
 @dataclasses.dataclass(frozen=True)
 class NamePattern:
-    """A parsed pattern: its text, and literal texts and captures in their order."""
+    """A parsed pattern: literals and captures in order."""
 
     text: str
     parts: tuple[str | Capture, ...]
 
     @functools.cached_property
     def captures(self) -> list[Capture]:
-        """The captures, in their order."""
+        """The captures, in order."""
         return [part for part in self.parts if isinstance(part, Capture)]
 
     def regex(self, numbers: Collection[str]) -> re.Pattern[str]:
@@ -111,7 +111,7 @@ class NamePattern:
         return re.compile("".join(parts), re.DOTALL)
 
     def skeleton(self, numbers: Collection[str]) -> re.Pattern[str]:
-        """A regular expression that matches the skeletons of names that match."""
+        """A regular expression for the skeletons of matching names."""
         joined = "".join(
             part if isinstance(part, str)
             else "0" if part.is_number(numbers) and not part.choices
@@ -122,7 +122,7 @@ class NamePattern:
         return re.compile(text, re.DOTALL)
 
     def format(self, values: Mapping[str, Value]) -> str:
-        """The name with these values; captures that have none remain."""
+        """The name with these values; captures without a value remain."""
         return "".join(
             part if isinstance(part, str)
             else part.text(values[part.key]) if part.key in values
@@ -132,15 +132,16 @@ class NamePattern:
 
 
 def skeleton(name: str) -> str:
-    """`name` with 0 in place of each number."""
+    """Replaces each number in `name` by 0."""
     return re.sub(r"[0-9]+", "0", name)
 
 
 def parse(text: str, forms: Mapping[str, str] | None = None) -> NamePattern:
-    """The pattern in `text`; `forms` are those of captures that are without one there.
+    """Parses a pattern; `forms` are for captures without a form in `text`.
 
     Raises:
-      LayoutError: if a brace is not closed, a capture is malformed or occurs twice.
+      LayoutError: if a brace is not closed, a capture is malformed, or two captures
+        touch.
     """
     parts: list[str | Capture] = []
     for part in _CAPTURE.split(text):
@@ -156,7 +157,7 @@ def parse(text: str, forms: Mapping[str, str] | None = None) -> NamePattern:
             offset = int(inside["offset"] or 0)
             made = Capture(inside["node"], node, form, offset)
             if form and not form.isdigit() and (made.is_index or offset):
-                raise LayoutError(f"{text!r}: {part} is a number, and not one of texts")
+                raise LayoutError(f"{text!r}: {part} is a number; it has no texts")
             if parts and isinstance(parts[-1], Capture):
                 raise LayoutError(f"{text!r}: put a text between two captures")
             parts.append(made)
@@ -164,9 +165,9 @@ def parse(text: str, forms: Mapping[str, str] | None = None) -> NamePattern:
             parts.append(part[0])
         elif {"{", "}"} & {*part}:
             raise LayoutError(
-                f"{text!r}: {part!r} is no capture; write {{layer}}, {{name:path}}, "
+                f"{text!r}: {part!r} is not a capture; write {{layer}}, {{name:path}}, "
                 "{part:q|k|v}, {layer:03}, {layer+1} or {(stage local)}, and {{ and }} "
-                "for braces of a name"
+                "for literal braces"
             )
         elif part:
             parts.append(part)
@@ -174,12 +175,12 @@ def parse(text: str, forms: Mapping[str, str] | None = None) -> NamePattern:
 
 
 def pattern_of(name: str) -> str:
-    """The text of the pattern that matches `name` alone."""
+    """The pattern that matches only `name`."""
     return name.replace("{", "{{").replace("}", "}}")
 
 
 def glob(texts: Iterable[str]) -> re.Pattern[str]:
-    """Matches names that one of these matches: `*` is any text, and `[*]` a star."""
+    """Matches what any of these texts matches: `*` is any text, `[*]` a star."""
     globs = (
         "".join(
             ".*" if part == "*" else re.escape(part.replace("[*]", "*"))
@@ -187,24 +188,20 @@ def glob(texts: Iterable[str]) -> re.Pattern[str]:
         )
         for text in texts
     )
-    # Without any, nothing matches.
+    # Without texts, nothing matches.
     return re.compile("|".join(globs) or r"(?!)", re.DOTALL)
 
 
 def glob_of(name: str) -> str:
-    """The text for `glob` that matches `name` alone."""
+    """The text for `glob` that matches only `name`."""
     return name.replace("*", "[*]")
 
 
 def unboxed(names: Collection[str]) -> dict[str, str]:
-    """The shorter names of the leaves that their users know by these.
+    """The short names of leaves that Flax wraps, by their full names.
 
-    Flax wraps arrays: `Param` of NNX and `Partitioned` of Linen are nodes with the one
-    key `value`. So the leaf `kernel/value` is also `kernel`, if nothing else lies below
-    `kernel`.
-
-    Returns:
-      The shorter names by the whole ones; others are not listed.
+    NNX's `Param` and Linen's `Partitioned` are nodes with the single key `value`. So
+    the leaf `kernel/value` is also `kernel`, if nothing else is below `kernel`.
     """
     boxes = {name.removesuffix(BOX) for name in names if name.endswith(BOX)}
     for name in names if boxes else ():

@@ -1,9 +1,9 @@
-"""A rule, parsed, and the plan of its instances.
+"""Parses a rule, and plans its instances.
 
 All tensors of a rule are cut into slabs: boxes of named coordinates, which captures,
-rank axes and the factors of dims give. Slabs of both sides with the same names are
-joined: where two of them meet, there is a copy. What is no copy is a derived tensor:
-replicas that are compared, means, sums, weights and their scales.
+rank axes and factors of dims supply. Slabs of both sides with the same names are
+joined: each overlap is a copy. Anything but a copy is a derived tensor: compared
+replicas, means, sums, weights times scales.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from elastic_ckpt.universal.rules.layout import (
 )
 from elastic_ckpt.universal.rules.names import Value
 
-# Empty tensors may have dims of any size, of which targets are made.
+# Limits targets, as empty tensors may have dims of any size.
 MOST_TARGETS = 1 << 20
-# What elements can be of.
 DTYPES = (
     "bool",
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (4, 8, 16, 32, 64)),
@@ -48,51 +47,50 @@ DTYPES = (
     *("float8_e4m3", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e8m0fnu"),
     "float4_e2m1fn",
 )
-# The powers of a parameter's scale, by the kind of state. A gradient is divided by the
-# scale; the second moment is that of a squared gradient.
+# The power of a parameter's scale by which a state is multiplied. Gradients are divided
+# by the scale; the second moment is that of squared gradients.
 _POWERS = {
     **{"parameter": 1, "master": 1, "first_moment": -1, "second_moment": -2},
-    # Of Muon, and of SGD.
+    # Muon's and SGD's.
     "momentum_buffer": -1,
 }
-# The kinds of state that are shifted, and padded with the values of the rule.
+# The kinds of state that get the rule's shift and padding values.
 _SHIFTED = ("parameter", "master")
-# Of a quantized weight that is multiplied by its scales.
+# The dtype of a quantized weight times its scales.
 _DEQUANTIZED = np.dtype(ml_dtypes.bfloat16)
 _LIST_IT = "list it in `replicated`, `unchecked`, `mean` or `sum`"
 
-# Values of captures, or numbers of ranks, by their keys.
+# Values of captures and numbers of ranks, by their keys.
 Items = tuple[tuple[str, Any], ...]
-# By axis: the number of a rank, and of all.
+# By axis: the number of the rank, and the number of ranks.
 Ranks = tuple[tuple[str, tuple[int, int]], ...]
-# What identifies a tensor of an instance: its pattern, and values.
+# Identifies a tensor of an instance: its pattern, and values.
 Key = tuple[int, Items]
-# The first coordinate, their number, the dim that it advances along, and by how much.
+# The first coordinate, the number of coordinates, the dim along which they advance, and
+# their step.
 Range = tuple[int, int, int, int]
-# A move of an instance: the number of its target, sizes and place in it, the number of
-# its source and the place in that, a scale and a shift.
+# A move of an instance: the number of its target, its sizes, its place in the target,
+# the number of its source, its place in the source, its scale and its shift.
 Copy = tuple[int, tuple[int, ...], Side, int, Side, float, float]
-# Of a coordinate that dims do not give.
+# The range of a coordinate that dims do not supply.
 _POINT = (0, 1, -1, 0)
 How = Literal["equal", "mean", "sum", "times", "plus"]
 
 
 class UnknownSizeError(LayoutError):
-    """Shapes do not determine a size; those of another rule may."""
+    """Shapes do not determine a size; another rule's shapes may."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor pattern, parsed.
+    """A parsed tensor pattern.
 
     Attributes:
-      pattern: as it was written.
-      name: its name pattern.
       dims: the node of each dim.
-      blocks: of each dim, how many indices of the tensor that it multiplies share one.
-      place: for messages.
-      main: the number of the source that it multiplies, or is added to; None if it is
-        no such operand.
+      blocks: for each dim, how many indices of the tensor it multiplies share one index
+        of its own.
+      main: the number of the source that it multiplies or is added to; None if it is
+        not such an operand.
     """
 
     pattern: TensorPattern
@@ -109,12 +107,12 @@ class Tensor:
 
     @functools.cached_property
     def view(self) -> np.dtype | None:
-        """The dtype that its bytes are read as; None for its own."""
+        """The dtype to read its bytes as; None for its own."""
         return np.dtype(self.pattern.viewed_as) if self.pattern.viewed_as else None
 
     @functools.cached_property
     def nodes(self) -> tuple[dims.Node, ...]:
-        """Those of its captures, then those of its dims."""
+        """The nodes of its captures, then those of its dims."""
         return (*(each.node for each in self.name.captures), *self.dims)
 
     @functools.cached_property
@@ -144,7 +142,7 @@ class Tensor:
         return any(isinstance(node, dims.Sum) for node in nodes)
 
     def with_rest(self, count: int) -> Tensor:
-        """It with as many named dims in place of `...`."""
+        """The tensor with `count` named dims in place of `...`."""
         if dims.Name(dims.REST) not in self.dims:
             return self
         at = self.dims.index(dims.Name(dims.REST))
@@ -157,20 +155,20 @@ class Tensor:
 
 
 class ParsedRule:
-    """A rule, parsed and checked.
+    """A parsed and checked rule.
 
     Attributes:
-      rule: as it was written, with the sizes and widths of its layout.
-      text: its place, for people.
+      rule: the rule as written, with the sizes and widths of its layout.
+      text: its place, for messages.
       sources: the tensors of the checkpoint; operands of others are last.
-      targets: the tensors that are made.
       numbers: the captures whose values are numbers.
-      kept: the captures that all names have; the rule holds for each of their values.
-      forms: of captures that are texts, which hold in all names.
-      listed: the targets of which only those that exist tell some captures.
-      names: of captures, dims and rank axes.
-      wanted: the sources that an instance has.
-      needed: those of them without which it makes nothing.
+      kept: the captures in all names; the rule has an instance for each of their
+        values.
+      forms: the forms of captures that are texts, which apply to all names.
+      listed: the targets with captures whose values only existing targets show.
+      names: the names of captures, dims and rank axes.
+      wanted: the sources of a complete instance.
+      needed: the sources without which an instance makes nothing.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -213,7 +211,7 @@ class ParsedRule:
         for key, each in itertools.product(self.kept, every):
             if key not in each.keys - each.reduced:
                 raise LayoutError(
-                    f"{self.text}: {{{key}}} is in some names, and not in "
+                    f"{self.text}: {{{key}}} is in some names, but not in "
                     f"{each.name.text!r}; capture it in all, make it a dim, or "
                     f"{_LIST_IT}"
                 )
@@ -267,7 +265,7 @@ def _check_options(tensor: Tensor, *, is_target: bool) -> None:
         ),
         (
             inexact & dims.names(tensor.dims),
-            "`mean` and `sum` are over captures and rank axes, and not over dims",
+            "`mean` and `sum` can be over captures and rank axes, not over dims",
         ),
         (
             is_target and {*pattern.sum} & tensor.names,
@@ -275,13 +273,13 @@ def _check_options(tensor: Tensor, *, is_target: bool) -> None:
         ),
         (
             tensor.main is not None and any(others),
-            "a tensor of `times` or `plus` has none of the options `shift`, `copy`, "
+            "a tensor in `times` or `plus` cannot have the options `shift`, `copy`, "
             "`mean`, `sum`, `times` and `plus`",
         ),
         (len({*reduced}) < len(reduced), "a name is listed twice"),
         (
             tensor.reduced & (tensor.axes | dims.names(tuple(indices))),
-            "what shards a dim, or is in an index, cannot be reduced too",
+            "a name that shards a dim, or is in an index, cannot also be reduced",
         ),
     ):
         if is_wrong:
@@ -291,7 +289,7 @@ def _check_options(tensor: Tensor, *, is_target: bool) -> None:
         if dtype is not None and dtype not in DTYPES:
             near = difflib.get_close_matches(dtype, DTYPES, n=1, cutoff=0.0)[0]
             raise LayoutError(
-                f"{dtype!r} is no dtype of elements; the nearest is {near!r}"
+                f"{dtype!r} is not a supported dtype; the nearest is {near!r}"
             )
 
 
@@ -302,9 +300,6 @@ class Row(NamedTuple):
       pattern: the number of its pattern among the sources.
       values: the numbers of its rank by axis, and the values of captures that are not
         kept.
-      shape: in elements.
-      dtype: of its elements.
-      name: for messages.
     """
 
     pattern: int
@@ -318,10 +313,9 @@ class Made(NamedTuple):
     """A target that an instance makes.
 
     Attributes:
-      pattern: the number of its pattern.
+      pattern: the number of its pattern among the targets.
       captured: the values of captures that are not kept.
-      shape: in elements.
-      sources: the dtypes of its sources, and whether they lack scales.
+      sources: the dtypes of its sources, each with whether it lacks scales.
     """
 
     pattern: int
@@ -331,14 +325,12 @@ class Made(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What an instance makes; those that differ in kept captures share one.
+    """What an instance makes; instances that differ only in kept captures share it.
 
     Attributes:
-      targets: the tensors that it makes.
-      derived: the tensors that it derives, of rows; their numbers follow those.
+      derived: tensors derived from rows; their numbers follow those of the rows.
       moves: from rows and derived tensors to targets.
-      fills: by target, a box of padding, and its value.
-      sizes: of the names.
+      fills: padding: the number of a target, the start and stop of a box, a value.
     """
 
     targets: list[Made]
@@ -350,12 +342,7 @@ class Plan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Strip:
-    """A box of the coordinates that dims give.
-
-    Attributes:
-      start: the index of its first element.
-      ranges: by name.
-    """
+    """A box of the coordinates that dims supply, from the index `start` on."""
 
     start: tuple[int, ...]
     ranges: Mapping[str, Range]
@@ -365,10 +352,9 @@ class Slab(NamedTuple):
     """A box of coordinates in a tensor.
 
     Attributes:
-      pattern: of the tensor.
-      tensor: its number: of the target, or of the row or derived tensor.
-      strip: what dims give.
-      ranges: all ranges; those that are in the name advance along dim -1.
+      tensor: the number of the target, or of the row or derived tensor.
+      strip: the coordinates that dims supply.
+      ranges: all ranges; those from the name advance along dim -1.
     """
 
     pattern: Tensor
@@ -393,16 +379,10 @@ class Planner:
     ) -> None:
         """Solves the sizes of an instance.
 
-        Args:
-          rule: the rule.
-          state: the kind of its tensors.
-          rows: its tensors, at least one.
-          counts: the number of ranks by axis.
-          given: the target that exists of each pattern, whose captures are 0.
-          listed: the captures of the targets that exist, by number of the patterns of
-            which they are needed.
-          shared: sizes that other rules know.
-          name_of: makes the name of a source of the values of captures.
+        It has at least one row. `given` has the existing target of each pattern with
+        captures 0; `listed` the captures of existing targets, by the patterns in
+        `ParsedRule.listed`; `shared` sizes from other rules. `name_of` names a source,
+        given its number and the values of captures.
 
         Raises:
           LayoutError: if shapes do not fit.
@@ -417,7 +397,7 @@ class Planner:
         of_targets = frozenset().union(
             *(each.names - each.axes - each.reduced for each in self._targets)
         )
-        # Rank axes that are coordinates of targets.
+        # Rank axes that are coordinates in the targets.
         self._coordinates = (of_targets - of_sources) & {
             key for row in rows for key, _ in row.values
         }
@@ -431,11 +411,11 @@ class Planner:
         self._sizes = {n: int(s) for n, s in solved.items() if s.denominator == 1}
         self._numbers = {n: float(s) for n, s in solved.items()}
         self._derived: list[Derived] = []
-        # Of rows and derived tensors: the dtype of targets, and whether scales lack.
+        # By row or derived tensor: the dtype for targets, and whether it lacks scales.
         self._dtypes: dict[int, tuple[np.dtype, bool]] = {}
 
     def plan(self) -> Plan:
-        """What the instance makes, and of what.
+        """Plans what the instance makes.
 
         Raises:
           LayoutError: if the sides do not fit: an element is filled twice or never.
@@ -454,7 +434,7 @@ class Planner:
                 shape = tuple(dims.whole(dims.length(n, scope)) for n in tensor.dims)
                 slabs = list(self._slabs(tensor, len(made), items, shape))
                 keys = [frozenset(each.ranges) - tensor.reduced for each in slabs]
-                # An instance may lack what only one addend of a name has.
+                # An instance may lack all tensors of an addend in a name.
                 if has_sum and not held.intersection(keys):
                     continue
                 made.append((number, captured, shape))
@@ -486,9 +466,9 @@ class Planner:
                     for e in (slab, near)
                 )
                 raise LayoutError(
-                    f"{slab.pattern.place}: {shown}; what one of them lacks, make it a "
-                    f"dim or capture there, or {_LIST_IT}, or in `pad` if one side "
-                    "alone has it as padding"
+                    f"{slab.pattern.place}: {shown}; make what one of them lacks a dim "
+                    f"or capture there, or {_LIST_IT}, or in `pad` if it is padding of "
+                    "one side"
                 )
         found: dict[int, set[tuple[np.dtype, bool]]] = collections.defaultdict(set)
         for target, _, _, source, _, _, _ in moves:
@@ -498,7 +478,7 @@ class Planner:
         return Plan(targets, self._derived, moves, fills, self._sizes)
 
     def _counted(self, counts: Mapping[str, int]) -> dict[str, int]:
-        # The number of ranks by axis, also of those that names or `widths` tell.
+        # The number of ranks by axis, including axes from names or `widths`.
         every: list[tuple[Tensor, Iterable[tuple[str, Any]]]] = [
             *((self._sources[each.pattern], each.values) for each in self._rows),
             *(
@@ -517,7 +497,7 @@ class Planner:
         for axis, count in found.items():
             if count > counts.get(axis, count):
                 raise LayoutError(
-                    f"{self._rule.text}: names have {count} ranks of {axis}, and "
+                    f"{self._rule.text}: names have {count} ranks of {axis}, but "
                     f"`ranks` or the checkpoint {counts[axis]}; make them the same"
                 )
         listed = {
@@ -557,7 +537,7 @@ class Planner:
             yield sizes.Equation(dims.Name(axis), self._counts.get(axis, 1), {}, origin)
 
     def _ranks(self, tensor: Tensor, values: Items) -> Ranks:
-        # By axis that shards a tensor: the number of its rank, and of all.
+        # By axis that shards a tensor: the number of its rank, and the number of ranks.
         counts, axes = self._counts, tensor.axes
         return tuple([(a, (n, counts.get(a, 1))) for a, n in values if a in axes])
 
@@ -581,7 +561,7 @@ class Planner:
                 f"`--size {first}=...`"
             )
             raise UnknownSizeError(
-                f"{tensor.place}: nothing tells {'; '.join([told, *absent])}"
+                f"{tensor.place}: nothing determines {'; '.join([told, *absent])}"
             )
 
     def _captured(self, number: int) -> Sequence[dict[str, Value]]:
@@ -592,7 +572,7 @@ class Planner:
         widths, known = self._rule.rule.widths, {**self._counts, **self._sizes}
         captures = [e for e in tensor.name.captures if e.key not in self._rule.kept]
         found: list[dict[str, Value]] = [{}]
-        # Ranks come first: each may have its own number of the others.
+        # Ranks first, as each may have its own number of other captures.
         for each in sorted(captures, key=lambda each: each.key not in tensor.axes):
             self._need(tensor, dims.names((each.node,)), known)
             scopes = (
@@ -622,7 +602,7 @@ class Planner:
     def _points_of(
         self, tensor: Tensor, key: str, value: Value, ranks: Ranks
     ) -> dict[str, Range]:
-        # The coordinates that a captured value or a rank has.
+        # The coordinates of a captured value or a rank.
         if key in tensor.axes | tensor.reduced or isinstance(value, str):
             return {}
         nodes = [each.node for each in tensor.name.captures if each.key == key]
@@ -650,7 +630,7 @@ class Planner:
                 for name, (first, count, step) in of_dim.items()
             }
             if tensor in self._sources:
-                # Of a dim that the other side lacks, the first index is read.
+                # Of a dim that the other side lacks, only the first index is read.
                 left_out = tensor.reduced & ranges.keys()
                 if any(ranges[name][0] for name in left_out):
                     continue
@@ -687,13 +667,13 @@ class Planner:
             tensor = self._sources[number]
             if tensor.main is not None or tensor.pattern.copy == "checked":
                 raise LayoutError(
-                    f"{tensor.place}: a tensor matches it, and none of the same dims, "
-                    "captures and options is there beside it; use the whole checkpoint,"
-                    " or write `copy: unchecked` if it is a copy"
+                    f"{tensor.place}: a tensor matches it, but the one that it belongs "
+                    "to, with the same dims, captures and options, is missing; use the "
+                    "whole checkpoint, or write `copy: unchecked` if it is a copy"
                 )
 
     def _chosen(self, tensor: Tensor, members: Sequence[int]) -> Sequence[int]:
-        # Those rows of one tensor that are read.
+        # The rows of one tensor that are read.
         if len(members) == 1:
             return members
         values = [dict(self._rows[number].values) for number in members]
@@ -702,7 +682,7 @@ class Planner:
         unused = sorted(differing - tensor.reduced)
         if unused or not differing:
             raise LayoutError(
-                f"{tensor.place}: it is there for several {', '.join(unused)}, which "
+                f"{tensor.place}: it occurs for several {', '.join(unused)}, which "
                 f"the rule does not use; {_LIST_IT}, or shard a dim over it with @"
             )
         unchecked = tensor.pattern.unchecked
@@ -713,7 +693,7 @@ class Planner:
         ]
 
     def _others(self) -> dict[int, list[int]]:
-        # By source, those that change it, or that it is compared with.
+        # By source, the tensors that change it or are compared with it.
         found: dict[int, list[int]] = collections.defaultdict(list)
         present = sorted({row.pattern for row in self._rows})
         for number, tensor in enumerate(self._sources):
@@ -727,10 +707,10 @@ class Planner:
     def _made_of(
         self, number: int, chosen: Sequence[int], beside: Mapping[int, Sequence[int]]
     ) -> int:
-        # The number of a row, or of what is derived of several.
+        # The number of the row, or of the tensor derived from several.
         tensor, row = self._sources[number], self._rows[chosen[0]]
         pattern, made, dtype = tensor.pattern, chosen[0], row.dtype
-        # Floats of 8 bits always need scales, integers where a rule has some.
+        # 8-bit floats always need scales, integers only if the rule has some.
         needs_scales = bool(pattern.times) or _category(dtype) is np.floating
         lacks_scales = needs_scales and _is_quantized(dtype)
         is_alone = len(chosen) == 1 and not beside and not pattern.viewed_as
@@ -740,7 +720,7 @@ class Planner:
         how: How = "mean" if pattern.mean else "sum" if pattern.sum else "equal"
         if how != "equal" and len(chosen) != self._expected(number):
             raise LayoutError(
-                f"{tensor.place}: it is there {len(chosen)} times of "
+                f"{tensor.place}: it occurs {len(chosen)} times of "
                 f"{self._expected(number)} over {', '.join(sorted(tensor.reduced))}; a "
                 "mean or sum needs all"
             )
@@ -759,8 +739,8 @@ class Planner:
                 is_real = _category(self._rows[rows[0]].dtype) is np.floating
                 if not is_real and each.pattern.dtype is None:
                     raise LayoutError(
-                        f"{each.place}: it is no float; write `as: float8_e8m0fnu` if "
-                        "its bytes are exponents, as those of MXFP4 are, or `dtype: "
+                        f"{each.place}: it is not a float; write `as: float8_e8m0fnu` "
+                        "if its bytes are exponents, as MXFP4's are, or `dtype: "
                         "float32` if its integers are factors"
                     )
         if changing:
@@ -768,14 +748,14 @@ class Planner:
             needed = [n for n, each in enumerate(self._sources) if each.main == number]
             if changing != needed or len(operands) != 1 + len(needed):
                 raise LayoutError(
-                    f"{tensor.place}: it and all tensors of `times` or `plus` have to "
-                    "be there once, as they are not compared; use the whole checkpoint,"
-                    " and list what they differ in under `unchecked`"
+                    f"{tensor.place}: it and all tensors in `times` or `plus` must "
+                    "exist once, as they are not compared; use the whole checkpoint, "
+                    "and list what they differ in under `unchecked`"
                 )
             if _is_quantized(dtype) and how == "plus":
                 raise LayoutError(
                     f"{tensor.place}: weights of {dtype} mean nothing without scales, "
-                    "by which `plus` does not multiply; convert them to bfloat16 first"
+                    "which `plus` does not apply; convert them to bfloat16 first"
                 )
             dtype = _DEQUANTIZED if _is_quantized(dtype) else dtype
             lacks_scales = False
@@ -794,7 +774,7 @@ class Planner:
         return made
 
     def _expected_of(self, number: int) -> int:
-        # How many tensors a mean or sum has.
+        # How many tensors a mean or sum needs.
         pattern = self._sources[number].pattern
         values = [dict(row.values) for row in self._rows if row.pattern == number]
         return math.prod(
@@ -809,11 +789,11 @@ class Planner:
         shape: tuple[int, ...],
         other_shape: tuple[int, ...],
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        # Which dims of a tensor those of another one run along, and in which blocks.
+        # By dim of `other`: the dim of `number` that it runs along, and its block.
         main, tensor = self._sources[number], self._sources[other]
         found: dict[int, tuple[int, int]] = {}
         free = dict(enumerate(main.dims))
-        # `1` runs along what the others leave.
+        # Dims of length `1` come last, and take those that are left.
         order = sorted(enumerate(tensor.dims), key=lambda e: -len(_factors(e[1])))
         for dim, node in order:
             if main.pattern.plus and not dims.names((node,)) & main.names:
@@ -831,9 +811,9 @@ class Planner:
             found[dim] = at, max(1, int(size))
         is_copy = tensor.main is None
         if len(found) < len(other_shape) or (is_copy and free):
-            remedy = "multiply in a layout of its own, and lead `through` both"
+            remedy = "multiply in a separate layout, and join both by `through`"
             raise LayoutError(
-                f"{tensor.place}: its dims {list(other_shape)} are none of "
+                f"{tensor.place}: its dims {list(other_shape)} are neither those of "
                 f"{main.name.text!r}, {list(shape)}, nor blocks of them, such as "
                 f"`out/128`; {'write `copy: unchecked`' if is_copy else remedy}"
             )
@@ -842,7 +822,7 @@ class Planner:
             if at >= 0 and other_shape[dim] != (count := -(-shape[at] // size)):
                 raise LayoutError(
                     f"{tensor.place}: dim {at} of {main.name.text!r} is {shape[at]}, "
-                    f"which are {count} blocks of {size}, and dim {dim} of "
+                    f"which is {count} blocks of {size}, but dim {dim} of "
                     f"{tensor.name.text!r} is {other_shape[dim]}; correct the block"
                 )
         return tuple(at for at, _ in places), tuple(size for _, size in places)
@@ -850,7 +830,7 @@ class Planner:
     def _moves(
         self, held: Sequence[str], froms: Sequence[Slab], tos: Sequence[Slab]
     ) -> Iterator[Copy]:
-        # The moves between parts that have the same coordinates.
+        # The moves between parts with the same coordinates.
         sources, targets = _as_boxes(held, froms), _as_boxes(held, tos)
         into, of = box_join.overlaps(targets, sources)
         start = np.maximum(targets.start[into], sources.start[of])
@@ -882,8 +862,8 @@ class Planner:
         if is_doubled or len(originals) > 1:
             raise LayoutError(
                 f"{(froms if is_doubled else tos)[0].pattern.place}: elements with the "
-                f"coordinates ({' '.join(held)}) are there twice; give parts "
-                "names of their own, with `sizes: {e: d}` where they are of one size, "
+                f"coordinates ({' '.join(held)}) occur twice; give each part "
+                "its own name, with `sizes: {e: d}` if they have one size, "
                 "or write `copy: checked` for a tensor that is a copy"
             )
         lengths, low = map(tuple, (stop - start).tolist()), start.tolist()
@@ -919,9 +899,9 @@ class Planner:
         held: Sequence[str],
         lengths: Sequence[int],
     ) -> tuple[tuple[int, ...], ...]:
-        # Sizes of the factors of a move, dims and steps of both sides. Those that are
-        # adjacent in both tensors are one; of a dim that the source lacks, all indices
-        # are filled.
+        # The sizes of a move's factors, and the dims and steps of both sides. Factors
+        # that are adjacent in both tensors are joined. All indices of a dim that the
+        # source lacks are filled.
         counts = dict(zip(held, lengths, strict=True))
         repeated = tensor.reduced & into.ranges.keys()
         counts |= {name: into.ranges[name][1] for name in repeated}
@@ -958,8 +938,8 @@ class Planner:
         shift = numbers[3] - numbers[1] * scale
         if self._state not in _POWERS and (scale, shift) != (1, 0):
             raise LayoutError(
-                f"{target.place}: it is not known how {self._state!r} follows a "
-                "parameter that is scaled; list the other `states` in this rule"
+                f"{target.place}: {self._state!r} has no known relation to a scaled "
+                "parameter; list only the other `states` in this rule"
             )
         scale **= _POWERS.get(self._state, 1)
         return scale, shift if self._state in _SHIFTED else 0.0
@@ -973,8 +953,8 @@ def _of_shape(
 ) -> Iterator[sizes.Equation]:
     if len(shape) != len(tensor.dims):
         raise LayoutError(
-            f"{tensor.place}: {name!r} has shape {list(shape)}, and the rule the dims "
-            f"{tensor.pattern.dims!r}; a special tensor has its rule before the others"
+            f"{tensor.place}: {name!r} has shape {list(shape)}, but the rule has dims "
+            f"{tensor.pattern.dims!r}; put the rule of a special tensor before others"
         )
     for dim, (node, length) in enumerate(zip(tensor.dims, shape, strict=True)):
         if tensor.blocks[dim] == "1":
@@ -1014,7 +994,7 @@ def _factors(node: dims.Node) -> tuple[dims.Node, ...]:
 
 
 def _rest(node: dims.Node, leading: dims.Node) -> tuple[dims.Node, ...] | None:
-    # The factors of a node after those of another one; None if it does not begin so.
+    # The factors of a node after those of `leading`; None if it does not begin so.
     factors, first = _factors(node), _factors(leading)
     return factors[len(first) :] if factors[: len(first)] == first else None
 
@@ -1031,8 +1011,8 @@ def boxes_of(
     """The start and stop of the boxes that factored dims fill.
 
     Args:
-      start: of the first element.
-      factors: of each, the dim that it advances along, its step, and its length.
+      start: the index of the first element.
+      factors: the dim that each factor advances along, its step, and its length.
     """
     by_dim: list[list[tuple[int, int]]] = [[(at, at + 1)] for at in start]
     held = (each for each in factors if each[0] >= 0)
@@ -1050,7 +1030,7 @@ def boxes_of(
 
 
 def _wide(how: str, dtypes: Sequence[np.dtype]) -> np.dtype:
-    # What values are computed in: float32 or wider; sums of integers are exact.
+    # The dtype to compute in: float32 or wider; sums of integers are exact.
     if how == "equal":
         return dtypes[0]
     if how == "sum" and _category(dtypes[0]) is np.integer:
@@ -1066,13 +1046,14 @@ def target_dtype(
     """The dtype of a target.
 
     Args:
-      tensor: its pattern.
-      sources: the dtypes of its sources, and whether they mean nothing without scales.
-      given: of the target that exists; None if it is made.
+      tensor: the target's pattern.
+      sources: the dtypes of its sources, each with whether it means nothing without
+        scales.
+      given: the dtype of the existing target; None if there is none.
 
     Raises:
-      LayoutError: without a name, if the rule makes another one, or needs a cast that
-        it does not have.
+      LayoutError: if the rule makes a different dtype, or needs a cast that it does not
+        state. The caller adds the target's name.
     """
     written = tensor.pattern.dtype
     held = sorted({dtype for dtype, _ in sources}, key=str)
@@ -1080,18 +1061,19 @@ def target_dtype(
     listed = ", ".join(map(str, held)) or "no dtype"
     is_unlike = any(made is None or _category(e) is not _category(made) for e in held)
     for is_wrong, problem in (
-        (given not in (None, made), f"is {given} in the target, by rule {written}"),
+        (given not in (None, made), f"is {given} in the target, {written} by rule"),
         (
             not (written or given) and len(held) != 1,
             f"has sources of {listed}; write `dtype:`",
         ),
         (
             not written and is_unlike,
-            f"is {made} in the target, its source {listed}; write `dtype: {made}`",
+            f"is {made} in the target, but {listed} in its source; write"
+            f" `dtype: {made}`",
         ),
         (
             any(lacks_scales and dtype != made for dtype, lacks_scales in sources),
-            f"is {made} in the target, and made of {listed} without scales; multiply"
+            f"is {made} in the target, but made from {listed} without scales; multiply"
             " by them with `times`, and use the whole checkpoint",
         ),
     ):
@@ -1111,7 +1093,7 @@ def _is_quantized(dtype: np.dtype) -> bool:
 
 
 def can_be(number: float, dtype: np.dtype) -> bool:
-    """Whether an element of a dtype can have the value of a number, rounded at most."""
+    """Whether a dtype can represent a number, possibly rounded."""
     with np.errstate(invalid="ignore"):
         cast = np.asarray(number, np.float64).astype(dtype)
     return _category(dtype) in (np.floating, np.complexfloating) or cast == number
@@ -1119,7 +1101,7 @@ def can_be(number: float, dtype: np.dtype) -> bool:
 
 @functools.cache
 def _category(dtype: np.dtype) -> type:
-    # A cast from one to another needs to be written.
+    # A rule must state a cast from one category to another.
     for category in (np.bool_, np.integer, np.complexfloating):
         if np.issubdtype(dtype, category):
             return category

@@ -1,8 +1,8 @@
 """Solves the sizes of named dims from the shapes of tensors, and computes with them.
 
-Shapes give equations, which are solved one unknown size at a time. Sizes and scales are
-also arithmetic on others: `d ** 0.5`, `heads / kv`; `bfloat16(x)` is x as that dtype
-has it.
+Shapes give equations, which are solved one unknown size at a time. Sizes and scales can
+be arithmetic on other sizes: `d ** 0.5`, `heads / kv`; `bfloat16(x)` rounds x to that
+dtype.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _MOST_CHARACTERS = 200
 
 @functools.lru_cache(maxsize=2**10)
 def _parsed(expression: str) -> tuple[ast.expr, frozenset[str]]:
-    # The tree, and the sizes in it.
+    # The syntax tree, and the names of sizes in it.
     try:
         if len(expression) > _MOST_CHARACTERS:
             raise SyntaxError("it is too long")
         tree = ast.parse(expression.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         shown = expression[:_MOST_CHARACTERS]
-        raise LayoutError(f"{shown!r} is no arithmetic on sizes: {error}") from None
+        raise LayoutError(f"{shown!r} is not arithmetic on sizes: {error}") from None
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     used -= {*_ROUNDED}
     with contextlib.suppress(ArithmeticError, ValueError):
@@ -72,16 +72,16 @@ def _value(node: ast.expr, sizes: Mapping[str, Any]) -> float:
 
 
 def names(expression: object) -> frozenset[str]:
-    """The sizes that arithmetic uses; none if it is a number.
+    """The sizes that an expression uses; none if it is a number.
 
     Raises:
-      LayoutError: if it is a text that is no arithmetic on numbers and names.
+      LayoutError: if a text is not arithmetic on numbers and names.
     """
     return _parsed(expression)[1] if isinstance(expression, str) else frozenset()
 
 
 def value(expression: float | str, sizes: Mapping[str, Any]) -> float:
-    """The value of arithmetic, of which `sizes` has all names.
+    """The value of an expression; `sizes` must have all its names.
 
     Raises:
       LayoutError: if it has no finite value.
@@ -99,14 +99,13 @@ def value(expression: float | str, sizes: Mapping[str, Any]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """The length of a dim.
+    """The length of a dim on one rank.
 
     Attributes:
-      node: the dim.
-      length: of it on one rank.
-      ranks: the rank, as `dims.Scope`.
-      origin: the dim for people.
-      is_least: whether its length may be more: some values of a capture occur.
+      ranks: the rank, as in `dims.Scope`.
+      origin: describes the dim in messages.
+      is_least: whether the true length may be larger, as a capture need not take all
+        values.
     """
 
     node: dims.Node
@@ -124,15 +123,12 @@ class Equation:
 def solve(
     rule: Rule, equations: Sequence[Equation], shared: Mapping[str, int]
 ) -> dict[str, Fraction]:
-    """The sizes of a rule that equations and given sizes determine.
+    """Solves the sizes of a rule from equations and given sizes.
 
-    Args:
-      rule: with its given sizes and widths.
-      equations: of the shapes.
-      shared: sizes that other rules know, for those that are not determined.
+    `shared` sizes, from other rules, are used if the equations do not determine one.
 
     Raises:
-      LayoutError: if no sizes fulfil the equations.
+      LayoutError: if no sizes satisfy the equations.
     """
     known = {
         name: Fraction(size)
@@ -160,7 +156,7 @@ def solve(
 
 
 def _computed(rule: Rule, known: dict[str, Fraction]) -> dict[str, Fraction]:
-    # With the sizes that the rule computes from known ones.
+    # Adds the sizes that the rule computes from known ones.
     more: dict[str, Fraction] | None = None
     while more is None or more:
         more = {
@@ -177,7 +173,7 @@ def _computed(rule: Rule, known: dict[str, Fraction]) -> dict[str, Fraction]:
 def unknown(
     used: frozenset[str], rule: Rule, known: Mapping[str, object]
 ) -> frozenset[str]:
-    """Those of the sizes that are not known, or that these are computed from."""
+    """The unknown sizes among `used`, or the unknown ones they are computed from."""
     found = used - known.keys()
     for _ in rule.sizes:
         found = frozenset(
@@ -191,7 +187,7 @@ def unknown(
 def _solved(
     equation: Equation, rule: Rule, known: dict[str, Fraction]
 ) -> tuple[str, Fraction] | None:
-    # The one unknown size of an equation.
+    # An equation's unknown size, if it has exactly one and is linear in it.
     found = unknown(equation.names, rule, known)
     if len(found) != 1:
         return None
@@ -210,7 +206,7 @@ def _solved(
     size = 1 + Fraction(equation.length - lengths[0]) / step
     size = Fraction(math.ceil(size)) if equation.is_least else size
     if size.denominator != 1 or size < 0:
-        raise _misfit(equation, known, f"which no size of {name} makes")
+        raise _misfit(equation, known, f"which no size {name} yields")
     return name, size
 
 

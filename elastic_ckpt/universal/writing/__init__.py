@@ -1,1 +1,1 @@
-"""Writing checkpoints in the formats of other programs."""
+"""Writes checkpoints in the formats of other programs."""

@@ -2,14 +2,14 @@
 
     convert.convert(Job(source="model", target="run/persistent/0", rules="llama.yml"))
 
-The checkpoint is not visible before all of it is durable. Killed at any point, the same
-call begins anew.
+The new checkpoint becomes visible only when all of it is durable. After a kill at any
+point, the same call starts from the beginning.
 
-Targets are read and written in boxes: few, and near in their sources. A target is cut
-first along the dim that advances most in the files of its sources, so that each part of
-a file goes to few boxes. A transposed matrix is cut into columns.
+Targets are read and written in boxes: few, and near each other in their sources. A
+target is cut first along the dim with the largest stride in the files of its sources,
+so that each part of a file goes to few boxes. A transposed matrix is cut into columns.
 
-JAX and Orbax, whose import takes seconds, are imported for Orbax checkpoints alone.
+JAX and Orbax take seconds to import, and are only imported to write Orbax checkpoints.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ _DESTINATIONS = {
     "safetensors": ("safetensors_files", "SafetensorsFiles"),
     "hf": ("safetensors_files", "HuggingFaceModel"),
 }
-# Of the boxes that are read or were not yet written; of requests likewise.
+# For boxes that are being read or not yet written, and as many for requests.
 _BUDGET_BYTES = 2**27
-# Smaller memory is allocated as fast as it is looked up.
+# Smaller memory is allocated as fast as it is found in the pool.
 _LEAST_KEPT_BYTES = 2**18
-# Of boxes in formats whose files have a tensor in one piece, times those of Orbax.
+# Boxes in formats that store a tensor in one piece are larger by this factor.
 _PLAIN_TIMES = 4
-# Of the boxes of Orbax.
+# The size of a box in Orbax.
 CHUNK_BYTES = 2**24
-# A dim with few divisors is not worth more chunks than this many times the least.
+# An order of cuts must not take more than this many times the fewest chunks.
 _MOST_TIMES = 8
 
 
@@ -64,17 +64,17 @@ class Job:
     """A conversion, as a user requests it.
 
     Attributes:
-      source: the path of a checkpoint of any format that is read.
-      target: the path of the one to write.
-      rules: the path of a layout, or the name of one that ships; None for that of the
-        checkpoint, see `default_layout`.
-      sizes: of dims that shapes do not determine, beside those in the layout.
-      is_reversed: whether the layout leads from the target to the source.
-      to: the format that is written.
-      config: a model of Hugging Face, whose `config.json` has values for the layout:
-        a directory, or the id of one in the hub's local cache, `hf://org/name`.
-      dtype: that floating-point tensors are cast to; None keeps that of each.
-      only_weights: whether the optimizer and the step are left out.
+      source: the path of a checkpoint in any supported format.
+      target: the path to write.
+      rules: the path of a layout, or the name of one that ships; None for the
+        checkpoint's own, see `default_layout`.
+      sizes: sizes of dims that neither shapes nor the layout determine.
+      is_reversed: whether to apply the layout's inverse.
+      to: the format to write.
+      config: a Hugging Face model whose `config.json` has values for the layout: a
+        directory, or the id of one in the hub's local cache, `hf://org/name`.
+      dtype: the dtype to which floating-point tensors are cast; None keeps each dtype.
+      only_weights: whether to leave out the optimizer and the step.
     """
 
     source: str
@@ -89,30 +89,24 @@ class Job:
 
 
 class Conversion:
-    """An open checkpoint, and the tensors that a layout makes of it.
-
-    Args:
-      job: what is converted.
+    """An open checkpoint, and the tensors that a layout makes from it.
 
     Attributes:
-      job: what is converted.
-      checkpoint: that is open.
-      layout: from its tensors to the targets.
-      matched: the layout, matched with the checkpoint.
+      layout: from the checkpoint's tensors to the targets.
       targets: in the order in which their sources are stored.
 
     Raises:
-      FormatError: if the source is of no format that is read, or damaged.
+      FormatError: if the source is not in a supported format, or damaged.
       LayoutError: if the layout does not fit.
-      ConfigError: if there are no rules to which sizes or a direction belong, or values
-        without their scales would be cast.
+      ConfigError: if sizes or a direction are given without rules, or values would be
+        cast without their scales.
     """
 
     def __init__(self, job: Job) -> None:
         if job.dtype is not None and not _is_floating(job.dtype):
             raise errors.ConfigError(
-                f"{job.dtype!r} is no dtype of floating-point numbers; give bfloat16,"
-                " float16 or float32"
+                f"{job.dtype!r} is not a floating-point dtype; give bfloat16, float16"
+                " or float32"
             )
         self.job = job
         self._free = host_memory.Pool()
@@ -152,20 +146,20 @@ class Conversion:
             self.matched,
             self.matched.targets,
             budget_bytes=_BUDGET_BYTES,
-            # Fresh memory takes longer to allocate than to copy into.
+            # Allocating fresh memory takes longer than copying into it.
             allocate=lambda num_bytes: self._free.take(num_bytes),
         )
 
     @property
     def files(self) -> list[str]:
-        """The files whose bytes are read, ordered."""
+        """The files whose bytes are read, sorted."""
         moves = self.matched.moves
         used = {number for move in moves for number in self._stored(move)}
         return sorted({f.file for n in used for f in self._tensors[n].fragments})
 
     def chunk(self, target: TargetTensor) -> tuple[int, ...]:
         """The shape of the boxes in which a target is written."""
-        # Boxes that are whole tensors lie in one piece in a file.
+        # Only Orbax stores each box by itself.
         times = 1 if self.job.to == "orbax" else _PLAIN_TIMES
         return chunk_shape(
             target,
@@ -185,22 +179,22 @@ class Conversion:
     ) -> Iterator[list[Buffer]]:
         """Yields the boxes of targets in batches.
 
-        The values of a batch may change once the next one is asked for.
+        A batch's values may change once the next one is requested.
 
         Args:
-          targets: that are read, in this order.
-          like: a target of their shape, in whose boxes all are read; None for those of
-            each.
+          targets: the targets to read, in this order.
+          like: a target of their shape whose boxes are used for all; None for each
+            target's own.
 
         Raises:
-          CheckpointError: if an element is filled by no source, or by two, a file
-            cannot be read or ends too early, or values that should be equal differ.
+          CheckpointError: if an element is filled by no source or by two, a file cannot
+            be read or is cut short, or values that should be equal differ.
         """
         units = ((each, [box]) for each in targets for box in self.boxes(like or each))
         with contextlib.closing(self.reader.read(units)) as groups:
             for batch in groups:
                 yield batch
-                # That of one batch is kept.
+                # Only the memory of one batch is kept.
                 self._free = host_memory.Pool()
                 for each in batch:
                     if each.values.nbytes >= _LEAST_KEPT_BYTES:
@@ -213,16 +207,10 @@ class Conversion:
 
 
 class Destination(abc.ABC):
-    """A checkpoint to write, in one format.
-
-    Args:
-      conversion: what to write.
-
-    Attributes:
-      target: the path of the checkpoint.
+    """A checkpoint to write, in one format, at the path `target`.
 
     Raises:
-      CheckpointError: if the format cannot have such tensors, or such a path.
+      CheckpointError: if the format does not allow the tensors or the path.
     """
 
     def __init__(self, conversion: Conversion) -> None:
@@ -237,38 +225,37 @@ class Destination(abc.ABC):
     def write(self) -> Generator[int]:
         """Writes the checkpoint durably, and makes it visible at the end.
 
-        What a killed conversion has left is removed first.
+        First removes what a killed conversion left behind.
 
         Yields:
-          The bytes that were written since the last time; 0 before the first.
+          The number of bytes written since the last yield; 0 at first.
 
         Raises:
           CheckpointError: if the target exists, the source cannot be read, or storage
             fails.
-          FormatError: if the source has other checksums.
-          RunError: if a run writes there.
+          FormatError: if the source's checksums do not match.
+          RunError: if a run writes to the same place.
           OSError: if storage fails, or another of `bucket_clients.failures`.
         """
 
     def exists_already(self) -> errors.CheckpointError:
         """The error that the target exists."""
         return errors.CheckpointError(
-            f"{self.target} exists already; remove it, or give another path"
+            f"{self.target} already exists; remove it, or give another path"
         )
 
 
 def destination_of(conversion: Conversion) -> Destination:
-    """The destination that a conversion writes.
+    """The destination of a conversion.
 
     Raises:
-      ConfigError: if there is no such format.
-      CheckpointError: if the format cannot have such targets.
+      ConfigError: if the format is unknown.
+      CheckpointError: if the format does not allow the targets.
     """
     to = conversion.job.to
     if to not in _DESTINATIONS:
         raise errors.ConfigError(
-            f"{to!r} is no format that is written; choose one of"
-            f" {', '.join(_DESTINATIONS)}"
+            f"cannot write the format {to!r}; choose one of {', '.join(_DESTINATIONS)}"
         )
     module, name = _DESTINATIONS[to]
     return getattr(importlib.import_module(f"{_ROOM}.{module}"), name)(conversion)
@@ -280,18 +267,18 @@ def convert(
     """Writes a checkpoint in the layout and format of another program.
 
     Args:
-      job: what is converted.
-      progress: called with the bytes that are done and those of all, now and then.
+      job: what to convert.
+      progress: called from time to time with the bytes written and the total.
 
     Returns:
       The conversion that was written.
 
     Raises:
-      FormatError: if the source is of no format that is read, or damaged.
+      FormatError: if the source is not in a supported format, or damaged.
       LayoutError: if the layout does not fit.
       CheckpointError: if the target exists, the source cannot be read, or storage
         fails.
-      RunError: if another process writes to the same directory, or one of steps.
+      RunError: if another process writes to the same directory.
     """
     conversion = Conversion(job)
     destination = destination_of(conversion)
@@ -310,19 +297,19 @@ def convert(
                     storage.remove(lock)
     except bucket_clients.failures() as error:
         raise errors.CheckpointError(
-            f"{str(target)!r} cannot be written ({error}); make room, give access to"
+            f"{str(target)!r} cannot be written ({error}); free space, grant access to"
             " it, or give another path, and convert again"
         ) from error
     return conversion
 
 
 def config_directory(model: str) -> epath.Path:
-    """The directory of a model that has a `config.json`; see `Job.config`.
+    """The directory with a model's `config.json`, see `Job.config`.
 
-    That of an adapter is its base's.
+    For an adapter it is the directory of its base.
 
     Raises:
-      ConfigError: if it has none.
+      ConfigError: if there is no `config.json`.
       FormatError: if the cache lacks the model.
     """
     path = storage.absolute(files.resolved(model))
@@ -330,8 +317,8 @@ def config_directory(model: str) -> epath.Path:
         path = peft.base(path)
     if not (path / weights.CONFIG).exists():
         raise errors.ConfigError(
-            f"{model} has no {weights.CONFIG}; give the directory of a model, or"
-            " the id of one that was downloaded, hf://org/name, by --config"
+            f"{model} has no {weights.CONFIG}; by --config, give the directory of a"
+            " model, or the id of one that was downloaded, hf://org/name"
         )
     return path
 
@@ -340,15 +327,14 @@ def given_layout(job: Job, checkpoint: Checkpoint) -> Layout:
     """The layout of a job, with the values of a checkpoint.
 
     Raises:
-      LayoutError: if the layout cannot be read, or has other sizes.
-      ConfigError: if `config` is no model, or options are those of rules, and there are
-        none.
+      LayoutError: if the layout cannot be read, or does not use the given sizes.
+      ConfigError: if `config` is not a model, or options need rules and there are none.
     """
     if job.rules is None:
         if job.sizes or job.is_reversed or job.only_weights:
             raise errors.ConfigError(
-                "sizes, the reverse direction and the choice of weights are those of"
-                " rules; give --rules"
+                "sizes, the reverse direction and the choice of weights need rules;"
+                " give --rules"
             )
         return shipped.default_layout(checkpoint).with_values(checkpoint.values)
     layout = shipped.resolve(job.rules).with_sizes(job.sizes)
@@ -362,12 +348,12 @@ def given_layout(job: Job, checkpoint: Checkpoint) -> Layout:
 
 
 def _of_weights(layout: Layout, stored: Sequence[StoredTensor]) -> Layout:
-    # Trees that no rule of the weights reads, such as that of the optimizer, are
-    # dropped; what is left over in the others is an error, as usual.
+    # Drops trees that no rule of the weights reads, such as the optimizer's; what is
+    # left over in the others is an error, as usual.
     weights = layout.weights()
     first = weights.through[0] if weights.through else weights
     patterns = {
-        # A rule of a kind has whole names.
+        # A rule with a kind has complete names.
         tensor.name if rule.kind else state.source.replace(PARAMETER, tensor.name)
         for rule in first.rules
         for tensor in rule.source
@@ -387,14 +373,13 @@ def _of_weights(layout: Layout, stored: Sequence[StoredTensor]) -> Layout:
 
 
 def _cast(target: TargetTensor, dtype: str | None) -> TargetTensor:
-    # As the user wishes.
     if dtype is None or not _is_floating(target.dtype) or target.dtype == dtype:
         return target
     if target.dtype.itemsize == 1:
         raise errors.ConfigError(
             f"{target.name} is {target.dtype}, whose values mean nothing without their"
             f" scales; to write {dtype}, give a layout that multiplies by them (`times`"
-            " and `dtype`, as hf_fp8), otherwise leave --dtype out"
+            " and `dtype`, as in hf_fp8), or omit --dtype"
         )
     return dataclasses.replace(target, dtype=np.dtype(dtype))
 
@@ -416,11 +401,8 @@ def chunk_shape(
 ) -> tuple[int, ...]:
     """The shape of the boxes of a target; it divides the target's in each dim.
 
-    Args:
-      target: that is written.
-      moves: all that go into it.
-      tensors: of the checkpoint.
-      chunk_bytes: the most of a box, unless dims are prime.
+    A box has at most `chunk_bytes`, unless dims are prime. `moves` are all moves into
+    the target.
     """
     if not target.num_bytes:
         return tuple(max(1, size) for size in target.shape)
@@ -435,7 +417,7 @@ def chunk_shape(
 def _cut(
     target: TargetTensor, order: Sequence[int], chunk_bytes: int
 ) -> tuple[int, tuple[int, ...]]:
-    # The number of chunks, and their shape, if dims are cut in this order.
+    # The number of chunks and their shape if dims are cut in this order.
     shape = layout.chunk_shape(
         [target.shape[dim] for dim in order],
         item_bytes=target.dtype.itemsize,
@@ -447,8 +429,8 @@ def _cut(
 
 
 def _advance(dim: int, moves: Sequence[Move], tensors: Sequence[StoredTensor]) -> float:
-    # By how many bytes the outermost factor of a dim advances in a source; more than
-    # any if the dim's elements are of several sources.
+    # The stride in bytes of a dim's outermost factor in a source; infinite if the dim
+    # spans several sources.
     if len({move.target_side.start[dim] for move in moves}) > 1:
         return math.inf
     if not moves:

@@ -1,7 +1,6 @@
-"""Conversions to Orbax: a step of persistent storage, with our manifest and digests.
+"""Converts to Orbax: a step in persistent storage, with our manifest and digests.
 
-It is uploaded and committed as the steps of runs are, by one host
-(`tiers.persistent.upload`).
+One host uploads and commits it like the step of a run (`tiers.persistent.upload`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.writing.convert import Conversion, Destination
 
 _HOST = Host(id="convert-0", number=0, domains={})
-# An index of a list.
+# An index in a list.
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,3}")
 
 
@@ -34,7 +33,7 @@ class OrbaxStep(Destination):
 
     Raises:
       CheckpointError: if the target is not the directory of a step, Orbax would write
-        two targets under one name, or a list has keys that are no numbers.
+        two targets under one name, or a list has keys other than numbers.
     """
 
     def __init__(self, conversion: Conversion) -> None:
@@ -42,11 +41,11 @@ class OrbaxStep(Destination):
         name = self.target.name
         if not name.isdecimal() or str(int(name)) != name:
             raise errors.CheckpointError(
-                f"{self.target} is not the directory of a step, whose name is its"
-                f" number; convert to {self.target / '0'}"
+                f"{self.target} is not the directory of a step, which has a number for"
+                f" its name; convert to {self.target / '0'}"
             )
         self._root = PersistentRoot.from_path(self.target.parent)
-        # Their paths in manifests, which have them in this order.
+        # Paths in the manifest, which lists leaves in this order.
         paths = {
             target: f"{conversion.layout.tree}/{target.name}"
             if target.name
@@ -88,9 +87,9 @@ class OrbaxStep(Destination):
                 raise self.exists_already()
             if steps:
                 raise errors.CheckpointError(
-                    f"{root.path} has steps already"
-                    f" ({errors.first_of(map(str, steps))}), and a converted step is"
-                    " the first of a run; convert to another directory"
+                    f"{root.path} already has steps"
+                    f" ({errors.first_of(map(str, steps))}), but a converted step must"
+                    " be the first of a run; convert to another directory"
                 )
             for each in root.leftovers():
                 if each.step == saved.step_id.step:
@@ -120,12 +119,12 @@ def _tree(
     path: tuple[str, ...],
     lists: Sequence[str],
 ) -> Any:
-    # Of targets by their paths below `path`.
+    # Nests targets, given by their paths below `path`.
     if () in named:
         if len(named) > 1:
             raise errors.CheckpointError(
-                f"{'/'.join(path)} is a target, and so are parts of it; rename one of"
-                " them in the layout"
+                f"{'/'.join(path)} is a target, and so are tensors below it; rename one"
+                " of them in the layout"
             )
         return _leaf(named[()])
     below: dict[str, dict[tuple[str, ...], TargetTensor]] = {}
@@ -138,9 +137,9 @@ def _tree(
         if not _NUMBER.fullmatch(key):
             raise errors.CheckpointError(
                 f"{'/'.join(path)} is listed in `lists` of the layout, but has the key"
-                f" {key!r}, which is no number below 10000; remove it from `lists`"
+                f" {key!r}, which is not a number below 10000; remove it from `lists`"
             )
-    # Trees of Orbax have None for elements without leaves.
+    # Orbax trees have None for elements without leaves.
     return [made.get(str(at)) for at in range(1 + max(map(int, made)))]
 
 
@@ -149,7 +148,7 @@ def _key(part: str) -> str:
 
 
 def _leaf(target: TargetTensor) -> Any:
-    # One of NumPy if JAX would narrow it.
+    # A NumPy dtype if JAX would narrow it.
     if jax.dtypes.canonicalize_dtype(target.dtype) != target.dtype:
         return AbstractArray(shape=target.shape, dtype=target.dtype)
     return jax.ShapeDtypeStruct(target.shape, target.dtype)

@@ -1,22 +1,21 @@
-"""Conversions to safetensors, and to a model that `from_pretrained` loads.
+"""Converts to safetensors, and to a model that `from_pretrained` loads.
 
     model.safetensors                     if all tensors fit into one file
     model-00001-of-00003.safetensors      otherwise, with
     model.safetensors.index.json          the file of each tensor
 
-Tensors are dealt to files in the order of their sources. Inside of a file those of
-wider elements come first, so that each lies at a multiple of its element's size.
+Tensors are assigned to files in the order of their sources. Within a file, wider
+elements come first, so that each tensor starts at a multiple of its element's size.
 
-A directory becomes visible by a rename. Directories cannot be renamed in an object
-store: there the index commits the files, or the only file itself. A file beside the
-directory, `<target>.unfinished`, tells that a conversion writes it, or was killed.
+A rename makes a directory visible. An object store cannot rename directories: there the
+index commits the files, or a single file commits itself. A file next to the directory,
+`<target>.unfinished`, shows that a conversion is writing it or was killed.
 
-A model of Hugging Face has `config.json` and the files of the tokenizer beside the
-tensors. The configuration is that of `--config`, or of a source that has one. What the
-conversion changes is changed in it: the type of the values, and the quantization that
-they no longer have. Where it says that the output is the embedding
-(`tie_word_embeddings`), the tensor of the output is left out, if it has the same
-values.
+A Hugging Face model also has `config.json` and the tokenizer's files. The configuration
+is that of `--config`, or of a source that has one. The conversion updates the dtype of
+the values in it, and removes quantization that they no longer have. If it ties the
+output to the embedding (`tie_word_embeddings`), the output's tensor is omitted, and
+must have the same values.
 
 Spec: https://github.com/huggingface/safetensors#format
 """
@@ -50,7 +49,7 @@ from elastic_ckpt.universal.writing.convert import (
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ALIGNMENT_BYTES = 8
 _METADATA = "__metadata__"
-# Files that are copied with a model. Programs are not.
+# Files to copy with a model. Programs are not copied.
 _COPIED = (
     "generation_config.json",
     "tokenizer*",
@@ -64,7 +63,7 @@ _COPIED = (
     "*processor_config.json",
 )
 _PROGRAMS = (".py", ".pyc", ".so")
-# End the names of weights that are quantized and packed into wider integers.
+# Suffixes of quantized weights that are packed into wider integers.
 _PACKED = ("qweight", "weight_packed")
 _TIED = "tie_word_embeddings"
 _OUTPUT = "lm_head.weight"
@@ -74,7 +73,7 @@ _EMBEDDING = "embed_tokens.weight"
 class SafetensorsFiles(Destination):
     """See `Destination`."""
 
-    # Of the values in a file; a larger tensor is alone in one.
+    # The most bytes of values in a file; a larger tensor has a file of its own.
     most_file_bytes = 5 * 10**9
 
     def __init__(self, conversion: Conversion) -> None:
@@ -92,14 +91,14 @@ class SafetensorsFiles(Destination):
             numbers, last = range(1, len(groups) + 1), f"{len(groups):05d}.safetensors"
             names = [f"model-{number:05d}-of-{last}" for number in numbers]
         self._files = dict(zip(names, groups, strict=True))
-        # Before anything is written: a dtype may be none of the format.
+        # Before anything is written, as the format may lack a dtype.
         self._headers = {name: _header(group) for name, group in self._files.items()}
         self._is_local = storage.is_local(self.target)
         self._unfinished = self.target.parent / f"{self.target.name}.unfinished"
         self._directory = self._unfinished if self._is_local else self.target
 
     def beside(self) -> Mapping[str, bytes]:
-        """The contents of the files beside the tensors, by name."""
+        """The contents of all other files, by name."""
         return {}
 
     def write(self) -> Generator[int]:
@@ -175,9 +174,9 @@ class HuggingFaceModel(SafetensorsFiles):
             conversion.targets.remove(named[_OUTPUT])
         if is_tied is False and embedding and _OUTPUT not in named:
             raise errors.ConfigError(
-                f"{self._model / CONFIG} says {_TIED}: false, and no"
-                f" {_OUTPUT} is made; correct one of them, otherwise the output of the"
-                " model would be random"
+                f"{self._model / CONFIG} says {_TIED}: false, but no"
+                f" {_OUTPUT} is made; correct one of them, or the output of the model"
+                " would be random"
             )
         super().__init__(conversion)
 
@@ -185,7 +184,7 @@ class HuggingFaceModel(SafetensorsFiles):
         """See `SafetensorsFiles`.
 
         Raises:
-          CheckpointError: if the output is not the embedding.
+          CheckpointError: if the output differs from the embedding.
         """
         if self._tied is not None:
             self._check_tied(*self._tied)
@@ -193,7 +192,7 @@ class HuggingFaceModel(SafetensorsFiles):
         for target in self._conversion.targets:
             sizes[target.dtype.name] += target.num_bytes
         floats = {name: size for name, size in sizes.items() if "float" in name}
-        # Other quantized values have a byte at most.
+        # Quantized values that are not packed have at most a byte.
         is_quantized = any(
             (target.dtype.itemsize == 1 and target.dtype.kind != "b")
             or target.name.endswith(_PACKED)
@@ -222,18 +221,18 @@ class HuggingFaceModel(SafetensorsFiles):
 
 
 def _header(group: Iterable[TargetTensor]) -> tuple[bytes, dict[TargetTensor, int]]:
-    # The first bytes of a file, and where each of its tensors begins. Hugging Face's
-    # transformers require the format.
+    # The header of a file, and where each of its tensors begins. Hugging Face's
+    # transformers require `format`.
     fields: dict[str, object] = {_METADATA: {"format": "pt"}}
     offsets: dict[TargetTensor, int] = {}
     end = 0
     for target in sorted(group, key=lambda each: (-each.dtype.itemsize, each.name)):
-        # Half of a surrogate pair has no UTF-8.
+        # Half a surrogate pair cannot be encoded in UTF-8.
         is_text = target.name.encode(errors="ignore").decode() == target.name
         if target.name == _METADATA or not is_text:
             raise errors.CheckpointError(
-                f"a tensor is called {target.name!r}, and safetensors cannot have this"
-                " name; rename it in the layout"
+                f"a tensor is called {target.name!r}, which safetensors cannot store;"
+                " rename it in the layout"
             )
         offsets[target], end = end, end + target.num_bytes
         fields[target.name] = {
@@ -252,17 +251,17 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def _sync(descriptor: int) -> None:
-    # Frees pages for what follows: fresh ones cost more than a copy.
+    # Frees pages for what follows, as fresh ones cost more than a copy.
     os.fdatasync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _rows(part: Buffer) -> Iterator[tuple[np.ndarray, int]]:
-    # The bytes of a box that are in one piece in its tensor, and the first's offset.
+    # The pieces of a box that are contiguous in its tensor, and their offsets.
     target, box, values = part.target, part.box, part.values
     strides = row_major(target.shape, target.dtype.itemsize)
     first = sum(map(operator.mul, box.start, strides))
-    # The dims behind it are whole, and it is part of one row with them.
+    # The dims after `dim` are whole, so they and it are contiguous.
     dim = len(target.shape)
     while dim and (dim == len(target.shape) or box.shape[dim] == target.shape[dim]):
         dim -= 1
@@ -272,7 +271,7 @@ def _rows(part: Buffer) -> Iterator[tuple[np.ndarray, int]]:
 
 
 def _copied(model: epath.Path) -> Iterator[tuple[str, bytes]]:
-    # The files of the tokenizer and of generation: names and contents.
+    # The names and contents of the files to copy.
     for each in sorted(model.iterdir()):
         path = pathlib.PurePath(each.name)
         is_copied = any(map(path.match, _COPIED)) and not each.is_dir()
@@ -281,14 +280,14 @@ def _copied(model: epath.Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _changed(fields: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
-    # The configuration of a model whose tensors are of a dtype, and not quantized.
+    # The configuration of the model with this dtype, and without quantization.
     made = dict(fields)
     made.pop("quantization_config", None)
     keys = {"dtype", "torch_dtype"}
     for key in keys.intersection(made) or {"dtype"}:
         made[key] = dtype
     for key, each in made.items():
-        # Models of several parts have a configuration of each.
+        # A model of several parts has a configuration for each.
         if isinstance(each, dict) and keys.intersection(each):
             made[key] = _changed(each, dtype=dtype)
     return made

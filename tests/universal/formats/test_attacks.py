@@ -134,7 +134,7 @@ def test_a_damaged_file_is_one_error_or_is_read(tmp_path, seeds, subtests):
 )
 def test_a_pipe_in_place_of_a_file_is_refused(tmp_path, name):
     os.mkfifo(tmp_path / name)
-    with pytest.raises(FormatError, match=f"{name} is no regular file"):
+    with pytest.raises(FormatError, match=f"{name} is not a regular file"):
         opening.open_checkpoint(tmp_path)
 
 

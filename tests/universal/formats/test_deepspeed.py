@@ -146,7 +146,7 @@ MALFORMED = "is not as DeepSpeed writes it"
         ({REPLICATED: 1}, MALFORMED),
         ({REPLICATED: ["(w"]}, MALFORMED),
         ({VOCABULARY: ["w"]}, rf"{MALFORMED} \(KeyError\('original_vocab_size'"),
-        ({VOCABULARY: ["w"], HALVES: ["w"]}, "both have it"),
+        ({VOCABULARY: ["w"], HALVES: ["w"]}, "both match it"),
         ({PARTS: [{"patterns": ["w"]}]}, MALFORMED),
         ({PARTS: [{"patterns": "w", "shape": [2], "partition_dim": 2}]}, MALFORMED),
         ({PARTS: [{"shape": [[3, 3], 1], **ENTRY}]}, "w"),
@@ -190,7 +190,7 @@ def test_numbered_states_are_named_only_if_their_order_is_certain(tmp_path):
     assert numbered(tmp_path, [[0, 1]]) == ["a", "b"]
     assert numbered(tmp_path, [[0], [1]]) == ["optimizer/0", "optimizer/1"]
     # Float32 parameters of no group.
-    with pytest.raises(FormatError, match="whose states are none of PyTorch"):
+    with pytest.raises(FormatError, match="whose states are not PyTorch's"):
         numbered(tmp_path, [[0, 1]], fp32_groups=[])
 
 
@@ -264,7 +264,7 @@ def test_the_momentum_of_other_optimizers_is_divided_like_their_masters(tmp_path
         ({"places": [(0, 3)]}, "hold 3 elements of w"),
         ({"places": [(1, 4)]}, "elements 1 to 5 of a tensor"),
         ({"places": [(-1, 4)]}, "elements -1 to 3 of a tensor"),
-        ({"places": [("0", 4)]}, "that are none of ZeRO"),
+        ({"places": [("0", 4)]}, "that are not ZeRO's"),
         ({"places": [(0, 4), (2, -2)], "shape": (2,)}, "hold 4 elements"),
         ({"param_slice_mappings": [{"v": {"start": 0, "numel": 4}}]}, "has v, which"),
         ({"shape": (1 << 30,)}, "hold 4 elements of w, which has 1073741824"),

@@ -65,12 +65,12 @@ def test_a_path_of_no_format_is_refused_with_the_formats_that_are_read(tmp_path)
     with pytest.raises(FormatError, match="does not exist"):
         opening.open_checkpoint(tmp_path / "missing")
     (tmp_path / "model.h5").write_text("x")
-    with pytest.raises(FormatError, match=r"has model\.h5; looked for were .*safetens"):
+    with pytest.raises(FormatError, match=r"has model\.h5; expected one of .*safetens"):
         opening.open_checkpoint(tmp_path)
 
 
 COMMIT, OLDER = "0123456789abcdef" * 2 + "01234567", "f" * 40
-INVALID = "is no id of a model"
+INVALID = "is not the id of a model"
 
 
 @pytest.fixture

@@ -68,16 +68,16 @@ def leaf(*keys):
 @pytest.mark.parametrize(
     ("entry", "change", "match"),
     [
-        (leaf("w", "more"), {}, r"w\.more is listed, and is not in the store"),
-        (leaf("../../etc"), {}, "an array that is not in it"),
+        (leaf("w", "more"), {}, r"w\.more is listed, but not in the store"),
+        (leaf("../../etc"), {}, "an array outside it"),
         (leaf("w"), {}, "'w' is listed twice"),
         (leaf(3), {}, "does not list arrays as Orbax does"),
         ([], {}, "does not list arrays as Orbax does"),
-        (None, {"shape": [-1]}, "w has the shape"),
+        (None, {"shape": [-1]}, "w has the invalid shape"),
         (None, {"shape": [2**40, 2**40]}, "w has the shape .* too large"),
-        (None, {"shape": "x"}, "w has the shape .'str'., which is none"),
-        (None, {"dtype": "O"}, "w is of the unsupported type 'O'"),
-        (None, {"dtype": ["a"]}, "of the unsupported type"),
+        (None, {"shape": "x"}, "w has the invalid shape .'str'."),
+        (None, {"dtype": "O"}, "w has the unsupported type 'O'"),
+        (None, {"dtype": ["a"]}, "has the unsupported type"),
     ],
 )
 def test_metadata_that_do_not_fit_are_refused(tmp_path, entry, change, match):

@@ -85,11 +85,11 @@ def test_values_of_python_are_as_they_were_and_no_code_is_run(tmp_path, protocol
         (torch_files.tensor(shape=(2**40,), strides=(0,)), "not inside"),
         (torch_files.tensor(shape=(0, 2**62), strides=(1, 1)), "too large"),
         (torch_files.tensor(shape=(2, 2), strides=(2**62, 1)), "not inside"),
-        (torch_files.tensor(shape=(-2, -2)), "shape .-2, -2., which is none"),
-        (torch_files.tensor(strides=(-1, 1)), "no numbers from 0 up"),
-        (torch_files.tensor(strides=(2.0, 1)), "no numbers from 0 up"),
-        (torch_files.tensor(offset=-1), "no numbers from 0 up"),
-        (torch_files.tensor(offset=2**70), "no numbers from 0 up"),
+        (torch_files.tensor(shape=(-2, -2)), "invalid shape .-2, -2."),
+        (torch_files.tensor(strides=(-1, 1)), "not numbers from 0 up"),
+        (torch_files.tensor(strides=(2.0, 1)), "not numbers from 0 up"),
+        (torch_files.tensor(offset=-1), "not numbers from 0 up"),
+        (torch_files.tensor(offset=2**70), "not numbers from 0 up"),
         (torch_files.tensor(shape=(2,)), "not one stride for each dim"),
         (torch_files.tensor(shape=[2, 2]), "not one stride for each dim"),
         (torch_files.tensor(kind="DoubleStorage"), "not inside 2 elements"),
@@ -137,10 +137,10 @@ def test_a_zip_of_many_or_large_entries_is_read(tmp_path, monkeypatch):
     ("place", "number", "match"),
     [
         # The sizes of a storage in the directory, then the offset of its header.
-        (20, (1 << 30, 1 << 30), "is twice or not inside of it"),
+        (20, (1 << 30, 1 << 30), "is repeated or outside it"),
         (20, (62, 62), "is damaged: its bytes"),
         (42, (0,), "is damaged: its bytes"),
-        (42, (1,), "is twice or not inside of it"),
+        (42, (1,), "is repeated or outside it"),
     ],
 )
 def test_entries_outside_of_the_file_are_refused(tmp_path, place, number, match):

@@ -32,19 +32,19 @@ def field(dtype="F32", shape=(2, 2), offsets=(0, 16)):
     ("fields", "match"),
     [
         ({"w": field(shape=(2, 3))}, r"w has the data_offsets \[0, 16\]"),
-        ({"w": field(shape=(-2, -2))}, "which is none"),
+        ({"w": field(shape=(-2, -2))}, "invalid shape"),
         ({"w": field(shape=(0, 1 << 62), offsets=(0, 0))}, "too large"),
         ({"w": field(offsets=(-16, 0))}, "the header is damaged"),
         ({"w": field(offsets=(0, 17))}, "the header is damaged"),
         ({"w": field(shape=(2,), offsets=(0, 8))}, "its header describes 8"),
         ({"w": field(shape=(2,), offsets=(8, 16))}, r"would be at \[0, 8\]"),
         ({"v": field(), "w": field(shape=(1,), offsets=(12, 16))}, "would be at"),
-        ({"w": field(dtype="F33")}, r"safetensors: w has the dtype 'F33', which is"),
-        ({"w": [1]}, "no safetensors header"),
-        ({"__metadata__": 5}, "no safetensors header"),
+        ({"w": field(dtype="F33")}, r"safetensors: w has the unsupported dtype 'F33'"),
+        ({"w": [1]}, "invalid safetensors header"),
+        ({"__metadata__": 5}, "invalid safetensors header"),
         ({"__metadata__": {"DCP_SHARDING_INFO": "{}"}}, "enable_consolidation=True"),
-        (b'{"w": {}, "w": {}}', "a name twice"),
-        (b"[" * 100_000, "is no valid JSON"),
+        (b'{"w": {}, "w": {}}', "repeats a name"),
+        (b"[" * 100_000, "is not valid JSON"),
     ],
 )
 def test_lying_headers_are_refused(tmp_path, fields, match):
@@ -79,7 +79,7 @@ def test_a_file_opens_with_its_tensors_and_texts_and_those_of_its_model(tmp_path
     values = {"format": "pt", **{f"config/{key}": values[key] for key in values}}
     assert stored_values.assert_holds(path, arrays).values == values
     config.write_text("{")
-    with pytest.raises(FormatError, match=r"config\.json is no valid JSON"):
+    with pytest.raises(FormatError, match=r"config\.json is not valid JSON"):
         opening.open_checkpoint(tmp_path)
 
 
@@ -95,8 +95,8 @@ def test_an_index_has_the_tensors_of_all_its_files_or_is_refused(tmp_path, subte
         checkpoint = stored_values.assert_holds(source, first | second)
         assert checkpoint.values == {"total_size": 32}
     for name, file, match in (
-        ("a", "../x-1.safetensors", "lists a in '../x-1.safetensors', which is no"),
-        ("a", ["x"], "no file beside it"),
+        ("a", "../x-1.safetensors", "lists a in '../x-1.safetensors', which is not"),
+        ("a", ["x"], "not a file next to it"),
         ("a", "x-3.safetensors", "x-3.safetensors is missing"),
         ("d", "x-1.safetensors", "x-1.safetensors lacks d"),
     ):

@@ -445,7 +445,7 @@ def test_replicas_have_the_ranks_of_the_layout():
         (
             layout(STAGES, ranks={"pp": 2}).inverse(),
             UP,
-            "9 elements are not 2 equal parts; give `widths`",
+            "9 elements do not divide into 2 equal parts; give `widths`",
         ),
     ],
 )
@@ -528,5 +528,5 @@ def test_a_file_leads_through_files_and_layouts_that_ship(tmp_path):
     made = relayout(Layout.load(tmp_path / "both.yml"), {"x.w": numbered(6)})
     assert_same(made, {"y": numbered(6).reshape(2, 3).T})
     (tmp_path / "second.yml").write_text("version: 1\nthrough: [both.yml]\n")
-    with pytest.raises(LayoutError, match=r"both\.yml.*leads through itself"):
+    with pytest.raises(LayoutError, match=r"both\.yml.*includes itself"):
         Layout.load(tmp_path / "both.yml")

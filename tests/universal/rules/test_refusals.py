@@ -42,7 +42,7 @@ w 3; 0.b; 1.b; 2.b; 3.b; 4.b; 5.b; 6.b; 7.b; 8.b
 => 9 tensors of the checkpoint are in no rule: 0.b(?!.*5.b)
 
 {w: {dims: x, scale: 2}} -> {k: x} | {states: {momentum: {from: "{}", to: "{}"}}}
-w 3 kind=momentum => how 'momentum' follows
+w 3 kind=momentum => 'momentum' has no known relation
 
 {w: (vocab + rows) x} -> {k: vocab x} -> {pad: {rows: 0}, sizes: {rows: vocab // 2}}
 w 128 2 => sizes of vocab; .*--size vocab
@@ -51,7 +51,7 @@ w 128 2 => sizes of vocab; .*--size vocab
 0.w 2 3; 1.w 200 => '1.w' has shape \[200\], .* 'a b'; a special tensor
 
 {w: (q d + d + d) x} -> {query: (q d) x, k: d x, v: d x} | {sizes: {q: 2}}
-w 8 3 => from\['w'\]: .* \(d x\).* names of their own, with `sizes: {e: d}`
+w 8 3 => from\['w'\]: .* \(d x\).* its own name, with `sizes: {e: d}`
 
 {"{l}.{e}.w": ff d} -> {"{l}/w": e ff d}
 0.0.w 2 3; 0.1.w 2 3; 0.2.w 2 3; 1.0.w 2 3; 1.2.w 2 3
@@ -76,7 +76,7 @@ w 2 3 => of d, heads
 w 2 3 => 'w' has the coordinates \(a b\), and 'k' .* \(a\); .*`replicated`
 
 {w: a b, v: a b} -> {k: a b}
-w 2 3; v 2 3 => there twice; .*`copy: checked`
+w 2 3; v 2 3 => occur twice; .*`copy: checked`
 
 {w: a b} -> {k: a b}
 w 2 3 tp=0; w 2 3 tp=0 => several
@@ -97,7 +97,7 @@ w 2 3 => from\['s'\]: .*`shift`
 w 2 3; s 4 => through
 
 {w: {dims: a b, times: {s: a b/2}}} -> {k: a b}
-w 2 3; s 2 3 => dim 1 of 'w' is 3, .* 2 blocks of 2, and dim 1 of 's' is 3
+w 2 3; s 2 3 => dim 1 of 'w' is 3, .* 2 blocks of 2, but dim 1 of 's' is 3
 
 {w: {dims: a b, times: {s: a}}} -> {k: a b}
 w 2 3; s 2 uint8 => as: float8_e8m0fnu
@@ -109,7 +109,7 @@ w 2 3; B 2 1 => the whole checkpoint
 w 2 3 int8; B 2 1; A 1 3 => mean nothing without scales
 
 {w: {dims: a b, as: uint4}} -> {k: a b}
-w 2 3 => other bits
+w 2 3 => a different size
 
 {step: ""} -> {"{n:path}/step": {dims: "", replicated: [n]}}
 step => the sizes of n; .*`--size n=
@@ -121,7 +121,7 @@ step => the sizes of n; .*`--size n=
 a 3; b 9 => 9
 
 {w: a@tp b} -> {w: a b} | {ranks: {tp: 3}}
-w 1 3 tp=0; w 1 3 tp=1 => `ranks` has 3 of tp, and the checkpoint 2
+w 1 3 tp=0; w 1 3 tp=1 => `ranks` has 3 of tp, but the checkpoint 2
 
 {a: x} -> {k: x} | {b: x} -> {k: x}
 a 2; b 2 => by several rules, or twice: k
@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_refused(case):
         ({"dims": "a b", "sum": ["dp"], "copy": "checked"}, "cannot be combined"),
         ({"dims": "a b", "mean": ["b"]}, "not over dims"),
         ({"dims": "a b", "unchecked": ["dp", "dp"]}, "listed twice"),
-        ({"dims": "a@tp b", "unchecked": ["tp"]}, "cannot be reduced"),
+        ({"dims": "a@tp b", "unchecked": ["tp"]}, "cannot also be reduced"),
         ({"dims": "a b", "as": "float33"}, "the nearest is 'float32'"),
         ({"dims": "a b", "scale": "f(a)"}, "not allowed"),
         ("a (b a)", "'a' occurs twice"),
@@ -317,9 +317,9 @@ def test_a_file_and_python_values_make_the_same_layout(tmp_path):
         ("tree: items", "tree: ..", "layout: tree", "_-"),
         ("tree: items", "tree: _x", "layout: tree", "_-"),
         (FULL, "", "layout", "`null`"),
-        (FULL, "version: 1", "layout", "there are no rules"),
-        (FULL, f"{THROUGH}\ndrop: x", "layout", "beside `through` there is no drop"),
-        ("drop: [", "through: [untied]\ndrop: [", "layout", "not to both"),
+        (FULL, "version: 1", "layout", "give either rules in `rules`"),
+        (FULL, f"{THROUGH}\ndrop: x", "layout", "drop cannot be used with `through`"),
+        ("drop: [", "through: [untied]\ndrop: [", "layout", "and not both"),
     ],
 )
 def test_a_mistake_is_named_with_its_place(old, new, place, problem):

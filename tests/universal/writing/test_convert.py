@@ -152,9 +152,9 @@ def test_a_dry_run_writes_nothing(tmp_path, capsys, to):
 @pytest.mark.usefixtures("source")
 def test_targets_are_not_replaced_and_have_to_be_steps(tmp_path):
     convert.convert(job(tmp_path))
-    with pytest.raises(errors.CheckpointError, match="exists already"):
+    with pytest.raises(errors.CheckpointError, match="already exists"):
         convert.convert(job(tmp_path))
-    with pytest.raises(errors.CheckpointError, match="has steps already"):
+    with pytest.raises(errors.CheckpointError, match="already has steps"):
         convert.convert(job(tmp_path, "steps/1"))
     with pytest.raises(errors.CheckpointError, match=r"convert to .*model/0"):
         convert.convert(job(tmp_path, "model"))
@@ -260,7 +260,7 @@ def test_a_checkpoint_in_a_bucket_exists_when_it_is_committed(
     given = dataclasses.replace(job(tmp_path, to=to), target=str(path))
     if to == "safetensors":
         storage.write_atomic(path / "of-others", b"x")
-        with pytest.raises(errors.CheckpointError, match="exists already"):
+        with pytest.raises(errors.CheckpointError, match="already exists"):
             convert.convert(given)
         assert storage.names(path) == ["of-others"]
         storage.remove(path)
@@ -278,7 +278,7 @@ def test_a_checkpoint_in_a_bucket_exists_when_it_is_committed(
         files = json.loads((path / INDEX).read_bytes())["weight_map"].values()
         assert {*storage.names(path)} == {INDEX, *files}
         assert storage.names(path.parent) == ["0"]
-    with pytest.raises(errors.CheckpointError, match="exists already"):
+    with pytest.raises(errors.CheckpointError, match="already exists"):
         convert.convert(given)
     back = job(tmp_path, "back", is_reversed=True, to="safetensors")
     convert.convert(dataclasses.replace(back, source=str(path)))
@@ -366,7 +366,7 @@ def test_trees_of_orbax_have_the_name_and_the_lists_of_the_layout(tmp_path, caps
 @pytest.mark.parametrize(
     ("names", "options", "match"),
     [
-        (("a", "a/b"), [], "a is a target, and so are parts"),
+        (("a", "a/b"), [], "a is a target, and so are tensors"),
         (("a/b", "a.b"), [], "one of them"),
         (("w",), ["--size", "kv=2"], "give --rules"),
         (("w",), ["--reverse"], "give --rules"),
@@ -596,8 +596,8 @@ def test_tensors_come_back_with_their_bits_however_they_are_cut(
 @pytest.mark.parametrize(
     ("target", "problem"),
     [
-        ('"__metadata__": "a"', "cannot have this name"),
-        (r'"\ud800": "a"', "cannot have this name"),
+        ('"__metadata__": "a"', "safetensors cannot store"),
+        (r'"\ud800": "a"', "safetensors cannot store"),
         ('"w": {dims: "a", dtype: uint4}', "uint4|cannot|no dtype"),
     ],
 )
