@@ -20,7 +20,6 @@ class Assignment:
 
     Attributes:
       number: the number of the world, from 1 at each start of a run.
-      work: the slices to train on and the rows of a batch.
       unchecked: the slices whose devices must be checked; set by the cluster.
       claimant: claims the world in storage for this start of the run; set by the
         cluster.

@@ -94,7 +94,6 @@ class Failure:
     """A failure of a slice: it was lost, or failed its check when it rejoined.
 
     Attributes:
-      slice: the number of the slice.
       at_secs: the time, on the monotonic clock.
     """
 
@@ -110,7 +109,7 @@ class Slices:
       current: the slices of the current or last world, without the lost ones; empty at
         the start.
       present_secs: by live slice, how long it has been alive.
-      failures: the failures of all slices in this run, in any order.
+      failures: all failures in this run, in any order.
       slow: the slices that have slow hosts.
     """
 
@@ -161,7 +160,7 @@ class Train:
     """Train on these slices.
 
     Attributes:
-      slices: the slices, in mesh order.
+      slices: in mesh order.
       spares: usable slices that are left over.
       rows: the rows of a global batch.
       accumulated: the number of equal parts in which a device computes its rows.
@@ -200,12 +199,6 @@ def decide(
 
     A spare replaces a lost slice, so that the mesh keeps its shape and its program.
     Slices of the current world are preferred.
-
-    Args:
-      slices: the live slices.
-      policy: the policy of the run.
-      work: the rows of a batch.
-      waited_secs: how long the run has waited already.
     """
     if slices.slow and policy.leave_out_slow:
         others = dataclasses.replace(
@@ -240,8 +233,7 @@ def decide(
 
 
 def _train(usable: list[int], number: int, policy: Policy, work: Work) -> Train | str:
-    # Trains on the first `number` usable slices, or says why they cannot compute a
-    # batch.
+    # Returns an objection if the first `number` usable slices cannot compute a batch.
     devices = number * work.devices_per_slice
     if policy.batch == "keep_per_device":
         rows, indivisible = divmod(work.rows * number, work.num_slices)

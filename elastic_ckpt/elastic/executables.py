@@ -109,11 +109,7 @@ class Executables:
     ) -> _Compiled:
         """Returns `jitted` compiled for these arguments and their shardings.
 
-        Args:
-          jitted: a function from `jax.jit`, looked up by its code without tracing it.
-          *arguments: positional arguments: arrays or their abstract values.
-          step: the step to report in events.
-          emit: called before and after compiling, and when an executable is loaded.
+        It is looked up by its code, without tracing. Arguments may be abstract.
         """
         began_secs = time.monotonic()
         path = self._path(jitted, arguments)

@@ -50,7 +50,6 @@ class HostFailure:
     """Why a host stopped.
 
     Attributes:
-      host: the host's number.
       message: the message for the user.
       is_ours: whether it is an ElasticCkptError, whose message has a remedy.
       is_of_devices: whether JAX raised it because devices failed or disappeared.
@@ -123,11 +122,8 @@ def of_exception(host: int, error: BaseException) -> HostFailure:
 def silent_death(host: int, exit_code: int, *, oom_kills: int = 0) -> HostFailure:
     """The failure of a host that ended without a report.
 
-    Args:
-      host: the host's number.
-      exit_code: its exit code; negative for a signal.
-      oom_kills: how many processes of its machine the kernel killed since the world
-        began because memory ran out.
+    A negative exit code is a signal. `oom_kills` counts the processes that the kernel
+    of its machine killed to free memory since the world began.
     """
     killed = exit_code < 0
     message = (
@@ -149,13 +145,7 @@ def silent_death(host: int, exit_code: int, *, oom_kills: int = 0) -> HostFailur
 
 
 def of_hang(host: int, hang: watch.Hang, *, now_secs: float) -> HostFailure:
-    """The failure of a host that is killed because its world hangs.
-
-    Args:
-      host: one of the culprits, or any host if there are none.
-      hang: the hang of its world.
-      now_secs: the time, on the machine's monotonic clock.
-    """
+    """The failure of a culprit of a hang; of any host if there are no culprits."""
     return HostFailure(
         host=host,
         message=f"{hang.why}; the stacks of all hosts are in their logs",
@@ -186,7 +176,6 @@ class WorldLostError(errors.RunError):
 
     Attributes:
       failures: the failures of all hosts that failed; at least one.
-      num_hosts: the number of hosts of the world.
       hosts: the hosts whose slices are lost; empty if the program or network failed.
       is_of_program: whether the program failed, and would fail again.
       gone: the slices that were lost with their memory.
@@ -419,7 +408,6 @@ class Verdict:
     """The verdict on one interruption.
 
     Attributes:
-      kind: the row of the table.
       which: the numbers, path or line of what failed; empty if unknown.
       lead: the failure that caused the others.
       how: how it failed and after which step, to compare worlds.
@@ -492,7 +480,7 @@ def judge(
 
     Args:
       failures: the failures of its hosts; at least one.
-      num_hosts: the number of hosts of the world.
+      num_hosts: the number of its hosts.
       slices: the slices of the world, in the order of its hosts.
       gone: the slices that were lost with their memory.
       machines: the machines that were lost.

@@ -102,7 +102,6 @@ class Hardware:
 
     Attributes:
       hosts: the number of hosts of all slices together.
-      slices: the number of slices.
       devices_per_host: the devices of each host, on CPUs and GPUs.
       jax_cache_dir: the directory of JAX's compilation cache; empty for none.
       hardware: `cpu`, `gpu` or `tpu`.
@@ -117,11 +116,7 @@ class Hardware:
     def gpus(self, slot: int) -> range | None:
         """The GPUs of a host, numbered as CUDA_VISIBLE_DEVICES leaves them.
 
-        Args:
-          slot: the number of the host on its machine.
-
-        Returns:
-          The numbers; None means all GPUs of the machine.
+        None means all GPUs of the machine; `slot` is the number of the host on it.
         """
         return range(slot * self.devices_per_host, (slot + 1) * self.devices_per_host)
 
@@ -132,8 +127,6 @@ class Member:
 
     Attributes:
       address: the `host:port` where host 0 runs JAX's coordination service.
-      num_hosts: the number of hosts in the world.
-      host: the number of this host.
     """
 
     address: str
@@ -173,7 +166,6 @@ class Owned:
 
     Attributes:
       memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
-      kept: where compiled executables are.
       most_hosts: the most hosts that this machine can have in a world.
       broken: the slices whose devices compute wrong values, as an injected fault.
     """
@@ -223,9 +215,8 @@ class HostChannel:
     def wait(self, await_check: Callable[[], object]) -> None:
         """Waits until the world that this host has joined begins.
 
-        Args:
-          await_check: called if the world does not begin at once: only hosts with sound
-            devices join a prepared world.
+        If it does not begin at once, it is a prepared world, which only hosts with
+        sound devices join: awaits the check first.
         """
         if not self._pipe.poll():
             await_check()
@@ -292,13 +283,8 @@ Task = Callable[[connection.Connection], None]
 def stand_by(pipe: connection.Connection, example: Task | None) -> None:
     """Waits for a task and runs it; the main function of a supervisor's processes.
 
-    Ignores Ctrl-C, which reaches every process of the terminal: the supervisor handles
-    it.
-
-    Args:
-      pipe: the pipe to the supervisor, which sends the task.
-      example: a task with the same imports as the one to come; None if the task comes
-        at once.
+    Ignores Ctrl-C, which the supervisor handles. `example` is a task with the same
+    imports as the one to come; None if the task comes at once.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if example is not None:
@@ -318,14 +304,7 @@ def stand_by(pipe: connection.Connection, example: Task | None) -> None:
 def run(
     program: Program, member: Member, log: str, pipe: connection.Connection
 ) -> None:
-    """Runs `program` in this process, as its task (see `stand_by`).
-
-    Args:
-      program: the host's program.
-      member: the host's place in its world.
-      log: the file for its output.
-      pipe: the pipe to the supervisor.
-    """
+    """Runs `program` in this process, as its task (see `stand_by`)."""
     with open(log, "ab") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
@@ -360,16 +339,7 @@ def run_host(
     member: Member,
     channel: HostChannel,
 ) -> None:
-    """Joins a world as one of its hosts, and trains.
-
-    Args:
-      train: the training loop.
-      hardware: the devices of each host.
-      assignment: the world.
-      owned: what the supervisor shares with all worlds.
-      member: this host's place in the world.
-      channel: the channel to the supervisor.
-    """
+    """Joins a world as one of its hosts, and trains."""
     slices, memory = assignment.work.slices, owned.memory
     per_slice = member.num_hosts // len(slices)
     own = slices[member.host // per_slice]
@@ -453,12 +423,9 @@ def check_devices(
     *,
     error: int = 0,
 ) -> None:
-    """Checks that devices compute the correct result.
+    """Checks that devices of this process compute the correct result.
 
-    Args:
-      devices: devices of this process.
-      compiled: compiles a jitted function for its arguments.
-      error: added to the result, to inject a fault.
+    A fault is injected by an `error`, which is added to the result.
 
     Raises:
       DeviceWrongError: if a device computes a different result.
@@ -491,10 +458,7 @@ def _compute(rows: jax.Array, columns: jax.Array) -> jax.Array:
 def configure(world: Hardware, *, slot: int | None = None) -> None:
     """Chooses the devices; must be called before any other use of JAX.
 
-    Args:
-      world: the devices of each host.
-      slot: the number of this host on its machine, which selects its GPUs; None uses
-        all GPUs.
+    A host uses the GPUs of its slot, its number on the machine; None uses all GPUs.
     """
     jax.config.update("jax_platforms", _PLATFORMS[world.hardware])
     gpus = None if slot is None else world.gpus(slot)
@@ -542,10 +506,6 @@ def joined(
     """Joins the world; at the end of the body, leaves it together with all hosts.
 
     If the body raises, JAX is not shut down: the process must end.
-
-    Args:
-      member: this host's place in the world.
-      begin: called with the name of each phase that begins.
 
     Raises:
       RunError: if this host cannot reach host 0.
@@ -604,9 +564,6 @@ def check_guarded(what: str) -> None:
     """Raises a ConfigError in a host process that runs the user's script again.
 
     A host imports the script that starts the run, to find the training function there.
-
-    Args:
-      what: what the script creates, for the error.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise errors.ConfigError(

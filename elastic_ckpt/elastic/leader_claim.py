@@ -33,11 +33,9 @@ class Leader:
     """The machine that leads, or led last and did not give its claim back.
 
     Attributes:
-      machine: the number of the machine.
       address: the address of its supervisor, `host:port`.
-      key: the key that followers must present there.
+      key: the key that followers must know.
       term: the number of its claim.
-      claim: the file of its claim.
       lost: why it counts as lost; empty if it leads.
     """
 
@@ -54,14 +52,9 @@ class LeaderClaims:
 
     Args:
       shared: a directory that all machines share, local or in an object store.
-      machine: the number of this machine.
-      lost_secs: the time after which a silent machine counts as lost, and a claim of
-        this machine lapses.
-      owner: the process whose death frees the claim at once for processes on the same
-        machine; by default this one.
-
-    Attributes:
-      directory: where the claims are.
+      lost_secs: the time after which a claim that is not renewed lapses.
+      owner: the process whose death frees the claim at once for others on its machine;
+        by default this one.
     """
 
     def __init__(
@@ -128,13 +121,8 @@ class LeaderClaims:
     ) -> bool:
         """Takes the claim after the one that the last `look` saw, if it is still free.
 
-        Args:
-          address: the address of this supervisor, `host:port`.
-          key: the key that followers must present there.
-          renewed_to: called with the count of each renewal, in another thread.
-
-        Returns:
-          Whether this machine now holds the claim.
+        Calls `renewed_to` with the count of each renewal, in another thread. Returns
+        whether this machine now holds the claim.
 
         Raises:
           CheckpointError: if a claim cannot be read.

@@ -34,7 +34,7 @@ class Link:
 
     Args:
       channel: a connection to a peer that has proved that it knows the key.
-      lost_secs: the time without a message after which the peer is lost.
+      lost_secs: the time after which a silent peer is lost.
       hello: what the peer said about itself; empty if this side connected.
     """
 
@@ -96,8 +96,8 @@ class Listener:
 
     Attributes:
       address: `host:port`.
-      key: the key that peers must know, in hexadecimal digits.
-      accepted: the links to peers that proved that they know it.
+      key: the key that peers must know.
+      accepted: the links to peers that know it.
     """
 
     def __init__(self, interface: str, lost_secs: float) -> None:
@@ -151,12 +151,6 @@ class Listener:
 
 def connect(address: str, key: str, lost_secs: float, **hello: Any) -> Link:
     """Connects to the listener at `address`; both sides prove that they know the key.
-
-    Args:
-      address: `host:port`.
-      key: the listener's key.
-      lost_secs: see `Link`.
-      **hello: what to say about this machine.
 
     Raises:
       LinkLostError: if that fails; its cause is a ConnectionRefusedError if nothing

@@ -51,11 +51,11 @@ class MachineSupervisor:
       injected: faults, by their steps.
       limits: how long hosts may take.
       lost_secs: the time after which a silent machine is lost.
-      kept: opens the journal of the run, an `Emit`, while this machine leads.
-      begin: called on the machine that leads first, before the run begins.
-      configured: the digest of the configuration that all machines must share.
+      kept: opens the journal of the run while this machine leads.
+      begin: called where the run begins, not where it continues.
+      configured: a digest that must be equal on all machines.
       policy: the policy of the run at its start.
-      show: called with the event `leader_found` when this machine follows a leader.
+      show: called when this machine follows a leader.
     """
 
     def __init__(
@@ -111,8 +111,7 @@ class MachineSupervisor:
             time.sleep(random.uniform(0, _POLL_SECS))
 
     def _lead_or_follow(self) -> bool | None:
-        # Returns whether the run or this machine was asked to end, or None to look for
-        # a leader again.
+        # Returns whether the run or this machine was asked to end; None to try again.
         with self._claiming():
             leader = self._claims.look()
         if leader is None or leader.lost:
@@ -134,7 +133,7 @@ class MachineSupervisor:
 
     @contextlib.contextmanager
     def _claiming(self) -> Iterator[None]:
-        # Only errors of the claims: any other error is a failure of the run.
+        # Covers only the claims: any other error is a failure of the run.
         try:
             yield
         except (errors.CheckpointError, *bucket_clients.failures()) as error:

@@ -79,11 +79,10 @@ class Machines:
       own: the station of this machine; every machine has the same number of slices.
       listener: where the others connect; None if there is only one machine.
       has_lead: returns whether this machine still leads.
-      configured: the digest of the run's configuration, the same on all machines.
+      configured: a digest that must be equal on all machines.
 
     Attributes:
-      number: the number of this machine.
-      lost_secs: the time after which a machine that does not answer is lost.
+      lost_secs: the time after which a silent machine is lost.
     """
 
     def __init__(
@@ -103,11 +102,11 @@ class Machines:
 
     @property
     def connected(self) -> set[int]:
-        """The machines that are connected, this one included."""
+        """The connected machines and this one."""
         return {self.number, *self._links}
 
     def of_slice(self, number: int) -> int:
-        """The machine that has a slice."""
+        """The machine of a slice."""
         return number // len(self.own.slices)
 
     def slices(self, machines: Iterable[int]) -> set[int]:
@@ -138,11 +137,7 @@ class Machines:
         """Waits for messages; yields each with the number of its machine.
 
         The last message of a lost machine is `{"lost": True}`. It may rejoin at once,
-        but its hosts have ended.
-
-        Args:
-          secs: the time limit.
-          *extra: objects that end the wait when they become readable.
+        but its hosts have ended. A readable object in `extra` ends the wait, too.
         """
         links = [each.channel for each in self._links.values()]
         for message in self.own.wait(secs, *links, *extra):
@@ -173,13 +168,7 @@ class Machines:
             list(self.wait(_LOOK_SECS))
 
     def end(self, secs: float, *, is_stopped: bool, failure: str = "") -> None:
-        """Reports the end of the run to the others, which then close their links.
-
-        Args:
-          secs: how long to wait for them.
-          is_stopped: whether the run was asked to end.
-          failure: why it failed; empty if it did not.
-        """
+        """Tells the others that the run ended; waits for them to close their links."""
 
         def are_told(there: set[int]) -> bool:
             # Repeated, because another machine may have just connected.
@@ -227,16 +216,15 @@ class HostsOfWorld:
       limits: how long hosts may take.
 
     Attributes:
-      emit: called for the events of the hosts; ignores those of a prepared world.
+      emit: called for the events of the hosts, once the world has begun.
       slices: by host, its slice.
       alive: the hosts that have not ended.
-      failures: the failures that hosts reported or that were detected.
+      failures: the failures that were reported or detected.
       deadline_secs: when the hosts are killed; infinite while they may continue.
-      is_running: whether a host has reported more than that it joined; before, there is
-        nothing to save.
+      is_running: whether a host has done more than join; before, there is nothing to
+        save.
       stepped: the hosts that have done a step.
-      watch: finds hosts that hang or are slow.
-      preempted: the slices of hosts that got SIGTERM not sent by this cluster.
+      preempted: the slices of hosts that got SIGTERM from somebody else.
     """
 
     def __init__(
@@ -331,18 +319,17 @@ class HostsOfWorld:
     def leave(self, step: int, *, loses_memory: bool, may_abandon: bool) -> bool:
         """Asks the hosts to leave for the next world.
 
-        They agree on a step, save after it, and leave. If they have done no step, they
-        may be killed at once instead: they have nothing to save, and may be about to
-        compile for a long time.
+        They agree on a step, save after it, and leave. With `may_abandon`, hosts that
+        have done no step are killed at once instead: they have nothing to save, and may
+        be about to compile for a long time.
 
         Args:
           step: the step that the run has reached.
           loses_memory: whether the memory of some hosts is lost when they leave.
-          may_abandon: whether hosts without a step may be killed at once.
+          may_abandon: see above.
 
         Returns:
-          True if this call made them leave; False if they are leaving already, or
-          cannot be asked yet.
+          False if they are leaving already, or cannot be asked yet.
         """
         is_abandoned = may_abandon and not self.stepped
         if self._asked == LEAVE and loses_memory:
@@ -493,7 +480,7 @@ class HostsOfWorld:
             # Nothing else caused it; the other hosts hang, or will.
             secs = _TOGETHER_SECS
         elif failure.is_of_devices or failure.is_consequence or phase == "start":
-            # Hosts that fail at imports do so one soon after the other.
+            # Hosts fail at imports soon after each other.
             secs = _DEVICES_GRACE_SECS
         else:
             secs = _GRACE_SECS
@@ -511,8 +498,6 @@ class _Slice:
       is_leaving: whether the current world must soon do without it.
       is_unchecked: whether it is new or has crashed, and must be checked.
       is_slow: whether it has slow hosts.
-      refused_until_secs: when it may be used after a refusal.
-      refusals: how often it was refused.
     """
 
     since_secs: float
@@ -536,8 +521,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
       machines: this machine and those that follow it; the caller closes it.
       limits: how long hosts may take.
       injected: faults, by their steps.
-      emit: called for events of slices before the first world; `run` uses its own
-        `emit` afterwards.
+      emit: called for events before the first world; `run` uses its own afterwards.
       are_unchecked: whether to check the available slices, because another machine led
         the run before and may have refused some.
     """

@@ -51,14 +51,8 @@ def place(
 ) -> Place:
     """The place of this machine among those of the run.
 
-    Args:
-      num_machines: the number of machines of the run.
-      number: the number of this machine; None reads it from the environment.
-      slices: the number of slices of the run.
-      interface: the address of this machine; by default `POD_IP`, or the address of its
-        default route.
-      environment: the environment variables of this process.
-      names: what messages call the number of machines and the number of this machine.
+    The environment supplies a missing `number` or `interface`. `names` are what
+    messages call the number of machines and the number of this machine.
 
     Raises:
       ConfigError: if the numbers are missing or contradict each other.
@@ -255,13 +249,6 @@ def supervise(
     emit: events.Emit,
 ) -> bool:
     """Supervises one of several machines until the run has ended.
-
-    Args:
-      cluster: the cluster of this process.
-      train: the training function of each host.
-      lead: trains on the cluster while this machine leads.
-      policy: the policy of the run at its start.
-      emit: called for each event of the run, and when this machine follows a leader.
 
     Returns:
       Whether the cluster has several machines; with one, this does nothing.

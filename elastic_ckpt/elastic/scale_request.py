@@ -36,9 +36,7 @@ def remove(run_directory: epath.PathLike) -> None:
 class ScaledPolicy:
     """The policy of a run, limited to the number of slices that was last requested.
 
-    Args:
-      run_directory: the directory of the run.
-      policy: the configured policy, whose bounds also limit requests.
+    The bounds of the configured policy limit requests, too.
     """
 
     def __init__(self, run_directory: epath.PathLike, policy: Policy) -> None:

@@ -117,8 +117,7 @@ class Station:
 
     Attributes:
       train: the training function; must be set before hosts start.
-      number: the number of this machine, from 0.
-      num_machines: the number of machines; all have the same number of slices.
+      number: the number of this machine; all machines have the same number of slices.
       hosts: the hosts that have not ended.
     """
 
@@ -200,9 +199,7 @@ class Station:
     def wait(self, secs: float, *extra: Any) -> Iterator[dict[str, Any]]:
         """Waits for messages from hosts, or their ends; yields them.
 
-        Args:
-          secs: the time limit.
-          *extra: objects that end the wait when they become readable.
+        A readable object in `extra` ends the wait, too.
         """
         hosts = dict(self.hosts)
         waited = [
@@ -239,7 +236,7 @@ class Station:
             self.hosts.popitem()[1].wait()
 
     def close(self) -> None:
-        """Kills the hosts, ends the agents, and removes the executables."""
+        """Kills the hosts and ends what outlives them."""
         self._resources.close()
 
     def program(self, assignment: Assignment) -> host.Program:
@@ -261,8 +258,7 @@ class Station:
         self.hosts[key].tell(pickle.dumps(task))
 
     def _waiting(self) -> HostProcess:
-        # Returns a process without a task: one that stands by and is alive, or a new
-        # one.
+        # Returns a process without a task: a live one that stands by, or a new one.
         while self._standing_by:
             first = self._standing_by.popleft()
             if not first.channel.poll():

@@ -43,9 +43,6 @@ def ending(program: str) -> Iterator[None]:
     Training inside the block opens a `Notice`, in order to save first. Only for the
     main thread.
 
-    Args:
-      program: the name of the program in the message.
-
     Raises:
       SystemExit: with `exit_code`, at the signal.
     """
@@ -82,9 +79,6 @@ def call_beside(call: Callable[[], object]) -> None:
 
     May call it more than once per signal. Misses signals delivered to threads that
     Python did not start; the main thread gets them as long as it does not block them.
-
-    Args:
-      call: the function; the handler outside Python stays in force.
     """
     # `faulthandler` writes a stack into a pipe, then runs the previous handler.
     reader, writer = os.pipe()
@@ -188,14 +182,9 @@ def in_this_process(
 ) -> Iterator[Callable[[int], bool]]:
     """`agreed` for a process that is alone in its world, with a time limit.
 
-    The process exits without saving if the block takes longer than the grace period
-    after the signal. At a signal before the first call it exits at once: there is
-    nothing to save.
-
-    Args:
-      grace_secs: the time limit of the block after the signal.
-      ended: called before the process exits, in another thread.
-      emit: called for `stop_requested`, in another thread.
+    The process exits without saving if the block takes longer than `grace_secs` after
+    the signal. At a signal before the first call it exits at once: there is nothing to
+    save. Calls `ended` before it exits, and `emit`, in another thread.
     """
     has_trained, is_over = threading.Event(), threading.Event()
 

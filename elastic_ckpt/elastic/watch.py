@@ -83,7 +83,6 @@ class Hang:
     Attributes:
       hosts: the culprits; empty if no host is behind the others.
       why: what is missing, and for how long.
-      secs: how long the world has hung.
     """
 
     hosts: frozenset[int]
@@ -119,11 +118,6 @@ class Watch:
     Its clock advances only while `look` is called often. Time in which this process was
     frozen does not count: messages are still to be received, or the whole machine was
     paused. Nor does the time in which prepared hosts wait for their world to begin.
-
-    Args:
-      limits: the limits of the run.
-      hosts: the number of hosts.
-      now_secs: the time, on any monotonic clock.
     """
 
     def __init__(self, limits: Limits, hosts: int, *, now_secs: float) -> None:
@@ -147,7 +141,7 @@ class Watch:
         """Notes a heartbeat.
 
         Args:
-          host: the number of the host.
+          host: the host that sent it.
           begun: how many phases it has begun.
           spent_secs: by kind, the time that it alone spent since the last heartbeat.
         """
@@ -158,13 +152,7 @@ class Watch:
             self.begin(host, told.phase, begun)
 
     def begin(self, host: int, phase: str, begun: int) -> None:
-        """Notes that a host begins a phase, or the same phase again.
-
-        Args:
-          host: the number of the host.
-          phase: the phase.
-          begun: how many phases it has begun, including this one.
-        """
+        """Notes that a host begins a phase, or the same phase again, its `begun`-th."""
         told = self._hosts[host]
         longest_secs = told.longest_secs.get(told.phase, 0.0)
         told.longest_secs[told.phase] = max(longest_secs, self._secs - told.since_secs)

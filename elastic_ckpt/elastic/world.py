@@ -45,12 +45,7 @@ class DeviceState:
         self._kept = (None, [])
 
     def take(self, step: int, abstract_state: Any, emit: events.Emit) -> Any:
-        """Moves the state to new shardings; it is kept no longer, even if this fails.
-
-        Args:
-          step: the number of steps that are done.
-          abstract_state: a pytree of shapes, dtypes and shardings.
-          emit: called when the state was taken.
+        """Moves the state to other shardings, and no longer keeps it.
 
         Returns:
           The state; None if there is no such state, or it cannot be read.
