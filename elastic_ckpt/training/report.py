@@ -74,7 +74,7 @@ class Record:
 
     @functools.cached_property
     def goodput_secs(self) -> dict[str, float]:
-        """The seconds of all starts by cause; productive first, then by size."""
+        """The seconds of all starts by cause, without zeros; productive ones first."""
         lines = [*itertools.chain.from_iterable(self.files.values())]
         secs = {
             cause: sum(line["sum"] for line in lines if line["metric"] == metric.name)
