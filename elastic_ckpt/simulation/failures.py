@@ -1,11 +1,11 @@
-"""The failures of a simulated cluster: drawn at random, or those of a real run.
+"""The failures of a simulated cluster: random, or taken from a real run.
 
 They are the events `slice_lost`, `slice_returned` and `host_lost` of `core.events`, so
-a simulation can repeat the failures in the log of any run.
+a simulation can replay the failures in the log of any run.
 
 Source of the default rate: 419 unexpected interruptions of 2,048 hosts within 54 days
-("The Llama 3 Herd of Models", arXiv:2407.21783, section 3.3.4), one for each 6,300
-hours of a host. Each counts as the loss of the host's slice, which is the worst case.
+("The Llama 3 Herd of Models", arXiv:2407.21783, section 3.3.4), one per 6,300 host
+hours. Each counts as the loss of the host's slice, the worst case.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Event(NamedTuple):
     """A failure, or the return of a slice.
 
     Attributes:
-      time: in seconds since the run began.
+      time: the seconds since the run began.
       name: `slice_lost`, with its memory; `slice_returned`, with empty memory; or
-        `host_lost`, a process whose machine stays, with its memory.
-      slice: the slice, or that of the host.
+        `host_lost`, a process whose machine and memory remain.
+      slice: the slice, or the host's slice.
     """
 
     time: float
@@ -42,16 +42,18 @@ def draw(
     repair_hours: float = 4.0,
     seed: int = 0,
 ) -> list[Event]:
-    """Random losses and returns of slices within a time, ordered by time.
+    """Random losses and returns of slices, ordered by time.
+
+    All times are exponentially distributed.
 
     Args:
-      slices: of the cluster.
-      hosts_per_slice: of the cluster.
-      secs: the time.
+      slices: the number of slices.
+      hosts_per_slice: the number of hosts of each slice.
+      secs: the time within which slices are lost.
       machine_hours: the mean time between two failures of one machine. Each loses the
         machine's slice.
       repair_hours: the mean time until a lost slice is back.
-      seed: of the draw; all times are exponentially distributed.
+      seed: the seed of the random generator.
     """
     random = np.random.default_rng(seed)
     mean_secs = machine_hours * 3600.0 / (slices * hosts_per_slice)
@@ -73,20 +75,16 @@ def draw(
 def of_log(
     log: Sequence[Mapping[str, Any]], *, slices: int, hosts_per_slice: int
 ) -> list[Event]:
-    """The failures in the events of a run, by their times since the first event.
+    """The failures in the log of a run, with times since its first event.
 
-    Args:
-      log: events. Others than the three, and `world_started`, whose slices number the
-        lost hosts, are ignored.
-      slices: of the cluster.
-      hosts_per_slice: of the cluster.
+    Uses the three kinds of failures, and `world_started`, which maps hosts to slices.
 
     Raises:
       ConfigError: if an event names a slice that the cluster lacks.
     """
     events: list[Event] = []
     world: Sequence[int] = range(slices)
-    # By slice, the place of its last event in this world.
+    # By slice, the index of its last event in this world.
     last: dict[int, int] = {}
     for line in log:
         name, time = line["event"], line["time"] - log[0]["time"]
@@ -99,7 +97,7 @@ def of_log(
             if place >= len(known) or known[place] >= slices:
                 what = f"host {line['host']}" if is_host else f"slice {place}"
                 raise errors.ConfigError(
-                    f"--trace: {name} of {what}, and the configured slices are 0 to"
+                    f"--trace: {name} of {what}, but the configured slices are 0 to"
                     f" {slices - 1}, of {hosts_per_slice} hosts each; set hosts and"
                     " slices as in the run"
                 )
@@ -109,6 +107,6 @@ def of_log(
                 last[number] = len(events)
                 events.append(Event(time, name, number))
             elif name == "slice_lost":
-                # Its hosts are missed before it is: one loss.
+                # The loss of its hosts was reported first: this is the same loss.
                 events[last[number]] = events[last[number]]._replace(name=name)
     return sorted(events)

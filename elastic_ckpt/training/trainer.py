@@ -162,7 +162,6 @@ class Trainer:
             start_step = int(state["step"])
             if self.validation and start_step:
                 self.validation.equal_step = start_step
-            # `left_out` is a collective: all hosts ask for it.
             self.run._begin(start_step, left_out=self.batches.left_out)
             ended = self.loop(state, start_step=start_step, steps=self.config.run.steps)
             finding = ended.finding
