@@ -1,6 +1,6 @@
 """Keeps compiled steps on this machine's RAM disk for the next world.
 
-A world of a shape that ran before loads its executables and traces nothing: a change of
+A world whose shape ran before loads its executables and traces nothing: a change of
 slices then costs milliseconds instead of the seconds that XLA takes. Loading begins in
 the background while the world finds and restores its state. JAX's compilation cache
 cannot do that for several processes on CPU: its key depends on the process, and only

@@ -59,7 +59,7 @@ class HostFailure:
       is_hang: whether it was killed because it hung.
       at_secs: the time, on the machine's monotonic clock.
       since_secs: the time of its last progress; None if that is `at_secs`.
-      error: the names of the exception's class and its bases; empty without exception.
+      error: the names of the exception's class and its bases; empty if there is none.
       traceback: the end of the exception's traceback.
       place: the user's line that raised it, `file:line`; empty if there is none.
       phase: the phase that the host was in.

@@ -226,9 +226,9 @@ class HostChannel:
         assert order == BEGIN, order
 
     def agree(self, hosts: allgather.Allgather) -> bytes:
-        """The order that all hosts of a world follow, even those it has not reached.
+        """Agrees with all hosts on the order to follow, which only some may have got.
 
-        If no host receives one, the run ends.
+        If no host received one, the run ends.
         """
         own, secs = b"", _ORDER_SECS
         try:
@@ -425,7 +425,7 @@ def check_devices(
 ) -> None:
     """Checks that devices of this process compute the correct result.
 
-    A fault is injected by an `error`, which is added to the result.
+    `error` is added to the result, to inject a fault.
 
     Raises:
       DeviceWrongError: if a device computes a different result.

@@ -224,7 +224,7 @@ class HostsOfWorld:
       is_running: whether a host has done more than join; before, there is nothing to
         save.
       stepped: the hosts that have done a step.
-      preempted: the slices of hosts that got SIGTERM from somebody else.
+      preempted: the slices of hosts that got a SIGTERM that this cluster did not send.
     """
 
     def __init__(
