@@ -53,7 +53,7 @@ def ending(program: str) -> Iterator[None]:
 
     def interrupted(*_: object) -> None:
         if _interrupted.is_set():
-            _say("elastic-ckpt: interrupted again, and ended at once")
+            _say("elastic-ckpt: interrupted again; ending at once")
             # Processes that this one started end with it.
             os._exit(exit_code())
         _interrupted.set()

@@ -56,7 +56,7 @@ RATIO = 3.0
 _MEANINGS = {
     LATE: "it was stopped, or had no processor,",
     "data": "it waited for its data",
-    "save": "it was blocked by capturing the state of its data",
+    "save": "it was blocked while capturing its data state",
 }
 
 

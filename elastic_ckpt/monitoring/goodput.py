@@ -127,10 +127,7 @@ def after(
 def lost(account: Account, *, since: float, time: float) -> Account:
     """The account when a world has ended and a recovery begins.
 
-    Args:
-      account: the account up to its last event.
-      since: when the first host failed, or all were asked to leave.
-      time: the current time.
+    `since` is when the first host failed, or all were asked to leave.
     """
     ended = _ended(account, "end", time)
     # A world lost before its first step is part of the same recovery.

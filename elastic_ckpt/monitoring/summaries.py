@@ -82,11 +82,7 @@ Sink: TypeAlias = contextlib.AbstractContextManager[Write]
 
 @contextlib.contextmanager
 def json_lines(path: epath.PathLike) -> Iterator[Write]:
-    """A sink that appends a line for each summary to a log, durably.
-
-    Args:
-      path: the path of the log, local or in an object store.
-    """
+    """A sink that durably appends summaries to a log, local or in an object store."""
     with contextlib.ExitStack() as all_opened:
 
         @functools.cache
@@ -107,11 +103,8 @@ def listening(
 ) -> Iterator[None]:
     """Passes summaries of every metric to a sink while the block runs, in a thread.
 
-    Args:
-      sink: stores the summaries.
-      name: the sink's name in log messages.
-      interval_secs: the time between two batches, unless a thousandth of the run is
-        longer.
+    `name` is the sink's name in log messages. Batches are at least `interval_secs` and
+    a thousandth of the run apart.
     """
     pending, closing, warned = _Pending(), threading.Event(), threading.Event()
     began_secs = time.monotonic()

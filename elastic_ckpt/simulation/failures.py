@@ -50,8 +50,8 @@ def draw(
       slices: the number of slices.
       hosts_per_slice: the number of hosts of each slice.
       secs: the time within which slices are lost.
-      machine_hours: the mean time between two failures of one machine. Each loses the
-        machine's slice.
+      machine_hours: the mean time between two failures of one machine, each of which
+        costs its slice.
       repair_hours: the mean time until a lost slice is back.
       seed: the seed of the random generator.
     """

@@ -137,13 +137,9 @@ class RunPlan:
 def of_config(
     config: schema.Config, *, costs: Costs, state_bytes: int, secs: float = math.inf
 ) -> RunPlan:
-    """The run of a configuration.
+    """The run of a configuration, whose state has `state_bytes` in each slice.
 
-    Args:
-      config: the configuration of the run.
-      costs: the costs of its phases.
-      state_bytes: the bytes of the state, in one slice.
-      secs: the time to simulate; infinite runs until the configured steps are done.
+    If `secs` is infinite, it runs until the configured steps are done.
 
     Raises:
       ConfigError: if the configuration cannot run.

@@ -78,10 +78,7 @@ class Audit:
 
     @property
     def passed(self) -> bool:
-        """Whether each step had the batch of the one-host run, and nothing is missing.
-
-        A run with a missing checkpoint does not pass.
-        """
+        """Whether all steps match the one-host run, and nothing is missing."""
         return not (self.first_difference or self.missing_checkpoint)
 
 
@@ -183,9 +180,6 @@ def audit(
     first_step: int = 0,
 ) -> Audit:
     """Compares the lineage of `attempts` with a one-host run over the same data.
-
-    Each batch must have the same examples with the same tokens in the same rows. The
-    one-host run reads the files again.
 
     Args:
       attempts: the step log.

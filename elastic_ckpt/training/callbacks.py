@@ -63,7 +63,6 @@ class Report:
       loss: the loss of the global batch, before the update.
       gradient_norm: the norm of all gradients, before clipping.
       tokens: the number of targets of the global batch, without padding.
-      learning_rate: the learning rate of the update.
     """
 
     loss: float
@@ -182,7 +181,7 @@ class Callbacks:
     """The callbacks of a run, in order; `ec.components.Component` saves their states.
 
     Args:
-      callbacks: by name; a state is restored to the callback with its name.
+      callbacks: the callbacks by name.
       emit: called for each finding.
 
     Attributes:
@@ -376,7 +375,6 @@ class Detector:
     Args:
       rule: judges the steps.
       action: what the run does after every `patience` consecutive bad steps.
-      patience: the number of steps.
     """
 
     def __init__(self, rule: Rule, *, action: Action, patience: int = 1) -> None:

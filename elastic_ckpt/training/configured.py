@@ -45,11 +45,8 @@ def tiers(
 ) -> list[Tier]:
     """The local, peer and persistent tiers of a run, or only the persistent tier.
 
-    Args:
-      config: the configuration of the run.
-      persistent: the directory of the run's checkpoints in persistent storage.
-      ram: the run's directory on the RAM disk of this host's slice; by default in
-        `local_checkpoint_directory`.
+    `persistent` and `ram` are the run's directories in storage and on the RAM disk of
+    this host's slice, by default in `local_checkpoint_directory`.
 
     Raises:
       ConfigError: if keys are missing or exclude each other.

@@ -85,7 +85,6 @@ class Journal:
 
     Args:
       emit: shows the events.
-      directory: the directory of the run.
       steps: the directory of the run's steps, where its worlds are claimed.
       claim: the last world claimed before this start began; 0 if there is none, or no
         other start can be alive.
@@ -274,11 +273,8 @@ def listening_on_machine(
     """`listening` in one of several processes of a machine: each has its own port.
 
     All machines use the same ports: the hosts of a machine have consecutive numbers.
-
-    Args:
-      config: the configuration of the run.
-      host: the number of the host in its world; None for the supervisor, whose port
-        follows those of the hosts.
+    `host` is the number of the host in its world; None for the supervisor, whose port
+    follows those of the hosts.
     """
     section = config.metrics
     if section.prometheus_port:
@@ -296,10 +292,7 @@ def listening(
 ) -> Iterator[None]:
     """Runs the listeners of this process's metrics while the block runs.
 
-    Args:
-      directory: the directory of the run.
-      section: which listeners to run besides JSON lines.
-      name: the name of the files; by default, that of this host.
+    By default, files have the name of this host.
 
     Raises:
       ConfigError: if the package of a listener is missing, or Prometheus cannot be

@@ -169,11 +169,8 @@ def on_hosts(
 def on_slices(config: schema.Config, show: events.Emit) -> bool:
     """Trains in this process on the available slices until the run has ended.
 
-    The slices are those of Pathways, or simulated by CPU devices of this process.
-
-    Args:
-      config: the configuration of the run; the files of its data exist.
-      show: called for each event of the run.
+    The slices are those of Pathways, or simulated by CPU devices of this process. The
+    files of the data must exist.
 
     Returns:
       Whether the run was asked to end before the last step.
@@ -268,9 +265,7 @@ def with_files(
 ) -> schema.Config:
     """Makes the file names of data absolute, and writes missing files from texts.
 
-    Args:
-      config: the configuration of the run.
-      report: called with a line of text for each file that was written.
+    Calls `report` with a line of text for each file written.
 
     Raises:
       ConfigError: if a file cannot be written in the configured format.

@@ -194,12 +194,10 @@ class Program:
 
 
 def build(config: schema.Config, mesh: Mesh, *, microbatches: int = 1) -> Program:
-    """The configured model and optimizer: weights over `fsdp`, rows over both axes.
+    """The configured model and optimizer.
 
-    Args:
-      config: the configuration of the run.
-      mesh: a mesh with the axes `slice` and `fsdp`.
-      microbatches: the number of equal parts in which a device computes its rows.
+    Shards weights over the mesh axis `fsdp`, and rows over `slice` and `fsdp`. A device
+    computes its rows in `microbatches` equal parts.
     """
     sizes = dataclasses.replace(config.model, vocab_size=vocab_size(config))
     optimizer, learning_rate = _optimizer(config.optimizer, config.run.steps)

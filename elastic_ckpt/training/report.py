@@ -39,7 +39,6 @@ class Record:
 
     Attributes:
       phase: what it does, or how it ended (`status.phase`).
-      events: the events in `events.jsonl`.
       files: the files of metrics.
       attempts: the attempts in the step log, in order.
       audit: the outcome of the audit; a text if there is none.

@@ -206,10 +206,7 @@ class StepLog:
 
 
 def digested(batch: elastic_data.Batch) -> tuple[jax.Array, jax.Array]:
-    """The ids of a batch's rows and digests of their tokens, on every host.
-
-    Args:
-      batch: a global batch with `example_id` and all of its features.
+    """The ids of a global batch's rows and digests of their tokens, on every host.
 
     Raises:
       ConfigError: if the batch is not from `ec.batches`.
@@ -236,7 +233,7 @@ def _jitted(replicated: NamedSharding) -> jax.stages.Wrapped:
 
 
 def first_row(ids: np.ndarray) -> int:
-    """The number of rows of the data before a batch with the ids uint64 `[B]`.
+    """The number of rows of the data before a batch, from its row ids, uint64 `[B]`.
 
     Padding rows have no number, and a damaged batch may have rows in wrong places.
     """

@@ -61,7 +61,6 @@ class Ended(NamedTuple):
     """The result of a loop.
 
     Attributes:
-      state: the state after the last step.
       step: the number of steps that are done.
       is_stopped: whether the hosts left before the last step.
       finding: the callback's finding that ended it, if any. The last step is saved if
@@ -600,7 +599,7 @@ def alone(
     """The world of a process that no supervisor started.
 
     SIGTERM during the block ends the run after a save, or at once before the first
-    step. `ended` is called before it ends the only process of a run.
+    step. `ended` is called before SIGTERM ends a run of a single process.
     """
     # The launcher of several processes sets the time limit.
     if jax.distributed.is_initialized():
@@ -631,15 +630,8 @@ def initial_weights(
     """The weights of a new run, from a checkpoint of any format: the key `init_from`.
 
     Each host reads what its devices need. A step saved by a run of the same model needs
-    no layout; every other checkpoint is read through one.
-
-    Args:
-      section: the keys `init_from` and `init_from_layout`.
-      params: shapes, dtypes and shardings of the weights.
-      emit: called once they are loaded.
-
-    Returns:
-      A tree like `params`.
+    no layout; every other checkpoint is read through one. The result has the shapes,
+    dtypes and shardings of `params`.
 
     Raises:
       ConfigError: if a layout is missing, malformed, or does not fit.
