@@ -282,7 +282,7 @@ class Callbacks:
         self.go_on()
 
     def begin_anew(self) -> None:
-        """Continues a step that was saved without any callbacks."""
+        """Continues from a step that was saved without callbacks."""
         self.set_state({"rollbacks": 0, "callbacks": {}})
 
     def _note(self, name: str, step: int, finding: Finding | None) -> None:
