@@ -69,7 +69,6 @@ class Account:
 
     Attributes:
       time: the time of the last event that ended a part, in seconds on any clock.
-      secs: the seconds by cause.
       newest_step: the most steps ever done.
       phase: the last phase to begin before the first step of a world; empty after it.
       within: by cause, the seconds since `time` that do not belong to a step.
@@ -161,7 +160,6 @@ class RunMetrics:
     Args:
       emit: called for each event, before its metrics are recorded.
       newest_step: the number of steps that earlier starts of the run did.
-      clock: returns the time in seconds.
     """
 
     def __init__(

@@ -71,7 +71,6 @@ class Progress:
     Args:
       log_period: steps between two lines where `stream` is not a terminal.
       stream: where to write; None uses the present standard output.
-      clock: returns the time in seconds.
     """
 
     def __init__(

@@ -28,11 +28,9 @@ def library() -> None:
 
 @contextlib.contextmanager
 def event_file(directory: epath.PathLike) -> Iterator[summaries.Write]:
-    """A sink that adds a point for each summary to an event file, durably.
+    """A sink that durably adds a point for each summary to an event file.
 
-    Args:
-      directory: the directory of the file, different for each host; the first batch
-        creates both.
+    Each host needs its own directory. The first batch creates it and the file.
 
     Raises:
       ConfigError: if the extra is not installed.

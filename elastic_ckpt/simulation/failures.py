@@ -42,18 +42,11 @@ def draw(
     repair_hours: float = 4.0,
     seed: int = 0,
 ) -> list[Event]:
-    """Random losses and returns of slices, ordered by time.
+    """Random losses of slices within `secs`, and their returns, ordered by time.
 
-    All times are exponentially distributed.
-
-    Args:
-      slices: the number of slices.
-      hosts_per_slice: the number of hosts of each slice.
-      secs: the time within which slices are lost.
-      machine_hours: the mean time between two failures of one machine, each of which
-        costs its slice.
-      repair_hours: the mean time until a lost slice is back.
-      seed: the seed of the random generator.
+    Times are exponentially distributed. `machine_hours` is the mean time between two
+    failures of one machine, each of which costs its slice; `repair_hours` is the mean
+    time until a lost slice is back.
     """
     random = np.random.default_rng(seed)
     mean_secs = machine_hours * 3600.0 / (slices * hosts_per_slice)

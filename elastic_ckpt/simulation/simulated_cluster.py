@@ -38,8 +38,6 @@ class Outcome:
     Attributes:
       goodput_percent: the part of its time that trained new steps.
       secs: the seconds by cause, as in `monitoring.goodput`.
-      steps: the number of steps done.
-      rows: the number of rows trained on.
       steps_lost: the number of steps trained again.
       losses: the number of worlds lost.
       restarts: how often the run ended with an error and was started again.
@@ -214,7 +212,6 @@ class SimulatedCluster(cluster.Cluster):
     """The slices of a plan, as `elastic.run` sees them.
 
     Args:
-      plan: the simulated run.
       trace: the failures and returns, by time; all slices are alive at time 0.
 
     Attributes:
