@@ -359,7 +359,7 @@ RECORDS: dict[str, tuple[Records, ...]] = {
     ),
     "device_wrong": _once(
         _on_one,
-        f"TPU_3 computed 17, and sound devices compute {host_process.EXPECTED}",
+        f"TPU_3 computed 17, but sound devices compute {host_process.EXPECTED}",
         kind=host_process.DeviceWrongError,
     ),
     "host_unreachable": _once(_hangs, "reach"),

@@ -1,4 +1,4 @@
-"""Elastic runs: worlds of hosts, and another world when slices are lost or return."""
+"""Elastic runs: a new world of hosts whenever slices are lost or rejoin."""
 
 from etils import epy
 

@@ -1,4 +1,4 @@
-"""A cluster: the slices that a run can use, and worlds on them."""
+"""A cluster: the slices that a run can use, and the worlds that run on them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Assignment:
     """The world that a cluster runs next.
 
     Attributes:
-      number: of the world, from 1 at each start of a run.
+      number: the number of the world, from 1 at each start of a run.
       work: the slices and the rows of a batch.
-      claimant: claims the world in storage, for this start of the run; a cluster adds
-        it.
+      claimant: claims the world in storage for this start of the run; set by the
+        cluster.
     """
 
     number: int
@@ -31,14 +31,14 @@ class Assignment:
 
 
 def leaving_for(decided: Decision | None) -> list[storage.Json]:
-    """The slices of the next world, for `world_leaving`; none if it has to wait."""
+    """The next world's slices, for the event `world_leaving`; none if the run waits."""
     return list(decided.slices) if isinstance(decided, Train) else []
 
 
 class Cluster(Protocol):
     """The slices of a run: `Processes` or `Pathways`.
 
-    Its methods are what `run` calls, from one thread.
+    `run` calls all methods from one thread.
     """
 
     @property
@@ -49,7 +49,7 @@ class Cluster(Protocol):
         """The slices that are alive now.
 
         Args:
-          current: the slices of the present world, or of the last one.
+          current: the slices of the current world, or of the last one.
         """
 
     def run_world(
@@ -66,19 +66,19 @@ class Cluster(Protocol):
           train: the training loop.
           assignment: the slices and rows of the world.
           emit: called with each event of the hosts.
-          has_changed: called often; returns the decision to continue on other slices,
-            or to wait for some, and None as long as the world is to go on. After a
-            decision the next world may be prepared; then the hosts are asked to leave,
-            with the event `world_leaving`, and do so after a step that they agree on.
+          has_changed: called often; returns a decision to continue on other slices or
+            to wait for some, or None while the world should continue. After a decision
+            the cluster may prepare the next world. It then asks the hosts to leave,
+            with the event `world_leaving`; they leave after a step that they agree on.
 
         Returns:
-          Whether the run is over; False if the hosts have left for another world.
+          Whether the run is over; False if the hosts left for another world.
 
         Raises:
-          WorldLostError: if hosts failed, also if `train` raised; `slices` then lacks
-            those that are lost.
-          StoppedError: if the run was asked to end, and did not end in time.
-          RunError: as above, of a cluster of one controller, with the error of `train`.
+          WorldLostError: if hosts failed or `train` raised; `slices` then omits the
+            lost slices.
+          StoppedError: if the run was asked to end but did not end in time.
+          RunError: if `train` raised under a single controller; its error is the cause.
         """
 
     def wait(self, secs: float) -> None:

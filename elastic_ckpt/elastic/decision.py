@@ -1,15 +1,15 @@
-"""Decides what a run does when its slices change: continue on which, wait, or stop.
+"""Decides what a run does when its slices change: continue, wait, or stop.
 
-Everything here is a pure function of what is alive and of the policy. The runtime finds
-out what is alive, calls `decide`, and acts.
+Everything here is a pure function of the policy and the live slices. The runtime finds
+the live slices, calls `decide`, and acts.
 
 Two batch policies, both exact:
 
 * `keep_global`: a batch has the same rows on any number of slices. Fewer slices compute
-  it in several equal parts and sum their gradients (gradient accumulation), so that the
-  rows that a device holds at a time stay within what fits into its memory.
-* `keep_per_device`: a device has the same rows, so that a batch grows and shrinks with
-  the slices, as in MaxText.
+  it in several equal parts and sum the gradients (gradient accumulation), so that no
+  device holds more rows at a time than fit into its memory.
+* `keep_per_device`: a device has the same number of rows, so a batch grows and shrinks
+  with the slices, as in MaxText.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from typing import Literal, get_args
 
 from elastic_ckpt.core import errors
 
-# Why a number of slices cannot compute a batch; None if it can.
+# Returns why a number of slices cannot compute a batch of some rows; None if it can.
 Objection = Callable[[int, int], str | None]
 
 
-# The size that stays the same when the number of slices changes.
+# What stays the same when the number of slices changes.
 Batch = Literal["keep_global", "keep_per_device"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What a run does when slices are lost and come back.
+    """What a run does when slices are lost and rejoin.
 
     Attributes:
       min_slices: the fewest slices to train on.
-      max_slices: the most; slices beyond it are spares. None takes all.
+      max_slices: the most slices to train on; further slices are spares. None uses all.
       batch: what stays the same when the number of slices changes: the rows of the
         global batch (`"keep_global"`), or those of a device (`"keep_per_device"`).
       wait_secs: how long to wait for `min_slices` before the run ends with an error.
-      settle_secs: how long a new slice has to be there before the run grows onto it.
-      max_retries: how many worlds in succession may be lost without a new step before
-        the run ends with an error.
+      settle_secs: how long a new slice must be alive before the run expands onto it.
+      max_retries: how many worlds in a row may be lost without a new step before the
+        run ends with an error.
       quarantine_failures: a slice with this many failures within `quarantine_secs` is
         not used again; 0 uses every slice.
-      quarantine_secs: the time within which failures count.
-      leave_out_slow: whether slices with slow hosts are left out, if there are enough
-        slices without them.
+      quarantine_secs: the time window in which failures count.
+      leave_out_slow: whether to leave out slices with slow hosts if enough others
+        remain.
     """
 
     min_slices: int = 1
@@ -73,12 +73,13 @@ class Work:
     Attributes:
       devices_per_slice: the number of devices of a slice.
       num_slices: the number of slices for which `rows` was chosen.
-      rows: rows of a global batch on `num_slices`; `Policy.batch` says what becomes of
-        them on another number. By default the run chooses its rows itself.
-      max_rows_per_device: the most rows that fit into a device at a time; with more, it
-        computes its rows in several microbatches.
-      objection: a function of a number of slices and of rows that returns why the data
-        cannot be divided so, or None if it can; such a world is not formed.
+      rows: the rows of a global batch on `num_slices` slices; `Policy.batch` derives
+        those of other numbers. 0 lets the training function choose them.
+      max_rows_per_device: the most rows that a device computes at a time; it splits
+        more into microbatches.
+      objection: a function of a number of slices and a number of rows that returns why
+        the data cannot be divided that way, or None. A world with an objection is not
+        formed.
     """
 
     devices_per_slice: int
@@ -90,10 +91,9 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A failure of a slice: it was lost, or its check failed when it came back.
+    """A failure of a slice: it was lost, or failed its check when it rejoined.
 
     Attributes:
-      slice: its number.
       at_secs: the time, on the monotonic clock.
     """
 
@@ -106,10 +106,10 @@ class Slices:
     """The slices that a run may use.
 
     Attributes:
-      current: of the world that runs, or ran last, without those that were lost; empty
-        at the start.
-      present_secs: by slice that is alive, how long it has been.
-      failures: of all slices in this run, in any order.
+      current: the slices of the current or last world, without the lost ones; empty at
+        the start.
+      present_secs: by live slice, how long it has been alive.
+      failures: all failures in this run, in any order.
       slow: the slices that have slow hosts.
     """
 
@@ -119,9 +119,9 @@ class Slices:
     slow: frozenset[int] = frozenset()
 
     def quarantined(self, policy: Policy) -> frozenset[int]:
-        """Those that fail repeatedly: too often within the window of the policy.
+        """The slices that failed too often within the policy's time window.
 
-        A slice stays quarantined, because its failures stay.
+        A slice stays quarantined: failures are never forgotten.
         """
         most = policy.quarantine_failures
         by_slice: dict[int, list[float]] = collections.defaultdict(list)
@@ -141,8 +141,8 @@ class Slices:
     def usable(self, policy: Policy) -> list[int]:
         """The slices to train on, best first: those of the current world, then others.
 
-        A slice that has just come back counts only once it has settled, unless there is
-        no training that it could disturb: at the start, and below `min_slices`.
+        A slice that has just rejoined counts only once it has settled, except when no
+        training would be disturbed: at the start, and below `min_slices`.
         """
         healthy = self.present_secs.keys() - self.quarantined(policy)
         settled = {
@@ -160,10 +160,10 @@ class Train:
     """Train on these slices.
 
     Attributes:
-      slices: in the order of the mesh.
+      slices: in mesh order.
       spares: usable slices that are left over.
-      rows: of a global batch.
-      accumulated: equal parts in which a device computes its rows of a batch.
+      rows: the rows of a global batch.
+      accumulated: the number of equal parts in which a device computes its rows.
     """
 
     slices: tuple[int, ...]
@@ -178,7 +178,7 @@ class Wait:
 
     Attributes:
       why: what is missing.
-      within_secs: how long, at most; if it is 0, save and end.
+      within_secs: the longest time to wait; 0 means save and end.
     """
 
     why: str
@@ -195,16 +195,10 @@ def decide(
     *,
     waited_secs: float = 0.0,
 ) -> Decision:
-    """Decides for as many slices as there are and fit.
+    """Chooses as many slices as are usable and can divide the batch, or waits.
 
-    A lost slice is replaced by a spare, so that the mesh has the same shape and the
-    same program. Slices of the current world are preferred to others.
-
-    Args:
-      slices: that are there.
-      policy: of the run.
-      work: of the run.
-      waited_secs: how long the run has waited already.
+    A spare replaces a lost slice, so that the mesh keeps its shape and its program.
+    Slices of the current world are preferred.
     """
     if slices.slow and policy.leave_out_slow:
         others = dataclasses.replace(
@@ -228,9 +222,9 @@ def decide(
             return decided
         objections.append(decided)
     missing = (
-        f"{_count(usable)} usable, and min_slices={policy.min_slices}"
+        f"{_count(usable)} usable, but min_slices={policy.min_slices}"
         if most < policy.min_slices
-        else f"no number of the {_count(usable)} fits: {'; '.join(objections)}"
+        else f"no number of {_count(usable)} fits: {'; '.join(objections)}"
     )
     excluded = slices.quarantined(policy) & slices.present_secs.keys()
     if excluded:
@@ -239,14 +233,14 @@ def decide(
 
 
 def _train(usable: list[int], number: int, policy: Policy, work: Work) -> Train | str:
-    # On the best of the usable slices; or why so many cannot compute a batch.
+    # Returns an objection if the first `number` usable slices cannot compute a batch.
     devices = number * work.devices_per_slice
     if policy.batch == "keep_per_device":
         rows, indivisible = divmod(work.rows * number, work.num_slices)
         if indivisible:
             return (
-                f"{work.rows} rows on {work.num_slices} slices are no whole number on"
-                f" {number}"
+                f"{work.rows} rows on {work.num_slices} slices are not a whole number"
+                f" on {number}"
             )
     else:
         rows = work.rows

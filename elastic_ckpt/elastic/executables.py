@@ -1,19 +1,19 @@
-"""Compiled steps, kept for the next world on this machine's RAM disk.
+"""Keeps compiled steps on this machine's RAM disk for the next world.
 
-A world that has had its shape before loads its executables and traces nothing: a change
-of slices then costs milliseconds instead of XLA's seconds. Loading begins in the
-background, while the world looks for its state and restores it. JAX's compilation cache
-cannot do that for several processes on CPU: its key depends on the process, and process
-0 alone writes.
+A world whose shape ran before loads its executables and traces nothing: a change of
+slices then costs milliseconds instead of the seconds that XLA takes. Loading begins in
+the background while the world finds and restores its state. JAX's compilation cache
+cannot do that for several processes on CPU: its key depends on the process, and only
+process 0 writes.
 
-Loading an executable unpickles, and so runs code. Executables are therefore read only
+Loading an executable unpickles it, which runs code. Executables are therefore read only
 from a private directory on this machine's RAM disk, never from peers or storage, and
-only after a MAC (HMAC-SHA-256) under a key of the supervisor, which is in no file. Both
-the directory and the key end with the supervisor. One that does not fit the program,
-the mesh, the arguments, the host or the versions has another name; one that was altered
-is refused, with an event, and compiled anew.
+only after checking a MAC (HMAC-SHA-256) under a key that the supervisor never writes to
+a file. The directory and the key end with the supervisor. An executable's name covers
+the program, the mesh, the arguments, the host and the versions. One that was altered is
+refused, with an event, and compiled again.
 
-Importing this module does not import JAX, for a fast launcher.
+Importing this module does not import JAX, so the launcher starts fast.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ with epy.lazy_imports():
 _RAM_DISK = "/dev/shm"
 # An event of `jax.monitoring`.
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
-# One in the text of a compiled program.
+# A collective in the text of a compiled program.
 _COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
     r"(-start)?\("
@@ -65,12 +65,12 @@ _Compiled = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeptExecutables:
-    """Where the executables of a supervisor's worlds are.
+    """Where the worlds of a supervisor keep their executables.
 
     Attributes:
-      directory: private, on this machine's RAM disk.
-      key: of the MAC of each file; in the memory of the supervisor and its hosts alone.
-      began_ns: when the directory was made, since 1970.
+      directory: a private directory on this machine's RAM disk.
+      key: the MAC key of all files; only in the memory of the supervisor and its hosts.
+      began_ns: when the directory was created, in nanoseconds since 1970.
     """
 
     directory: str
@@ -80,7 +80,7 @@ class KeptExecutables:
 
 @contextlib.contextmanager
 def kept() -> Iterator[KeptExecutables]:
-    """A new directory and key, which end with the block."""
+    """Creates a directory and a key that end with the block."""
     directory = working_directory.new_path(
         _RAM_DISK if os.access(_RAM_DISK, os.W_OK) else tempfile.gettempdir()
     )
@@ -91,12 +91,9 @@ def kept() -> Iterator[KeptExecutables]:
 
 
 class Executables:
-    """Compiles jitted functions, or loads what an earlier world has compiled.
+    """Compiles jitted functions, or loads what an earlier world compiled.
 
     The executables of earlier worlds like this one are loaded in the background.
-
-    Args:
-      kept: where they are.
     """
 
     def __init__(self, kept: KeptExecutables) -> None:
@@ -110,14 +107,9 @@ class Executables:
         step: int = 0,
         emit: events.Emit = events.nobody,
     ) -> _Compiled:
-        """The compiled `jitted` for these arguments, under their shardings.
+        """Returns `jitted` compiled for these arguments and their shardings.
 
-        Args:
-          jitted: a function of `jax.jit`, which is found by its code and not even
-            traced.
-          *arguments: positional, arrays or their abstract values.
-          step: the step that it is compiled for, for the events.
-          emit: called before and after compiling, and when an executable is loaded.
+        It is looked up by its code, without tracing. Arguments may be abstract.
         """
         began_secs = time.monotonic()
         path = self._path(jitted, arguments)
@@ -125,14 +117,14 @@ class Executables:
             emit("executable_loaded", step=step, secs=time.monotonic() - began_secs)
             return loaded
         compiled, is_cached = _compiled(jitted, *arguments, step=step, emit=emit)
-        # On CPU an executable of JAX's cache is serialized without its code. The next
-        # world finds it in that cache, too.
+        # On CPU, JAX serializes an executable from its own cache without the code. The
+        # next world finds it in that cache, too.
         if path is not None and not is_cached and not loses_order(compiled):
             self._keep(path, compiled, _devices(arguments))
         return compiled
 
     def _begin(self) -> dict[pathlib.Path, futures.Future[_Compiled]]:
-        # All of them: a world has few programs.
+        # Loads all: a world has few programs.
         return {
             file: background.in_thread(
                 functools.partial(self._load, file), name="executable"
@@ -141,12 +133,12 @@ class Executables:
         }
 
     def _path(self, jitted: Any, arguments: Any) -> pathlib.Path | None:
-        # None if the function has parts that cannot be compared.
+        # None if parts of the function cannot be compared.
         try:
             leaves, structure = jax.tree.flatten(arguments)
             shapes = [f"{leaf.shape} {leaf.dtype} {leaf.sharding}" for leaf in leaves]
             code = jitted.__wrapped__, str(structure), shapes, _devices(arguments)
-            # Not of the place: a program may change them after its world has begun.
+            # Not in `_place`: a program may change them after its world has begun.
             settings = [
                 sorted((name, str(value)) for name, value in jax.config.values.items()),
                 [os.environ.get(n, "") for n in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
@@ -154,7 +146,7 @@ class Executables:
             ]
             name = _digest((code, settings))
         except Exception as error:
-            # Pickling calls methods of whatever the function refers to.
+            # Pickling calls methods of all objects that the function refers to.
             logging.warning("the executable of %r is not kept: %r", jitted, error)
             return None
         return pathlib.Path(self._kept.directory, f"{_place()}-{name}")
@@ -166,7 +158,7 @@ class Executables:
         except FileNotFoundError:
             return None
         except Exception as error:
-            # The backend raises whatever it finds unfit.
+            # The backend may raise anything.
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
             emit("executable_refused", path=str(path), why=why)
             storage.remove(path)
@@ -177,7 +169,7 @@ class Executables:
         mac, payload = content[:_MAC_BYTES], content[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(path, payload)):
             raise ValueError("it was not written by this run, or was altered")
-        # The MAC shows that this run's own hosts have written it.
+        # The MAC shows that this run's own hosts wrote it.
         parts, numbers = pickle.loads(payload)  # noqa: S301
         devices = {device.id: device for device in jax.devices()}
         return serialize_executable.deserialize_and_load(
@@ -202,15 +194,14 @@ class Executables:
 def compile_now(
     jitted: Any, *arguments: Any, step: int = 0, emit: events.Emit = events.nobody
 ) -> _Compiled:
-    """The compiled `jitted` for these arguments; see `Executables.compiled`."""
+    """Compiles without keeping the executable; see `Executables.compiled`."""
     return _compiled(jitted, *arguments, step=step, emit=emit)[0]
 
 
 def _compiled(
     jitted: Any, *arguments: Any, step: int, emit: events.Emit
 ) -> tuple[_Compiled, bool]:
-    # And whether JAX's own cache had it; it may have constants of a program that it
-    # does not have.
+    # Also returns whether the executable came from JAX's own cache.
     began_secs = time.monotonic()
     emit("compile_started", step=step)
     lowered = jitted.lower(*arguments)
@@ -222,7 +213,7 @@ def _compiled(
 
 @contextlib.contextmanager
 def _cache_hits() -> Iterator[list[str]]:
-    # Lists what the block, but for other threads, gets of JAX's compilation cache.
+    # Lists the hits of this thread in JAX's compilation cache during the block.
     hits: list[str] = []
     own = threading.get_ident()
 
@@ -238,11 +229,11 @@ def _cache_hits() -> Iterator[list[str]]:
 
 
 def loses_order(compiled: Any) -> bool:
-    """Whether hosts that load this program could wait for each other for ever.
+    """Whether hosts that load this program could deadlock.
 
     XLA runs the collectives of a program in one order on all hosts. On CPU it
-    serializes that order within each computation alone: between the body of a loop and
-    what is around it, a loaded program has none, and hosts wait for each other in
+    serializes that order only within each computation. A loaded program has no order
+    between a loop's body and the code around it, so hosts can wait for each other in
     different collectives.
     """
     if jax.devices()[0].platform != "cpu" or topology.num_hosts() == 1:
@@ -252,7 +243,7 @@ def loses_order(compiled: Any) -> bool:
 
 
 def _devices(arguments: Any) -> list[int]:
-    # In the order of the mesh; XLA aborts the process if they are not the program's.
+    # In mesh order; XLA aborts the process if they are not the program's devices.
     (numbers,) = {
         tuple(device.id for device in leaf.sharding.mesh.devices.flat)
         for leaf in jax.tree.leaves(arguments)
@@ -261,8 +252,8 @@ def _devices(arguments: Any) -> list[int]:
 
 
 def _place() -> str:
-    # An executable is of the host's place in its world, and of the versions. That this
-    # world has devices may take a while.
+    # An executable depends on the host's place in its world and on the versions. The
+    # first call initializes the devices, which may take a while.
     return _digest(
         [
             topology.this_host(),
@@ -277,10 +268,10 @@ def _place() -> str:
 
 
 def changed_modules(since_ns: int) -> list[tuple[str, int, int]]:
-    """The files of modules that have changed since a time, each as it was seen first.
+    """The module files changed since a time, each with the version seen first.
 
-    Functions of modules are pickled by name, and a module that is imported later may
-    have another code by then.
+    Functions of modules are pickled by name, but the code of a module that is imported
+    later may have changed.
     """
     files = {
         str(getattr(module, "__file__", None)) for module in list(sys.modules.values())
@@ -290,7 +281,7 @@ def changed_modules(since_ns: int) -> list[tuple[str, int, int]]:
 
 @functools.cache
 def _version(file: str) -> tuple[int, int]:
-    # When it is seen first: later changes do not reach the module that is imported.
+    # Cached: later changes do not reach a module that is already imported.
     with contextlib.suppress(OSError):
         stat = os.stat(file)
         return stat.st_mtime_ns, stat.st_size
@@ -306,14 +297,14 @@ def _digest(value: Any) -> str:
 class _Pickler(cloudpickle.Pickler):
     """Pickles functions by their code and closures, and devices by their numbers.
 
-    A pickle refers to an object that it has already, and repeats one that is equal:
-    which of a program's shardings are one object depends on JAX's caches, and so on
-    which thread was first; which of its texts are, on where they come from. Stand-ins
-    that are numbers are never referred to.
+    A pickle refers back to an object that it already contains, but repeats one that is
+    only equal. Which shardings of a program are the same object depends on JAX's caches
+    and thus on the order of threads; for strings it depends on their origin. Numbers
+    are never referred back to, so they stand in for both.
     """
 
     def persistent_id(self, obj: Any) -> Any:
-        """A comparable stand-in for values of JAX, and for texts."""
+        """A comparable stand-in for JAX values and strings."""
         if type(obj) in (str, bytes):
             return _number(repr(obj))
         of = jax.sharding
@@ -325,7 +316,7 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, jax.Array):
             raise pickle.PicklingError("it closes over an array")
         if isinstance(obj, type) and "<locals>" not in obj.__qualname__:
-            # Otherwise a class that cannot be imported gets a random name.
+            # cloudpickle would give a class that cannot be imported a random name.
             return ("class", obj.__module__, obj.__qualname__)
         if type(obj).__name__ == "PjitFunction":
             return ("jit", _digest(obj.__wrapped__))

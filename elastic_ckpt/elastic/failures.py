@@ -1,17 +1,17 @@
-"""Failures of hosts, and the verdict on them: what failed, and what the run does.
+"""Failures of hosts and the verdict on them: what failed, and what the run does.
 
 A host that fails leaves a `HostFailure`. When a world has ended with failures, `judge`
-finds the one that caused the others, describes it by a few words (how the host ended,
-the classes of its exception, its phase, whether all hosts failed alike, whether the
-world before had failed in the same way) and takes the first row of `KINDS` that has
-only such words and whose pattern is in what the host said. A row is one of three
-actions: restart the world, leave the slice out, or stop.
+finds the one that caused the others. It describes that failure by a few words: how the
+host ended, the classes of its exception, its phase, whether all hosts failed alike,
+whether the previous world failed in the same way. The verdict is the first row of
+`KINDS` whose words all apply and whose pattern matches what the host said. Each row has
+one of three actions: restart the world, leave the slice out, or stop.
 
-Two rules stand above the table:
+Two rules take precedence over the table:
 
-* An exception is the program's if several hosts raise the same one, or if it comes
-  again at the same step in the next world, even if it speaks of a device.
-* A host that lost its connections to another tells nothing about the cause: such errors
+* An exception is the program's fault if several hosts raise the same one, or if it
+  recurs at the same step in the next world, even if it mentions a device.
+* A host that lost its connection to another says nothing about the cause: such errors
   count only if nothing else was recorded.
 
 Sources of the patterns: the names of CUDA's driver API (`CUresult`), NVIDIA's catalogue
@@ -34,9 +34,9 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import watch
 
 RESTART, LEAVE_OUT, STOP = "restart", "leave out", "stop"
-# The signals by which a program ends itself.
+# Signals that a program causes itself.
 _CRASHES = ("SIGSEGV", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSYS", "SIGABRT", "SIGBUS")
-# The directories whose functions called the training function, and those of libraries.
+# Frames in these directories are not the user's code.
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib")})
 _MOST_TRACEBACK, _MOST_SAID = 8000, 200
@@ -47,24 +47,23 @@ _BYTES = re.compile(r"(\d{6,}) ?bytes")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostFailure:
-    """The reason why a host stopped.
+    """Why a host stopped.
 
     Attributes:
-      host: the host's number.
       message: the message for the user.
       is_ours: whether it is an ElasticCkptError, whose message has a remedy.
-      is_of_devices: whether JAX raised it, for devices that failed or are gone.
-      is_signal: whether the process died by a signal.
-      is_silent: whether it ended without reporting a failure.
+      is_of_devices: whether JAX raised it because devices failed or disappeared.
+      is_signal: whether a signal killed the process.
+      is_silent: whether the host ended without reporting a failure.
       is_consequence: whether it died as hosts do when host 0 is gone.
-      is_hang: whether it was ended because it hangs.
+      is_hang: whether it was killed because it hung.
       at_secs: the time, on the machine's monotonic clock.
-      since_secs: since when it had not made progress; None if that is the same time.
-      error: the names of the exception's class and of its bases; empty without one.
-      traceback: of the exception, its end.
+      since_secs: the time of its last progress; None if that is `at_secs`.
+      error: the names of the exception's class and its bases; empty if there is none.
+      traceback: the end of the exception's traceback.
       place: the user's line that raised it, `file:line`; empty if there is none.
-      phase: that the host was in.
-      log: the end of its log, of a host that reported nothing.
+      phase: the phase that the host was in.
+      log: the end of its log.
       log_file: the path of its log; empty if it has none of its own.
     """
 
@@ -86,7 +85,7 @@ class HostFailure:
     log_file: str = ""
 
     def lines(self) -> list[str]:
-        """What happened, and the end of the log."""
+        """What happened, followed by the end of the log."""
         log = [f"  | {line}" for line in self.log.splitlines()]
         if log:
             log.insert(0, f"the end of its log, {self.log_file}:")
@@ -94,7 +93,7 @@ class HostFailure:
 
 
 def of_exception(host: int, error: BaseException) -> HostFailure:
-    """The failure of a host whose program has raised an exception."""
+    """The failure of a host whose program raised an exception."""
     is_ours = isinstance(error, errors.ElasticCkptError)
     names = [kind.__name__ for kind in type(error).__mro__]
     said = str(error) if is_ours else f"{type(error).__name__}: {error}"
@@ -103,7 +102,7 @@ def of_exception(host: int, error: BaseException) -> HostFailure:
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith((_OURS, "<", *_LIBRARIES))
     ]
-    # Without the notes, of which JAX adds one about its traceback.
+    # Drops the notes: JAX adds one about traceback filtering.
     told = traceback.TracebackException.from_exception(error)
     told.__notes__ = None
     return HostFailure(
@@ -123,11 +122,8 @@ def of_exception(host: int, error: BaseException) -> HostFailure:
 def silent_death(host: int, exit_code: int, *, oom_kills: int = 0) -> HostFailure:
     """The failure of a host that ended without a report.
 
-    Args:
-      host: its number.
-      exit_code: negative for a signal.
-      oom_kills: how many processes of its machine the kernel has killed since the world
-        began, because memory was short.
+    A negative exit code is a signal. `oom_kills` counts the processes that the kernel
+    of its machine killed to free memory since the world began.
     """
     killed = exit_code < 0
     message = (
@@ -149,13 +145,7 @@ def silent_death(host: int, exit_code: int, *, oom_kills: int = 0) -> HostFailur
 
 
 def of_hang(host: int, hang: watch.Hang, *, now_secs: float) -> HostFailure:
-    """The failure of a host that is ended because its world hangs.
-
-    Args:
-      host: one of the culprits, or any host if there are none.
-      hang: of the world.
-      now_secs: the time, on the machine's monotonic clock.
-    """
+    """The failure of a culprit of a hang; of any host if there are no culprits."""
     return HostFailure(
         host=host,
         message=f"{hang.why}; the stacks of all hosts are in their logs",
@@ -169,9 +159,9 @@ def of_hang(host: int, hang: watch.Hang, *, now_secs: float) -> HostFailure:
 
 
 def oom_kills() -> int:
-    """How many processes of this machine the kernel has killed for want of memory.
+    """How many processes of this machine the kernel has killed to free memory.
 
-    Source: `oom_kill` in /proc/vmstat (proc_vmstat(5)); 0 where it has none.
+    Source: `oom_kill` in /proc/vmstat (proc_vmstat(5)); 0 where that is missing.
     """
     try:
         with open("/proc/vmstat") as file:
@@ -182,15 +172,14 @@ def oom_kills() -> int:
 
 
 class WorldLostError(errors.RunError):
-    """A world ended because hosts failed; another world may go on (see `judge`).
+    """A world ended because hosts failed; the next may continue (see `judge`).
 
     Attributes:
-      failures: of all hosts that failed, one at least.
-      num_hosts: of the world.
-      hosts: whose slices are lost; empty if the program or the network failed.
-      is_of_program: whether the program failed, and would again.
-      gone: the slices that are gone with their memory.
-      machines: the machines of these slices, if the run has several.
+      failures: the failures of all hosts that failed; at least one.
+      hosts: the hosts whose slices are lost; empty if the program or network failed.
+      is_of_program: whether the program failed, and would fail again.
+      gone: the slices that were lost with their memory.
+      machines: the lost machines, if the run has several.
     """
 
     def __init__(
@@ -212,12 +201,12 @@ class WorldLostError(errors.RunError):
 
 
 class ProgramFailedError(errors.RunError):
-    """The program of a world failed, and another world would fail, too.
+    """The program of a world failed, and would fail in the next world, too.
 
-    The traceback of the user's program is a note of the error, if it has one.
+    The traceback of the user's program, if there is one, is a note of the error.
 
     Attributes:
-      failures: of all hosts that failed, one at least.
+      failures: the failures of all hosts that failed; at least one.
     """
 
     def __init__(self, message: str, *, failures: Sequence[HostFailure]) -> None:
@@ -231,9 +220,9 @@ class ProgramFailedError(errors.RunError):
 def first_failure(failures: Sequence[HostFailure]) -> HostFailure:
     """The failure that caused the others.
 
-    Most of our errors are never a consequence of another host's death, and death by a
-    signal is never a consequence of an exception, unless JAX has aborted the host; nor
-    is that of failed devices. Among equals the earliest is first.
+    Most of our own errors never follow from another host's death. Death by a signal
+    never follows from an exception or from failed devices, unless JAX aborted the host.
+    Among equals the earliest is first.
     """
     return min(
         failures,
@@ -248,11 +237,11 @@ def first_failure(failures: Sequence[HostFailure]) -> HostFailure:
 
 
 def lost_hosts(failures: Sequence[HostFailure]) -> frozenset[int]:
-    """The hosts that died, or compute wrong values, and ended a world by that.
+    """The hosts that ended a world by dying or computing wrong values.
 
-    A host that JAX aborts has lost the coordination service. It is not a cause if
-    another host died otherwise, or if the program failed before on host 0, which ends
-    the service. If host 0 is aborted, too, the others have lost it.
+    JAX aborts a host that has lost the coordination service. Such a host is not a cause
+    if another host died otherwise, or if the program failed earlier on host 0, which
+    ends the service. If host 0 was aborted, too, the others lost it.
     """
     silent = [failure for failure in failures if failure.is_silent]
     causes = [each for each in failures if "DeviceWrongError" in each.error]
@@ -274,12 +263,12 @@ class Kind(NamedTuple):
     """A row of the table of verdicts.
 
     Attributes:
-      name: in events.
-      what: that has failed: `host`, `slice`, `machine`, `device`, `network`, `storage`,
+      name: the name of the kind, used in events.
+      what: what failed: `host`, `slice`, `machine`, `device`, `network`, `storage`,
         `data` or `program`.
-      action: for a world that was lost; a run that has ended stops.
-      meaning: what happened, after "host 1" or the like.
-      words: all of which describe the failure; of those joined by `|` one does.
+      action: what the run does after losing a world; a run that has ended stops.
+      meaning: what happened; follows a subject such as "host 1".
+      words: words that must all describe the failure, or one of those joined by `|`.
       says: a pattern in what the host said, or in its log if it said nothing.
       advice: what a person can do.
     """
@@ -317,97 +306,98 @@ _SMALLER = (
     "lower `per_device_batch_size` or `max_target_length`; in a program of your own,"
     " use more microbatches or `jax.checkpoint`, or shard over more devices"
 )
-_DRAIN = "drain its machine; look at the kernel's log, `nvidia-smi`, the slice's health"
+_DRAIN = "drain its machine; check the kernel log, `nvidia-smi` and the slice's health"
 
 # fmt: off
-# In order: the first row that fits is the verdict.
+# The first row that fits is the verdict.
 KINDS = (
-    # Gone.
+    # Lost.
     Kind("machine_lost", "machine", LEAVE_OUT, "does not answer", "machine-gone",
-         advice="look whether it was preempted or is off"),
+         advice="check whether it was preempted or is off"),
     Kind("slice_lost", "slice", LEAVE_OUT, "is lost, with its memory",
          "slice-gone"),
     Kind("device_wrong", "device", LEAVE_OUT, "computes wrong values",
          "DeviceWrongError", advice="drain its machine, and have the device tested"),
-    # Errors of ours, whose messages have the remedy.
-    Kind("replaced", "program", STOP, "is continued by another start", "ReplacedError"),
-    Kind("grace_exceeded", "program", STOP, "did not save before it was ended",
+    # Our own errors, whose messages have the remedy.
+    Kind("replaced", "program", STOP, "was replaced by another start", "ReplacedError"),
+    Kind("grace_exceeded", "program", STOP, "was killed before it had saved",
          "StoppedError"),
     Kind("diverged", "program", STOP, "was ended by a callback", "DivergedError"),
-    Kind("wrong_configuration", "program", STOP, "cannot be configured so",
+    Kind("wrong_configuration", "program", STOP, "has an invalid configuration",
          "ConfigError"),
-    Kind("other_model", "program", STOP, "has another state than its checkpoint",
+    Kind("other_model", "program", STOP, "does not match its checkpoint",
          "OtherModelError"),
     Kind("data_unusable", "data", STOP, "cannot be used", "DataError"),
-    Kind("step_not_stored", "storage", STOP, "did not take a step that was due",
+    Kind("step_not_stored", "storage", STOP, "did not store a step that was due",
          "NotStoredError"),
-    Kind("step_unreadable", "storage", STOP, "has no step that can be read",
+    Kind("step_unreadable", "storage", STOP, "has no readable step",
          "CheckpointError"),
-    Kind("cannot_go_on", "program", STOP, "cannot go on", "ElasticCkptError"),
+    Kind("cannot_go_on", "program", STOP, "cannot continue", "ElasticCkptError"),
     # Hangs.
     Kind("host_unreachable", "network", LEAVE_OUT, "does not connect the host",
-         f"hang one in:{watch.REACH}", advice="check routes, firewalls and names"),
+         f"hang one in:{watch.REACH}",
+         advice="check routes, firewalls and name resolution"),
     Kind("host_unreachable", "network", LEAVE_OUT, "does not connect the host",
          f"hang one in:{watch.JOIN}", "hangs in phase",
-         advice="check routes, firewalls and names"),
-    Kind("host_stopped", "host", LEAVE_OUT, "stands still: it sends no heartbeat",
-         "hang", "no heartbeat", "look for SIGSTOP, swapping, a frozen machine"),
-    Kind("restore_hangs", "storage", RESTART, "does not deliver what is restored",
-         f"hang in:{watch.RESTORE}", advice="look at the storage"),
+         advice="check routes, firewalls and name resolution"),
+    Kind("host_stopped", "host", LEAVE_OUT, "is frozen: it sends no heartbeat",
+         "hang", "no heartbeat", "check for SIGSTOP, swapping or a frozen machine"),
+    Kind("restore_hangs", "storage", RESTART, "does not deliver the state to restore",
+         f"hang in:{watch.RESTORE}", advice="check the storage"),
     Kind("host_hangs", "host", LEAVE_OUT, "hangs, and the others wait for it",
          "hang one", advice="its stacks are in its log"),
-    Kind("world_hangs", "network", RESTART, "stands still: all hosts wait in one phase",
+    Kind("world_hangs", "network", RESTART, "hangs: all hosts wait in the same phase",
          "hang", advice="raise `elastic_hang_timeout_seconds` if the phase takes long"),
-    # What JAX says of devices.
+    # What JAX says about devices.
     Kind("device_memory_exhausted", "program", STOP,
          "needs more memory than its devices have",
          "devices all|again|alone", _NO_MEMORY, _SMALLER),
     Kind("device_memory_taken", "device", LEAVE_OUT, "has less memory than the others",
          "devices", _NO_MEMORY, "end other processes on the device"),
-    Kind("program_refused_by_xla", "program", STOP, "is refused by XLA",
+    Kind("program_refused_by_xla", "program", STOP, "was rejected by XLA",
          "devices", _REFUSED),
-    Kind("device_bad", "device", LEAVE_OUT, "has an error of its hardware",
+    Kind("device_bad", "device", LEAVE_OUT, "has a hardware error",
          "devices one once", _BAD_DEVICE, _DRAIN),
     Kind("device_bad", "device", LEAVE_OUT, "cannot be used by JAX",
          "RuntimeError one", "nable to initialize backend", _DRAIN),
-    Kind("slice_restarted", "slice", RESTART, "was restarted, without its arrays",
+    Kind("slice_restarted", "slice", RESTART, "was restarted and lost its arrays",
          "devices", "DATA_LOSS|slice.{0,40}(down|restart|unhealthy)"),
     Kind("network_failed", "network", RESTART, "lost connections between live hosts",
          "devices", _NETWORK,
-         "look at links, switches, name servers, `NCCL_DEBUG=WARN`"),
+         "check links, switches and name servers; set `NCCL_DEBUG=WARN`"),
     Kind("fails_on_devices", "program", STOP, "fails on the devices of all hosts",
-         "devices all", advice="look at kernels of your own, shapes, indices"),
+         "devices all", advice="check your own kernels, shapes and indices"),
     Kind("fails_again", "program", STOP, "fails at the same step in each world",
          "devices|crash again"),
     Kind("device_failed", "device", LEAVE_OUT, "failed", "devices", advice=_DRAIN),
-    # Processes that died without a word.
+    # Processes that died silently.
     Kind("host_out_of_memory", "host", RESTART,
-         "was killed by the kernel, for want of memory",
+         "was killed by the kernel because memory ran out",
          "SIGKILL", "oom_kill|[Oo]ut of memory|OOMKilled",
          "give it more memory, or keep fewer steps in RAM"),
-    Kind("host_out_of_memory", "host", RESTART, "was killed, for want of memory",
+    Kind("host_out_of_memory", "host", RESTART, "was killed because memory ran out",
          "exit", "exit code 137", "give it more memory, or keep fewer steps in RAM"),
-    Kind("host_cut_off", "network", LEAVE_OUT, "does not connect the host any more",
+    Kind("host_cut_off", "network", LEAVE_OUT, "no longer connects the host",
          "aborted", advice="check the links of its machine"),
     Kind("program_crashes", "program", STOP, "crashes on all hosts", "crash all",
-         advice="look at native extensions, with `python -X faulthandler`"),
+         advice="check native extensions with `python -X faulthandler`"),
     Kind("host_crashed", "host", RESTART, "crashed", "crash",
-         advice="see the end of its log; at SIGBUS, whether /dev/shm is full"),
+         advice="see the end of its log; after SIGBUS, check if /dev/shm is full"),
     Kind("host_killed", "host", RESTART, "was killed from outside", "signal",
-         advice="look at the launcher, operators, limits, the kernel's log"),
+         advice="check the launcher, operators, limits and the kernel log"),
     Kind("not_importable", "program", STOP, "cannot be imported",
-         "ImportError|SyntaxError", advice="install what it imports on all machines"),
+         "ImportError|SyntaxError", advice="install its imports on all machines"),
     Kind("not_importable", "program", STOP, "cannot be imported", "exit all in:start",
          advice="see what each host printed to standard error"),
     Kind("program_exits", "program", STOP, "ended on all hosts before the run did",
-         "exit all", advice="remove calls of `os._exit`, or of `exit` in native code"),
+         "exit all", advice="remove calls to `os._exit`, or to `exit` in native code"),
     Kind("host_exited", "host", RESTART, "ended before the run did", "exit",
          advice="see the end of its log"),
     # Exceptions of the program.
-    Kind("shapes_differ", "program", STOP, "combines arrays that do not fit",
+    Kind("shapes_differ", "program", STOP, "combines arrays of mismatched shapes",
          "TypeError|ValueError", "[Ss]hape"),
-    Kind("not_finite", "program", STOP, "computes what is not a finite number",
-         "FloatingPointError", advice="look at the operation that the traceback names"),
+    Kind("not_finite", "program", STOP, "computed a non-finite number",
+         "FloatingPointError", advice="check the operation that the traceback names"),
     Kind("program_failed", "program", STOP, "raised an exception", ""),
 )
 # fmt: on
@@ -418,14 +408,13 @@ class Verdict:
     """The verdict on one interruption.
 
     Attributes:
-      kind: the row of the table.
-      which: the numbers of what failed, its path or line; empty if that is not known.
+      which: the numbers, path or line of what failed; empty if unknown.
       lead: the failure that caused the others.
-      how: in which way it failed, and after which step, to compare worlds.
-      step: the steps that the world had done.
+      how: how it failed and after which step, to compare worlds.
+      step: the number of steps that the world had done.
       action: what the run does.
-      hosts: that are lost: they died, or their devices alone failed.
-      evidence: facts, each as it was recorded.
+      hosts: the lost hosts: they died, or only their devices failed.
+      evidence: the recorded facts.
     """
 
     kind: Kind
@@ -439,7 +428,7 @@ class Verdict:
 
     @property
     def words(self) -> str:
-        """What happened, what the host said and what helps, for the author."""
+        """What happened, what the host said, and what helps the program's author."""
         lead, kind = self.lead, self.kind
         if lead.is_ours:
             return lead.message
@@ -455,7 +444,7 @@ class Verdict:
         return "\n".join([words, *log])
 
     def fields(self) -> dict[str, Any]:
-        """The fields of the event `verdict`, but the world."""
+        """The fields of the event `verdict`, except `world`."""
         lead, kind = self.lead, self.kind
         since_secs = lead.at_secs if lead.since_secs is None else lead.since_secs
         since = time.time() - time.monotonic() + since_secs
@@ -487,18 +476,18 @@ def judge(
     before: str = "",
     is_lost: bool = True,
 ) -> Verdict:
-    """The verdict on the failures with which a world, or a run, has ended.
+    """The verdict on the failures that ended a world or a run.
 
     Args:
-      failures: of its hosts, one at least.
-      num_hosts: of the world.
-      slices: of the world, in the order of its hosts.
-      gone: the slices that are gone with their memory.
-      machines: the machines that are gone.
-      step: the steps that the world had done.
-      before: how the world before failed, a `Verdict.how`; empty if it did not.
-      is_lost: whether a world was lost, and another one may go on; otherwise the run
-        has ended.
+      failures: the failures of its hosts; at least one.
+      num_hosts: the number of its hosts.
+      slices: the slices of the world, in the order of its hosts.
+      gone: the slices that were lost with their memory.
+      machines: the machines that were lost.
+      step: the number of steps that the world had done.
+      before: how the previous world failed, a `Verdict.how`; empty if it did not.
+      is_lost: whether a world was lost and the next may continue; otherwise the run has
+        ended.
     """
     causes = [each for each in failures if not _is_connection(each)] or list(failures)
     died = lost_hosts(causes)
@@ -509,11 +498,11 @@ def judge(
     how = f"{_how(lead)} after step {step}"
     is_all = len(hosts) == num_hosts
     if num_hosts == 1:
-        # One host alone shows nothing of its devices, but for one controller, whose
-        # slices are all there.
+        # A single host cannot show whose fault a device error is, except under a single
+        # controller whose slices are all alive.
         is_all = not lead.is_silent and not (lead.is_of_devices and is_lost)
     elif not lead.is_silent:
-        # Others may have been ended before they could report theirs.
+        # Others may have been killed before they could report theirs.
         is_all |= lead.is_hang or 1 < len(alike) == len(causes)
     is_dead = lead.is_silent and not lead.is_hang
     is_aborted = is_dead and _is_aborted(lead)
@@ -544,9 +533,9 @@ def judge(
         and re.search(kind.says, said)
     )
     facts = {
-        f"gone with their memory: slices {_listed(gone)}": gone,
-        f"without an answer: machines {_listed(machines)}": machines,
-        f"the world before failed alike after step {step}": how == before,
+        f"lost with their memory: slices {_listed(gone)}": gone,
+        f"no answer from machines {_listed(machines)}": machines,
+        f"the world before failed in the same way after step {step}": how == before,
     }
     per_slice = num_hosts // len(slices) if slices else 0
     which = {
@@ -574,13 +563,13 @@ def judge(
 
 
 def _how(failure: HostFailure) -> str:
-    # Without the numbers in it, which differ between hosts and worlds.
+    # Drops numbers, which differ between hosts and worlds.
     message = failure.message.partition("\n")[0]
     return f"{[*failure.error[:1]]} {_NUMBERS.sub('#', message)} {failure.place}"
 
 
 def _is_aborted(failure: HostFailure) -> bool:
-    # JAX says so in the log, which that of another machine is not at hand.
+    # JAX says so in the log; the log of another machine is not available.
     is_told = not failure.log or re.search(_CONNECTION, failure.log)
     return failure.is_consequence and bool(is_told)
 

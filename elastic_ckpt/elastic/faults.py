@@ -1,15 +1,15 @@
-"""Faults as data: what is to fail in a run, and when.
+"""Faults as data: what fails in a run, and when.
 
     faults: [{kill_slice: 1, at_step: 40}, {return_slice: 1, at_step: 80}]
 
-* `kill_slice`: a slice dies with its hosts' memory, and is absent from then on.
-* `return_slice`: a slice is there again, with empty memory.
+* `kill_slice`: a slice is lost with its hosts' memory, and stays away.
+* `return_slice`: a slice rejoins, with empty memory.
 * `break_slice`: the devices of a slice compute wrong values when they are checked.
 * `kill_host`: the process of a host is killed; the memory of its machine stays.
 * `hang_host`: a host stops (SIGSTOP), and its connections stay open.
 
-A fault happens when `at_step` steps are done. Hosts are numbered as in the world that
-runs. Faults are for tests and demonstrations; the supervisor injects them, so training
+A fault happens when `at_step` steps are done. Hosts are numbered as in the current
+world. Faults are for tests and demonstrations; the supervisor injects them, so training
 code need not contain any.
 
 Source: torchft's `FailureInjection`, whose failures are data, too.
@@ -46,7 +46,7 @@ class Fault:
       kind: what happens: `"kill_slice"`, `"return_slice"`, `"break_slice"`,
         `"kill_host"` or `"hang_host"`.
       target: the number of the slice or host.
-      at_step: the number of steps that have to be done before it happens.
+      at_step: the number of steps done when it happens.
     """
 
     kind: Kind | str
@@ -63,10 +63,10 @@ class Fault:
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """The faults that the key `faults` lists, as JSON, by their steps.
+    """Parses the value of the key `faults`, a JSON list; returns the faults by step.
 
     Raises:
-      ConfigError: if it lists anything else; the entry is named.
+      ConfigError: if an entry is not a fault; the error names the entry.
     """
     try:
         listed = codec.decode(list[dict[str, int]], json.loads(text or "[]"))
@@ -80,7 +80,7 @@ def parse(text: str) -> tuple[Fault, ...]:
 
 
 def due(faults: Sequence[Fault], step: int) -> tuple[Fault, ...]:
-    """Those of `faults` that happen once so many steps are done."""
+    """The faults that happen once `step` steps are done."""
     return tuple(fault for fault in faults if fault.at_step <= step)
 
 

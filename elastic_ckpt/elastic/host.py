@@ -1,13 +1,14 @@
 """A host of a world: a process that joins the others and calls the training function.
 
-It is a child of the warm fork server and stands by until the supervisor sends it a
-task. Over a pipe it reports heartbeats, phases, events and why it failed, and gets the
-supervisor's orders. Importing this module does not import JAX, for a fast launcher.
+It is a child of the warm fork server and waits until the supervisor sends it a task.
+Over a pipe it reports heartbeats, phases, events and failures, and receives the
+supervisor's orders. Importing this module does not import JAX, so the launcher starts
+fast.
 
-*Devices.* Every host checks, while it restores, that its devices compute correctly, and
-no step counts before they have passed. Each device multiplies matrices of small
-integers, whose products and sums are exact in the floating point of all hardware and in
-any order, so that all devices have to compute one known number.
+*Devices.* Every host checks its devices while it restores, and no step counts before
+they have passed. Each device multiplies matrices of small integers. The products and
+sums are exact in the floating point of any hardware and in any order, so every sound
+device computes the same known number.
 """
 
 from __future__ import annotations
@@ -48,8 +49,7 @@ with epy.lazy_imports():
     from elastic_ckpt.data import compatibility
     from elastic_ckpt.data.lm import documents
 
-# What the fork server imports for any host, which would else do so in the pause of a
-# change.
+# Modules that the fork server imports, so that hosts need not while slices change.
 IMPORTS = (
     __name__,
     "elastic_ckpt.data.lm.documents",
@@ -58,37 +58,36 @@ IMPORTS = (
     "jaxlib.mlir.dialects.builtin",
     "jaxlib.mlir.dialects.mhlo",
 )
-# The supervisor's orders: the world begins; its hosts leave for another one, without or
-# with the loss of some host's memory; or the run ends.
+# The supervisor's orders: begin the world; leave for the next world; the same, but some
+# host loses its memory; end the run.
 BEGIN = b"begin"
 LEAVE = b"leave"
 LOSE_MEMORY = b"lose memory"
 STOP = b"stop"
 
-# A host measures how late it wakes up, so many times between two heartbeats.
+# Between two heartbeats a host measures how late it wakes up.
 _TICKS, _TICK_SECS = 10, 0.1
 # How soon JAX aborts a process that has lost the coordination service.
 _ABORT_SECS = 2.0
-# How long other hosts have to report their failures, at most.
+# How long other hosts have to report their failures.
 _REPORT_SECS = 10.0
-# How long hosts that got SIGTERM wait for the order that the supervisor gives when it
-# learns of the signal; and for each other.
+# How long hosts that got SIGTERM wait for the supervisor's order, and for each other.
 _ORDER_SECS = 20.0
 _AGREE_SECS = 60.0
-# The longest time to join, if the supervisor does not end the hosts before. When it is
-# over JAX aborts all hosts, and does not name the one that is missing.
+# The time limit for joining, unless the supervisor kills the hosts earlier. After it
+# JAX aborts all hosts without naming the missing one.
 _JOIN_SECS = 900
-# The limit of a try to reach host 0, and the time between two: it is about to listen.
+# The time limit of one attempt to reach host 0, and the pause between attempts.
 _TRY_SECS = 5.0
 _REACH_SECS = 0.02
-# What sound devices compute; a test computes it with integers.
+# The result of sound devices; a test computes it with integers.
 EXPECTED = 2136504280
 _SIZE = 256
 _ROUNDS = 16
-# A prime. Values below it have 8 bits, so that bfloat16 holds them, and the sum of
-# _SIZE products is below 2**24, so that float32 holds it.
+# A prime. Values below it have 8 bits and are exact in bfloat16; a sum of _SIZE
+# products is below 2**24 and is exact in float32.
 _MODULUS = 251
-# The CPU is always included: colocated data iterators use its devices.
+# Always with the CPU: colocated data iterators use its devices.
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
 
 
@@ -101,10 +100,9 @@ class Hardware:
     """All hosts that a run may have, and the devices of each.
 
     Attributes:
-      hosts: their number, all slices together.
-      slices: that they are divided into.
-      devices_per_host: on CPUs and GPUs.
-      jax_cache_dir: of JAX's compilation cache; empty uses none.
+      hosts: the number of hosts of all slices together.
+      devices_per_host: the devices of each host, on CPUs and GPUs.
+      jax_cache_dir: the directory of JAX's compilation cache; empty for none.
       hardware: `cpu`, `gpu` or `tpu`.
     """
 
@@ -117,11 +115,7 @@ class Hardware:
     def gpus(self, slot: int) -> range | None:
         """The GPUs of a host, numbered as CUDA_VISIBLE_DEVICES leaves them.
 
-        Args:
-          slot: the number of the host on its machine.
-
-        Returns:
-          None for all GPUs of the machine.
+        None means all GPUs of the machine; `slot` is the number of the host on it.
         """
         return range(slot * self.devices_per_host, (slot + 1) * self.devices_per_host)
 
@@ -131,9 +125,7 @@ class Member:
     """A host's place in its world.
 
     Attributes:
-      address: `host:port`, at which host 0 runs JAX's coordination service.
-      num_hosts: of the world.
-      host: the number of this one.
+      address: the `host:port` where host 0 runs JAX's coordination service.
     """
 
     address: str
@@ -146,10 +138,11 @@ class SliceMemory:
     """The RAM disk of each slice.
 
     Attributes:
-      directory: for the directories of the slices.
+      directory: the parent of the slices' directories.
       run: the name of the run, the last part of each path.
-      tls_certificate: of the agents that serve it, a PEM file; None for no TLS.
-      tls_key: its private key, a PEM file.
+      tls_certificate: a PEM file, the certificate of the agents that serve the RAM
+        disks; None for no TLS.
+      tls_key: a PEM file, the private key of the certificate.
     """
 
     directory: str
@@ -168,13 +161,12 @@ class SliceMemory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Owned:
-    """The things of a supervisor that its hosts use, and that outlive worlds.
+    """What a supervisor shares with the hosts of all its worlds.
 
     Attributes:
       memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
-      kept: the place of executables.
-      most_hosts: that this machine can have in a world.
-      broken: the slices whose devices are to compute wrong values: a fault.
+      most_hosts: the most hosts that this machine can have in a world.
+      broken: the slices whose devices compute wrong values, as an injected fault.
     """
 
     memory: SliceMemory | None
@@ -184,22 +176,19 @@ class Owned:
 
 
 class HostChannel:
-    """The channel of a host to its supervisor; an `Emit` for the supervisor's events.
-
-    Args:
-      pipe: to the supervisor.
+    """A host's channel to its supervisor; an `Emit` that sends it events.
 
     Attributes:
-      phase: that the program has begun last.
+      phase: the phase that the program began last.
     """
 
     def __init__(self, pipe: connection.Connection) -> None:
         self._pipe = pipe
         self._lock = threading.Lock()
         self.phase = ""
-        # How many phases have begun, reported or not.
+        # The number of phases begun, reported or not.
         self._num_begun = 0
-        # What this host alone has spent time on since the last heartbeat, by kind.
+        # By kind, the seconds that this host alone spent since the last heartbeat.
         self._spent_secs: dict[str, float] = collections.defaultdict(float)
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
@@ -215,7 +204,7 @@ class HostChannel:
     def begin(self, phase: str) -> None:
         """Reports that the program begins a phase.
 
-        The next heartbeat reports that it has begun the same phase once more.
+        If that is the same phase again, only the next heartbeat says so.
         """
         self._num_begun += 1
         if phase != self.phase:
@@ -223,11 +212,10 @@ class HostChannel:
             self.send({"phase": phase, "begun": self._num_begun})
 
     def wait(self, await_check: Callable[[], object]) -> None:
-        """Returns when the world begins, which this host has joined.
+        """Waits until the world that this host has joined begins.
 
-        Args:
-          await_check: called if the world does not begin at once: a prepared one is for
-            sound slices only.
+        If it does not begin at once, it is a prepared world, which only hosts with
+        sound devices join: awaits the check first.
         """
         if not self._pipe.poll():
             await_check()
@@ -237,14 +225,14 @@ class HostChannel:
         assert order == BEGIN, order
 
     def agree(self, hosts: allgather.Allgather) -> bytes:
-        """The order that all hosts of a world follow, whichever of them got it.
+        """Agrees with all hosts on the order to follow, which only some may have got.
 
-        Some may not have got it yet. If no host gets one, the run ends.
+        If no host received one, the run ends.
         """
         own, secs = b"", _ORDER_SECS
         try:
-            # Without the lock of `send`, which other threads wait for. The newest order
-            # counts.
+            # Does not take the lock, which senders in other threads need. The newest
+            # order counts.
             while self._pipe.poll(secs):
                 own, secs = self._pipe.recv_bytes(), 0.0
         except (EOFError, OSError):
@@ -256,9 +244,9 @@ class HostChannel:
         )
 
     def send_heartbeats(self) -> None:
-        """Sends one each second, with what this host alone spends time on.
+        """Sends a heartbeat each second, with the time that this host alone spent.
 
-        If that fails the supervisor has ended, and this process ends with it.
+        If sending fails, the supervisor has ended, and this process kills itself.
         """
         try:
             while True:
@@ -274,7 +262,7 @@ class HostChannel:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _note(self, event: str, duration_secs: float, **_: str | int) -> None:
-        # Also called for each duration that the process records.
+        # JAX calls this for each duration that the process records.
         kinds = {
             watch.LATE: watch.LATE,
             metrics.DATA_WAIT.name: "data",
@@ -287,28 +275,24 @@ class HostChannel:
 
 # The program of a host; it joins the world as the given member.
 Program = Callable[[Member, HostChannel], None]
-# What a process does, with the pipe to its supervisor; picklable.
+# The work of a process, given the pipe to its supervisor; picklable.
 Task = Callable[[connection.Connection], None]
 
 
 def stand_by(pipe: connection.Connection, example: Task | None) -> None:
-    """Waits for a task, and does it: what a new process of a supervisor runs.
+    """Waits for a task and runs it; the main function of a supervisor's processes.
 
-    It leaves Ctrl-C, which reaches every process of the terminal, to the supervisor.
-
-    Args:
-      pipe: to the supervisor, which sends the task.
-      example: a task that imports what the one to come imports; None if this waits for
-        nothing.
+    Ignores Ctrl-C, which the supervisor handles. `example` is a task with the same
+    imports as the one to come; None if the task comes at once.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if example is not None:
-        # The pages of its objects become its own now, and not when a host needs them;
-        # and its files are looked at.
+        # Copies the memory pages of its objects, and reads the versions of its files,
+        # before a host needs them.
         gc.collect()
         executables.changed_modules(0)
         compatibility.versions()
-    # What was imported is never garbage, and a collection would copy all of its pages.
+    # Imported modules are never garbage, and a collection would copy all their pages.
     gc.freeze()
     # The supervisor may end first.
     with contextlib.suppress(EOFError):
@@ -319,14 +303,7 @@ def stand_by(pipe: connection.Connection, example: Task | None) -> None:
 def run(
     program: Program, member: Member, log: str, pipe: connection.Connection
 ) -> None:
-    """Runs `program` in this process, whose task it is (see `stand_by`).
-
-    Args:
-      program: of the host.
-      member: the host.
-      log: the file for its output.
-      pipe: to the supervisor.
-    """
+    """Runs `program` in this process, as its task (see `stand_by`)."""
     with open(log, "ab") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
@@ -341,13 +318,13 @@ def run(
         traceback.print_exc()
         failure = failures.of_exception(member.host, error)
         if failure.is_of_devices:
-            # If it is this host that has lost all others, JAX aborts it meanwhile.
+            # JAX aborts this host meanwhile if it has lost all others.
             time.sleep(_ABORT_SECS)
         channel.send({"failure": dataclasses.asdict(failure)})
         sys.stdout.flush()
         if failure.is_of_devices:
-            # The supervisor ends it when all have reported: with host 0 the others
-            # lose the coordination service, and JAX would abort them for that.
+            # The supervisor kills this host when all have reported. If host 0 ended
+            # earlier, JAX would abort the others, because the service ends with it.
             time.sleep(_REPORT_SECS)
         # Skips JAX's shutdown, which would wait for hosts that hang.
         os._exit(1)
@@ -361,29 +338,20 @@ def run_host(
     member: Member,
     channel: HostChannel,
 ) -> None:
-    """Joins a world as one of its hosts, and trains.
-
-    Args:
-      train: the training loop.
-      hardware: the devices of each host.
-      assignment: the world.
-      owned: what outlives the world.
-      member: this host.
-      channel: to the supervisor.
-    """
+    """Joins a world as one of its hosts, and trains."""
     slices, memory = assignment.work.slices, owned.memory
     per_slice = member.num_hosts // len(slices)
     own = slices[member.host // per_slice]
     configure(
         hardware,
-        # The same in all worlds.
+        # A host uses the same slot in all worlds.
         slot=(own * per_slice + member.host % per_slice) % owned.most_hosts,
     )
     # The hosts of a machine share its cores, but no devices.
     os.environ[documents.LOCAL_HOSTS_VARIABLE] = str(
         min(member.num_hosts, owned.most_hosts)
     )
-    # Slices of the mesh: a host may simulate several.
+    # The mesh slices that one host simulates.
     parts = max(1, hardware.slices // hardware.hosts)
 
     def ask(step: int) -> Leaving | None:
@@ -399,7 +367,7 @@ def run_host(
     with joined(member, channel.begin):
         check_hardware(hardware.hardware)
         hosts = allgather.new()
-        # JAX's preemption service takes the signal, and does not say which host got it.
+        # JAX's preemption service handles the signal, but hides which host got it.
         termination.call_beside(lambda: channel.send({"sigterm": True}))
         compiled = executables.Executables(owned.kept).compiled
         check = background.in_thread(
@@ -439,7 +407,7 @@ def run_host(
                 between.report("world_left", step=between.step)
     if between.resumes():
         sys.stdout.flush()
-        # Does not wait for threads that make backups: the next world makes them.
+        # Does not wait for backups in threads: the next world makes them.
         os._exit(0)
 
 
@@ -449,15 +417,12 @@ def check_devices(
     *,
     error: int = 0,
 ) -> None:
-    """Checks that devices of this process compute what sound ones do.
+    """Checks that devices of this process compute the correct result.
 
-    Args:
-      devices: of this process.
-      compiled: compiles a jitted function for its arguments.
-      error: added to what they compute: a fault.
+    `error` is added to the result, to inject a fault.
 
     Raises:
-      DeviceWrongError: if one does not.
+      DeviceWrongError: if a device computes a different result.
     """
     for device in devices:
         here = jax.NamedSharding(jax.sharding.Mesh([device], ("device",)), jax.P())
@@ -466,7 +431,7 @@ def check_devices(
         value = int(compiled(jax.jit(_compute), rows, columns)(rows, columns)) + error
         if value != EXPECTED:
             raise DeviceWrongError(
-                f"{device} computed {value}, and sound devices compute {EXPECTED}"
+                f"{device} computed {value}, but sound devices compute {EXPECTED}"
             )
 
 
@@ -479,7 +444,7 @@ def _compute(rows: jax.Array, columns: jax.Array) -> jax.Array:
 
     begin = (7 * rows + 11 * columns) % _MODULUS
     values = jax.lax.fori_loop(0, _ROUNDS, multiply, begin)
-    # It depends on the order of rows and columns, modulo 2**32.
+    # Weighted, so that the order of rows and columns matters; modulo 2**32.
     position = (rows * _SIZE + columns + 1).astype("uint32")
     return (values.astype("uint32") * position).sum(dtype="uint32")
 
@@ -487,10 +452,7 @@ def _compute(rows: jax.Array, columns: jax.Array) -> jax.Array:
 def configure(world: Hardware, *, slot: int | None = None) -> None:
     """Chooses the devices; must be called before any other use of JAX.
 
-    Args:
-      world: with the devices of a host.
-      slot: the number of this host on its machine, whose GPUs it uses alone; None for a
-        process that uses all of them.
+    A host uses the GPUs of its slot, its number on the machine; None uses all GPUs.
     """
     jax.config.update("jax_platforms", _PLATFORMS[world.hardware])
     gpus = None if slot is None else world.gpus(slot)
@@ -504,7 +466,7 @@ def configure(world: Hardware, *, slot: int | None = None) -> None:
 
 
 def check_hardware(hardware: str) -> None:
-    """Raises a RunError if JAX has fallen back to CPUs, as it does without CUDA."""
+    """Raises a RunError if JAX fell back to CPUs, as it does without CUDA."""
     if hardware != "cpu" and jax.default_backend() == "cpu":
         raise errors.RunError(
             f"hardware={hardware}, but JAX finds only CPUs on {socket.gethostname()}:"
@@ -517,11 +479,11 @@ def join_outer_launcher() -> bool:
     """Joins the world of an outer launcher that JAX detects (Slurm, JobSet, TPU pods).
 
     Returns:
-      Whether there is an outer launcher; if not, nothing has changed.
+      Whether there is an outer launcher; without one, this changes nothing.
     """
     try:
         with warnings.catch_warnings():
-            # In every Kubernetes pod JAX recommends to install its k8s extra.
+            # In every Kubernetes pod JAX recommends installing its k8s extra.
             warnings.simplefilter("ignore")
             jax.distributed.initialize()
     except ValueError as error:
@@ -535,16 +497,12 @@ def join_outer_launcher() -> bool:
 def joined(
     member: Member, begin: Callable[[str], object] = lambda _: None
 ) -> Iterator[None]:
-    """Joins the world; at the end of the body leaves it together with all hosts.
+    """Joins the world; at the end of the body, leaves it together with all hosts.
 
     If the body raises, JAX is not shut down: the process must end.
 
-    Args:
-      member: the place of this host.
-      begin: called with the name of a phase when it begins.
-
     Raises:
-      RunError: if this host does not reach host 0.
+      RunError: if this host cannot reach host 0.
     """
     begin(watch.REACH)
     host, port = member.address.rsplit(":", 1)
@@ -572,7 +530,7 @@ def joined(
     )
     _collect_over_the_same_network()
     yield
-    # The coordination service ends with host 0; hosts still connected would fail.
+    # Disconnects all hosts first: the coordination service ends with host 0.
     jax.distributed.shutdown()
 
 
@@ -580,8 +538,8 @@ def _collect_over_the_same_network() -> None:
     from jax._src import config, distributed, xla_bridge
     from jax._src.lib import _jax
 
-    # By default the CPU's collectives use the address of the machine's own name, which
-    # is often a loopback address that other machines cannot reach.
+    # By default the CPU collectives use the address of the machine's hostname, often a
+    # loopback address that other machines cannot reach.
     def make_client() -> object:
         return xla_bridge.make_cpu_client(
             _jax.make_gloo_tcp_collectives(
@@ -597,17 +555,14 @@ def _collect_over_the_same_network() -> None:
 
 
 def check_guarded(what: str) -> None:
-    """Raises a ConfigError in a host process that runs the user's script once more.
+    """Raises a ConfigError in a host process that runs the user's script again.
 
     A host imports the script that starts the run, to find the training function there.
-
-    Args:
-      what: the script makes, for the error.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise errors.ConfigError(
             f"{what} starts processes, and each of them runs this script again; put"
-            ' what is not a definition under `if __name__ == "__main__":`'
+            ' all code except definitions under `if __name__ == "__main__":`'
         )
 
 
@@ -618,7 +573,7 @@ def check_sent(train: Callable[..., object]) -> None:
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise errors.ConfigError(
             f"the training function cannot be sent to host processes ({error}); define"
-            " it with `def` at the top of a module, and give it values by"
+            " it with `def` at the top of a module, and pass it values with"
             " functools.partial"
         ) from None
     main = sys.modules["__main__"]
@@ -626,6 +581,6 @@ def check_sent(train: Callable[..., object]) -> None:
     if b"__main__" in sent and not os.path.exists(path) and main.__spec__ is None:
         raise errors.ConfigError(
             "the training function is defined in an interactive session, or in a"
-            " program without a file, which host processes cannot import; put it into"
+            " program without a file, which host processes cannot import; move it into"
             " a file"
         )

@@ -1,17 +1,18 @@
-"""Who leads the machines of a run: the supervisor that holds the claim in storage.
+"""Elects the machine that leads a run: its supervisor holds a claim in storage.
 
-    <shared>/leaders/<number>.json   the claim of the machine that leads, or led last
+    <shared>/leaders/<number>.json   the claim of the current or last leader
 
-Its holder renews it (see `records`), and its address stands in it, so that the other
-machines connect to it. It is free for the machine that creates the next number
+The holder renews the claim (see `records`), which contains its address, so that the
+other machines can connect to it. Another machine may take over by creating the next
+number
 
-* once it was given back: its holder ended, or left the run;
-* once it was not renewed for its duration;
-* once its holder is known to have ended, which needs no waiting.
+* once the holder gave the claim back, because it ended or left the run;
+* once the holder has not renewed it for its duration;
+* at once, if the holder is known to have ended.
 
-Numbers only grow. A leader that stood still finds that its claim is lost, and follows.
-That no two leaders continue a run does not depend on it: each world is claimed, too
-(see `claims`).
+Numbers only grow. A leader that was frozen finds that its claim is lost, and follows.
+This alone need not prevent two leaders from continuing a run: each world is claimed,
+too (see `claims`).
 """
 
 from __future__ import annotations
@@ -32,11 +33,9 @@ class Leader:
     """The machine that leads, or led last and did not give its claim back.
 
     Attributes:
-      machine: its number.
-      address: of its supervisor, `host:port`.
-      key: that followers have to show there.
+      address: the address of its supervisor, `host:port`.
+      key: the key that followers must know.
       term: the number of its claim.
-      claim: the file of its claim.
       lost: why it counts as lost; empty if it leads.
     """
 
@@ -49,18 +48,13 @@ class Leader:
 
 
 class LeaderClaims:
-    """The claims of the leaders of a run, as one of its machines sees them.
+    """The claims of a run's leaders, as seen by one machine.
 
     Args:
       shared: a directory that all machines share, local or in an object store.
-      machine: the number of this one.
-      lost_secs: after which a machine that gives no sign is lost, and a claim of this
-        one lapses.
-      owner: the process by which others on its machine see whether it is alive; by
-        default this one.
-
-    Attributes:
-      directory: where the claims are.
+      lost_secs: the time after which a claim that is not renewed lapses.
+      owner: the process whose death frees the claim at once for others on its machine;
+        by default this one.
     """
 
     def __init__(
@@ -71,37 +65,37 @@ class LeaderClaims:
         lost_secs: float,
         owner: process.Process | None = None,
     ) -> None:
-        # Records have the key of the links between supervisors.
+        # The mode protects the key of the links between supervisors.
         self.directory = storage.absolute(shared) / DIRECTORY
         self._records = records.Records(self.directory, mode=0o600)
         self._machine = machine
         self._lost_secs = lost_secs
         self._owner = owner or process.this()
-        # The newest claim and its count, and since when they are known.
+        # The newest claim, its count of renewals, and when they were first seen.
         self._seen = (0, 0)
         self._since_secs = clock.monotonic()
         self._held: records.Held | None = None
 
     @property
     def has_lead(self) -> bool:
-        """Whether this machine holds the claim, as far as its last renewal showed."""
+        """Whether this machine held the claim at its last renewal."""
         return self._held is not None and not self._held.is_lost
 
     def look(self) -> Leader | None:
-        """The machine that leads, or led; None if nobody does, or gave it back.
+        """The current or last leader; None if there is none, or it gave its claim back.
 
-        The claim may be taken if there is none, or if it counts as lost.
+        The claim may be taken if this returns None or a leader that is lost.
 
         Raises:
-          CheckpointError: if it cannot be read.
-          OSError: if storage is unavailable, or another of `bucket_clients.failures`.
+          CheckpointError: if the claim cannot be read.
+          OSError: or another of `bucket_clients.failures`, if storage is unavailable.
         """
-        # An answer that is late shows what was there when it was asked for.
+        # A late answer may show the state at the time of the request.
         asked_secs = clock.monotonic()
         term, there = self._records.newest()
         if there is not None:
             self.note(term, there.count)
-        # A request of this process may have been carried out, though it failed.
+        # This process may hold the claim although its request seemed to fail.
         if there is None or not there.secs or there.process == self._owner:
             return None
         lost = ""
@@ -117,7 +111,7 @@ class LeaderClaims:
         )
 
     def note(self, term: int, count: int) -> None:
-        """Notes that the newest claim was seen with a count of renewals."""
+        """Notes that the newest claim has been renewed `count` times."""
         if (term, count) > self._seen:
             self._seen = (term, count)
             self._since_secs = clock.monotonic()
@@ -125,16 +119,14 @@ class LeaderClaims:
     def take(
         self, address: str, key: str, *, renewed_to: Callable[[int], None]
     ) -> bool:
-        """Takes the claim after the one that the last `look` saw, unless another has.
+        """Takes the claim after the one that the last `look` saw, if it is still free.
 
-        Args:
-          address: of this supervisor, `host:port`.
-          key: that followers have to show there.
-          renewed_to: called with the count of each renewal, in another thread.
+        Calls `renewed_to` with the count of each renewal, in another thread. Returns
+        whether this machine now holds the claim.
 
         Raises:
           CheckpointError: if a claim cannot be read.
-          OSError: if storage is unavailable, or another of `bucket_clients.failures`.
+          OSError: or another of `bucket_clients.failures`, if storage is unavailable.
         """
         term, _ = self._seen
         record = records.Record(
@@ -149,11 +141,11 @@ class LeaderClaims:
         return self.has_lead
 
     def check(self) -> bool:
-        """Whether this machine holds the claim; asks storage, if that is in reach."""
+        """Whether this machine holds the claim; asks storage if it can be reached."""
         return self._held is not None and self._held.check()
 
     def give_back(self) -> None:
-        """Lets another machine take the claim at once, if this one holds it."""
+        """If this machine holds the claim, lets another take it at once."""
         if self._held is not None:
             self._held.give_back()
             self._held = None

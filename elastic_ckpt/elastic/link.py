@@ -1,9 +1,9 @@
-"""The link of two supervisors: JSON over a connection whose peers share a key.
+"""The link between two supervisors: JSON over a connection whose peers share a key.
 
-The machine that leads listens at a port, and writes its address and a new key into its
-claim; the others connect. What a link brings is JSON, which is never unpickled. Each
-side sends an empty message four times in the time after which a silent peer is lost.
-The first message of the one that connects says who it is.
+The machine that leads listens at a port and writes its address and a new key into its
+claim; the others connect and first say who they are. Messages are JSON, so nothing is
+unpickled. Each side sends four empty messages in the time after which a silent peer is
+lost.
 """
 
 from __future__ import annotations
@@ -21,25 +21,21 @@ from multiprocessing import connection
 from typing import Any
 
 _BEATS = 4
-# Between two tries to accept a peer.
+# The pause between two attempts to accept a peer.
 _PAUSE_SECS = 0.1
 
 
 class LinkLostError(Exception):
-    """The other supervisor, or the way to it, is gone; the message says why."""
+    """The other supervisor or the connection to it is gone; the message says why."""
 
 
 class Link:
     """A link to another supervisor; `send` may be called from any thread.
 
     Args:
-      channel: a connection with a peer that has shown the key.
-      lost_secs: the time without a message after which the peer is lost.
-      hello: who the peer is, if it has connected.
-
-    Attributes:
-      channel: as given.
-      hello: as given.
+      channel: a connection to a peer that has proved that it knows the key.
+      lost_secs: the time after which a silent peer is lost.
+      hello: what the peer said about itself; empty if this side connected.
     """
 
     def __init__(
@@ -56,15 +52,15 @@ class Link:
         threading.Thread(target=self._beat, name="beats", daemon=True).start()
 
     def send(self, **message: Any) -> None:
-        """Sends a message; if the link is lost, `receive` raises."""
+        """Sends a message; if the link is lost, only `receive` raises."""
         with self._lock, contextlib.suppress(OSError):
             self.channel.send_bytes(json.dumps(message).encode())
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have arrived; returns at once.
+        """Returns the messages that have arrived, without waiting.
 
         Raises:
-          LinkLostError: if there will be none.
+          LinkLostError: if the link is lost, and all messages were received.
         """
         messages = []
         try:
@@ -75,9 +71,9 @@ class Link:
             if not messages:
                 raise LinkLostError(str(error) or "it ended the connection") from None
         except ValueError as error:
-            raise LinkLostError(f"it sends what is not JSON: {error}") from None
+            raise LinkLostError(f"it sent something other than JSON: {error}") from None
         if time.monotonic() - self._heard_secs > self._lost_secs:
-            raise LinkLostError("it gives no sign")
+            raise LinkLostError("it gives no sign of life")
         return [each for each in messages if each]
 
     def close(self) -> None:
@@ -95,14 +91,13 @@ class Listener:
     """Accepts links at a port of this machine that the OS chooses.
 
     Args:
-      interface: the address by which the other machines reach this one.
+      interface: the address at which the other machines reach this one.
       lost_secs: see `Link`.
 
     Attributes:
-      address: of the port, `host:port`.
-      key: that a peer has to show, in hexadecimal digits.
-      accepted: the links of peers that have shown it.
-      lost_secs: as given.
+      address: `host:port`.
+      key: the key that peers must know.
+      accepted: the links to peers that know it.
     """
 
     def __init__(self, interface: str, lost_secs: float) -> None:
@@ -116,10 +111,10 @@ class Listener:
         self._accepting.start()
 
     def close(self) -> None:
-        """Accepts no more, and ends the links that nobody has taken."""
+        """Stops accepting, and closes the links that nobody has taken."""
         self._ended.set()
         with contextlib.suppress(OSError):
-            # Closing the socket would not wake the thread.
+            # Wakes the thread; closing the socket would not.
             self._socket.shutdown(socket.SHUT_RDWR)
         self._accepting.join()
         self._socket.close()
@@ -134,10 +129,10 @@ class Listener:
             try:
                 accepted, _ = self._socket.accept()
             except OSError:
-                # The machine may have no file descriptor to spare, for some time.
+                # The machine may be out of file descriptors for a while.
                 self._ended.wait(_PAUSE_SECS)
                 continue
-            # A peer that says nothing must not keep others waiting.
+            # A silent peer must not keep others waiting.
             threading.Thread(target=self._admit, args=(accepted,), daemon=True).start()
 
     def _admit(self, accepted: socket.socket) -> None:
@@ -155,16 +150,10 @@ class Listener:
 
 
 def connect(address: str, key: str, lost_secs: float, **hello: Any) -> Link:
-    """A link to the listener at `address`, which has to show the key, too.
-
-    Args:
-      address: `host:port`.
-      key: that the listener has.
-      lost_secs: see `Link`.
-      **hello: who this is.
+    """Connects to the listener at `address`; both sides prove that they know the key.
 
     Raises:
-      LinkLostError: if it cannot be had; from a ConnectionRefusedError, if nothing
+      LinkLostError: if that fails; its cause is a ConnectionRefusedError if nothing
         listens there.
     """
     host, _, port = address.rpartition(":")
@@ -182,7 +171,7 @@ def connect(address: str, key: str, lost_secs: float, **hello: Any) -> Link:
 def _as_connection(connected: socket.socket, secs: float) -> connection.Connection:
     connected.setblocking(True)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A peer that stands still keeps its connections.
+    # A frozen peer keeps its connections open.
     limit = struct.pack("ll", int(secs), round(secs % 1 * 1e6))
     for each in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connected.setsockopt(socket.SOL_SOCKET, each, limit)

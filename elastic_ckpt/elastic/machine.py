@@ -2,8 +2,8 @@
 
 The same program is started on each machine. The supervisor that holds the claim in
 storage leads (`leader_claim`): it decides, and gives orders to the stations of all
-machines. The others carry them out (`station`). When the leader is lost they end their
-hosts, another one takes the claim, and it continues the run as a new start would.
+machines, which carry them out (`station`). If the leader is lost, the others kill their
+hosts, and one takes the claim and continues the run as a new start would.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from elastic_ckpt.elastic.process_cluster import (
 from elastic_ckpt.elastic.station import Station
 
 _LOOK_SECS = 0.1
-# Machines look at the claim at times that differ.
+# The longest pause between two looks at the claim; random, so that machines differ.
 _POLL_SECS = 0.3
 # Trains on a cluster until the run has ended, and emits its events.
 Lead = Callable[[ProcessCluster, events.Emit], None]
 
 
 class _UnreachableError(Exception):
-    """A leader, or the claims of the leaders, are out of reach; the message says it."""
+    """A leader or the claims of the leaders cannot be reached; the message says why."""
 
 
 class MachineSupervisor:
     """Leads the run or follows its leader, until the run has ended.
 
     Args:
-      own: the station of this machine; closed by its owner.
+      own: the station of this machine; the caller closes it.
       lead: see `Lead`.
       shared: a directory that all machines share.
       injected: faults, by their steps.
       limits: how long hosts may take.
-      lost_secs: after which a machine without a sign is lost.
-      kept: opens the journal of the run, while this machine leads: an `Emit`.
-      begin: called where the run begins, and not where it continues.
-      configured: the digest of all that the machines have in common.
-      policy: of the run at its start.
-      show: called when this machine follows another one.
+      lost_secs: the time after which a silent machine is lost.
+      kept: opens the journal of the run while this machine leads.
+      begin: called where the run begins, not where it continues.
+      configured: a digest that must be equal on all machines.
+      policy: the policy of the run at its start.
+      show: called when this machine follows a leader.
     """
 
     def __init__(
@@ -80,20 +80,20 @@ class MachineSupervisor:
         self._claims = leader_claim.LeaderClaims(
             shared, machine=own.number, lost_secs=lost_secs
         )
-        # The machines to wait for, if this one leads; the term of the leader that it
-        # followed last, -1 if it has led itself since; and since when no leader can be
-        # reached.
+        # The machines to wait for if this one leads, and the term of the leader that it
+        # followed last; -1 if it has led since.
         self._expected, self._followed = {*range(own.num_machines)}, 0
+        # Since when no leader could be reached.
         self._since_secs = time.monotonic()
-        # When this machine, which leads, gives the claim back because slices are
-        # missing: others may reach more. It does so once, until it has had a world.
+        # When this leader gives the claim back because slices are missing: others may
+        # reach more. It does so once, until it has run a world.
         self._gives_way_secs, self._may_give_way = math.inf, True
 
     def run(self) -> bool:
         """Returns whether the run, or this machine, was asked to end.
 
         Raises:
-          RunError: with the first failure of the run; or if no leader can be reached.
+          RunError: with the first failure of the run, or if no leader can be reached.
         """
         while True:
             why = "a leader"
@@ -105,14 +105,13 @@ class MachineSupervisor:
                 why = str(error)
             if time.monotonic() - self._since_secs > self._policy.wait_secs:
                 raise errors.RunError(
-                    f"machine {self._own.number} has not reached, for"
+                    f"machine {self._own.number} could not reach, for"
                     f" {self._policy.wait_secs:g} s, {why}"
                 )
             time.sleep(random.uniform(0, _POLL_SECS))
 
     def _lead_or_follow(self) -> bool | None:
-        # Returns whether the run, or this machine, was asked to end; None if another
-        # machine leads from now on.
+        # Returns whether the run or this machine was asked to end; None to try again.
         with self._claiming():
             leader = self._claims.look()
         if leader is None or leader.lost:
@@ -124,17 +123,17 @@ class MachineSupervisor:
             if not (is_refused and self._followed == leader.term):
                 raise _UnreachableError(
                     f"machine {leader.machine}, which leads the run, at"
-                    f" {leader.address} ({error}). Its claim is {leader.claim}, and is"
-                    " renewed: let the machines reach each other at all ports, or end"
-                    " that supervisor, and another machine leads"
+                    f" {leader.address} ({error}). It still renews its claim,"
+                    f" {leader.claim}: let the machines reach each other at all ports,"
+                    " or end that supervisor so that another machine leads"
                 ) from error
-        # It listened there as long as it lived.
+        # This machine has followed it, and it listened there as long as it lived.
         lost = f"nothing listens at {leader.address} any more"
         return self._lead(dataclasses.replace(leader, lost=lost))
 
     @contextlib.contextmanager
     def _claiming(self) -> Iterator[None]:
-        # Of the claims alone: what else fails is a failure of the run.
+        # Covers only the claims: any other error is a failure of the run.
         try:
             yield
         except (errors.CheckpointError, *bucket_clients.failures()) as error:
@@ -144,7 +143,7 @@ class MachineSupervisor:
             ) from error
 
     def _lead(self, before: leader_claim.Leader | None) -> bool | None:
-        # As `_lead_or_follow`. The leader before was lost, unless it is None.
+        # Returns as `_lead_or_follow` does. `before` is the lost leader, if any.
         listener = links.Listener(self._own.interface, self._lost_secs)
         machines = Machines(
             self._own,
@@ -172,7 +171,7 @@ class MachineSupervisor:
                 return True
             except LeadershipLostError:
                 if self._claims.has_lead:
-                    # It gives way, and leaves the claim to others for a while.
+                    # Gives way, and leaves the claim to others for a while.
                     machines.close()
                     self._claims.give_back()
                     time.sleep(self._lost_secs)
@@ -181,10 +180,10 @@ class MachineSupervisor:
                 left = machines.slices(machines.connected - {self._own.number})
                 is_exit = isinstance(error, SystemExit)
                 if is_exit and len(left) >= self._policy.min_slices:
-                    # SIGTERM between two worlds, and the others go on.
+                    # SIGTERM came between two worlds; the other machines continue.
                     return True
                 if isinstance(error, errors.ReplacedError) and not self._claims.check():
-                    # By the next leader, and not by another start.
+                    # The next leader replaced this one, not another start.
                     return None
                 is_stopped = isinstance(
                     error, (errors.StoppedError, SystemExit, KeyboardInterrupt)
@@ -193,7 +192,7 @@ class MachineSupervisor:
                 machines.end(self._lost_secs, is_stopped=is_stopped, failure=failure)
                 raise
             finally:
-                # The others take the claim when their links end.
+                # The others look for a claim when their links end.
                 self._claims.give_back()
                 self._since_secs = time.monotonic()
 
@@ -204,7 +203,7 @@ class MachineSupervisor:
         def report(name: str, **fields: storage.Json) -> None:
             nonlocal is_stopped
             is_stopped |= name == "run_stopped"
-            # If all are connected, no other one reaches more.
+            # If all machines are connected, no other leader would reach more.
             are_all = len(machines.connected) == self._own.num_machines
             if name == "world_started":
                 self._gives_way_secs, self._may_give_way = math.inf, True
@@ -221,7 +220,7 @@ class MachineSupervisor:
             if is_first:
                 self._begin()
             self._followed = -1
-            # Of those that it has heard of last.
+            # Waits for the machines that the last leader had.
             machines.wait_until(lambda there: there >= self._expected, self._lost_secs)
             with ProcessCluster(
                 machines,
@@ -233,9 +232,9 @@ class MachineSupervisor:
         return is_stopped
 
     def _follow(self, leader: leader_claim.Leader) -> bool | None:
-        # Carries out the leader's orders, and reports what becomes of them.
+        # Carries out the leader's orders and reports the results.
         own, until_secs = self._own, math.inf
-        # Of the leader, which are known once it has this machine follow.
+        # The leader's agents; None until it has admitted this machine.
         agents: list[str] | None = None
         link = links.connect(
             *(leader.address, leader.key, self._lost_secs),
@@ -243,7 +242,7 @@ class MachineSupervisor:
         )
         with contextlib.closing(link), termination.Notice() as notice:
             try:
-                # One that was asked to end waits for its hosts.
+                # A machine that was asked to end waits for its hosts.
                 while until_secs == math.inf or (
                     own.hosts and time.monotonic() < until_secs
                 ):
@@ -275,7 +274,7 @@ class MachineSupervisor:
                 own.end_hosts()
 
     def _hear(self, leader: leader_claim.Leader, message: Mapping[str, Any]) -> None:
-        # What a leader says that is no order.
+        # Handles the messages of a leader that are not orders.
         if "refused" in message:
             raise links.LinkLostError(message["refused"])
         if message.get("failure"):

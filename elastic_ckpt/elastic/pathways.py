@@ -1,11 +1,11 @@
 """A cluster under Pathways: this process controls the devices of all slices.
 
-pathwaysutils' manager finds out which slices are alive: it computes on those that no
-world uses, in a thread. After an error all are checked. A world is a call of the
-training function in this process, with a mesh over the devices of its slices. A lost
-slice makes that call fail, with any error; the arrays that it had are then unusable,
-and are released before the next world begins. The state of a world that ends as planned
-stays in device memory for the next one.
+pathwaysutils' manager finds the live slices: a thread computes on those that no world
+uses. After an error it checks all. A world is one call of the training function in this
+process, with a mesh over the devices of its slices. If a slice is lost, that call fails
+with an arbitrary error; the world's arrays are then unusable, and are released before
+the next world begins. The state of a world that ends as planned stays in device memory
+for the next one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ except ImportError:
         f" {extras.hint('pathways')}"
     ) from None
 
-# The longest time between two looks at the slices while there are too few.
+# The longest pause between two looks at the slices while there are too few.
 _LOOK_SECS = 0.1
 
 
@@ -62,18 +62,18 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
 
     Args:
       manager: pathwaysutils' `Manager` of the slices, or `SimulatedSlices`.
-      injected: faults to inject, in the order of their steps; only into simulated
-        slices.
+      injected: faults to inject, in the order of their steps; only for
+        `SimulatedSlices`.
       poll_secs: the time between two checks of slices that are not in use.
-      grace_secs: how long the run has, after SIGTERM, to save and to end; then the
-        process ends.
-      ended: called before the process ends in this way.
-      emit: called when a slice is lost or comes back before the first world; the
-        `emit` of `run` is called afterwards.
+      grace_secs: how long the run may take to save and end after SIGTERM, before the
+        process exits.
+      ended: called before the process exits in this way.
+      emit: called when a slice is lost or rejoins before the first world; `run` uses
+        its own `emit` afterwards.
 
     Raises:
-      ConfigError: if there are faults and the slices are not simulated, or a fault is
-        that of a host.
+      ConfigError: if there are faults but the slices are not simulated, or a fault
+        targets a host.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
         self._grace_secs = grace_secs
         self._ended = ended
         self._emit = emit or events.nobody
-        # That the training function began last.
+        # The phase that the training function began last.
         self._phase = watch.TRAIN
         self._device_state = DeviceState()
         self._claimant = claims.Claimant(owner=process.this())
-        # By slice that is alive, since when; and when the last world began.
+        # By live slice, since when it is alive; and when the last world began.
         self._since = dict.fromkeys(manager.active_slice_indices, time.monotonic())
         self._began_secs = math.inf
         self._failures: list[Failure] = []
@@ -134,7 +134,7 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
         for number in sorted(self._since.keys() - alive):
             self._lose(number, why="it does not answer")
         since = self._since.items()
-        # One that was lost and is back is not in the last world any more.
+        # A slice that was lost and has rejoined is no longer in the last world.
         return Slices(
             current=current & {n for n, secs in since if secs <= self._began_secs},
             present_secs={number: now_secs - secs for number, secs in since},
@@ -149,7 +149,7 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
         emit: events.Emit,
         has_changed: Callable[[], Decision | None],
     ) -> bool:
-        """See `Cluster`; runs in the main thread, and `train` as well."""
+        """See `Cluster`; must be called in the main thread, which runs `train`."""
         self._emit = emit
         self._phase = watch.TRAIN
         slices = assignment.work.slices
@@ -165,7 +165,7 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
         def report(name: str, **fields: storage.Json) -> None:
             if name == "world_claimed":
                 self._claimant = dataclasses.replace(self._claimant, has_claimed=True)
-            # Whether the run ends with this world is known when it has ended.
+            # Only after the world is it known whether the run ends with it.
             if name == "run_stopped":
                 stopped.update(fields)
             else:
@@ -209,7 +209,7 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
                         _between=between,
                     )
                 )
-                # SIGTERM may arrive while a world is left for another one.
+                # SIGTERM may arrive while the hosts leave for the next world.
                 is_over = not between.resumes() or is_ending(between.step)
         except Exception as error:
             self._device_state.clear()
@@ -218,8 +218,8 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
             if self._simulated is not None:
                 self._simulated.end_world()
         if failure is not None:
-            # Outside of the handler: otherwise the arrays of the world would live as
-            # long as this error.
+            # Raised outside the handler, or the world's arrays would live as long as
+            # this error.
             raise failure
         if not is_over:
             emit("world_left", step=between.step)
@@ -283,19 +283,18 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
 class SimulatedSlices(manager.Manager):
     """A stand-in for the slices of Pathways: equal groups of this process's devices.
 
-    It is pathwaysutils' manager with its own simulator of lost slices, for tests and
-    demonstrations. The arrays on a lost slice raise the errors of one when their values
-    are read. The simulator replaces functions of JAX: call these methods in the thread
-    that trains.
+    For tests and demonstrations: pathwaysutils' manager with its simulator of lost
+    slices. Reading an array on a lost slice raises the error that Pathways would. The
+    simulator replaces functions of JAX: call these methods in the thread that trains.
 
     Args:
       num_slices: the number of groups.
 
     Attributes:
-      alive: the numbers of the slices that compute.
+      alive: the numbers of the live slices.
 
     Raises:
-      ConfigError: if the devices cannot be divided evenly among them.
+      ConfigError: if the devices cannot be divided evenly among the slices.
     """
 
     def __init__(self, num_slices: int) -> None:
@@ -312,20 +311,20 @@ class SimulatedSlices(manager.Manager):
             number: devices[number * each : (number + 1) * each]
             for number in range(num_slices)
         }
-        # CPU devices do not have the number of a slice.
+        # CPU devices have no slice number.
         with mock.patch.object(elastic, "get_slice_to_devices", return_value=groups):
             super().__init__(devices)
         self.alive = set(groups)
         self._faulty = contextlib.ExitStack()
 
     def start_monitoring(self, poll_interval: float | int = 10) -> None:
-        """Does nothing: `lose` and `give_back` tell what a look would find."""
+        """Does nothing: `lose` and `give_back` update the slices."""
 
     def lose(self, number: int) -> None:
         """Loses a slice; a world on it fails when it reads an array."""
         self.alive.discard(number)
         if number in self.active_slice_indices:
-            # A new one each time: its arrays are addresses, which are used again.
+            # A new one each time: it tracks arrays by address, and addresses recur.
             simulator = mock_fault_injection.DeviceLossSimulator()
             for each in self.slice_to_devices.keys() - self.alive:
                 simulator.mark_slice_lost(each, self.slice_to_devices)
@@ -339,12 +338,12 @@ class SimulatedSlices(manager.Manager):
         self.available_inactive_slices = self.alive - self.active_slice_indices
 
     def end_world(self) -> None:
-        """Stops the errors of lost arrays, once their world has ended."""
+        """Stops raising errors for lost arrays, once their world has ended."""
         self._faulty.close()
 
 
 def _is_of_a_slice(error: BaseException | None) -> bool:
-    # Also if it is the cause of one.
+    # Also checks the error's causes.
     if error is None:
         return False
     is_here = isinstance(error, jax.errors.JaxRuntimeError) and (

@@ -1,15 +1,15 @@
 """A cluster of host processes, on this machine and on those that follow it.
 
 Each world is a set of fresh processes, which the stations of the machines start. One
-loop, in one thread, takes the messages of the hosts of all worlds: of the one that
-trains; of the next one, which is prepared before a planned change, so that its hosts
-have joined when those of the present one are asked to leave; and of those that are
-being killed, whose ends nobody waits for.
+loop, in one thread, handles the messages of the hosts of all worlds: the one that
+trains; the next one, prepared before a planned change so that its hosts have joined
+when those of the current world are asked to leave; and those being killed, which nobody
+waits for.
 
 When one host fails, the others are killed soon, because they would hang in a
-collective, and the world ends with the first failure. A host whose process alone has
-died is started again on the same slice; a slice that hung has to settle first; one
-whose devices compute wrong values is refused for some time.
+collective, and the world ends with the first failure. If only a host's process died, it
+is restarted on the same slice. A slice that hung must settle first. A slice whose
+devices compute wrong values is refused for some time.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from elastic_ckpt.elastic.host import (
 from elastic_ckpt.elastic.station import Station
 from elastic_ckpt.tiers.persistent import claims
 
-# The longest time between two looks at the hosts and slices.
+# The longest pause between two looks at the hosts and slices.
 _LOOK_SECS = 0.1
-# After a failure others may follow, or report the cause: how long to wait for them if a
-# host was killed or hangs; if it raised; and if devices failed, or JAX aborted it.
+# After a failure others may follow or report the cause. How long to wait for them if a
+# host was killed or hangs; if it raised; if devices failed or JAX aborted it.
 _TOGETHER_SECS, _GRACE_SECS, _DEVICES_GRACE_SECS = 0.1, 0.5, 4.0
 # How long hosts that hang have to write their stacks.
 _STACKS_SECS = 0.5
-# The longest time for the hosts of a prepared world to join.
+# The time limit for the hosts of a prepared world to join.
 _PREPARE_SECS = 60.0
-# How long a slice is refused, and twice as long each further time.
+# How long a slice is refused; doubles each time, up to the maximum.
 _RETRY_SECS, _MOST_RETRY_SECS = 30.0, 3600.0
-# So many worlds in a row may be abandoned before a step: slices that come and go all
+# How many worlds in a row may be abandoned before a step: slices that come and go all
 # the time must not keep the run from training.
 _MOST_ABANDONED = 3
 _SHOWN_LOG_LINES = 15
-# What the hosts get by a fault.
+# The signal that a fault sends to the hosts.
 _SIGNALS = {
     faults.Kind.KILL_HOST: signal.SIGKILL,
     faults.Kind.KILL_SLICE: signal.SIGKILL,
@@ -65,7 +65,7 @@ _SIGNALS = {
 
 
 class LeadershipLostError(errors.StoppedError):
-    """This machine does not lead the run any more."""
+    """This machine no longer leads the run."""
 
 
 class HandedOverError(LeadershipLostError):
@@ -76,16 +76,13 @@ class Machines:
     """This machine and those that follow it, by number.
 
     Args:
-      own: the station of this machine; each machine has as many slices.
-      listener: to which the others connect; None if the run has no others.
+      own: the station of this machine; every machine has the same number of slices.
+      listener: where the others connect; None if there is only one machine.
       has_lead: returns whether this machine still leads.
-      configured: the digest of the run's configuration, the same on all machines.
+      configured: a digest that must be equal on all machines.
 
     Attributes:
-      own: as given.
-      number: of this machine.
-      has_lead: as given.
-      lost_secs: the time after which a machine that does not answer is lost.
+      lost_secs: the time after which a silent machine is lost.
     """
 
     def __init__(
@@ -105,46 +102,42 @@ class Machines:
 
     @property
     def connected(self) -> set[int]:
-        """The machines that are there."""
+        """The connected machines and this one."""
         return {self.number, *self._links}
 
     def of_slice(self, number: int) -> int:
-        """The machine that has a slice."""
+        """The machine of a slice."""
         return number // len(self.own.slices)
 
     def slices(self, machines: Iterable[int]) -> set[int]:
-        """The slices of machines."""
+        """The slices of some machines."""
         each = len(self.own.slices)
         return {n * each + slice_ for n in machines for slice_ in range(each)}
 
     def address(self, machine: int) -> str:
         """The address that a machine has reserved for host 0 of the next world."""
-        # If it was just lost, any will do: its hosts count as killed.
+        # For a machine that was just lost any will do: its hosts count as killed.
         far = self._links.get(machine)
         hello = self.own.hello if far is None else far.hello
         return f"{hello['interface']}:{hello['port']}"
 
     def order(self, machine: int, **order: Any) -> None:
-        """Gives an order to a machine, unless it is lost."""
+        """Gives an order to a machine; does nothing if it is lost."""
         if machine == self.number:
             self.own.do(order)
         elif machine in self._links:
             self._links[machine].send(**order)
 
     def tell(self, **message: Any) -> None:
-        """Tells the other machines something, from any thread."""
+        """Sends a message to all other machines, from any thread."""
         for each in list(self._links.values()):
             each.send(**message)
 
     def wait(self, secs: float, *extra: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Waits for messages; yields those that have come, with their machines.
+        """Waits for messages; yields each with the number of its machine.
 
-        Of a machine that is lost the last one is `{"lost": True}`. It may be back at
-        once, but its hosts have ended.
-
-        Args:
-          secs: how long, at most.
-          *extra: what ends the waiting when it is readable.
+        The last message of a lost machine is `{"lost": True}`. It may rejoin at once,
+        but its hosts have ended. A readable object in `extra` ends the wait, too.
         """
         links = [each.channel for each in self._links.values()]
         for message in self.own.wait(secs, *links, *extra):
@@ -162,29 +155,23 @@ class Machines:
             self._admit(self._listener.accepted.get())
 
     def forget(self, machine: int) -> None:
-        """Takes another machine for lost; it may connect again."""
+        """Declares another machine lost; it may connect again."""
         lost = self._links.pop(machine)
         lost.close()
         for each in self.connected:
             self.order(each, forget=lost.hello["agents"])
 
     def wait_until(self, is_so: Callable[[set[int]], bool], secs: float) -> None:
-        """Waits until it is so of the machines that are there, or time is over."""
+        """Waits until the connected machines satisfy `is_so`, or the time is over."""
         until_secs = time.monotonic() + secs
         while not is_so(self.connected) and time.monotonic() < until_secs:
             list(self.wait(_LOOK_SECS))
 
     def end(self, secs: float, *, is_stopped: bool, failure: str = "") -> None:
-        """Reports the end of the run to the others, which then end their links.
-
-        Args:
-          secs: how long to wait for that, at most.
-          is_stopped: whether the run was asked to end.
-          failure: why it failed; empty if it did not.
-        """
+        """Tells the others that the run ended; waits for them to close their links."""
 
         def are_told(there: set[int]) -> bool:
-            # Another may have come just now.
+            # Repeated, because another machine may have just connected.
             self.tell(over=True, is_stopped=is_stopped, failure=failure)
             return there == {self.number}
 
@@ -192,7 +179,7 @@ class Machines:
         self.wait_until(are_told, secs)
 
     def close(self) -> None:
-        """Ends the links; machines that know of no end look for the next leader."""
+        """Closes the links; machines not told of the end look for the next leader."""
         if self._listener is not None:
             self._listener.close()
         while self._links:
@@ -202,12 +189,12 @@ class Machines:
         number = accepted.hello.get("machine", -1)
         if accepted.hello.get("configured") != self._configured:
             failure = (
-                f"machine {number} has another configuration than machine"
+                f"machine {number} has a different configuration from machine"
                 f" {self.number}, which leads; start all with the same one"
             )
             accepted.send(over=True, is_stopped=False, failure=failure)
         elif number in self.connected:
-            accepted.send(refused=f"another supervisor of machine {number} is there")
+            accepted.send(refused=f"machine {number} has another supervisor already")
         else:
             self._links[number] = accepted
             accepted.send(
@@ -218,28 +205,26 @@ class Machines:
 
 
 class HostsOfWorld:
-    """The hosts of one world: started, told, and what is known of them.
+    """The hosts of one world: starts them, gives them orders, and tracks their state.
 
-    Its only input and output are orders to machines and messages of hosts.
+    Its only input and output are messages from hosts and orders to machines.
 
     Args:
       key: the number of the world among all that were started.
-      assignment: of the world.
-      machines: that have its slices.
+      assignment: the slices and rows of the world.
+      machines: the machines that have its slices.
       limits: how long hosts may take.
 
     Attributes:
-      assignment: as given.
-      emit: called for the events of the hosts; nobody hears those of a prepared world.
-      slices: of each host.
+      emit: called for the events of the hosts, once the world has begun.
+      slices: by host, its slice.
       alive: the hosts that have not ended.
-      failures: that hosts have reported, or that were found.
-      deadline_secs: when the hosts are killed; infinite while they may go on.
-      is_running: whether a host has reported more than that it has joined; before,
-        there is nothing to save.
+      failures: the failures that were reported or detected.
+      deadline_secs: when the hosts are killed; infinite while they may continue.
+      is_running: whether a host has done more than join; before, there is nothing to
+        save.
       has_stepped: whether a host has done a step.
-      watch: finds hosts that hang or are slow.
-      preempted: the slices of hosts that got SIGTERM from others than this machine.
+      preempted: the slices of hosts that got a SIGTERM that this cluster did not send.
     """
 
     def __init__(
@@ -260,18 +245,18 @@ class HostsOfWorld:
         self.has_stepped = False
         self.preempted: set[int] = set()
         self._key, self._machines, self._limits = key, machines, limits
-        # What they were asked last; empty for nothing.
+        # The last order to the hosts; empty for none.
         self._asked = b""
-        # Those that have not joined the others.
+        # The hosts that have not joined.
         self._missing = {*self.alive}
-        # Hosts that stop before their last step report both ends; which of them is the
-        # reason is known when all have ended.
+        # The fields of `world_left` and `run_stopped`. Hosts that stop before their
+        # last step report both; which applies is known when all have ended.
         self._ends: dict[str, dict[str, Any]] = {}
         now_secs = time.monotonic()
         self._join_until_secs = now_secs + _PREPARE_SECS
         self.watch = watch.Watch(limits, len(self.slices), now_secs=now_secs)
         self._oom_kills = failures.oom_kills()
-        # A new directory: this may be a second start of a run that is alive.
+        # Unique, because another start of the run may be alive.
         self._logs = storage.make_unique_directory(machines.own.log_directory)
         address = machines.address(machines.of_slice(self.slices[0]))
         for number in range(len(self.slices)):
@@ -293,33 +278,33 @@ class HostsOfWorld:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether `begin` need not be waited for: all have joined, or some do not."""
+        """Whether waiting longer is pointless: all have joined, or some will not."""
         is_late = time.monotonic() > self._join_until_secs
         return not self._missing or bool(self.failures) or is_late
 
     def unfit(self) -> dict[int, str]:
-        """By slice whose hosts keep a world from being prepared, why."""
+        """By slice whose hosts prevent the preparation of a world, why."""
         hosts: Collection[int] = ()
         why = "its hosts do not join the others in time"
         if self.failures:
-            # Others may have failed because of these.
+            # Blames only the hosts that caused the other failures.
             cause = failures.first_failure(self.failures)
             hosts = failures.lost_hosts(self.failures) or {cause.host}
             why = cause.message
         elif self._missing and self.is_prepared:
-            # Some do not join, or do not finish the check of their devices.
+            # Some do not join, or do not finish checking their devices.
             missing = self._missing if len(self._missing) < len(self.slices) else ()
             hosts = self.watch.behind() or missing
         return {self.slices[each]: why for each in sorted(hosts)}
 
     @property
     def is_over(self) -> bool:
-        """Whether all hosts have ended, or those that are left have to."""
+        """Whether all hosts have ended, or the deadline of the others has passed."""
         have_ended = self.alive <= {each.host for each in self.failures}
         return have_ended or time.monotonic() > self.deadline_secs
 
     def begin(self, emit: events.Emit) -> None:
-        """Has the hosts begin, which wait for this once they have joined."""
+        """Lets the hosts begin; they wait for this once they have joined."""
         self.emit = emit
         self._order("tell", self.alive, text=BEGIN.decode())
 
@@ -328,27 +313,27 @@ class HostsOfWorld:
         self._order("signal", hosts, number=int(number))
 
     def kill(self) -> None:
-        """Ends the hosts at once."""
+        """Kills the hosts."""
         self.signal(self.alive, signal.SIGKILL)
 
     def leave(self, step: int, *, loses_memory: bool, may_abandon: bool) -> bool:
-        """Has the hosts leave for another world.
+        """Asks the hosts to leave for the next world.
 
-        They save, and leave after a step that they agree on. If they have done none,
-        they may be ended at once instead: they have nothing to save, and may be about
-        to compile for long.
+        They agree on a step, save after it, and leave. With `may_abandon`, hosts that
+        have done no step are killed at once instead: they have nothing to save, and may
+        be about to compile for a long time.
 
         Args:
-          step: that the run has reached.
-          loses_memory: whether the memory of some of them is lost then.
-          may_abandon: whether they may be ended at once.
+          step: the step that the run has reached.
+          loses_memory: whether the memory of some hosts is lost when they leave.
+          may_abandon: see above.
 
         Returns:
-          Whether they leave from now on; False if they do, or cannot be asked yet.
+          False if they are leaving already, or cannot be asked yet.
         """
         is_abandoned = may_abandon and not self.has_stepped
         if self._asked == LEAVE and loses_memory:
-            # A machine has to go meanwhile: the newest order counts.
+            # A machine must leave meanwhile: the newest order counts.
             self._ask(LOSE_MEMORY)
         if self._asked or not (is_abandoned or self.is_running):
             return False
@@ -361,15 +346,15 @@ class HostsOfWorld:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the hosts were asked to end, because the run does."""
+        """Whether the hosts were asked to end because the run ends."""
         return self._asked == STOP
 
     def stop(self) -> None:
-        """Asks the hosts to save and end within the grace period: the run ends."""
+        """Asks the hosts to save and end within the grace period, as the run ends."""
         if self.is_stopping:
             return
         grace_secs = self._limits.grace_secs if self.is_running else 0.0
-        # Hosts that are left after a failure have less time.
+        # After a failure the deadline may be earlier.
         self.deadline_secs = min(self.deadline_secs, time.monotonic() + grace_secs)
         if self.is_running:
             self.emit("stop_requested", within_secs=grace_secs)
@@ -377,7 +362,7 @@ class HostsOfWorld:
         self._asked = STOP
 
     def take(self, host: int, message: Mapping[str, Any]) -> None:
-        """Takes in a message of a host, or its end."""
+        """Handles a message from a host, or its end."""
         match message:
             case {"exit": int(code)}:
                 self._end(host, code)
@@ -393,7 +378,7 @@ class HostsOfWorld:
                 self.preempted.add(self.slices[host])
             case {"failure": fields}:
                 if self._machine(host) != self._machines.number:
-                    # Each machine has a clock of its own.
+                    # Each machine has its own clock.
                     fields = fields | {"at_secs": time.monotonic()}
                 self._fail(HostFailure(**fields))
             case {"event": ("world_left" | "run_stopped") as name, "fields": fields}:
@@ -403,7 +388,7 @@ class HostsOfWorld:
                 self.emit(name, **fields)
 
     def lose(self, machine: int) -> None:
-        """Notes that a machine is lost, and its hosts with it."""
+        """Notes that a machine and its hosts are lost."""
         for host in sorted(self.alive):
             if self._machine(host) == machine:
                 self._end(host, -signal.SIGKILL)
@@ -426,8 +411,8 @@ class HostsOfWorld:
         """Returns whether the run is over; False if the hosts left for another world.
 
         Raises:
-          WorldLostError: if hosts have failed.
-          StoppedError: if hosts did not end in time, or died, after SIGTERM.
+          WorldLostError: if hosts failed.
+          StoppedError: if hosts died or did not end in time after SIGTERM.
         """
         if self.failures:
             lost = WorldLostError(self.failures, num_hosts=len(self.slices))
@@ -474,7 +459,7 @@ class HostsOfWorld:
     def _end(self, host: int, exit_code: int) -> None:
         self.alive.discard(host)
         if exit_code and all(each.host != host for each in self.failures):
-            # The count is that of this machine.
+            # The count covers only this machine.
             is_here = self._machine(host) == self._machines.number
             killed = is_here * (failures.oom_kills() - self._oom_kills)
             self._fail(failures.silent_death(host, exit_code, oom_kills=killed))
@@ -483,7 +468,7 @@ class HostsOfWorld:
     def _fail(self, failure: HostFailure) -> None:
         host, is_first, log = failure.host, not self.failures, ""
         log_file = f"{self._logs}/host-{host}.log"
-        # A host that failed to start has none, and that of another machine is there.
+        # A host that failed to start has no log; another machine keeps its own.
         with contextlib.suppress(OSError):
             lines = pathlib.Path(log_file).read_text(errors="replace").splitlines()
             log = "\n".join(lines[-_SHOWN_LOG_LINES:])
@@ -492,10 +477,10 @@ class HostsOfWorld:
             dataclasses.replace(failure, phase=phase, log=log, log_file=log_file)
         )
         if failure.is_hang or failure.message.startswith("killed by SIGKILL"):
-            # Nothing else has caused it; the other hosts hang, or will.
+            # Nothing else caused it; the other hosts hang, or will.
             secs = _TOGETHER_SECS
         elif failure.is_of_devices or failure.is_consequence or phase == "start":
-            # What a host cannot import, others cannot, soon.
+            # Hosts fail at imports soon after each other.
             secs = _DEVICES_GRACE_SECS
         else:
             secs = _GRACE_SECS
@@ -505,15 +490,13 @@ class HostsOfWorld:
 
 @dataclasses.dataclass(kw_only=True)
 class _Slice:
-    """What is known of a slice.
+    """The state of a slice.
 
     Attributes:
-      since_secs: since when it is there; infinite if it is not.
-      is_away: whether it is not used until its machine has come back.
-      is_leaving: whether the world under way has to do without it from now on.
+      since_secs: when it became available; infinite if it is not.
+      is_away: whether it is not used until its machine rejoins.
+      is_leaving: whether the current world must soon do without it.
       is_slow: whether it has slow hosts.
-      refused_until_secs: when it may be used, after it was refused.
-      refusals: how often it was.
     """
 
     since_secs: float
@@ -524,7 +507,7 @@ class _Slice:
     refusals: int = 0
 
     def settle_again(self) -> None:
-        """Has it show that it stays before it is used."""
+        """Requires that it settles before it is used."""
         self.since_secs = max(self.since_secs, time.monotonic())
 
 
@@ -532,11 +515,10 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
     """Slices of host processes; a `Cluster`.
 
     Args:
-      machines: this machine and those that follow it; closed by the caller.
+      machines: this machine and those that follow it; the caller closes it.
       limits: how long hosts may take.
       injected: faults, by their steps.
-      emit: called for what happens to slices before the first world; that of the run
-        is called afterwards.
+      emit: called for events before the first world; `run` uses its own afterwards.
     """
 
     def __init__(
@@ -550,16 +532,16 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         self._machines, self._limits = machines, limits
         self._faults = list(injected)
         self._emit = emit
-        # Of several machines any may continue the run.
+        # No owner if there are several machines: any of them may continue the run.
         owner = None if machines.own.num_machines > 1 else process.this()
         self._claimant = claims.Claimant(owner=owner)
         self._keys = itertools.count(1)
-        # The worlds of which hosts may be alive, by key; the one that trains, and the
-        # one that is prepared.
+        # By key, the worlds with hosts that may be alive; the one that trains; the one
+        # that is prepared.
         self._worlds: dict[int, HostsOfWorld] = {}
         self._training: HostsOfWorld | None = None
         self._next: HostsOfWorld | None = None
-        # Those of machines that follow at the start are there from it on.
+        # The slices of machines that follow at the start are available from then on.
         there, now_secs = machines.slices(machines.connected), time.monotonic()
         self._slices = {
             number: _Slice(since_secs=now_secs if number in there else math.inf)
@@ -568,9 +550,9 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         # When the last world began.
         self._began_secs = math.inf
         self._failures: list[Failure] = []
-        # How many worlds in a row were abandoned; and the steps that are done.
+        # How many worlds in a row were abandoned, and how many steps are done.
         self._num_abandoned = self._step = 0
-        # Whether this machine was asked to end; and whether others may go on.
+        # Whether this machine was asked to end, and whether others may continue.
         self._is_ending = self._hands_over = False
 
     def __exit__(self, *_: object) -> None:
@@ -594,7 +576,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
             elif not is_there and each.since_secs < math.inf:
                 each.since_secs = math.inf
                 if not each.is_away and number not in self._busy:
-                    # Otherwise its world is lost, too, and that is reported.
+                    # The loss of a world is reported on its own.
                     self._emit("slice_lost", slice=number, why="its machine is lost")
         there = {
             n: each for n, each in self._slices.items() if each.since_secs <= now_secs
@@ -634,8 +616,8 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
                     if notice.is_coming() and notice.received():
                         self._terminate(world)
                     self._look(world)
-                    # What ends this process may have been sent to the hosts, too: then
-                    # they are not about to leave without it.
+                    # A SIGTERM that ends this process may have been sent to the hosts,
+                    # too: then they do not leave for a world without it.
                     if not notice.is_coming() and world.deadline_secs == math.inf:
                         self._preempt(world.preempted)
                         self._change(world, has_changed())
@@ -647,13 +629,13 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
                     raise HandedOverError(str(error)) from error
                 raise
             finally:
-                # What its hosts still report is of steps that do not count.
+                # Steps that its hosts still report do not count.
                 world.emit = events.nobody
                 world.kill()
                 self._training = None
                 self._lose_memory()
                 if self._machines.own.hardware.hardware != "cpu":
-                    # Its devices are free when its processes have ended.
+                    # Its devices become free only when its processes have ended.
                     self._await_end([world])
         if self._hands_over and not is_over:
             raise HandedOverError("this machine was asked to end")
@@ -664,7 +646,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         self._take_messages(min(secs, _LOOK_SECS))
 
     def close(self) -> None:
-        """Ends the hosts that are left."""
+        """Kills the remaining hosts."""
         for world in self._worlds.values():
             world.kill()
         self._machines.own.end_hosts()
@@ -680,14 +662,14 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         return self._worlds[key]
 
     def _begun(self, assignment: Assignment) -> HostsOfWorld:
-        # The world of an assignment, which has begun; it may be prepared.
+        # Begins the world of an assignment: the prepared one, if that fits.
         self._began_secs = time.monotonic()
         assignment = dataclasses.replace(assignment, claimant=self._claimant)
         if self._next and (self._next.failures or not _is_for(self._next, assignment)):
             self._discard()
         world = self._training = self._next or self._world(assignment)
         self._next = None
-        # They hold their slices' memory until they have ended. Meanwhile hosts join.
+        # Old hosts use their slices' memory until they end. Meanwhile new hosts join.
         self._await_end([each for each in self._worlds.values() if each is not world])
         world.begin(functools.partial(self._receive, assignment.number))
         return world
@@ -698,7 +680,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
             self._next = None
 
     def _await_end(self, killed: Sequence[HostsOfWorld]) -> None:
-        # A machine that does not report in time that its hosts have ended is lost.
+        # A machine that does not report the end of its hosts in time is lost.
         until_secs = time.monotonic() + self._machines.lost_secs
         while any(each.alive for each in killed):
             self._take_messages(_LOOK_SECS)
@@ -710,7 +692,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
 
     def _take_messages(self, secs: float, *extra: termination.Notice) -> None:
         if not self._machines.has_lead():
-            raise LeadershipLostError("the machine does not lead the run any more")
+            raise LeadershipLostError("the machine no longer leads the run")
         for machine, message in self._machines.wait(secs, *extra):
             if "leaving" in message:
                 self._preempt(self._machines.slices([machine]))
@@ -720,7 +702,8 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
                 key, number = message["host"]
                 if key in self._worlds:
                     self._worlds[key].take(number, message)
-        # A prepared world waits, for any time; one that is killed ends.
+        # Only the training world can hang: a prepared world waits as long as it takes,
+        # and a killed one ends.
         if self._training is not None:
             self._training.look()
         self._worlds = {
@@ -744,7 +727,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         elif name == "world_claimed":
             self._claimant = dataclasses.replace(self._claimant, has_claimed=True)
         elif name == "run_started" and world == 1:
-            # An earlier start of the run has lived through the others.
+            # Earlier faults happened in an earlier start of the run.
             start = int(fields["start_step"])
             self._faults = [each for each in self._faults if each.at_step >= start]
 
@@ -758,12 +741,12 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
             self._emit("slow_host", slice=number, host=host, phase=phase, why=why)
 
     def _change(self, world: HostsOfWorld, decided: Decision | None) -> None:
-        # Ends a world for the next one, if that is decided on, and is prepared. What is
-        # about to go does not wait.
+        # Ends a world once a next one is decided on and prepared. A slice that is about
+        # to be lost does not wait for the preparation.
         loses_memory = any(self._slices[number].is_leaving for number in world.slices)
         is_planned = isinstance(decided, Train)
         if self._hands_over and not is_planned and (decided or loses_memory):
-            # The other machines are too few, or have got SIGTERM, too.
+            # The other machines are too few, or also got SIGTERM.
             self._hands_over = False
             world.stop()
             return
@@ -773,11 +756,11 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
             self._discard()
             is_due = self._hands_over or bool(decided)
             if (world.preempted or loses_memory) and not is_due:
-                # Its hosts wait for an order, and a run that is not elastic ends.
+                # Its hosts wait for an order: a run that is not elastic ends.
                 world.stop()
         is_rare = self._num_abandoned < _MOST_ABANDONED
         may_abandon = is_planned and is_rare and not loses_memory
-        # A machine that goes does not wait until its hosts have something to save.
+        # A machine that leaves does not wait until its hosts have something to save.
         may_abandon |= self._hands_over and not world.is_running
         if is_due and world.leave(
             self._step, loses_memory=loses_memory, may_abandon=may_abandon
@@ -786,7 +769,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
             self._emit("world_leaving", slices=leaving_for(decided))
 
     def _prepare(self, world: HostsOfWorld, decided: Train) -> bool:
-        # Prepares the world that is decided on; returns whether it is.
+        # Prepares the world that is decided on; returns whether it is ready.
         number = world.assignment.number + 1
         following = Assignment(number=number, work=decided, claimant=self._claimant)
         if self._next is None or not _is_for(self._next, following):
@@ -799,12 +782,12 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         return is_prepared and self._next is not None
 
     def _terminate(self, world: HostsOfWorld) -> None:
-        # SIGTERM to this machine, or once more.
+        # Handles SIGTERM to this machine, also a repeated one.
         own = self._machines.own
         if own.num_machines == 1 or self._hands_over or world.is_stopping:
             world.stop()
         else:
-            # All hosts leave, and the next leader starts others without this machine.
+            # All hosts leave; the next leader starts new ones without this machine.
             self._is_ending = self._hands_over = True
             self._preempt(own.slices)
 
@@ -817,7 +800,8 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
                 self._emit("slice_preempted", slice=number)
 
     def _lose_memory(self) -> None:
-        # Of this machine, unless it was asked to end: the next start may find it.
+        # Removes the memory of this machine's leaving slices, unless the machine itself
+        # was asked to end: then its next start may find it.
         for number, each in self._slices.items():
             is_own = number in self._machines.own.slices
             if each.is_leaving and is_own and not self._is_ending:
@@ -836,7 +820,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         self._emit("slice_refused", slice=number, why=why)
 
     def _note_lost(self, error: WorldLostError, world: HostsOfWorld) -> None:
-        # Of slices that are not lost nothing but processes was, which are started anew.
+        # Slices that are not lost have lost processes alone, which are restarted.
         connected = self._machines.connected
         machines = {number: self._machines.of_slice(number) for number in world.slices}
         error.gone = frozenset(
@@ -855,7 +839,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
             each, cause = self._slices[number], lost.get(number)
             if each.is_leaving and cause is None:
                 continue
-            why = "it is gone at the same time" if cause is None else str(error)
+            why = "it was lost at the same time" if cause is None else str(error)
             self._emit("slice_lost", slice=number, why=why.partition("\n")[0])
             if number in error.gone:
                 each.since_secs = math.inf
@@ -870,7 +854,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         for fault in faults.due(self._faults, self._step):
             kind, target = faults.Kind(fault.kind), fault.target
             if kind is faults.Kind.RETURN_SLICE and target in world.slices:
-                continue  # Its world has not ended yet.
+                continue  # The world that lost it has not ended yet.
             self._faults.remove(fault)
             self._emit(
                 "fault_injected", kind=kind.value, target=target, step=self._step
@@ -889,7 +873,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
 
 
 def _is_for(world: HostsOfWorld, assignment: Assignment) -> bool:
-    # Whether its hosts are those of an assignment, whatever is spare.
+    # Whether a world fits an assignment, apart from its spares.
     mine = world.assignment
     work = dataclasses.replace(assignment.work, spares=mine.work.spares)
     return mine.number == assignment.number and mine.work == work

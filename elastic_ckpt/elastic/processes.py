@@ -32,8 +32,8 @@ class Place(NamedTuple):
     """The place of this machine among those of the run.
 
     Attributes:
-      slices: their numbers.
-      interface: the address by which the other machines reach this one.
+      slices: the numbers of its slices.
+      interface: the address at which the other machines reach this one.
     """
 
     slices: range
@@ -49,21 +49,15 @@ def place(
     environment: Mapping[str, str],
     names: tuple[str, str] = ("machines", "machine"),
 ) -> Place:
-    """The place of this machine.
+    """The place of this machine among those of the run.
 
-    Args:
-      num_machines: of the run.
-      number: of this one; None to find it in the environment.
-      slices: of the run.
-      interface: the address of this machine; by default `POD_IP`, or the address of its
-        default route.
-      environment: of this process.
-      names: of the number of machines and of that of this one, for people.
+    The environment supplies a missing `number` or `interface`. `names` are what
+    messages call the number of machines and the number of this machine.
 
     Raises:
-      ConfigError: if the numbers cannot be.
+      ConfigError: if the numbers are missing or contradict each other.
     """
-    # It imports JAX.
+    # Imports JAX.
     from elastic_ckpt.core import addresses
 
     of_all, of_this = names
@@ -85,12 +79,12 @@ def place(
     if not text.isdecimal() or int(text) >= num_machines:
         raise errors.ConfigError(
             f"{name}={text} is not the number of one of the {num_machines} machines of"
-            f" {of_all}; it is from 0 to {num_machines - 1}"
+            f" {of_all}; give a number from 0 to {num_machines - 1}"
         )
     each = slices // num_machines
     return Place(
         slices=range(int(text) * each, (int(text) + 1) * each),
-        # The name of a pod is in the DNS only some time after its start.
+        # Not the pod's name: DNS has it only some time after the start.
         interface=interface or environment.get("POD_IP") or addresses.of_the_head(),
     )
 
@@ -98,8 +92,8 @@ def place(
 class Processes(ProcessCluster):
     """Slices of host processes, on this machine or on several.
 
-    Each host process imports the script that makes this: make it, and call `run`, under
-    `if __name__ == "__main__":`.
+    Each host process imports the script that creates the cluster, so create it and call
+    `run` under `if __name__ == "__main__":`.
 
     Args:
       slices: the number of slices of the run, on all machines together.
@@ -113,25 +107,25 @@ class Processes(ProcessCluster):
       run: the name of the run, and of its directories in `ram`.
       logs: the directory for the output of the hosts; by default `logs/<run>`.
       jax_cache_dir: the directory of JAX's compilation cache; empty for none.
-      machines: the number of machines of the run, to which slices are assigned in
-        order; on each the same program is started.
+      machines: the number of machines of the run. Start the same program on each; they
+        get the slices in order.
       machine: the number of this machine, from 0; by default `NODE_RANK`,
         `SLURM_NODEID` or `JOB_COMPLETION_INDEX` in the environment.
-      shared: for a run on several machines, a directory of it that all of them reach,
-        on a shared disk or in a bucket, such as that of `ec.Persistent`. The machine
-        that leads holds a claim in it, `leaders/<number>.json`, with its address.
-      interface: the address by which the other machines reach this one; by default
+      shared: for a run on several machines, a directory that all of them reach, on a
+        shared disk or in a bucket, such as that of `ec.Persistent`. The machine that
+        leads holds a claim in it, `leaders/<number>.json`, with its address.
+      interface: the address at which the other machines reach this one; by default
         `POD_IP`, or the address of its default route.
-      machine_timeout_secs: a machine that is not heard of for so long is lost, and the
-        claim of one that leads lapses.
+      machine_timeout_secs: a machine that is silent for this long is lost; if it leads,
+        its claim lapses.
       injected: faults to inject, in the order of their steps.
       limits: how long hosts may take.
-      emit: called when a slice is lost or comes back before the first world; the
-        `emit` of `run` is called afterwards.
+      emit: called when a slice is lost or rejoins before the first world; `run` uses
+        its own `emit` afterwards.
 
     Raises:
-      ConfigError: if the arguments do not fit together, or the script makes this
-        outside of the `if` above.
+      ConfigError: if the arguments do not fit together, or the script creates the
+        cluster outside the `if` above.
       RunError: if the agents of the RAM disk cannot be started.
     """
 
@@ -185,8 +179,8 @@ class Processes(ProcessCluster):
             )
         if ram is not None and run is None:
             raise errors.ConfigError(
-                f"Processes(ram={os.fspath(ram)!r}) needs the name of the run, which"
-                " its directories there get; add run='my_run'"
+                f"Processes(ram={os.fspath(ram)!r}) needs the name of the run for its"
+                " directories there; add run='my_run'"
             )
         own = Place(slices=range(slices), interface=station.LOOPBACK)
         if machines > 1:
@@ -241,7 +235,7 @@ class Processes(ProcessCluster):
         )
 
     def close(self) -> None:
-        """Ends the hosts and agents, and removes the executables."""
+        """Kills the hosts, ends the agents, and removes the executables."""
         super().close()
         self._station.close()
 
@@ -256,19 +250,12 @@ def supervise(
 ) -> bool:
     """Supervises one of several machines until the run has ended.
 
-    Args:
-      cluster: of this process.
-      train: of each host.
-      lead: trains on the cluster while this machine leads.
-      policy: of the run at its start.
-      emit: called for each event of the run, and if this machine follows another one.
-
     Returns:
-      Whether the cluster is on several machines; otherwise this does nothing.
+      Whether the cluster has several machines; with one, this does nothing.
 
     Raises:
       ConfigError: if `train` cannot be sent to hosts.
-      RunError: with the first failure of the run; or if no leader can be reached.
+      RunError: with the first failure of the run, or if no leader can be reached.
     """
     if not isinstance(cluster, Processes) or cluster._station.num_machines == 1:
         return False
@@ -293,15 +280,15 @@ def supervise(
 def _check_writable(name: str, path: str) -> None:
     if not storage.is_local(path):
         raise errors.ConfigError(
-            f"{name}={path!r} is not a directory of this machine, on which host"
-            f" processes append to files; give {name} a local one (steps go to a bucket"
-            " by ec.Persistent)"
+            f"{name}={path!r} is not a directory of this machine, where host processes"
+            f" can append to files; set {name} to a local one (ec.Persistent saves"
+            " steps to a bucket)"
         )
     try:
         storage.make_directory(os.path.abspath(path))
         if not os.access(path, os.W_OK):
-            raise PermissionError("it cannot be written")
+            raise PermissionError("it is not writable")
     except OSError as error:
         raise errors.ConfigError(
-            f"Processes({name}={path!r}): {error}; name a directory that can be written"
+            f"Processes({name}={path!r}): {error}; name a directory that is writable"
         ) from None

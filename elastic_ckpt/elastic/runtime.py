@@ -1,10 +1,10 @@
-"""The loop of an elastic run: a world, and another when slices are lost or come back.
+"""The loop of an elastic run: a new world whenever slices are lost or rejoin.
 
     def train(world: ec.elastic.World) -> None: ...
 
     ec.elastic.run(train, cluster=cluster, policy=ec.elastic.Policy(min_slices=2))
 
-The training function is called anew for each world. It restores the newest step,
+The training function is called once for each world. It restores the newest step,
 trains, and returns when it is done, or when `world.leaving(step)` says so.
 """
 
@@ -30,7 +30,7 @@ from elastic_ckpt.elastic.decision import (
 from elastic_ckpt.elastic.failures import ProgramFailedError, WorldLostError
 from elastic_ckpt.monitoring import goodput, progress
 
-# Steps between two lines about them, where standard output is no terminal.
+# Steps between two progress lines where standard output is not a terminal.
 _LOG_PERIOD = 10
 
 
@@ -42,11 +42,11 @@ def run(
     work: Work | None = None,
     emit: events.Emit | None = None,
 ) -> None:
-    """Trains on whatever slices are there, until the training function is done.
+    """Trains on the available slices until the training function is done.
 
-    `train` is called on every host of a world. When slices are lost or come back, that
+    `train` is called on every host of a world. When slices are lost or rejoin, that
     world ends, and `train` is called on the hosts of the next one, where it restores
-    the newest step and goes on:
+    the newest step and continues:
 
         def train(world):
             mesh = world.mesh
@@ -65,16 +65,16 @@ def run(
       train: the training function, picklable. It returns at the end of the run, and
         when `world.leaving` says so.
       cluster: the slices.
-      policy: when to train, to wait and to stop; or a function that returns the present
-        policy and is called often: another object changes it.
+      policy: when to train, wait and stop; or a function that returns the current
+        policy. It is called often, and a different object is a new policy.
       work: the rows of a batch; None if `train` chooses them.
       emit: called with each event of the run; by default events are printed.
 
     Raises:
       ConfigError: if `train` cannot be sent to the hosts of the cluster.
       RunError: if `train` raised; if slices are missing for too long; or, with the
-        first cause, if worlds are lost again and again without a new step.
-      StoppedError: if the run was asked to end, and did not end in time.
+        first cause, if too many worlds in a row are lost without a new step.
+      StoppedError: if the run was asked to end but did not end in time.
     """
     if emit is None:
         with progress.Progress(_LOG_PERIOD) as shown:
@@ -94,7 +94,7 @@ def run(
     try:
         lead_here(cluster, emit)
     except ProgramFailedError as error:
-        # The traceback that counts is the user's, which is a note of the error.
+        # Only the user's traceback matters; it is a note of the error.
         raise error.with_traceback(None) from error.__cause__
 
 
@@ -108,7 +108,7 @@ def lead(
 ) -> None:
     """Runs world after world until the run is over; see `run`.
 
-    The time is that of the clock, also of the cluster's errors.
+    The cluster's errors must carry times of the same `clock`.
     """
     led = _Run(cluster, present_policy, work, emit, clock)
     for number in itertools.count(1):
@@ -129,7 +129,7 @@ def lead(
         except WorldLostError as error:
             led.lose(error)
         except process_cluster.LeadershipLostError:
-            # The next leader goes on.
+            # The next leader continues the run.
             raise
         except errors.ElasticCkptError as error:
             led.end(error)
@@ -141,13 +141,13 @@ def lead(
 
 
 class _Run:
-    """What a run knows of itself: the slices, its events, and how worlds were lost.
+    """The state of a run: its slices, its events, and how worlds were lost.
 
-    A run makes progress if a world passes the newest step, or begins at a later one
-    than the world before: steps may be lost, and trained again.
+    A run makes progress if a world passes the newest step, or begins at a later step
+    than the world before: steps may be lost and trained again.
 
     Attributes:
-      asked_secs: when the hosts of a world were asked to leave, the last time.
+      asked_secs: when the hosts of a world were last asked to leave.
     """
 
     def __init__(
@@ -169,11 +169,11 @@ class _Run:
         self._quarantined: frozenset[int] = frozenset()
         self._world = 0
         self._slices: list[int] = []
-        # The steps done in this world, and by the run; those that the world began with;
-        # and its first one, or that of the world before.
+        # The last step of this world (0 before any), the last step of the run, the step
+        # from which the world resumed, and the first step of this or the last world.
         self._step = self._done = self._start = self._first = 0
-        # The worlds that were lost without progress. How the last one was, and after
-        # which step, until a world is past that.
+        # The worlds lost since the last progress; how and after which step the last one
+        # was lost, until a world is past that step.
         self._lost: list[WorldLostError] = []
         self._how, self._failed = "", 0
 
@@ -200,11 +200,11 @@ class _Run:
             self._cluster.wait(now.within_secs)
 
     def change(self) -> Decision | None:
-        """The decision for which a world has to end; None while it should go on."""
+        """The decision for which a world must end; None while it should continue."""
         slices, now = self._decide()
         if isinstance(now, Train):
             return None if [*now.slices] == self._slices else now
-        # A slice is about to be lost, and the others are too few without it.
+        # A slice is about to be lost, and the others alone are too few.
         is_leaving = not slices.present_secs.keys() >= {*self._slices}
         return now if is_leaving and self._policy.max_retries else None
 
@@ -229,7 +229,7 @@ class _Run:
         return slices, decided
 
     def emit(self, name: str, **fields: Any) -> None:
-        """Passes an event on; that of the end with the seconds of all worlds."""
+        """Passes an event on; adds the seconds of the whole run to `run_finished`."""
         now = self._clock()
         if name == "run_finished":
             fields["secs"] = now - self._began_secs
@@ -302,7 +302,7 @@ class _Run:
             raise end from (error.__cause__ if end is error else error)
 
     def end(self, error: errors.ElasticCkptError) -> None:
-        """Adds the verdict on the error with which the run ends."""
+        """Emits the verdict on the error that ends the run."""
         is_program = isinstance(error, ProgramFailedError)
         told = error.failures if is_program else [failures.of_exception(0, error)]
         self._judge(told, num_hosts=1, is_lost=False)
@@ -324,6 +324,6 @@ class _Run:
         """Notes that a world has ended.
 
         Args:
-          since: when a host was missing, or all were asked to leave.
+          since: when the first host failed, or all were asked to leave.
         """
         self._account = goodput.lost(self._account, since=since, time=self._clock())

@@ -1,6 +1,6 @@
-"""Requests for another number of slices: `scale.json` in the directory of a run.
+"""Requests to change the number of slices: `scale.json` in the directory of a run.
 
-`elastic-ckpt scale` writes the file, and whichever machine leads the run reads it. A
+`elastic-ckpt scale` writes the file, and the machine that leads the run reads it. A
 request lasts until the next one, or until the run is started again.
 """
 
@@ -18,12 +18,12 @@ from elastic_ckpt.elastic.decision import Policy
 
 FILE = "scale.json"
 _VERSION = 1
-# Between two looks at the file.
+# The time between two looks at the file.
 _LOOK_SECS = 2.0
 
 
 def write(run_directory: epath.PathLike, slices: int) -> None:
-    """Requests a number of slices of the run that is alive in a directory."""
+    """Requests that the live run in a directory continue on a number of slices."""
     content = checked_json.to_bytes({"slices": slices}, version=_VERSION)
     storage.write_atomic(os.path.join(run_directory, FILE), content)
 
@@ -34,11 +34,9 @@ def remove(run_directory: epath.PathLike) -> None:
 
 
 class ScaledPolicy:
-    """The policy of a run with at most as many slices as were requested last.
+    """The policy of a run, limited to the number of slices that was last requested.
 
-    Args:
-      run_directory: of the run.
-      policy: as configured; its bounds hold for requests, too.
+    The bounds of the configured policy limit requests, too.
     """
 
     def __init__(self, run_directory: epath.PathLike, policy: Policy) -> None:
@@ -48,14 +46,14 @@ class ScaledPolicy:
         self._next_secs = 0.0
 
     def __call__(self) -> Policy:
-        """The policy, which is another object after each request."""
+        """The policy; a new object after each request."""
         if time.monotonic() < self._next_secs:
             return self._policy
         self._next_secs = time.monotonic() + _LOOK_SECS
         try:
             content = self._path.read_bytes()
             if content != self._content:
-                # It is read once, also if it is none that can be.
+                # Parsed only once, even if it is malformed.
                 self._content = content
                 request = checked_json.parse(content, what="request", version=_VERSION)
                 slices, bounds = request["slices"], self._configured
@@ -64,5 +62,5 @@ class ScaledPolicy:
         except FileNotFoundError:
             pass
         except (checked_json.UnreadableError, *bucket_clients.failures()) as error:
-            logging.warning("%s is not read: %s", self._path, error)
+            logging.warning("%s cannot be read: %s", self._path, error)
         return self._policy

@@ -1,9 +1,9 @@
-"""The station of a machine: it starts hosts for whoever leads the run.
+"""The station of a machine: it starts hosts for the machine that leads the run.
 
-The leader gives its own machine the same orders as the others: in a call here, over a
-link there. A station owns what outlives worlds: the warm fork server, processes that
+The leader gives the same orders to all machines: to its own by a call, to the others
+over a link. A station owns what outlives worlds: the warm fork server, processes that
 stand by for the next world, the agents that serve the RAM of its slices, and the
-executables that its hosts have compiled. Hosts never outlive their station.
+executables that its hosts compiled. Hosts never outlive their station.
 
     orders    {start: [world, host], assignment, member, log}
               {tell: [world, host], text}   {signal: [world, host], number}
@@ -42,7 +42,7 @@ from elastic_ckpt.tiers.ram import machine
 # The numbers of a world, and of a host in it.
 Key: TypeAlias = tuple[int, int]
 LOOPBACK = "127.0.0.1"
-# A port stays reserved until the service of its world has bound it.
+# Ports that stay reserved: long enough for the service of a world to bind its own.
 _MOST_PORTS = 4
 
 
@@ -50,8 +50,8 @@ def warm_up(modules: Sequence[str]) -> None:
     """Starts the fork server, which imports `modules` while the caller continues.
 
     Args:
-      modules: that hosts import; importing them must start neither a thread nor a
-        backend of JAX.
+      modules: the modules that hosts import; importing them must not start a thread or
+        initialize a JAX backend.
     """
     forkserver.set_forkserver_preload(list(modules))
     with termination.held():
@@ -59,16 +59,15 @@ def warm_up(modules: Sequence[str]) -> None:
 
 
 class HostProcess:
-    """A child of the warm fork server, which waits for its task.
+    """A child of the warm fork server that waits for its task.
 
     Args:
-      example: a task that imports what the one to come imports; None if that comes at
-        once.
+      example: a task with the same imports as the one to come; None if the task comes
+        at once.
 
     Attributes:
-      channel: with its messages; it ends when the process has ended, and those that it
-        has forked.
-      ended: a descriptor that is readable when the process has ended.
+      channel: receives its messages; closes when the process and its forks have ended.
+      ended: a descriptor that becomes readable when the process has ended.
     """
 
     def __init__(self, example: host.Task | None = None) -> None:
@@ -87,18 +86,18 @@ class HostProcess:
             self.ended = os.open(os.devnull, os.O_RDONLY)
 
     def tell(self, message: bytes) -> None:
-        """Sends the process its task, or a message, unless it has ended."""
+        """Sends the process its task or an order, unless it has ended."""
         with contextlib.suppress(OSError):
             self.channel.send_bytes(message)
 
     def signal(self, number: int) -> None:
         """Sends the process a signal, unless it has ended."""
-        # Also if the fork server has ended.
+        # Works even if the fork server has ended.
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(self.ended, number)
 
     def wait(self) -> int:
-        """Waits for the end of the process, and returns its exit code."""
+        """Waits for the process to end; returns its exit code."""
         self._process.join()
         self.channel.close()
         os.close(self.ended)
@@ -111,16 +110,15 @@ class Station:
     Args:
       hardware: the slices and hosts of the run, and the devices of each host. A host
         that simulates several slices is one slice here.
-      slices: the numbers of those of this machine; None if it has all.
+      slices: the numbers of this machine's slices; None if it has all.
       memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
-      log_directory: for the output of hosts.
-      interface: the address by which other machines reach this one.
+      log_directory: the directory for the output of hosts.
+      interface: the address at which other machines reach this one.
 
     Attributes:
-      train: what each host of a world runs; whoever leads or follows sets it.
-      number: of this machine, from 0; each has as many slices.
-      num_machines: of the run.
-      hosts: those that have not ended.
+      train: the training function; must be set before hosts start.
+      number: the number of this machine; all machines have the same number of slices.
+      hosts: the hosts that have not ended.
     """
 
     train: TrainFunction
@@ -146,7 +144,7 @@ class Station:
         self._agents: dict[int, agent.AgentProcess] = {}
         self.hosts: dict[Key, HostProcess] = {}
         self._standing_by: collections.deque[HostProcess] = collections.deque()
-        # Of the host that was started last, and of one that has trained a step.
+        # The program of the last host started, and one that has trained a step.
         self._last: host.Program | None = None
         self._example: host.Program | None = None
         self._ports: list[socket.socket] = []
@@ -164,7 +162,7 @@ class Station:
 
     @property
     def hello(self) -> dict[str, Any]:
-        """What a leader has to know of this machine."""
+        """What a leader must know about this machine."""
         return {
             "agents": [each.address.url for each in self._agents.values()],
             "interface": self.interface,
@@ -172,7 +170,7 @@ class Station:
         }
 
     def do(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Carries out an order; returns the messages that it leads to."""
+        """Carries out an order; returns the messages that answer it."""
         match order:
             case {"start": [int(world), int(number)]}:
                 self._start((world, number), order)
@@ -199,11 +197,9 @@ class Station:
         return []
 
     def wait(self, secs: float, *extra: Any) -> Iterator[dict[str, Any]]:
-        """Waits for messages of hosts, or their ends; yields those that have come.
+        """Waits for messages from hosts, or their ends; yields them.
 
-        Args:
-          secs: how long, at most.
-          *extra: what ends the waiting when it is readable.
+        A readable object in `extra` ends the wait, too.
         """
         hosts = dict(self.hosts)
         waited = [
@@ -215,7 +211,7 @@ class Station:
                 yield {"host": [*key], **self._read(key, each)}
 
     def _read(self, key: Key, sender: HostProcess) -> dict[str, Any]:
-        # Processes that a host has forked keep its channel open, which has no message.
+        # A channel without a message may stay open: processes forked by a host hold it.
         with contextlib.suppress(EOFError, OSError):
             if sender.channel.poll():
                 message = json.loads(sender.channel.recv_bytes())
@@ -225,7 +221,7 @@ class Station:
         return {"exit": self.hosts.pop(key).wait()}
 
     def stand_by(self) -> None:
-        """Starts a process for the next world, if there are too few; called often."""
+        """Starts a process for the next world if too few stand by; called often."""
         if self._example is not None and (
             len(self._standing_by) < self._owned.most_hosts
         ):
@@ -233,24 +229,24 @@ class Station:
             self._standing_by.append(HostProcess(example))
 
     def end_hosts(self) -> None:
-        """Ends all hosts at once."""
+        """Kills all hosts."""
         for each in self.hosts.values():
             each.signal(signal.SIGKILL)
         while self.hosts:
             self.hosts.popitem()[1].wait()
 
     def close(self) -> None:
-        """Ends the hosts and agents, and removes the executables."""
+        """Kills the hosts and ends what outlives them."""
         self._resources.close()
 
     def program(self, assignment: Assignment) -> host.Program:
-        """What each host of this machine does in a world."""
+        """The program of each host of this machine in a world."""
         return functools.partial(
             host.run_host, self.train, self.hardware, assignment, self._owned
         )
 
     def _start(self, key: Key, order: Mapping[str, Any]) -> None:
-        # Logs are in the directory that this machine has configured.
+        # Puts logs into the directory that is configured on this machine.
         directory = f"{self.log_directory}/{os.path.basename(order['log'])}"
         storage.make_directory(directory)
         assignment = codec.decode(Assignment, order["assignment"])
@@ -262,7 +258,7 @@ class Station:
         self.hosts[key].tell(pickle.dumps(task))
 
     def _waiting(self) -> HostProcess:
-        # A process without a task: one that stood by, unless it has died, or a new one.
+        # Returns a process without a task: a live one that stands by, or a new one.
         while self._standing_by:
             first = self._standing_by.popleft()
             if not first.channel.poll():
@@ -271,8 +267,8 @@ class Station:
         return HostProcess()
 
     def _reserve(self) -> None:
-        # The OS chooses the port and reserves it while the socket is open. gRPC servers
-        # also bind with SO_REUSEPORT, and only a listening socket accepts connections.
+        # The OS chooses the port, which stays reserved while the socket is open. gRPC
+        # servers, too, bind with SO_REUSEPORT; only their listening socket accepts.
         reserved = socket.socket()
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reserved.bind((self.interface, 0))
@@ -281,11 +277,11 @@ class Station:
             self._ports.pop(0).close()
 
     def _serve(self, number: int) -> None:
-        # The agent outlives worlds, so that the next one reads from it at once.
+        # The agent outlives worlds, so that the next world can read from it at once.
         if self._memory is None or number in self._agents:
             return
         root = self._memory.root(number)
-        machine.machine_id(root)  # Makes the directory.
+        machine.machine_id(root)  # Creates the directory.
         self._agents[number] = agent.AgentProcess(
             agent.Service(
                 root=root,
@@ -296,13 +292,13 @@ class Station:
         )
 
     def _forget(self, agents: Sequence[str]) -> None:
-        # The next world does not wait for them.
+        # So that the next world does not wait for lost agents.
         for number, url in itertools.product(self._agents, agents):
             assert self._memory is not None
             run_files.forget_agent(self._memory.root(number), url)
 
     def _end_all(self) -> None:
-        # Those that stand by end as hosts do.
+        # Ends the processes that stand by like hosts.
         self.hosts |= {(0, -n): each for n, each in enumerate(self._standing_by)}
         self.end_hosts()
         while self._agents:

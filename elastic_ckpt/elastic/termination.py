@@ -1,11 +1,11 @@
 """SIGTERM or Ctrl-C: the run saves and ends after a step that all hosts agree on.
 
 Launchers send SIGTERM and some time later SIGKILL. In a world of several processes
-JAX's preemption service takes the signal on any host and chooses the step. A single
-process has a `Notice`, and ends without saving when the time is over. The supervisor of
-a world has a `Notice`, too: it forwards the signal, and kills the hosts when the time
-is over. In a program that is `ending`, a first Ctrl-C is a SIGTERM to this process, and
-a second one ends it without saving.
+JAX's preemption service handles the signal on any host and chooses the step. A single
+process has a `Notice`, and exits without saving when the time is over. The supervisor
+of a world has a `Notice`, too: it forwards the signal, and kills the hosts when the
+time is over. Within `ending`, the first Ctrl-C acts like SIGTERM, and the second ends
+the process without saving.
 """
 
 from __future__ import annotations
@@ -27,23 +27,21 @@ _interrupted = threading.Event()
 
 
 def exit_code() -> int:
-    """The exit status that a shell reports for a process ended by what has asked."""
+    """The exit status that shells use for the signal that asked the run to end."""
     return 128 + (signal.SIGINT if _interrupted.is_set() else signal.SIGTERM)
 
 
 def cause() -> str:
-    """What has asked the run to end, for messages."""
+    """What asked the run to end, for messages."""
     return "Ctrl-C" if _interrupted.is_set() else "SIGTERM"
 
 
 @contextlib.contextmanager
 def ending(program: str) -> Iterator[None]:
-    """Ends this program at SIGTERM while the block runs, and takes Ctrl-C as SIGTERM.
+    """Ends this program at SIGTERM while the block runs, and treats Ctrl-C as SIGTERM.
 
-    What trains within has a `Notice` of the signal, to save. For the main thread.
-
-    Args:
-      program: that says so.
+    Training inside the block opens a `Notice`, in order to save first. Only for the
+    main thread.
 
     Raises:
       SystemExit: with `exit_code`, at the signal.
@@ -55,8 +53,8 @@ def ending(program: str) -> Iterator[None]:
 
     def interrupted(*_: object) -> None:
         if _interrupted.is_set():
-            _say("elastic-ckpt: interrupted again, and ended at once")
-            # Processes that this one has started end with it.
+            _say("elastic-ckpt: interrupted again; ending at once")
+            # Processes that this one started end with it.
             os._exit(exit_code())
         _interrupted.set()
         _say("elastic-ckpt: saving and ending; Ctrl-C again ends at once")
@@ -77,16 +75,12 @@ def _handled(number: signal.Signals, handler: Callable[..., object]) -> Iterator
 
 
 def call_beside(call: Callable[[], object]) -> None:
-    """Calls a function in a thread after SIGTERM, beside a handler of others.
+    """Calls a function in a thread after SIGTERM, in addition to the present handler.
 
-    It may be called more than once for a signal. Signals that are delivered to a thread
-    that is none of Python's are missed; the main thread gets them as long as it does
-    not block them.
-
-    Args:
-      call: the function; the handler outside of Python stays in force.
+    May call it more than once per signal. Misses signals delivered to threads that
+    Python did not start; the main thread gets them as long as it does not block them.
     """
-    # `faulthandler` writes a stack into a pipe, and runs the handler of before.
+    # `faulthandler` writes a stack into a pipe, then runs the previous handler.
     reader, writer = os.pipe()
     faulthandler.register(signal.SIGTERM, file=writer, all_threads=False, chain=True)
 
@@ -100,11 +94,11 @@ def call_beside(call: Callable[[], object]) -> None:
 
 
 class Notice:
-    """Receives SIGTERM while it is open, instead of ending the process.
+    """Receives SIGTERM while it is open, so that it does not end the process.
 
-    Its descriptor is readable at once after a signal, even while the main thread
-    compiles or waits. Other threads than the main one get no signals, and none here. If
-    it is closed before the first SIGTERM is received, the handler of before gets it.
+    Its descriptor becomes readable at once after a signal, even while the main thread
+    compiles or waits. Opened in another thread, it receives no signals. A SIGTERM that
+    arrived but was not received before it closes goes to the previous handler.
 
     Attributes:
       has_received: whether `received` has returned True.
@@ -131,34 +125,31 @@ class Notice:
             signal.raise_signal(signal.SIGTERM)
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable after a signal."""
+        """The descriptor, which becomes readable after a signal."""
         return self._reader.fileno()
 
     def received(self) -> bool:
-        """Waits for a signal; returns whether it is SIGTERM.
-
-        Returns False, too, if another thread calls `stop`.
-        """
+        """Waits for a signal or `stop`; returns whether it was SIGTERM."""
         is_sigterm = signal.SIGTERM in self._reader.recv(4096)
         self.has_received |= is_sigterm
         return is_sigterm
 
     def is_coming(self) -> bool:
-        """Whether `received` returns at once."""
+        """Whether `received` would return at once."""
         return bool(connection.wait([self._reader], 0))
 
     def _note(self, *_: object) -> None:
         self._has_come = True
 
     def stop(self) -> None:
-        """Ends `received` in another thread."""
+        """Makes `received` return in another thread."""
         self._writer.send(bytes(1))
 
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Blocks SIGTERM, until `agreed`, in processes that are started in the block."""
-    # Starting the tracker would unblock the signal, so it is started before.
+    """Blocks SIGTERM in processes started in the block, until they call `agreed`."""
+    # Starting the tracker later would unblock the signal.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
@@ -171,14 +162,14 @@ def held() -> Iterator[None]:
 def agreed() -> Iterator[Callable[[int], bool]]:
     """Yields a function that returns whether the hosts leave after a number of steps.
 
-    For a world of several processes. Every host calls it after each step, and gets the
-    same result. A signal before the first call ends the run after it.
+    For a world of several processes. Every host calls it after each step and gets the
+    same result. A signal before the first call ends the run after that call.
     """
     from jax.experimental import multihost_utils
 
     # The checkpointer asks the same service.
     with preemption.counting():
-        # One that arrived while it was held is delivered now.
+        # A signal that arrived while it was blocked is delivered now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         yield functools.partial(
             preemption.reached, ask=multihost_utils.reached_preemption_sync_point
@@ -189,15 +180,11 @@ def agreed() -> Iterator[Callable[[int], bool]]:
 def in_this_process(
     *, grace_secs: float, ended: Callable[[], None], emit: events.Emit
 ) -> Iterator[Callable[[int], bool]]:
-    """`agreed` for a process that is alone in its world, and watches the time, too.
+    """`agreed` for a process that is alone in its world, with a time limit.
 
-    It ends without saving if the block takes longer than the grace period after the
-    signal, and at a signal before the first call, when there is nothing to save.
-
-    Args:
-      grace_secs: the time limit of the block after the signal.
-      ended: called before the process ends, in another thread.
-      emit: called for `stop_requested`, in another thread.
+    The process exits without saving if the block takes longer than `grace_secs` after
+    the signal. At a signal before the first call it exits at once: there is nothing to
+    save. Calls `ended` before it exits, and `emit`, in another thread.
     """
     has_trained, is_over = threading.Event(), threading.Event()
 

@@ -1,25 +1,26 @@
 """Finds the hosts of a world that hang or are slow although their processes live.
 
-A host sends a heartbeat each second from a thread, and a note when its program begins
-another phase.
+A thread of each host sends a heartbeat every second, and a message whenever the program
+begins another phase.
 
-*Hangs.* A host whose heartbeats stop is stopped, frozen or out of memory. If they go on
-and no host begins anything new in its time, the world hangs: in a collective, a
-restore, a compilation. The culprits are the hosts that are behind the others, if any. A
-host may take `_PATIENCE` times the longest that it has itself taken for a phase in this
-world, at least `_LEAST_SECS`, and at most a configured bound; for a phase that it has
-not ended yet, or that differs each time (`_UNLIKE`), it may take that bound. What other
-hosts took says nothing: one may have found its program in a cache. As long as one host
-is within its time the others wait for it, and nothing hangs. In `CLOSE` hosts wait for
-uploads, for any time. A host that does not reach host 0 (`REACH`) within `_REACH_SECS`
-of host 0's start is lost; if most do not, host 0 is.
+*Hangs.* A host whose heartbeats stop is stopped, frozen or out of memory. If they
+continue but no host begins anything new within its time limit, the world hangs: in a
+collective, a restore, a compilation. The culprits are the hosts behind the others, if
+any. A host's limit for a phase is `_PATIENCE` times the longest that it has itself
+taken for that phase in this world, at least `_LEAST_SECS` and at most a configured
+bound. The bound itself applies to a phase that it has not finished before, or whose
+length varies (`_UNLIKE`). Times of other hosts say nothing: one may have found its
+program in a cache. As long as one host is within its limit, the others wait for it, and
+nothing hangs. In `CLOSE` hosts wait for uploads without limit. A host that does not
+reach host 0 (`REACH`) within `_REACH_SECS` of host 0's start is lost; if most hosts do
+not, host 0 is.
 
 *Slow hosts.* All hosts wait for the slowest one in the same collectives, so a step
-takes equally long on each. A heartbeat therefore has the time that its host alone
-spent: `late` waking up (it was stopped, or got no processor), waiting for `data`, and
+takes equally long on each. A heartbeat therefore reports the time that its host alone
+spent: `late` waking up (it was stopped, or got no processor), waiting for `data`, or
 blocked in a `save`. A host is slow if such a time is at least `LEAST_PERCENT` of a
 window and more than `RATIO` times the median of the other hosts, in `WINDOWS` windows
-in a row. A host whose devices alone are slow shows none of these times.
+in a row. A host with slow devices shows none of these times.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from collections.abc import Iterator, Mapping
 _PATIENCE = 10
 _LEAST_SECS = 60.0
 _REACH_SECS = 30.0
-# The longest time between two looks at the hosts that counts.
+# Of the time between two looks at the hosts, at most this much counts.
 _LOOK_SECS = 1.0
-# A host reaches host 0, and there joins, when all have reached it.
+# A host first reaches host 0; it joins when all have reached it.
 REACH = "reach"
 JOIN = "join"
 TRAIN = "train"
 CLOSE = "close"
 COMPILE = "compile"
 RESTORE = "restore"
-# Of a training function that names no phases; of another program, or from a cache; from
-# RAM, or from storage.
+# Phases whose length varies: a training function may name no phases; programs differ
+# and may come from a cache; a restore reads from RAM or storage.
 _UNLIKE = frozenset((TRAIN, COMPILE, RESTORE))
 
 LATE = "late"
@@ -55,7 +56,7 @@ RATIO = 3.0
 _MEANINGS = {
     LATE: "it was stopped, or had no processor,",
     "data": "it waited for its data",
-    "save": "it was blocked by capturing the state of its data",
+    "save": "it was blocked while capturing its data state",
 }
 
 
@@ -64,10 +65,10 @@ class Limits:
     """How long the hosts of a run may take before they count as lost.
 
     Attributes:
-      most_secs: the longest that a step, or another phase such as a restore, may take.
-        Once a run has taken steps, a multiple of the longest one counts, if less.
-      heartbeat_secs: a host whose process sends no heartbeat for so long is lost.
-      grace_secs: how long hosts have, after SIGTERM, to save and to end.
+      most_secs: the time limit of a step, or of another phase such as a restore. Once a
+        host has done steps, a multiple of its longest one is the limit, if shorter.
+      heartbeat_secs: a host that sends no heartbeat for this long is lost.
+      grace_secs: how long hosts have to save and end after SIGTERM.
     """
 
     most_secs: float = 600.0
@@ -77,12 +78,11 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hang:
-    """Hosts that hang.
+    """A hang of a world.
 
     Attributes:
-      hosts: the culprits; empty if all hosts are equally far.
-      why: what is missing, since when.
-      secs: for how long.
+      hosts: the culprits; empty if no host is behind the others.
+      why: what is missing, and for how long.
     """
 
     hosts: frozenset[int]
@@ -92,11 +92,11 @@ class Hang:
 
 @dataclasses.dataclass(kw_only=True)
 class _Host:
-    """What a host has told: its phase, how many it has begun, and when.
+    """What a host has reported: its phase, since when, and how many it has begun.
 
     Attributes:
-      spent_secs: what it alone spent time on in the present window, by kind.
-      slow: in how many windows in a row it was slow, by kind.
+      spent_secs: by kind, the time that it alone spent in the current window.
+      slow: by kind, the number of windows in a row in which it was slow.
     """
 
     since_secs: float = 0.0
@@ -115,27 +115,21 @@ class _Host:
 class Watch:
     """Watches the hosts of one world.
 
-    Its clock goes on only while `look` is called often. Time in which this process
-    stood still does not count: messages wait to be received, or the hosts stood still
-    with it, on a machine that was paused. Nor does the time in which hosts that are
-    prepared wait for their world to begin.
-
-    Args:
-      limits: of the run.
-      hosts: how many there are.
-      now_secs: the time, of any clock that does not go back.
+    Its clock advances only while `look` is called often. Time in which this process was
+    frozen does not count: messages are still to be received, or the whole machine was
+    paused. Nor does the time in which prepared hosts wait for their world to begin.
     """
 
     def __init__(self, limits: Limits, hosts: int, *, now_secs: float) -> None:
         self._limits = limits
         self._looked_secs = now_secs
-        # The time of its clock, and when the present window of slow hosts began.
+        # The time on its own clock, and when the current window began.
         self._secs = self._window_secs = 0.0
-        # Those that have not ended.
+        # The hosts that have not ended.
         self._hosts = {host: _Host() for host in range(hosts)}
 
     def look(self, *, now_secs: float) -> None:
-        """Notes that messages of the hosts are received now; called often."""
+        """Advances the clock, as messages are received now; called often."""
         self._secs += min(now_secs - self._looked_secs, _LOOK_SECS)
         self._looked_secs = now_secs
 
@@ -147,9 +141,9 @@ class Watch:
         """Notes a heartbeat.
 
         Args:
-          host: its number.
+          host: the host that sent it.
           begun: how many phases it has begun.
-          spent_secs: what it alone spent time on since the last one, by kind.
+          spent_secs: by kind, the time that it alone spent since the last heartbeat.
         """
         told = self._hosts[host]
         told.heartbeat_secs = self._secs
@@ -158,13 +152,7 @@ class Watch:
             self.begin(host, told.phase, begun)
 
     def begin(self, host: int, phase: str, begun: int) -> None:
-        """Notes that a host begins a phase, or the same phase once more.
-
-        Args:
-          host: its number.
-          phase: that begins.
-          begun: how many phases it has begun with this one.
-        """
+        """Notes that a host begins a phase, or the same phase again, its `begun`-th."""
         told = self._hosts[host]
         longest_secs = told.longest_secs.get(told.phase, 0.0)
         told.longest_secs[told.phase] = max(longest_secs, self._secs - told.since_secs)
@@ -175,7 +163,7 @@ class Watch:
         self._hosts.pop(host, None)
 
     def hang(self) -> Hang | None:
-        """The hosts that hang; None if none does."""
+        """The hang of the world; None if it does not hang."""
         silent = {
             host: self._secs - told.heartbeat_secs
             for host, told in self._hosts.items()
@@ -193,7 +181,7 @@ class Watch:
             for host, told in self._hosts.items()
             if told.phase != CLOSE
         }
-        # The others wait for one that is within its time.
+        # The others wait for a host that is within its limit.
         if not waited_secs or any(
             secs <= self._most_secs(host) for host, secs in waited_secs.items()
         ):
@@ -208,7 +196,7 @@ class Watch:
         )
 
     def behind(self) -> frozenset[int]:
-        """The hosts that the others wait for; empty if all are equally far."""
+        """The hosts that the others wait for; empty if none is behind."""
         least = min((told.begun for told in self._hosts.values()), default=0)
         behind = frozenset(h for h, told in self._hosts.items() if told.begun == least)
         if len(behind) == len(self._hosts):
@@ -221,7 +209,7 @@ class Watch:
         """Yields the hosts that have become slow since the last call.
 
         Yields:
-          The host, the phase that it is slow in, and what it spends its time on.
+          The host, the phase in which it is slow, and what it spends its time on.
         """
         secs = self._secs - self._window_secs
         if secs < WINDOW_SECS:
@@ -242,18 +230,18 @@ class Watch:
                     f"{_MEANINGS[kind]} {percent:.0f} % of the time, other hosts"
                     f" {median:.0f} %"
                 )
-                # A host that is late is so in any phase.
+                # A host is late in any phase; other kinds are themselves phases.
                 yield host, told.phase if kind == LATE else kind, why
         for told in heard.values():
             told.spent_secs.clear()
 
     def _most_secs(self, host: int) -> float:
-        # How long a host may be in its phase.
+        # The time limit of a host in its phase.
         told, most_secs = self._hosts[host], self._limits.most_secs
         if told.phase == JOIN and any(e.phase == REACH for e in self._hosts.values()):
             return -1.0
         if told.phase == REACH and self.phase(0) == JOIN:
-            # From when host 0 listens.
+            # Counts from when host 0 listens.
             late_secs = max(0.0, self._hosts[0].since_secs - told.since_secs)
             reach_secs = max(_REACH_SECS, self._limits.heartbeat_secs)
             return late_secs + min(reach_secs, most_secs)

@@ -1,4 +1,4 @@
-"""A world as the training function receives it: the hosts that train together."""
+"""A world, the hosts that train together, as the training function receives it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ with epy.lazy_imports():
     from elastic_ckpt.core import topology
     from elastic_ckpt.tiers import choices
 
-# "stop": save and return, and the run ends. "resume": save and return, and the run
-# continues in another world.
+# "stop": save and return; the run ends. "resume": save and return; the run continues in
+# another world.
 Leaving = Literal["stop", "resume"]
 
 
 class DeviceState:
-    """The state that a world has handed over, until another world takes it."""
+    """The state that a world leaves on the devices until the next world takes it."""
 
     # What identifies the state, and its leaves.
     _kept: tuple[object, list[jax.Array]] = (None, [])
@@ -45,15 +45,10 @@ class DeviceState:
         self._kept = (None, [])
 
     def take(self, step: int, abstract_state: Any, emit: events.Emit) -> Any:
-        """The state under other shardings, if it can be read; it is kept no longer.
-
-        Args:
-          step: the steps that are done.
-          abstract_state: the pytree of shapes, dtypes and shardings.
-          emit: called when the state is taken.
+        """Moves the state to other shardings, and no longer keeps it.
 
         Returns:
-          None if there is no such state.
+          The state; None if there is no such state, or it cannot be read.
         """
         began_secs = time.monotonic()
         wanted, structure = jax.tree.flatten(abstract_state)
@@ -62,7 +57,7 @@ class DeviceState:
         shapes = [(leaf.shape, leaf.dtype) for leaf in wanted]
         if form != (step, structure, shapes):
             return None
-        # The last first: each leaf is released when it was moved.
+        # Pops from the end: each leaf is released once it was moved.
         leaves.reverse()
         try:
             moved = [jax.device_put(leaves.pop(), each.sharding) for each in wanted]
@@ -81,21 +76,21 @@ class DeviceState:
 
 @dataclasses.dataclass(kw_only=True)
 class BetweenWorlds:
-    """What a world shares with those before and after it, and how it is left for them.
+    """What a world shares with the worlds before and after it, and how hosts leave it.
 
     Attributes:
       emit: called for each event of the world.
-      ask: returns how the world is left after a number of steps, the same on all hosts;
-        not called after the first answer.
-      await_check: returns when the devices of this host have shown that they are sound:
-        before, no step of theirs counts, and none is saved.
-      compiled: compiles a jitted function, or takes what an earlier world has compiled.
+      ask: returns how hosts leave the world after a number of steps, the same on all
+        hosts; None to stay. Not called again after an answer.
+      await_check: waits until the devices of this host have passed their check: before,
+        no step counts or is saved.
+      compiled: compiles a jitted function, or loads what an earlier world compiled.
       claimant: claims the world for this start of the run; None claims no worlds.
       device_state: the state that stays on the devices, if the process does.
-      answer: the first one; None until the world is to be left.
-      step: the steps that are done then, or were when it was last asked; 0 before.
-      loses_memory: whether a host loses its memory when it leaves, so that copies have
-        to be made before.
+      answer: the first answer of `ask`; None until hosts leave.
+      step: the number of steps done when `ask` was last called; 0 before.
+      loses_memory: whether a host loses its memory when it leaves, so that copies must
+        be made first.
     """
 
     emit: events.Emit = events.nobody
@@ -115,7 +110,7 @@ class BetweenWorlds:
         self.emit(name, **fields)
 
     def leaving(self, step: int) -> Leaving | None:
-        """See `World.leaving`; reports the steps of programs that do not."""
+        """See `World.leaving`; emits `step_done` for programs that emit no steps."""
         self.await_check()
         if not self._emits_steps:
             self.emit("step_done", step=step)
@@ -124,9 +119,9 @@ class BetweenWorlds:
         return self.answer
 
     def resumes(self) -> bool:
-        """Whether the hosts have agreed to leave for another world of the run.
+        """Whether the hosts have agreed to leave for the next world of the run.
 
-        That makes the backups that are still owed.
+        The next world completes pending backups.
         """
         return self.answer == "resume"
 
@@ -139,22 +134,22 @@ class World:
 
     Attributes:
       number: the number of the world, from 1 at each start of the run.
-      slices: the numbers of its slices, in the order of the mesh.
+      slices: the numbers of its slices, in mesh order.
       slice_name: the name of this host's slice.
-      rows: rows of a global batch; 0 if the training function chooses them.
+      rows: the rows of a global batch; 0 if the training function chooses them.
       devices: the devices of the world, if a single controller has more; None means all
         devices.
       ram_directory: the directory of the run on this slice's RAM disk, for
         `ec.Local(world.ram_directory)`; None if the cluster has no RAM disk.
-      microbatches: into how many equal parts a device divides its rows of a batch so
-        that they fit into its memory; the gradients of the parts are summed.
-      emit: call it with an event to report it.
+      microbatches: the number of equal parts into which a device divides its rows so
+        that they fit into its memory; sum the gradients of the parts.
+      emit: reports an event.
       leaving: call it after each step, on all hosts, with the number of steps that are
         done. Returns the same on all hosts: None to continue, `"stop"` to save and
         return because the run ends, `"resume"` to save and return because the run
         continues in another world.
       begin: call it with the name of a phase (`restore`, `step`, `evaluate`) whenever
-        it begins, so that a hang in it is found sooner.
+        one begins, so that a hang in it is found sooner.
     """
 
     number: int
@@ -172,12 +167,12 @@ class World:
     def compiled(
         self, jitted: Any, *arguments: Any, step: int = 0
     ) -> Callable[..., Any]:
-        """Compiles a jitted function, or takes what an earlier world has compiled.
+        """Compiles a jitted function, or loads what an earlier world compiled.
 
         Args:
-          jitted: a function of `jax.jit`, the same on all hosts.
+          jitted: a function from `jax.jit`, the same on all hosts.
           *arguments: its positional arguments: arrays, or abstract ones with shardings.
-          step: the step that it is compiled for, which events report.
+          step: the step to report in events.
 
         Returns:
           The compiled function.
@@ -200,8 +195,8 @@ class World:
     def put_state(self, step: int, state: Any) -> None:
         """Leaves a saved state in device memory for the next world.
 
-        That saves restoring it, where the process and its devices stay. Call it before
-        the training function returns.
+        If the process keeps its devices, the next world need not restore the state.
+        Call it before the training function returns.
 
         Args:
           step: the number of steps that are done.
@@ -211,7 +206,7 @@ class World:
             self._between.device_state.put(step, state)
 
     def take_state(self, step: int, abstract_state: Any) -> Any:
-        """The state that the world before this one has left in device memory.
+        """The state that the previous world left in device memory.
 
         Args:
           step: the newest saved step.
@@ -229,12 +224,13 @@ class World:
         run: str | None = None,
         emit: events.Emit | None = None,
     ) -> frontend.Checkpointer:
-        """Makes the checkpointer of this world; every host calls it alike.
+        """Creates the checkpointer of this world; all hosts pass the same arguments.
 
         Args:
           tiers: as for `ec.Checkpointer`; `ec.Local` needs `world.ram_directory`.
           run: the name of the run, as for `ec.Checkpointer`.
-          emit: called with its events; by default `world.emit`, which has to get them.
+          emit: called with its events; by default `world.emit`, which must receive them
+            in any case.
 
         Raises:
           ConfigError: if `ec.Local` has another directory.
@@ -249,8 +245,8 @@ class World:
             ):
                 raise errors.ConfigError(
                     f"Local({os.fspath(tier.directory)!r}) is not where the agent of"
-                    f" slice {self.slice_name} serves ({self.ram_directory}), so that"
-                    " other hosts would not find its steps; use"
+                    f" slice {self.slice_name} serves ({self.ram_directory}), so other"
+                    " hosts would not find its steps; use"
                     " ec.Local(world.ram_directory, ...)"
                 )
         return frontend.Checkpointer(
@@ -261,7 +257,7 @@ class World:
             world=run_world.RunWorld(
                 number=self.number,
                 claimant=self._between.claimant,
-                # A process that goes on makes its backups itself, before it leaves.
+                # A process that continues finishes its backups before it leaves.
                 is_left=lambda: self.devices is None and self._between.resumes(),
                 loses_memory=lambda: self._between.loses_memory,
                 await_check=self._between.await_check,

@@ -2,25 +2,25 @@
 
     goodput percent = 100 * productive / (productive + all losses)
 
-Everything is computed from the events of a run and their times. The time between two
-events has one cause, so that the parts add up to the whole. It begins when the process
-that keeps the journal starts, and does not include times without such a process. Until
-the first step of a world the cause is the phase that began last (`core.events`).
+Everything is computed from a run's events and their times. The time between two events
+has one cause, so the parts add up to the total. The total begins when the process that
+keeps the journal starts, and excludes time without such a process. Until the first step
+of a world the cause is the phase that began last (`core.events`).
 
 productive  from one logged step to the next, if no earlier world had trained it
 again       the same, for a step that an earlier world had trained: lost steps
-save        the loop was blocked by a save (`save_blocked`)
+save        a save blocked the loop (`save_blocked`)
 evaluate    an evaluation (`evaluated`)
-validate    copies of the state were compared (`validated`)
-end         from the last logged step of a world until its end: a failure is detected,
-            what was trained of the next step is lost, the last uploads are awaited;
-            likewise until the run goes back to storage (`restore_distrusted`)
+validate    a comparison of replicas of the state (`validated`)
+end         from the last logged step of a world to its end: detecting a failure, losing
+            the step in progress, awaiting the last uploads; likewise until the run
+            returns to a step in storage (`restore_distrusted`)
 wait        `waiting_for_slices`
 decide      until the slices of a world are known
 start       until its processes have joined
-prepare     until the job is assembled, and the newest step found
-restore     until state and data are restored, or a run went back (`rolled_back`)
-compile     until the first batch is read, and the step compiled or loaded
+prepare     until the job is assembled and the newest step is found
+restore     until state and data are restored, or a run has rolled back (`rolled_back`)
+compile     until the first batch is read, and the step is compiled or loaded
 first_step  until the first step of a world
 """
 
@@ -36,7 +36,7 @@ from elastic_ckpt.core import events, metrics, storage
 CAUSES = tuple(metrics.GOODPUT_SECS)
 # The causes of a recovery, as the event `recovered` names them.
 PHASES = ("end", "decide", "start", "prepare", "restore", "compile", "step")
-# The causes of phases before the first step of a world; of all others it is `end`.
+# The causes of phases before the first step of a world; other phases belong to `end`.
 _CAUSES = {
     "choosing slices": "decide",
     "waiting for slices": "wait",
@@ -47,12 +47,12 @@ _CAUSES = {
     "compiling": "compile",
     "training": "first_step",
 }
-# Phases that a world may begin between two steps.
+# Phases that may begin between two steps of a world.
 _OF_STEPS = (
     *("", "training", "compiling", "reading the first batch"),
     *("leaving for other slices", "saving before the end"),
 )
-# Events whose seconds are within those of a step.
+# Events whose seconds are part of a step's.
 _WITHIN = {
     "save_blocked": "save",
     "evaluated": "evaluate",
@@ -68,12 +68,11 @@ class Account:
     """The seconds of a run by cause, up to an event.
 
     Attributes:
-      time: of the last event that ended a part, in seconds on any clock.
-      secs: by cause.
-      newest_step: the most steps that were ever done.
-      phase: that began last, before the first step of a world; empty after it.
-      within: by cause, the seconds since `time` that are not those of a step.
-      before: `secs` when the recovery under way began; None if there is none.
+      time: the time of the last event that ended a part, in seconds on any clock.
+      newest_step: the most steps ever done.
+      phase: the last phase to begin before the first step of a world; empty after it.
+      within: by cause, the seconds since `time` that do not belong to a step.
+      before: `secs` when the current recovery began; None if there is none.
     """
 
     time: float
@@ -91,7 +90,7 @@ class Account:
         return 100 * self.secs["productive"] / max(sum(self.secs.values()), 1e-9)
 
     def recovered(self) -> dict[str, Any] | None:
-        """The seconds of `recovered` after a first step; None if nothing was lost."""
+        """The seconds of the event `recovered`; None unless a recovery has ended."""
         if self.before is None or self.phase:
             return None
         spent = {cause: self.secs[cause] - self.before[cause] for cause in CAUSES}
@@ -104,14 +103,7 @@ class Account:
 def after(
     account: Account, name: str, fields: Mapping[str, storage.Json], *, time: float
 ) -> Account:
-    """The account after one more event.
-
-    Args:
-      account: up to this event.
-      name: of the event.
-      fields: of the event.
-      time: of the event, on the clock of the account.
-    """
+    """The account after an event, whose time is on the clock of the account."""
     begins = events.NAMES[name].begins
     if name == "restore_distrusted" and fields.get("to_step") is not None:
         begins = "restoring"
@@ -132,15 +124,12 @@ def after(
 
 
 def lost(account: Account, *, since: float, time: float) -> Account:
-    """The account when a world has ended, and a recovery begins.
+    """The account when a world has ended and a recovery begins.
 
-    Args:
-      account: up to its last event.
-      since: the time when the first host was missing, or all were asked to leave.
-      time: now.
+    `since` is when the first host failed, or all were asked to leave.
     """
     ended = _ended(account, "end", time)
-    # A world that was lost before its first step is a part of the same recovery.
+    # A world lost before its first step is part of the same recovery.
     before = account.before or {
         **ended.secs,
         "end": ended.secs["end"] - (time - since),
@@ -149,7 +138,7 @@ def lost(account: Account, *, since: float, time: float) -> Account:
 
 
 def _ended(account: Account, cause: str, time: float) -> Account:
-    # Ends a part, without what has other causes.
+    # Ends a part; time within it that has other causes is theirs.
     left = max(0.0, time - account.time)
     secs = dict(account.secs)
     for each, within in account.within.items():
@@ -166,12 +155,11 @@ class RunMetrics:
     """An `Emit` that passes events on and records the metrics of the run.
 
     The process that keeps the journal records them. It outlives worlds, so each series
-    goes on when slices are lost or return.
+    continues when slices are lost or rejoin.
 
     Args:
       emit: called for each event, before its metrics are recorded.
-      newest_step: the steps that earlier starts of the run have done.
-      clock: the time in seconds.
+      newest_step: the number of steps that earlier starts of the run did.
     """
 
     def __init__(
@@ -210,14 +198,14 @@ class RunMetrics:
             self._missing |= {fields["slice"]}
         values["missing"] = len(self._missing)
         for field, metric in _OF_EVENTS.get(name, {}).items():
-            # A loop of the user's own may not report them all.
+            # A user's own loop may not report all fields.
             if values.get(field) is not None:
                 metric.record(float(values[field]))
 
 
 # Events after which a slice is not used until it returns.
 _MISSING = ("slice_lost", "slice_preempted", "slice_refused", "slice_quarantined")
-# What events record: a field, or that they happened.
+# The metrics of events: of a field, or "" to count the event.
 _OF_EVENTS: dict[str, dict[str, metrics.Metric]] = {
     "step": {
         "step": metrics.TRAIN_STEPS,

@@ -1,8 +1,8 @@
-"""Shows a run's events: one line that moves on a terminal, a few lines elsewhere.
+"""Shows a run's events: one updating line on a terminal, a few lines elsewhere.
 
-`core.events` has the line of each event and the phase that begins with it. After some
-seconds without an event the current phase is repeated, which distinguishes a run that
-starts, compiles or saves from one that hangs.
+`core.events` has the line of each event and the phase that it begins. After some
+seconds without an event the current phase is shown again, which distinguishes a run
+that starts, compiles or saves from one that hangs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _SILENCE_SECS = 4.5
 # In a log, only a step that takes much longer than the others breaks the silence.
 _SLOW_STEP_RATIO = 10
 _WORLD = "{hosts:count host}, {slices:count slice}, {devices:count device}"
-# The step times of which a line shows the rate.
+# The number of recent steps whose rate a line shows.
 _RECENT_STEPS = 10
-# What the line of a step says of saves from then on.
+# What the lines of later steps say about saves.
 _SAVES = {
     "save_started": "saving step {step}",
     "saved": "saved step {step}",
@@ -37,7 +37,7 @@ class _Words(string.Formatter):
     """Formats the texts of events.
 
     `{n:count host}` is "1 host" or "2 hosts", `{n:bytes}` is "3.0 MiB", and lists are
-    separated by commas. What is nothing is left out: `{n:after , spare: }` puts a text
+    separated by commas. These omit empty values: `{n:after , spare: }` puts a text
     before a value, `{n:bytes of RAM}` and `{secs:phase end}` are parts of a list.
     """
 
@@ -60,7 +60,7 @@ class _Words(string.Formatter):
 
 
 def _formatted(text: str, fields: Mapping[str, Any]) -> str:
-    # Without the comma before the first part of a list.
+    # Drops the comma before the first part of a list.
     line = _Words().vformat(text, (), fields)
     return line.replace(": , ", ": ").replace("(, ", "(").replace(": ;", ";")
 
@@ -70,8 +70,7 @@ class Progress:
 
     Args:
       log_period: steps between two lines where `stream` is not a terminal.
-      stream: where to write; None is standard output as it is now.
-      clock: the time in seconds.
+      stream: where to write; None uses the present standard output.
     """
 
     def __init__(
@@ -87,14 +86,14 @@ class Progress:
         self._is_terminal = self._stream.isatty()
         self._moving = False  # whether the last thing written is the moving line
         self._world = self._saved = ""
-        # Why storage takes no steps, as far as it was shown.
+        # The causes already shown why storage takes no steps.
         self._causes: set[str] = set()
-        # When the last steps were done, and where the phase before them began.
+        # When the last steps were done.
         self._step_times: collections.deque[float] = collections.deque(
             maxlen=_RECENT_STEPS + 1
         )
         self._phase = "starting"
-        # When it began; the time of the last output or step.
+        # When the phase began; the time of the last output or step.
         self._phase_secs = self._shown_secs = clock()
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -109,7 +108,7 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """Ends the thread and the moving line."""
+        """Ends the thread and the updating line."""
         with self._lock:
             self._closed.set()
             if self._moving:
@@ -162,12 +161,12 @@ class Progress:
             self.remind()
 
     def _rate(self) -> float:
-        # Of recent steps, in steps a second; 0 before the second one.
+        # The rate of recent steps in steps per second; 0 before the second one.
         times = self._step_times
         return (len(times) - 1) / max(times[-1] - times[0], 1e-9) if times else 0.0
 
     def _step(self, event: Mapping[str, Any]) -> None:
-        # A loop of the user's own may report no more than that a step is done.
+        # A user's own loop may report only that a step is done.
         step, steps, loss = event["step"], event.get("steps"), event.get("loss")
         self._phase_secs = self._shown_secs = self._clock()
         self._step_times.append(self._shown_secs)
@@ -190,9 +189,9 @@ class Progress:
         self._write("\n" * self._moving + text + "\n", moving=False)
 
     def _show(self, text: str, *, is_logged: bool) -> None:
-        # Moves on a terminal, and is a line elsewhere.
+        # Updates the line on a terminal; writes a new line elsewhere.
         if self._is_terminal:
-            # A line that wraps could not be written over.
+            # A line that wraps could not be overwritten.
             width = shutil.get_terminal_size().columns - 1
             self._write(f"\r\033[K{text[:width]}", moving=True)
         elif is_logged:
@@ -207,7 +206,7 @@ class Progress:
         when = "after step {step}" if self._world else "before it began"
         again = "the same command continues it from the newest complete step, if any"
         if "saved" not in event:
-            # Why it failed ends the output of the command.
+            # The command prints the error itself at its end.
             return f"the run failed {when}; once its cause is removed, {again}"
         kept = "is saved" if event["saved"] else "was NOT saved"
         return f"stopped {when}{f', which {kept}' if self._world else ''}; {again}"

@@ -1,12 +1,11 @@
 """Metrics served to Prometheus; needs the extra `prometheus`.
 
-Names follow the conventions of Prometheus: `secs` becomes `seconds`, and counters end
-in `_total`. `/elastic_ckpt/data/wait_secs` is the histogram
+Names follow Prometheus conventions: `secs` becomes `seconds`, and counters end in
+`_total`. `/elastic_ckpt/data/wait_secs` is the histogram
 `elastic_ckpt_data_wait_seconds`, `/elastic_ckpt/data/rows` the counter
-`elastic_ckpt_data_rows_total`. A level is a gauge, and is served once it was recorded:
-a process that does not know the goodput of a run has no 0 for it. Values count from the
-start of this process, as Prometheus expects. Anyone who can reach the port can read
-them.
+`elastic_ckpt_data_rows_total`. A gauge is served only once it is recorded: a process
+that does not know the goodput of a run must not report 0. Values count from the start
+of this process, as Prometheus expects. Anyone who can reach the port can read them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 from elastic_ckpt.core import errors, extras, metrics
 from elastic_ckpt.monitoring import summaries
 
-# From the wait for a batch that is ready to the restore of a huge model.
+# From waiting for a batch that is ready to restoring a huge model.
 BUCKETS_SECS = (
     *(0.0001, 0.001, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
     *(2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
@@ -32,8 +31,8 @@ def serving(*, port: int, interface: str = "127.0.0.1") -> Iterator[int]:
     """Serves every metric over HTTP while the block runs; yields the port.
 
     Args:
-      port: the port to listen at; 0 lets the system choose one.
-      interface: the interface to listen at, for example `0.0.0.0` for all.
+      port: the port to listen on; 0 lets the system choose one.
+      interface: the interface to listen on, for example `0.0.0.0` for all.
 
     Raises:
       ConfigError: if the extra is not installed, or the port cannot be opened.
@@ -69,7 +68,7 @@ def serving(*, port: int, interface: str = "127.0.0.1") -> Iterator[int]:
 
 
 def spelling(metric: metrics.Metric) -> str:
-    """The name of `metric` in Prometheus, without the `_total` of a counter."""
+    """The name of `metric` in Prometheus, without the suffix `_total` of a counter."""
     name = metric.name.removeprefix("/").replace("/", "_")
     return f"{name.removesuffix('secs')}seconds" if metric.unit == "secs" else name
 

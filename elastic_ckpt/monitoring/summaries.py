@@ -2,16 +2,16 @@
 
 The first `NUM_SINGLE` values of a metric are kept individually. Later values are
 aggregated over intervals of ten seconds, or of a thousandth of the elapsed time if that
-is longer. A short run thus keeps every value, and a long one keeps some thousands of
-summaries of each metric for each start: about 9,000 in four months. A line is one
-summary; `count` is usually 1:
+is longer. A short run thus keeps every value, and a long one some thousands of
+summaries per metric and start: about 9,000 in four months. A line is one summary;
+`count` is usually 1:
 
     {"time":1795168800.25,"metric":"/elastic_ckpt/data/rows","count":1,"sum":16.0,
      "min":16.0,"max":16.0,"last":16.0}
 
-(on one line in the file). `step`, the steps that were done by then, and `claim`, the
-world that had been claimed (`core.events.counted`), come last if the process records
-them. A run that is restarted appends to the same file.
+(on one line in the file). `step`, the number of steps done by then, and `claim`, the
+last claimed world (`core.events.counted`), come last if the process records them. A
+restarted run appends to the same file.
 
 Recording only adds numbers in memory; a background thread passes the summaries to the
 sink. If the sink fails, the summaries of that interval are lost and a warning is
@@ -37,7 +37,7 @@ from elastic_ckpt.core import jsonlog, metrics
 NUM_SINGLE = 1000
 INTERVAL_SECS = 10.0
 _INTERVALS_A_RUN = 1000
-# How long training waits at most for a disk that hangs.
+# The longest time that training waits for a disk that hangs.
 _CLOSE_SECS = 10.0
 
 
@@ -70,9 +70,9 @@ def subscribed(callback: Callable[[metrics.Metric, float], None]) -> Iterator[No
                 unregister(listener)
 
 
-# A line of a file. Keys are `time`, of the last value, in seconds since the epoch;
-# `metric`, its name; `count`, `sum`, `min`, `max` and `last` of the values; and if this
-# process knows them `step` and `claim`, at the last value.
+# A line of a file: the `time` of the last value, in seconds since the epoch; the name
+# of the `metric`; `count`, `sum`, `min`, `max` and `last` of the values; and `step` and
+# `claim` at the last value, if this process knows them.
 Summary: TypeAlias = dict[str, Any]
 # Stores summaries, in the order of time for each metric; may raise.
 Write: TypeAlias = Callable[[Sequence[Summary]], None]
@@ -82,11 +82,7 @@ Sink: TypeAlias = contextlib.AbstractContextManager[Write]
 
 @contextlib.contextmanager
 def json_lines(path: epath.PathLike) -> Iterator[Write]:
-    """A sink that appends a line for each summary to a log, durably.
-
-    Args:
-      path: of the log, local or in an object store.
-    """
+    """A sink that durably appends summaries to a log, local or in an object store."""
     with contextlib.ExitStack() as all_opened:
 
         @functools.cache
@@ -107,11 +103,8 @@ def listening(
 ) -> Iterator[None]:
     """Passes summaries of every metric to a sink while the block runs, in a thread.
 
-    Args:
-      sink: stores the summaries.
-      name: the sink's name in log messages.
-      interval_secs: the time between two batches, unless a thousandth of the run is
-        longer.
+    `name` is the sink's name in log messages. Batches are at least `interval_secs` and
+    a thousandth of the run apart.
     """
     pending, closing, warned = _Pending(), threading.Event(), threading.Event()
     began_secs = time.monotonic()
@@ -130,7 +123,7 @@ def listening(
     def warning() -> Iterator[None]:
         try:
             yield
-        # Each kind of storage raises other errors.
+        # Each kind of storage raises its own errors.
         except Exception as error:
             warn(error)
 
@@ -163,7 +156,7 @@ class _Pending:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: collections.Counter[str] = collections.Counter()
-        # The steps that are done, and the world that is claimed.
+        # The number of steps done, and the claimed world.
         self._at: dict[str, int] = {}
         # By metric and number of the value.
         self._summaries: dict[tuple[str, int], Summary] = {}
@@ -173,7 +166,7 @@ class _Pending:
         with self._lock:
             if metric is metrics.TRAIN_STEPS:
                 if value == self._at.get("step"):
-                    # A process that trains and keeps the journal records it twice.
+                    # Recorded twice if a process trains and keeps the journal.
                     return
                 self._at["step"] = int(value)
             elif metric is metrics.TRAIN_CLAIM:
@@ -186,7 +179,7 @@ class _Pending:
                 **self._at,
             }
             self._counts[name] += 1
-            # All later values have one place.
+            # All later values share one place.
             place = name, min(self._counts[name], NUM_SINGLE + 1)
             before = self._summaries.get(place)
             if before is not None:

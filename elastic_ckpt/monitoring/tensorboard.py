@@ -1,11 +1,11 @@
 """Metrics as scalars for TensorBoard; needs the extra `tensorboard`.
 
 A metric's tag is its name, `elastic_ckpt/data/wait_secs`. A point is the mean of the
-values of a summary, usually a single one. Its step is the number of training steps
-done, or in a process that does not record that the number of values so far.
+values of a summary, usually of a single one. Its step is the number of training steps
+done; in a process that does not record that, the number of values so far.
 
-Each start, and each world, adds a file to the directory. It begins with a mark that has
-TensorBoard drop the points of steps which are trained again, so the series goes on.
+Each start and each world adds a file to the directory. It begins with a mark that makes
+TensorBoard drop points of steps that are trained again, so that the series continues.
 """
 
 from __future__ import annotations
@@ -28,21 +28,19 @@ def library() -> None:
 
 @contextlib.contextmanager
 def event_file(directory: epath.PathLike) -> Iterator[summaries.Write]:
-    """A sink that adds a point for each summary to an event file, durably.
+    """A sink that durably adds a point for each summary to an event file.
 
-    Args:
-      directory: the directory of the file, different for each host; the first batch
-        creates both.
+    Each host needs its own directory. The first batch creates it and the file.
 
     Raises:
       ConfigError: if the extra is not installed.
     """
-    # SummaryWriter is not used: its thread and queue would wait forever for a full
-    # disk, even at the end of the program.
+    # Not SummaryWriter: its thread and queue would wait forever for a full disk, even
+    # at the end of the program.
     make_writer = _module("event_file_writer").EventsWriter
     event, proto = _module("proto.event_pb2"), _module("proto.summary_pb2").Summary
     writer: Any = None
-    # How many values of each metric there were.
+    # The number of values of each metric.
     counts: collections.Counter[str] = collections.Counter()
 
     def write(batch: Sequence[summaries.Summary]) -> None:
@@ -51,7 +49,7 @@ def event_file(directory: epath.PathLike) -> Iterator[summaries.Write]:
             path = storage.make_directory(directory) / "events"
             writer = make_writer(str(path))
             mark = event.SessionLog(status=event.SessionLog.START)
-            # TensorBoard drops what comes after this step from another start.
+            # TensorBoard drops points of other starts from this step on.
             first = min((each["step"] for each in batch if "step" in each), default=1)
             writer.write_event(event.Event(step=first, session_log=mark))
         for summary in batch:

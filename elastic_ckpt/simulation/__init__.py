@@ -1,1 +1,1 @@
-"""Simulates what failures cost a run: events over the decisions of the product."""
+"""Simulates what failures cost a run, with the decisions of real runs."""

@@ -1,11 +1,11 @@
-"""The failures of a simulated cluster: drawn at random, or those of a real run.
+"""The failures of a simulated cluster: random, or taken from a real run.
 
 They are the events `slice_lost`, `slice_returned` and `host_lost` of `core.events`, so
-a simulation can repeat the failures in the log of any run.
+a simulation can replay the failures in the log of any run.
 
 Source of the default rate: 419 unexpected interruptions of 2,048 hosts within 54 days
-("The Llama 3 Herd of Models", arXiv:2407.21783, section 3.3.4), one for each 6,300
-hours of a host. Each counts as the loss of the host's slice, which is the worst case.
+("The Llama 3 Herd of Models", arXiv:2407.21783, section 3.3.4), one per 6,300 host
+hours. Each counts as the loss of the host's slice, the worst case.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Event(NamedTuple):
     """A failure, or the return of a slice.
 
     Attributes:
-      time: in seconds since the run began.
+      time: the seconds since the run began.
       name: `slice_lost`, with its memory; `slice_returned`, with empty memory; or
-        `host_lost`, a process whose machine stays, with its memory.
-      slice: the slice, or that of the host.
+        `host_lost`, a process whose machine and memory remain.
+      slice: the slice, or the host's slice.
     """
 
     time: float
@@ -43,16 +43,11 @@ def draw(
     repair_hours: float = 4.0,
     seed: int = 0,
 ) -> list[Event]:
-    """Random losses and returns of slices within a time, ordered by time.
+    """Random losses of slices within `secs`, and their returns, ordered by time.
 
-    Args:
-      slices: of the cluster.
-      hosts_per_slice: of the cluster.
-      secs: the time.
-      machine_hours: the mean time between two failures of one machine. Each loses the
-        machine's slice.
-      repair_hours: the mean time until a lost slice is back.
-      seed: of the draw; all times are exponentially distributed.
+    Times are exponentially distributed. `machine_hours` is the mean time between two
+    failures of one machine, each of which costs its slice; `repair_hours` is the mean
+    time until a lost slice is back.
     """
     random = np.random.default_rng(seed)
     expected = secs * slices * hosts_per_slice / (machine_hours * 3600.0)
@@ -74,13 +69,10 @@ def draw(
 def of_log(
     log: Sequence[Mapping[str, Any]], *, slices: int, hosts_per_slice: int
 ) -> list[Event]:
-    """The failures in the events of a run, by their times since the first event.
+    """The failures in the log of a run, with times since its first event.
 
-    Args:
-      log: events. Others than the three, and `world_started`, are ignored: its slices
-        number the lost hosts, and tell whether a lost slice has kept its memory.
-      slices: of the cluster.
-      hosts_per_slice: of the cluster.
+    Uses the three kinds of failures, and `world_started`: it maps hosts to slices, and
+    a slice that it has without a return has lost a process alone.
 
     Raises:
       ConfigError: if an event names a slice that the cluster lacks.

@@ -1,8 +1,8 @@
-"""The run that is simulated: its cluster, its policy, and what its phases cost.
+"""The simulated run: its cluster, its policy, and what its phases cost.
 
 `of_config` takes it from a configuration, `alternatives` varies it, and `measured`
-reads the costs from the log of a real run. The costs are otherwise medians of our
-benchmarks, on two cores and a local disk, which say little about other machines.
+reads the costs from the log of a real run. The default costs are medians of our
+benchmarks on two cores and a local disk, and say little about other machines.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class Costs:
     """The costs of a simulated run. Rates are of each host, in MiB/s.
 
     Attributes:
-      step_secs: a step on all slices that train at most.
-      end_secs: from a loss, or from the last step before a change, until the world has
-        ended; the mean of a run includes the time in which a hang is found.
+      step_secs: a step on the largest number of slices.
+      end_secs: from a loss, or from the last step before a change, to the end of the
+        world. Measured, it includes the time in which a hang is detected.
       start_secs: until the processes of the next world have joined.
-      prepare_secs: until the job is assembled, and the newest step is found.
-      restore_secs: of a restore, besides reading the state.
-      compile_secs: of compiling, in the first world of a number of slices.
-      load_secs: until the first batch is read, and the step loaded.
-      first_step_secs: of a world.
-      block_secs: that a save holds up the loop, besides copying the state.
-      capture_mib_per_sec: copied while a save holds up the loop.
-      ram_mib_per_sec: written to RAM, and read from a host's own or a peer's.
-      storage_mib_per_sec: written to storage, and read from it.
+      prepare_secs: until the job is assembled and the newest step is found.
+      restore_secs: a restore, except for reading the state.
+      compile_secs: compiling the step, in the first world of a number of slices.
+      load_secs: reading the first batch, and loading the executable.
+      first_step_secs: the first step of a world.
+      block_secs: how long a save blocks the loop, besides copying the state.
+      capture_mib_per_sec: copying the state while a save blocks the loop.
+      ram_mib_per_sec: writing to RAM, and reading from a host's own or a peer's.
+      storage_mib_per_sec: writing to storage, and reading from it.
     """
 
     step_secs: float = 1.72
@@ -55,10 +55,10 @@ class Costs:
     storage_mib_per_sec: float = 1040.0
 
     def with_values(self, values: Mapping[str, float]) -> Costs:
-        """The costs with other values, by their names.
+        """The costs with some values replaced, by name.
 
         Raises:
-          ConfigError: if there is no cost of a name, or its value is not above 0.
+          ConfigError: if no cost has a name, or a value is not above 0.
         """
         for name, value in values.items():
             if name not in vars(self) or value <= 0:
@@ -72,11 +72,9 @@ class Costs:
 def measured(
     events: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]
 ) -> Costs:
-    """The costs of a run: means, because a run pays their sum.
+    """The costs of a run, from its events and the lines of its metrics.
 
-    Args:
-      events: of the run, in order.
-      lines: of its metrics.
+    They are means, because a run pays their sum.
 
     Raises:
       RunError: if the run has trained no step.
@@ -113,21 +111,16 @@ def measured(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """A run that is simulated.
+    """A simulated run.
 
     Attributes:
-      slices: of its cluster.
-      hosts_per_slice: the hosts of each.
-      policy: for slices that are lost and come back.
-      work: of a step.
-      costs: of phases.
-      copies: of what a host saves in RAM.
-      host_mib: that a host saves, in MiB.
-      period: steps between two saves.
+      copies: how RAM saves are copied to peers.
+      host_mib: the MiB that a host saves.
+      period: the steps between two saves.
       in_ram: whether there is a local tier.
-      backup_steps: steps between two saves that go to storage.
-      secs: the time that is simulated; infinite until all steps are done.
-      steps: of the run; infinite for as many as there is time for.
+      backup_steps: the steps between two saves that go to storage.
+      secs: the time to simulate; infinite runs until all steps are done.
+      steps: the steps of the run; infinite runs until the time is over.
     """
 
     slices: int
@@ -147,21 +140,17 @@ class RunPlan:
 def of_config(
     config: schema.Config, *, costs: Costs, state_bytes: int, secs: float = math.inf
 ) -> RunPlan:
-    """The run of a configuration.
+    """The run of a configuration, whose state has `state_bytes` in each slice.
 
-    Args:
-      config: of the run.
-      costs: of phases.
-      state_bytes: of the state, in one slice.
-      secs: to simulate; infinite until the configured steps are done.
+    If `secs` is infinite, it runs until the configured steps are done.
 
     Raises:
       ConfigError: if the configuration cannot run.
     """
     if not config.checkpoint.enable_checkpointing:
         raise errors.ConfigError(
-            "enable_checkpointing=false: such a run begins anew after each failure; set"
-            " it to true to simulate what saves are worth"
+            "enable_checkpointing=false: such a run restarts from step 0 after each"
+            " failure; set it to true to simulate what saves are worth"
         )
     groups = configured.groups(config)
     tiers = Chosen.from_choices(
@@ -179,7 +168,7 @@ def of_config(
         slices=groups.number,
         hosts_per_slice=hosts_per_slice,
         policy=configured.policy(config, groups),
-        # It takes seconds for 10,000 hosts, and is asked at each change of slices.
+        # Cached: called at each change of slices, it takes seconds for 10,000 hosts.
         work=dataclasses.replace(work, objection=functools.cache(work.objection)),
         costs=costs,
         copies=owners.Policy(
@@ -196,7 +185,7 @@ def of_config(
 
 
 def alternatives(planned: RunPlan) -> dict[str, RunPlan]:
-    """The plan, one with another spare, and two with other periods, by their names."""
+    """By name: the plan, one with one more spare, and two with other periods."""
     plans = {"as configured": planned}
     fewer = planned.work.num_slices - 1
     policy = dataclasses.replace(

@@ -1,7 +1,7 @@
-"""A cluster in virtual time: `elastic.run` decides over it as over a real one.
+"""A cluster in virtual time: `elastic.run` decides as for a real cluster.
 
-The clock goes from event to event: a slice is lost or returns, a phase of a world has
-passed, a step is saved. The cluster reports what the hosts of a real world would, and
+The clock advances from event to event: a slice is lost or rejoins, a phase of a world
+ends, a step is saved. The cluster reports what the hosts of a real world would, and
 `monitoring.goodput` divides the time as for a real run.
 """
 
@@ -28,7 +28,7 @@ from elastic_ckpt.simulation.plan import RunPlan
 from elastic_ckpt.steps import owners
 from elastic_ckpt.steps.manifest import Host
 
-# Times are sums in floating point: a moment later they have certainly passed.
+# Times are floating-point sums: this much later they have certainly passed.
 _MOMENT_SECS = 1e-6
 
 
@@ -37,14 +37,12 @@ class Outcome:
     """The outcome of a simulated run.
 
     Attributes:
-      goodput_percent: of its time, the part that trained new steps.
-      secs: by cause, as in `monitoring.goodput`.
-      steps: that it has done.
-      rows: that they trained on.
-      steps_lost: trained again.
-      losses: worlds that were lost.
-      restarts: times that the run ended with an error, and was started anew.
-      restores: by tier, `ram` or `storage`; `none` began anew.
+      goodput_percent: the part of its time that trained new steps.
+      secs: the seconds by cause, as in `monitoring.goodput`.
+      steps_lost: the number of steps trained again.
+      losses: the number of worlds lost.
+      restarts: how often the run ended with an error and was started again.
+      restores: restores by tier, `ram` or `storage`; `none` restarts from step 0.
     """
 
     goodput_percent: float
@@ -62,13 +60,13 @@ class _TimeIsUpError(Exception):
 
 
 class _SliceLostError(Exception):
-    """A slice of the world was lost, or a process of it."""
+    """The world lost a slice, or a process of one."""
 
 
 def simulate(plan: RunPlan, trace: Sequence[Event]) -> Outcome:
-    """The outcome of a run whose cluster has the events of a trace, ordered by time.
+    """Simulates a run on a cluster with the events of a trace, ordered by time.
 
-    When the run ends with an error, it is started anew.
+    A run that ends with an error is started again.
     """
     simulated = SimulatedCluster(plan, trace)
     counts, account = simulated.counts, goodput.Account(time=0.0)
@@ -92,7 +90,7 @@ def simulate(plan: RunPlan, trace: Sequence[Event]) -> Outcome:
             except errors.RunError:
                 counts["restarts"] += 1
                 simulated.restart()
-    # The time since the last event has a cause, too.
+    # Accounts for the time since the last event.
     emit("world_started")
     return Outcome(
         goodput_percent=account.percent,
@@ -110,9 +108,9 @@ def simulate(plan: RunPlan, trace: Sequence[Event]) -> Outcome:
 def holders(
     slices: int, hosts_per_slice: int, policy: owners.Policy
 ) -> frozenset[frozenset[int]]:
-    """The sets of slices that each hold a part of a step, by their places in the world.
+    """The sets of slices that hold the same part of a step, by place in the world.
 
-    All slices hold the state. Each host has a part of the data state, too, which only
+    All slices hold the state. Each host also has a part of the data state, which only
     its copies protect.
     """
     hosts = [
@@ -133,9 +131,9 @@ class Save:
     """A save of a step.
 
     Attributes:
-      step: that is saved; 0 for the beginning of a run.
-      holders: the sets of slices that each hold a part in RAM.
-      done_at: by tier, when it is complete there, perhaps later than now.
+      step: the step; 0 for the beginning of a run.
+      holders: the sets of slices that hold the same part in RAM.
+      done_at: by tier, when it is complete there, perhaps in the future.
     """
 
     step: int = 0
@@ -144,20 +142,20 @@ class Save:
 
 
 class Saves:
-    """The newest save in each tier, and those under way.
+    """The newest save in each tier, and those in progress.
 
-    A save goes to RAM if there is such a tier, and waits for the one before. From there
-    it is uploaded if a backup is due and none is under way.
+    A save goes to RAM if there is such a tier, and waits for the previous one. From
+    there it is uploaded if a backup is due and none is in progress.
     """
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
         self._first = "ram" if plan.in_ram else "storage"
-        # By time. The first is the beginning of the run, which needs no save.
+        # Ordered by time. The first is the beginning of the run, which needs no save.
         self._saves = [Save(done_at={"none": 0.0, "storage": 0.0})]
 
     def begin(self, save: Save, *, now: float) -> float:
-        """Begins a save; returns the seconds for which the loop is held up."""
+        """Begins a save; returns the seconds for which it blocks the loop."""
         plan, costs, mib = self._plan, self._plan.costs, self._plan.host_mib
         secs = {
             "ram": mib / costs.ram_mib_per_sec,
@@ -183,7 +181,7 @@ class Saves:
         self._saves.append(save)
 
     def lose(self, number: int, *, now: float) -> None:
-        """Notes that a slice has lost its memory, and what is uploaded from there."""
+        """Notes that a slice lost its memory, and with it an upload in progress."""
         for save in self._saves:
             save.holders = frozenset(each - {number} for each in save.holders)
             is_lost = self._plan.in_ram and not all(save.holders)
@@ -191,7 +189,7 @@ class Saves:
                 del save.done_at["storage"]
 
     def end_world(self, *, now: float) -> None:
-        """Drops the save that a world had not completed; an upload from RAM goes on."""
+        """Drops a save that the world has not completed; uploads from RAM continue."""
         self._saves = [e for e in self._saves if e.done_at.get(self._first, now) <= now]
 
     def newest(self, *, now: float) -> tuple[str, Save]:
@@ -202,7 +200,7 @@ class Saves:
         return max(complete.items(), key=lambda each: (each[1].step, each[0] == "ram"))
 
     def _complete(self, now: float) -> dict[str, Save]:
-        # By tier, the newest one.
+        # By tier, the newest complete save.
         return {
             tier: save
             for save in self._saves
@@ -215,12 +213,11 @@ class SimulatedCluster(cluster.Cluster):
     """The slices of a plan, as `elastic.run` sees them.
 
     Args:
-      plan: of the run.
-      trace: the failures and returns, by time; all slices are there at time 0.
+      trace: the failures and returns, by time; all slices are alive at time 0.
 
     Attributes:
       now: the virtual time, in seconds.
-      counts: of rows, steps lost, losses, and restores by tier.
+      counts: counts of rows, steps lost, losses, and restores by tier.
     """
 
     def __init__(self, plan: RunPlan, trace: Sequence[Event]) -> None:
@@ -228,15 +225,15 @@ class SimulatedCluster(cluster.Cluster):
         self._events = collections.deque(trace)
         self.now = 0.0
         self.counts: collections.Counter[str] = collections.Counter()
-        # By slice that is there, since when.
+        # By live slice, since when it is alive.
         self._since = dict.fromkeys(range(plan.slices), -math.inf)
         self._failures: list[decision.Failure] = []
-        # The slices of the world that runs, and those lost since it began.
+        # The slices of the current world, and those lost since it began.
         self._world: frozenset[int] = frozenset()
         self._lost: set[int] = set()
         self._step = self._newest_step = 0
         self._saves = Saves(plan)
-        # The numbers of slices whose step is compiled.
+        # The numbers of slices for which the step is compiled.
         self._compiled: set[int] = set()
 
     @property
@@ -245,7 +242,7 @@ class SimulatedCluster(cluster.Cluster):
         return self._plan.work.devices_per_slice
 
     def slices(self, current: frozenset[int]) -> decision.Slices:
-        """The slices that are there at this time."""
+        """The slices that are alive at this time."""
         return decision.Slices(
             current=(current - self._lost) & self._since.keys(),
             present_secs={n: self.now - since for n, since in self._since.items()},
@@ -253,16 +250,16 @@ class SimulatedCluster(cluster.Cluster):
         )
 
     def wait(self, secs: float) -> None:
-        """Lets time pass, at most until the slices may have changed."""
+        """Advances the time, at most until the slices may have changed."""
         moment = self._next_moment()
         if moment == math.inf:
             raise _TimeIsUpError
         self._advance(min(secs, moment - self.now) + _MOMENT_SECS)
 
     def restart(self) -> None:
-        """Prepares another start of the run, which has ended, and forgets its failures.
+        """Prepares the next start of the run, which forgets its failures.
 
-        Without enough slices the next start waits for a change of them.
+        Without enough slices, waits until they change.
         """
         self._failures.clear()
         decided = decision.decide(
@@ -292,7 +289,7 @@ class SimulatedCluster(cluster.Cluster):
             self._failures.append(decision.Failure(slice=number, at_secs=at_secs))
             self.counts["losses"] += 1
             self._saves.end_world(now=at_secs)
-            # More may be lost until the loss is noticed and the world has ended.
+            # More slices may be lost before the world has ended.
             self._world = frozenset()
             self._advance(plan.costs.end_secs)
             killed = silent_death(
@@ -316,7 +313,7 @@ class SimulatedCluster(cluster.Cluster):
         if tier != "none":
             read_secs = self._plan.host_mib / getattr(costs, f"{tier}_mib_per_sec")
             self._advance(costs.restore_secs + read_secs)
-        # Also of a beginning: the first batch is read now, and the step compiled.
+        # Also at step 0: now the first batch is read, and the step compiled.
         emit("restored_from", step=save.step, bad_copies=0)
         self.counts[tier] += bool(self._step)
         self.counts["steps_lost"] += self._step - save.step
@@ -333,8 +330,7 @@ class SimulatedCluster(cluster.Cluster):
         has_changed: Callable[[], decision.Decision | None],
     ) -> bool:
         plan = self._plan
-        # As long as a device has rows.
-        # As long as a device has rows.
+        # Proportional to the rows of a device.
         step_secs = (
             plan.costs.step_secs
             * (work.rows / plan.work.rows)
@@ -361,7 +357,7 @@ class SimulatedCluster(cluster.Cluster):
         do_steps(1, plan.costs.first_step_secs)
         while self._step < plan.steps:
             moment = self._next_moment()
-            # Until the next save, the end, the first new step, or the moment.
+            # Until the next save, the end, the first new step, or the next change.
             count = min(
                 plan.period - self._step % plan.period,
                 plan.steps - self._step,
@@ -384,7 +380,7 @@ class SimulatedCluster(cluster.Cluster):
         return True
 
     def _next_moment(self) -> float:
-        # When the decision may change: slices come and go, or have settled.
+        # When the decision may change: slices are lost, rejoin or settle.
         settle_secs = self._plan.policy.settle_secs + _MOMENT_SECS
         coming = [
             *(since + settle_secs for since in self._since.values()),
@@ -393,7 +389,7 @@ class SimulatedCluster(cluster.Cluster):
         return min([self._plan.secs, *(each for each in coming if each > self.now)])
 
     def _advance(self, secs: float) -> None:
-        # Lets time pass, until a slice of the world is lost.
+        # Advances the time until a slice of the world is lost.
         until = min(self.now + secs, self._plan.secs)
         while self._events and self._events[0].time <= until:
             event = self._events.popleft()

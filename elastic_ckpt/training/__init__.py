@@ -1,1 +1,1 @@
-"""The reference trainer: its configuration, its runs, and what they leave behind."""
+"""The reference trainer: its configuration, its runs, and the records they leave."""

@@ -1,10 +1,10 @@
 """Compares the batches of a run with those of the same run on one host.
 
-Each step has logged which rows of the data its batch has, and a digest of them. Sorted
-by rows, the batches show which rows no step used, and which several used. The one-host
-run executes the same pipeline again, with the same sizes of batches, and its batches
-have to have the same digests: the same examples with the same tokens in the same rows.
-What the pipeline itself leaves out (filters, truncation, rows of an incomplete batch)
+For each step the log has the rows of the data in its batch, and a digest of them.
+Sorted by rows, the batches show which rows no step used and which several steps used.
+The one-host run executes the same pipeline again, with the same batch sizes. Its
+batches must have the same digests: the same examples with the same tokens in the same
+rows. What the pipeline itself drops (filters, truncation, rows of an incomplete batch)
 is missing in both, and the audit does not report it.
 """
 
@@ -38,7 +38,7 @@ from elastic_ckpt.inspect import run_files
 from elastic_ckpt.training import step_log
 from elastic_ckpt.training.step_log import Attempt, Record
 
-# Returns the data of a step, in its stage: equal if the same made it.
+# Returns the data of a step, in its stage; equal for steps with the same data.
 DataOf: TypeAlias = Callable[[Record], elastic_data.ElasticData]
 _NO_DIGEST = "00" * 16
 
@@ -55,9 +55,8 @@ class Audit:
       num_lost: rows before the last step that no step used, and that were not left out.
       num_repeated: rows that steps used again.
       num_identical_steps: steps with the batch of the one-host run.
-      num_redone_steps: steps that were trained again, after a crash or because the run
-        went back (and count once).
-      num_left_out: rows that the run left out after it went back.
+      num_redone_steps: steps that were trained again after a crash or rollback.
+      num_left_out: rows that the run left out after rollbacks.
       hosts: the number of hosts of each attempt.
       first_difference: a description of the first step that differs; empty if none
         does.
@@ -79,10 +78,7 @@ class Audit:
 
     @property
     def passed(self) -> bool:
-        """Whether each step had the batch of the one-host run, and none is missing.
-
-        A run with a missing checkpoint does not pass.
-        """
+        """Whether all steps match the one-host run, and nothing is missing."""
         return not (self.first_difference or self.missing_checkpoint)
 
 
@@ -90,10 +86,10 @@ class Batch(NamedTuple):
     """A batch that a run has read.
 
     Attributes:
-      record: of the step that was trained on it; if none was, with no digest.
-      first: the first of its rows that no batch before it has.
-      is_used: whether it is of a step of the run as it is. Otherwise its steps are of
-        attempts that went back, or it was read and never trained on.
+      record: the record of its step; without a digest if no step was trained on it.
+      first: its first row that no earlier batch has.
+      is_used: whether it belongs to a step of the run's lineage. Otherwise it was
+        trained before a rollback, or was read but never trained on.
     """
 
     record: Record
@@ -102,11 +98,11 @@ class Batch(NamedTuple):
 
 
 def stream(attempts: Sequence[Attempt], data_of: DataOf) -> Iterator[Batch]:
-    """The batches of the run as it is, and those that it left out, by their rows."""
+    """The batches of the run's lineage and those that it left out, in row order."""
     trained: dict[int, Record] = {}
     for attempt in attempts:
         if attempt.records:
-            # What follows the place where it began was trained in its batches.
+            # This attempt trained the rows after its start in other batches.
             row = attempt.records[0].row
             trained = {n: each for n, each in trained.items() if each.stop <= row}
         trained |= {each.row: each for each in attempt.records}
@@ -116,7 +112,7 @@ def stream(attempts: Sequence[Attempt], data_of: DataOf) -> Iterator[Batch]:
         while position < record.row:
             batch = trained.get(position)
             if batch is None or batch.stop > record.row:
-                # That of no step, after the last one.
+                # A batch of no step, after the last one.
                 last = last or dataclasses.replace(record, step=-1)
                 batch = dataclasses.replace(
                     last, step=last.step + 1, row=position, digest=_NO_DIGEST
@@ -133,11 +129,11 @@ def stream(attempts: Sequence[Attempt], data_of: DataOf) -> Iterator[Batch]:
 def one_host_run(
     batches: Iterable[Batch], data_of: DataOf
 ) -> Generator[tuple[Batch, np.ndarray, str], None, None]:
-    """Reads the rows of a run anew, on one host.
+    """Reads the rows of a run again, on one host.
 
     Yields:
-      Each batch, with the ids of its rows that no batch before it has, without padding,
-      and the digest of these rows.
+      Each batch, the ids of its rows that no earlier batch has, without padding, and
+      the digest of these rows.
     """
     made_by, opened = None, None
     try:
@@ -162,7 +158,7 @@ def one_host_run(
 def _continued(
     before: elastic_data.HostBatches | None, data: elastic_data.ElasticData, size: int
 ) -> elastic_data.HostBatches:
-    # The batches of `size` rows after those of another pipeline, or from the beginning.
+    # Opens batches of `size` rows where the previous pipeline ends, or at the start.
     batches = data.host_batches(
         rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
     )
@@ -185,20 +181,17 @@ def audit(
 ) -> Audit:
     """Compares the lineage of `attempts` with a one-host run over the same data.
 
-    Each batch must have the same examples with the same tokens in the same rows. The
-    one-host run reads the files again.
-
     Args:
       attempts: the step log.
-      data_of: of the run.
+      data_of: returns the data of a step.
       num_saved_steps: the run's newest checkpoint; if the log ends before it, its last
         steps were lost.
       missing_checkpoint: see `Audit`.
-      num_attempts: the attempts that the run has begun at least.
+      num_attempts: the least number of attempts that the run has begun.
       newest_world: the newest claimed world that has saved a step; 0 if none has.
       first_step: the number of a run's first step in descriptions; the log has 0.
     """
-    # A later attempt has noted what those before it left out, too.
+    # The last attempt also lists what earlier ones left out.
     left_out = attempts[-1].left_out
     differences: dict[int, str] = {}
 
@@ -208,7 +201,7 @@ def audit(
         differences.setdefault(record.step, text)
 
     num_examples = num_lost = num_repeated = num_left_out = 0
-    # The step that should have used the next rows.
+    # The step that should use the next rows.
     expected = attempts[0].start_step
     with contextlib.closing(
         one_host_run(stream(attempts, data_of), data_of)
@@ -228,18 +221,18 @@ def audit(
             num_repeated += repeated
             num_examples += repeated + len(ids)
             if repeated:
-                hint = "; was the data loaded at the resume?" * (record.row == 0)
+                hint = "; was the data state restored?" * (record.row == 0)
                 differs(record, f"other steps have used {repeated} of them{hint}")
             elif record.step != expected:
-                differs(record, f"they are those of step {expected + first_step}")
+                differs(record, f"they belong to step {expected + first_step}")
             expected += repeated < record.rows
             if noted:
-                differs(record, f"{noted} of them were noted as left out")
+                differs(record, f"{noted} of them are logged as left out")
             if record.digest != wanted:
                 differs(
                     record,
-                    "the batch of the one-host run has other examples, tokens or"
-                    f" another order (digest {wanted}, not {record.digest})",
+                    "the batch of the one-host run has different examples or tokens, or"
+                    f" a different order (digest {wanted}, not {record.digest})",
                 )
     lineage = step_log.lineage(attempts)
     start_step, num_steps = attempts[0].start_step, len(lineage)
@@ -290,16 +283,15 @@ class RunAudit:
     """A run that was recorded in a directory, and its data.
 
     Args:
-      directory: of the run.
-      data: `MODULE:NAME` of the data, if a loop of the user's own has trained on it.
+      directory: the directory of the run.
+      data: `MODULE:NAME` of the data, if the user's own loop trained on it.
 
     Attributes:
-      record: of the run.
       attempts: the step log.
 
     Raises:
       RunError: if there is no run.
-      ConfigError: if its data is not named, or is named and in its step log.
+      ConfigError: if `data` is missing, or contradicts the data in the step log.
       DataError: if it has trained nothing, or its data cannot be read.
     """
 
@@ -318,7 +310,7 @@ class RunAudit:
                 " --data out"
             )
         self._own = None if data is None else _named(data)
-        # The same for attempts with the same settings.
+        # Cached: attempts with the same settings share their data.
         self._configured = functools.cache(_configured)
         self._settings = {each.attempt: each.data for each in self.attempts}
 
@@ -331,15 +323,15 @@ class RunAudit:
         return stages.at(data, record.step)
 
     def outcome(self) -> Audit:
-        """Compares the run with one host that reads its data."""
+        """Compares the run with a one-host run over its data."""
         record, attempts = self.record, self.attempts
         steps = foreign_steps.steps(record.steps_directory)
         saved = max(steps, default=record.first_step - 1)
         events = run_files.read_events(self._directory)
         start_step = attempts[0].start_step
         done = start_step + len(step_log.lineage(attempts))
-        # The reference trainer claims its world before it begins an attempt; a loop of
-        # the user's own may claim it with the first save, but begins its attempt first.
+        # The reference trainer claims its world before it begins an attempt. A user's
+        # own loop begins its attempt first and may claim the world at the first save.
         is_own = record.program != "train"
         started = [e for e in events if e["event"] == "run_started"]
         told = [e for e in events if e["event"] in ("world_claimed", "save_started")]
@@ -385,15 +377,15 @@ def missing_checkpoint(
 ) -> str:
     """Describes a checkpoint that was due but is not in storage; empty if none.
 
-    If a run was killed or is still running, an upload may have been in progress: such a
-    run is reported only if it has saved nothing.
+    A run that was killed or is still running is reported only if it has saved nothing:
+    an upload may have been in progress.
 
     Args:
       period: steps between two checkpoints in storage; None if only time determines
         them.
       at_end: whether the last step is saved, too.
       finished: whether the run has finished.
-      num_steps: the number of trained steps, with those before the run.
+      num_steps: the number of trained steps, including those before the run.
       saved: the newest step in storage; 0 if there is none.
       start_step: the number of steps before the run.
     """
@@ -414,7 +406,7 @@ def missing_checkpoint(
 
 
 def _named(name: str) -> elastic_data.ElasticData:
-    # As `python -m` does. The module may change sys.path, too.
+    # Imports from here, as `python -m` does. The module may change sys.path, too.
     own = os.getcwd()
     sys.path.insert(0, own)
     try:
@@ -422,9 +414,9 @@ def _named(name: str) -> elastic_data.ElasticData:
         data = data() if callable(data) else data
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise errors.ConfigError(
-            f"--data {name}: {error}; write MODULE:NAME, of a module that can be"
-            " imported here, and of the data as ec.batches was given it, or of a"
-            " function without arguments that returns it"
+            f"--data {name}: {error}; write MODULE:NAME, where MODULE can be imported"
+            " here, and NAME is the data that was passed to ec.batches, or a function"
+            " without arguments that returns it"
         ) from error
     finally:
         if own in sys.path:

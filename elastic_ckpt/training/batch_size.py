@@ -1,4 +1,4 @@
-"""The number of rows in each batch, and whether they divide over a world."""
+"""The number of rows in each batch, and whether a world can divide them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def at(stages: Schedule, step: int) -> int:
 def schedule(data: data_keys.DataKeys, world: topology.Topology) -> Schedule:
     """The batch sizes of a run on `world`.
 
-    A ramp follows Megatron-LM (`num_microbatches_calculator.py`): stages from the start
-    to the final size, each until its share of the ramp's rows is used.
+    A ramp follows Megatron-LM (`num_microbatches_calculator.py`): its stages grow from
+    the start to the final size, and each uses an equal share of the ramp's rows.
 
     Raises:
-      ConfigError: if a batch does not divide over the devices, if a ramp does not reach
-        its final size, or if hosts would read logical shards more often than
+      ConfigError: if a batch does not divide over the devices, a ramp does not reach
+        its final size, or hosts would read logical shards more often than
         `max_shard_reads`.
     """
     if data.enable_rampup_batch_size:
@@ -51,23 +51,23 @@ def _check_shard_reads(
                 f"{hosts} hosts with batches of {size} rows would read each of"
                 f" num_logical_shards={num_shards} {reads:.3g} times: choose"
                 f" num_logical_shards={hosts * max(1, round(num_shards / hosts))},"
-                f" another multiple of {hosts}, or another batch; in a run that has"
-                " begun, use a number of hosts that divides its shards, or raise"
+                f" another multiple of {hosts}, or another batch size; in a run that"
+                " has begun, use a number of hosts that divides its shards, or raise"
                 " max_shard_reads"
             )
     if data.enable_rampup_batch_size and num_shards % hosts:
         raise errors.ConfigError(
             f"enable_rampup_batch_size=true: {hosts} hosts do not divide"
             f" num_logical_shards={num_shards}, so shards would move between hosts when"
-            " the batch grows; choose a multiple"
+            " the batch grows; choose a multiple of the hosts"
         )
 
 
 def _ramp(data: data_keys.DataKeys, world: topology.Topology) -> list[tuple[int, int]]:
     if data.data_stages:
         raise errors.ConfigError(
-            "enable_rampup_batch_size=true does not work with data_stages; give the"
-            " stages of the data their batch sizes"
+            "enable_rampup_batch_size=true does not work with data_stages; set the"
+            " batch sizes in the stages of the data"
         )
     start, step = data.per_device_batch_size_start, data.per_device_batch_size_increment
     distance = data.per_device_batch_size - start

@@ -1,18 +1,18 @@
 """Callbacks of the training loop, whose state is saved with each step.
 
-A callback receives the numbers of each step and of each evaluation, and may return a
-`Finding`: then the run continues, stops, or goes back. Each saved step contains the
-state of every callback under its name, which is restored on any number of hosts.
+A callback receives the numbers of each step and evaluation, and may return a `Finding`:
+then the run continues, stops, or rolls back. Each saved step contains the state of
+every callback under its name, which is restored on any number of hosts.
 
-Every host has the same callbacks and calls them with the same numbers. They must be
-deterministic, so that all hosts decide alike. The loop reads the numbers of a step
-while the devices compute the next one, so callbacks do not delay it.
+Every host calls the same callbacks with the same numbers. They must be deterministic,
+so that all hosts decide alike. The loop reads the numbers of a step while the devices
+compute the next one, so callbacks do not delay it.
 
-A `Detector` is a callback that finds a divergence: by a rule that judges each step from
-the numbers so far, it acts once enough consecutive steps are bad. The averages of rules
-are exponential, with the weight `smoothing` for the past, and corrected for their start
-as Adam's are (Kingma and Ba, https://arxiv.org/abs/1412.6980, section 3). A value that
-is not finite is bad for every rule and does not enter an average.
+A `Detector` is a callback that finds divergence: its rule judges each step by the
+numbers so far, and it acts once enough consecutive steps are bad. Rules use exponential
+averages, with the weight `smoothing` for the past and Adam's bias correction (Kingma
+and Ba, https://arxiv.org/abs/1412.6980, section 3). A value that is not finite is bad
+for every rule and does not enter an average.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from absl import logging
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.training import schema
 
-# The name of the component of a step with the states of all callbacks.
+# The component of a step that holds the states of all callbacks.
 COMPONENT = "callbacks"
 # The weight of the past in the averages of the loss and of the gradient norm.
 _PAST_LOSSES = 0.9
@@ -39,13 +39,13 @@ _PAST_NORMS = 0.99
 
 
 class Action(enum.Enum):
-    """The action of a run on a finding; of two, the later one here is taken.
+    """What a run does about a finding; of two actions, the later one below wins.
 
-    WARN: goes on. ROLLBACK: goes back to a good step, and leaves out the data since
-    then. STOP: saves, and ends; at a divergence the last good step stays the newest.
-    ABORT: ends without a save. DISTRUST: goes back to a step in storage, and repeats
-    the data since then, if the run was restored just before
-    (`Callbacks.distrust_until`); otherwise it goes on.
+    WARN: continues. ROLLBACK: returns to a good step and skips the data read since.
+    STOP: saves and ends; after a divergence, the last good step stays the newest.
+    ABORT: ends without saving. DISTRUST: if the run was restored just before
+    (`Callbacks.distrust_until`), returns to a step in storage and trains on the same
+    data again; otherwise continues.
     """
 
     WARN = "warn"
@@ -60,10 +60,9 @@ class Report:
     """The numbers of a step, the same on all hosts.
 
     Attributes:
-      loss: over the global batch, before the update.
-      gradient_norm: of all gradients, before they are clipped.
-      tokens: the targets of the global batch, without padding.
-      learning_rate: of the update.
+      loss: the loss of the global batch, before the update.
+      gradient_norm: the norm of all gradients, before clipping.
+      tokens: the number of targets of the global batch, without padding.
     """
 
     loss: float
@@ -78,13 +77,12 @@ class Finding:
 
     Attributes:
       action: what the run does about it.
-      why: for people, the end of a sentence.
-      since: the first step that is bad, counted from 1: steps saved before it was
-        computed are good if they are two steps older, as its loss is that of the state
-        before.
-      is_divergence: whether the states since then are bad: a run that stops then leaves
-        the last good step as the newest, and does not save the present one. Soon after
-        a restore it is first of all a reason to distrust that.
+      why: the reason, for people; ends a sentence.
+      since: the first bad step, counted from 1. Saved steps are good if they are at
+        least two steps older: the loss of a step is that of the state before it.
+      is_divergence: whether the states since then are bad. A run that stops then leaves
+        the last good step as the newest, and does not save the current one. Soon after
+        a restore, the run distrusts the restored state first.
     """
 
     action: Action
@@ -100,9 +98,9 @@ def good_step(saved: Sequence[int], *, since: int, margin: int = 0) -> int | Non
     `since` - 1 steps may be bad, and the one before it is good.
 
     Args:
-      saved: the steps that are complete.
+      saved: the complete steps.
       since: the first bad step, counted from 1.
-      margin: how many steps to leave out before that.
+      margin: how many further steps to exclude before that.
     """
     good = [step for step in saved if step <= since - 2 - margin]
     return max(good, default=None)
@@ -118,29 +116,29 @@ def step_to_go_back_to(
     margin: int = 0,
     first_due: int = 0,
 ) -> int:
-    """The step to which a run goes back.
+    """The step to which a run rolls back.
 
-    If no step is left that was saved two steps before the first bad one, that is the
-    step right before it: its state is good if the batch was bad. If this has failed, or
-    there is none, it is step 0, the initial state, unless an older step was saved once
-    and is gone.
+    Prefers a step saved at least two steps before the first bad one. Otherwise it is
+    the step right before the bad one, which is good if only the batch was bad. If that
+    failed already or is not saved, it is step 0, the initial state, unless an older
+    step was due and has been deleted.
 
     Args:
-      finding: what a callback has found.
-      saved: the steps that are complete.
-      before: how often the run has gone back before.
-      began_at: the step at which the run began, or to which it went back last.
-      most: how often it does at most.
-      margin: how many steps to leave out before a divergence.
-      first_due: the first step that the run saves; 0 if it cannot begin anew.
+      finding: what a callback found.
+      saved: the complete steps.
+      before: the number of earlier rollbacks.
+      began_at: the step at which the run began, or the target of the last rollback.
+      most: the largest number of rollbacks.
+      margin: how many steps to exclude before a divergence.
+      first_due: the first step that the run saves; 0 if it cannot return to step 0.
 
     Raises:
-      DivergedError: if it has gone back too often, or no good step is left.
+      DivergedError: after too many rollbacks, or if no good step is left.
     """
     if before >= most:
         raise errors.DivergedError(
-            f"{finding.why}, and the run has gone back {before} times"
-            f" (divergence_max_rollbacks={most}); look for the cause, or raise it"
+            f"{finding.why}, and the run has rolled back {before} times"
+            f" (divergence_max_rollbacks={most}); find the cause, or raise it"
         )
     step = good_step(saved, since=finding.since, margin=margin)
     has_failed = before > 0 and began_at == finding.since - 1
@@ -150,7 +148,7 @@ def step_to_go_back_to(
         step = 0
     if step is None:
         raise errors.DivergedError(
-            f"{finding.why}, and no step from before that is left to go back to; the"
+            f"{finding.why}, and no earlier step is left to return to; the"
             f" complete steps are {list(saved) or 'none'}. Keep more steps, or older"
             " ones, or save more often"
         )
@@ -165,7 +163,7 @@ class Callback(Protocol):
         """Receives the numbers of a step, while the next one is computed.
 
         Args:
-          step: its number, counted from 1: the steps done.
+          step: the number of steps that are done, this one included.
           report: its numbers.
         """
 
@@ -173,24 +171,24 @@ class Callback(Protocol):
         """Receives the mean loss of an evaluation after `step` steps."""
 
     def get_state(self) -> Any:
-        """The state after the last call, of what `ec.components.Component` can hold."""
+        """The state after the last call: what `ec.components.Component` can save."""
 
     def set_state(self, state: Any) -> None:
-        """Goes back to a state that `get_state` has returned, in any process."""
+        """Restores a state that `get_state` returned, in any process."""
 
 
 class Callbacks:
     """The callbacks of a run, in order; `ec.components.Component` saves their states.
 
     Args:
-      callbacks: by name; a state is restored to the callback with its name.
+      callbacks: the callbacks by name.
       emit: called for each finding.
 
     Attributes:
-      decision: the strongest finding of the first step on which the run has to act;
+      decision: the strongest finding of the first step that requires the run to act;
         None if there is none. Later findings are ignored.
       decided_step: the number of that step.
-      rollbacks: how often the run has gone back.
+      rollbacks: how often the run has rolled back.
     """
 
     def __init__(
@@ -216,20 +214,20 @@ class Callbacks:
         return len(self._callbacks)
 
     def distrust_until(self, step: int, go_back: Callable[[int, str], bool]) -> None:
-        """Distrusts the present state, which was restored, until a step is done.
+        """Distrusts the restored state until a step is done.
 
         If the loss is not finite until then, or a callback finds a divergence, the
-        decision is `Action.DISTRUST`; at most once, and only if the run goes back.
+        decision is `Action.DISTRUST`: at most once, and only if `go_back` agrees.
 
         Args:
           step: the last step that counts.
           go_back: called with the step and the reason, on all hosts alike; returns
-            whether the run goes back.
+            whether the run returns to an older step.
         """
         self._distrusted_until, self._go_back = step, go_back
 
     def go_on(self) -> None:
-        """Drops the decision; the run continues from another state, and trusts it."""
+        """Drops the decision; the run continues from another state and trusts it."""
         self.decision: Finding | None = None
         self.distrust_until(0, lambda *_: False)
 
@@ -256,7 +254,7 @@ class Callbacks:
         return {"rollbacks": self.rollbacks, "callbacks": copy.deepcopy(states)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restores the callbacks whose names a state has; the others begin anew.
+        """Restores the callbacks whose names are in a state; resets the others.
 
         Raises:
           CheckpointError: if a callback refuses its state.
@@ -266,8 +264,8 @@ class Callbacks:
         gone = sorted(saved.keys() - self._callbacks.keys())
         if saved and (new or gone):
             logging.warning(
-                "callbacks %s are new, and begin anew; the next save drops the state of"
-                " callbacks %s, which the run does not have now",
+                "callbacks %s are new, and start without a state; the next save drops"
+                " the state of callbacks %s, which the run no longer has",
                 *(new, gone),
             )
         for name, callback in self._callbacks.items():
@@ -277,14 +275,14 @@ class Callbacks:
             except (KeyError, TypeError, ValueError) as error:
                 raise errors.CheckpointError(
                     f"the callback {name!r} cannot continue from its saved state"
-                    f" {str(value)[:200]} ({error!r}); give the present one"
-                    " another name, and it begins anew"
+                    f" {str(value)[:200]} ({error!r}); to start without a state, give"
+                    " it another name"
                 ) from error
         self.rollbacks = state["rollbacks"]
         self.go_on()
 
     def begin_anew(self) -> None:
-        """Continues a step that was saved without any callbacks."""
+        """Continues from a step that was saved without callbacks."""
         self.set_state({"rollbacks": 0, "callbacks": {}})
 
     def _note(self, name: str, step: int, finding: Finding | None) -> None:
@@ -301,8 +299,8 @@ class Callbacks:
         self._decide(step, dataclasses.replace(finding, why=f"{name}: {finding.why}"))
 
     def _decide(self, step: int, finding: Finding) -> None:
-        # The strongest action counts, and the earliest bad step. The restore is to
-        # blame first, once.
+        # The strongest action counts, and the earliest bad step. The first suspect is a
+        # recent restore, once.
         action, goes_back = finding.action, False
         is_doubt = finding.is_divergence or action is Action.DISTRUST
         if is_doubt and step <= self._distrusted_until:
@@ -321,7 +319,7 @@ class Callbacks:
 
 # The state of a rule; empty before the first step.
 State: TypeAlias = dict[str, Any]
-# Updates its state by the numbers of a step, and says why the step is bad, if it is.
+# Updates its state with the numbers of a step; returns why the step is bad, or "".
 Rule = Callable[[State, Report], str]
 
 
@@ -336,14 +334,7 @@ def non_finite(state: State, report: Report) -> str:
 def loss_above_best(
     state: State, report: Report, *, smoothing: float, factor: float
 ) -> str:
-    """A rule: a step is bad if the smoothed loss is far above its best value so far.
-
-    Args:
-      state: of the rule.
-      report: of the step.
-      smoothing: the weight of the past.
-      factor: how many times the best.
-    """
+    """A rule: a step is bad if the smoothed loss is above `factor` times its best."""
     if not math.isfinite(report.loss):
         return f"the loss is {report.loss}"
     smoothed = _averaged(state, report.loss, smoothing)
@@ -357,16 +348,10 @@ def loss_above_best(
 def gradient_spike(
     state: State, report: Report, *, smoothing: float, factor: float
 ) -> str:
-    """A rule: a step is bad if its gradient norm is many times the average before it.
+    """A rule: a step is bad if its gradient norm is above `factor` times the average.
 
-    A spike enters the average as the greatest norm that is none, so that the average
+    A spike enters the average as the largest norm that is not a spike, so the average
     follows a norm that stays high, but not a single step.
-
-    Args:
-      state: of the rule.
-      report: of the step.
-      smoothing: the weight of the past.
-      factor: how many times.
     """
     norm, before = report.gradient_norm, state.get("average", math.inf)
     if not math.isfinite(norm):
@@ -378,27 +363,25 @@ def gradient_spike(
 
 
 def _averaged(state: State, value: float, smoothing: float) -> float:
-    # Adds a value to the average that `state` holds, and returns the average.
+    # Adds a value to the average in `state`, and returns the average.
     state["sum"] = smoothing * state.get("sum", 0.0) + (1 - smoothing) * value
     state["count"] = state.get("count", 0) + 1
     return state["sum"] / (1 - smoothing ** state["count"])
 
 
 class Detector:
-    """Acts when so many consecutive steps are bad by a rule; a `Callback`.
+    """Acts when a rule finds consecutive bad steps; a `Callback`.
 
     Args:
       rule: judges the steps.
-      action: what the run does then. While steps stay bad, it does it again each time
-        that there were so many of them.
-      patience: how many steps.
+      action: what the run does after every `patience` consecutive bad steps.
     """
 
     def __init__(self, rule: Rule, *, action: Action, patience: int = 1) -> None:
         self._rule = rule
         self._action = action
         self._patience = patience
-        # Bad steps in a row are counted anew after each action.
+        # The count of consecutive bad steps starts again after each action.
         self._state: State = {"bad": 0, "since": None, "rule": {}}
 
     def after_step(self, step: int, report: Report) -> Finding | None:
@@ -421,7 +404,7 @@ class Detector:
         )
 
     def after_evaluation(self, step: int, loss: float) -> None:
-        """Does nothing: an evaluation is of the same state as the next step's loss."""
+        """Does nothing: the next step's loss is that of the same state."""
 
     def get_state(self) -> Any:
         """See `Callback`."""
@@ -437,20 +420,16 @@ def configured(
 ) -> Callbacks:
     """The callbacks of a run: detectors, then those of `training_callbacks`.
 
-    Args:
-      config: of the run.
-      emit: called for each finding.
-
     Raises:
       ConfigError: if the function of `training_callbacks` cannot be found, or the run
-        cannot go back because it saves nothing.
+        cannot roll back because it saves nothing.
     """
     section, own = config.divergence, {}
     is_saved = config.checkpoint.enable_checkpointing
     if section.divergence_action == "rollback" and not is_saved:
         raise errors.ConfigError(
             "divergence_action=rollback with enable_checkpointing=false: there would"
-            " be no step to go back to; set divergence_action=stop or"
+            " be no step to return to; set divergence_action=stop or"
             " enable_checkpointing=true"
         )
     if name := section.training_callbacks:
@@ -458,7 +437,7 @@ def configured(
             make = pkgutil.resolve_name(name)
         except (ImportError, AttributeError, ValueError) as error:
             raise errors.ConfigError(
-                f"training_callbacks={name!r} cannot be imported ({error}); give it as"
+                f"training_callbacks={name!r} cannot be imported ({error}); write"
                 " module:function, with the module on PYTHONPATH on every host"
             ) from error
         own = make(config)

@@ -1,4 +1,4 @@
-"""A configuration as the plain values of the libraries, which know no sections.
+"""Turns a configuration into the plain values that the libraries take.
 
 It imports JAX and Orbax only where they are used, so that the fork server starts at
 once.
@@ -43,13 +43,10 @@ _UNITS = {"": 1} | {
 def tiers(
     config: schema.Config, *, persistent: epath.PathLike, ram: str | None = None
 ) -> list[Tier]:
-    """The local, peer and persistent tier of a run, or the persistent one alone.
+    """The local, peer and persistent tiers of a run, or only the persistent tier.
 
-    Args:
-      config: of the run.
-      persistent: the directory of the run's checkpoints in persistent storage.
-      ram: the run's directory on the RAM disk of this host's slice; by default in
-        `local_checkpoint_directory`.
+    `persistent` and `ram` are the run's directories in storage and on the RAM disk of
+    this host's slice, by default in `local_checkpoint_directory`.
 
     Raises:
       ConfigError: if keys are missing or exclude each other.
@@ -105,9 +102,7 @@ def saved(section: schema.CheckpointSection) -> run_saver.Saved:
 def record(config: schema.Config, *, program: str = "train") -> dict[str, Any]:
     """What a configuration adds to the `RunRecord` of its tiers.
 
-    Args:
-      config: of the run.
-      program: `train` or `maxtext`, whose first saved step has the number 0.
+    `program` is `train` or `maxtext`, whose first saved step has the number 0.
     """
     saves, name = config.checkpoint.enable_checkpointing, config.run.run_name
     base = config.tiers.local_checkpoint_directory
@@ -128,10 +123,10 @@ def record(config: schema.Config, *, program: str = "train") -> dict[str, Any]:
 
 
 def num_bytes(section: schema.TiersSection, key: str) -> int:
-    """The bytes of an amount of memory as Kubernetes writes it: `64Gi`, `512Mi`.
+    """The value in bytes of a key that Kubernetes would write as `64Gi` or `512Mi`.
 
     Raises:
-      ConfigError: if it is none.
+      ConfigError: if it is not an amount of memory.
     """
     quantity = getattr(section, key)
     match = _QUANTITY.fullmatch(quantity)
@@ -148,7 +143,7 @@ def validation(
     *,
     preserve: Callable[[int], int | None] = lambda _: None,
 ) -> validation_schedule.ValidationSchedule | None:
-    """The comparison of copies that is configured; None if there is none."""
+    """The configured comparison of replicas; None if there is none."""
     if section.replica_validation == "none":
         return None
     return validation_schedule.ValidationSchedule(
@@ -162,7 +157,7 @@ def validation(
 
 
 def _preservation(section: schema.CheckpointSection) -> PreservationPolicy | None:
-    # Which steps persistent storage keeps; None keeps all.
+    # The steps that persistent storage keeps; None keeps all.
     from orbax.checkpoint import v1 as ocp
 
     policies = ocp.training.preservation_policies
@@ -182,7 +177,7 @@ def _best_steps(section: schema.CheckpointSection) -> BestN:
 
 
 def peers(section: schema.TiersSection) -> Peers:
-    """The copies in the RAM of peers.
+    """The peer tier.
 
     Raises:
       ConfigError: if keys are missing or exclude each other.
@@ -191,7 +186,7 @@ def peers(section: schema.TiersSection) -> Peers:
     if any(given) and not all(given):
         raise errors.ConfigError(
             f"peer_tls_certificate, peer_tls_key and peer_tls_ca are {given}: only some"
-            " of them are set; set all three, or none to send unencrypted"
+            " of them are set; set all three, or none to send data unencrypted"
         )
     return Peers(
         copies=section.peer_copies,
@@ -226,12 +221,12 @@ def _listed(value: str) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Groups:
-    """All that a run may have: the groups of hosts that are lost together.
+    """The groups of hosts that are lost together; a `Cluster` has them as slices.
 
     Attributes:
-      number: of the groups; `Cluster` has them as slices.
-      most: of them train; the others are spares.
-      full: the topology of all of them.
+      number: the number of groups that a run may have.
+      most: how many of them train; the others are spares.
+      full: the topology of all groups.
     """
 
     number: int
@@ -243,7 +238,7 @@ class Groups:
         full = self.full
         return dataclasses.replace(
             full,
-            # The only host has all groups, and is there with some of them.
+            # A single host has all groups, and is there with any of them.
             hosts=max(1, full.hosts * number // self.number),
             slices=full.slices * number // self.number,
             devices=full.devices * number // self.number,
@@ -251,12 +246,7 @@ class Groups:
 
 
 def groups(config: schema.Config, there: topology.Topology | None = None) -> Groups:
-    """The groups of hosts that are configured.
-
-    Args:
-      config: of the run.
-      there: what this process has found; by default, what is configured.
-    """
+    """The configured groups, or those of the topology that this process found."""
     world, elastic = config.world, config.elastic
     full = there or topology.Topology(
         hosts=world.hosts,
@@ -273,9 +263,9 @@ def groups(config: schema.Config, there: topology.Topology | None = None) -> Gro
 
 
 def policy(config: schema.Config, groups: Groups) -> decision.Policy:
-    """The policy of a run for groups that are lost and come back."""
+    """The policy of a run for groups that are lost and rejoin."""
     section = config.elastic
-    # A run that is not elastic saves and ends when one of its hosts is asked to.
+    # A run that is not elastic saves and ends when one of its hosts is asked to end.
     least = section.elastic_min_slice_count if section.elastic_enabled else groups.most
     return decision.Policy(
         min_slices=least or groups.most,
@@ -291,10 +281,10 @@ def policy(config: schema.Config, groups: Groups) -> decision.Policy:
 
 
 def work(config: schema.Config, groups: Groups) -> decision.Work:
-    """The work of a step, on as many groups as train at most."""
+    """The work of a step, based on the largest number of groups that train."""
     full = groups.some(groups.most)
     if config.world.hardware != "cpu" and config.world.hosts == 1:
-        # It has the devices that JAX finds; only the host itself may look.
+        # The number of devices is unknown: only the host itself may ask JAX.
         return decision.Work(devices_per_slice=full.devices)
     rows = batch_size.global_batch_size(config.data, full)
     return decision.Work(
@@ -309,7 +299,7 @@ def work(config: schema.Config, groups: Groups) -> decision.Work:
 def _objection(
     config: schema.Config, groups: Groups, number: int, rows: int
 ) -> str | None:
-    # Why the data cannot be dealt to a number of groups.
+    # Why the data cannot be divided among a number of groups.
     del rows
     try:
         batch_size.schedule(config.data, groups.some(number))
@@ -319,9 +309,9 @@ def _objection(
 
 
 def limits(config: schema.Config) -> watch.Limits:
-    """How long hosts may take, and until they have saved and ended after SIGTERM."""
+    """The time limits of hosts."""
     section = config.elastic
-    # The rest of the time is for the report.
+    # The rest of the grace period is for reporting the end.
     grace_secs = 0.9 * config.run.termination_grace_period_seconds
     if not section.elastic_enabled:
         return watch.Limits(
@@ -348,7 +338,7 @@ def memory(config: schema.Config) -> host.SliceMemory | None:
 
 
 def is_simulated(config: schema.Config) -> bool:
-    """Whether CPU devices of this process are to stand for slices that can be lost."""
+    """Whether CPU devices of this process simulate slices that can be lost."""
     world = config.world
     return (
         config.elastic.elastic_enabled
@@ -379,19 +369,19 @@ def check_checkpoints(config: schema.Config) -> None:
         raise errors.ConfigError(
             f"save_best_checkpoint={str(section.save_best_checkpoint).lower()} and"
             f" num_best_checkpoints_to_keep={kept} have no effect with eval_interval=0:"
-            " nothing is evaluated, so no step is the best; set eval_interval, or leave"
-            " them out"
+            " nothing is evaluated, so no step is the best; set eval_interval, or"
+            " remove them"
         )
     if kept and not section.max_num_checkpoints_to_keep:
         raise errors.ConfigError(
             f"num_best_checkpoints_to_keep={kept} has no effect with"
-            " max_num_checkpoints_to_keep=0, which keeps all steps; set it to the"
-            " number of newest steps to keep, too"
+            " max_num_checkpoints_to_keep=0, which keeps all steps; set that to the"
+            " number of newest steps to keep"
         )
 
 
 def check_keys(config: schema.Config) -> None:
-    """Raises a ConfigError for keys that `train` refuses on all hosts and files."""
+    """Raises a ConfigError for keys that `train` rejects on any hosts or files."""
     check_checkpoints(config)
     if config.checkpoint.enable_checkpointing:
         tiers(config, persistent=journal.path_of(config))
@@ -399,11 +389,9 @@ def check_keys(config: schema.Config) -> None:
 
 
 def check_slices(config: schema.Config, number: int | None = None) -> None:
-    """Raises a ConfigError unless the run can train on a number of slices.
+    """Raises a ConfigError unless the run can train on `number` slices.
 
-    Args:
-      config: of the run.
-      number: of the slices; by default as many as it uses at most.
+    By default, `number` is the most slices that the run uses.
     """
     available = groups(config)
     chosen, most = policy(config, available), available.most
@@ -415,8 +403,8 @@ def check_slices(config: schema.Config, number: int | None = None) -> None:
             f"{number} slices: the run trains on {chosen.min_slices} to {most} slices"
             f" (elastic_min_slice_count={section.elastic_min_slice_count},"
             f" elastic_max_slice_count={section.elastic_max_slice_count},"
-            f" slices={config.world.slices}); choose a number between, or start the run"
-            " with other bounds"
+            f" slices={config.world.slices}); choose a number in this range, or start"
+            " the run with other bounds"
         )
     exactly = dataclasses.replace(chosen, min_slices=number, max_slices=number)
     present_secs = dict.fromkeys(range(number), math.inf)
@@ -432,8 +420,8 @@ def check_local(config: schema.Config) -> None:
     check_keys(config)
     world = config.world
     if world.hardware == "tpu" and world.hosts > 1:
-        # libtpu needs the place of each process among all of a world before it
-        # starts, and a world of some of the hosts is no topology that it has.
+        # libtpu needs the place of each process in the world before it starts, and
+        # supports no topology of some of the hosts.
         raise errors.ConfigError(
             f"hosts={world.hosts} with hardware=tpu: the local launcher starts hosts"
             " only on CPUs and GPUs; start one process per host with Slurm or a"
@@ -444,7 +432,7 @@ def check_local(config: schema.Config) -> None:
         if world.hosts == 1 and not is_elastic:
             raise errors.ConfigError(
                 "faults with hosts=1 and elastic_enabled=false: nothing supervises the"
-                " only host, and nothing would fail; set elastic_enabled=true, or"
+                " only host, so no fault would happen; set elastic_enabled=true, or"
                 " faults=[]"
             )
         kind, number = "slices", groups(config).number
@@ -463,5 +451,5 @@ def check_local(config: schema.Config) -> None:
             " to a multiple of slices, or slices=1"
         )
     if world.hardware == "cpu" or world.hosts > 1:
-        # Otherwise it has as many devices as JAX finds.
+        # Otherwise JAX determines the number of devices.
         check_slices(config)

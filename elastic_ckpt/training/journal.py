@@ -1,9 +1,9 @@
-"""The directory of a run: its places, its events, and the metrics of its processes.
+"""The directory of a run: its paths, its events, and the metrics of its processes.
 
-The leader of a run (the supervisor, or the first host under another launcher) keeps its
-events in `events.jsonl`, together with the run's lock, and adds how the run ended. An
-event carries the number of the world that this start of the run has claimed last
-(`claim`), so that readers ignore those of a start that another one has replaced.
+The leader of a run (the supervisor, or the first host under another launcher) holds the
+run's lock and logs its events, and how it ended, in `events.jsonl`. Each event carries
+the number of the last world that this start of the run claimed (`claim`), so that
+readers can ignore events of a replaced start.
 
 Each process writes its metrics as JSON lines, and serves them as configured. Readers
 are in `inspect.run_files`.
@@ -43,7 +43,7 @@ with epy.lazy_imports():
 _MAX_REASON = 500
 # Events that say how many steps are done.
 _OF_STEPS = ("run_started", "step", "step_done", "restored_from", "world_left")
-# How late an event is at most in a log in an object store: people look at it there.
+# The longest delay of an event in a log in an object store, where people look at it.
 _SYNC_SECS = 10.0
 
 
@@ -55,8 +55,8 @@ def path_of(config: schema.Config) -> str:
 def logs_of(config: schema.Config) -> str:
     """The directory for the output of the hosts of this machine.
 
-    Processes append to their logs, which an object store cannot do: the logs of a run
-    in a bucket are in a new temporary directory of this machine.
+    Object stores cannot append to files, so the logs of a run in a bucket go to a new
+    temporary directory of this machine.
     """
     directory = path_of(config)
     if storage.is_local(directory):
@@ -70,25 +70,24 @@ def steps_of(directory: str) -> str:
 
 
 def read_config(directory: str) -> schema.Config:
-    """The configuration that the run in `directory` was last started with.
+    """The configuration with which the run in `directory` was last started.
 
     Raises:
       RunError: if there is no run in `directory`.
-      ConfigError: if its configuration is not of this program.
+      ConfigError: if its configuration is not valid for this program.
     """
     settings = run_files.read(directory).settings
     return load.from_values(settings, place=os.path.join(directory, run_files.RECORD))
 
 
 class Journal:
-    """An `Emit` that passes events on and keeps all but the steps, which have a log.
+    """An `Emit` that passes events on and logs all but the steps, which have a log.
 
     Args:
       emit: shows the events.
-      directory: of the run.
       steps: the directory of the run's steps, where its worlds are claimed.
-      claim: the world that was claimed last when this start began; 0 if there is none,
-        or no other start can be there.
+      claim: the last world claimed before this start began; 0 if there is none, or no
+        other start can be alive.
       first_step: the number under which the run's first step is saved.
 
     Attributes:
@@ -108,11 +107,11 @@ class Journal:
         self._log = jsonlog.writer(os.path.join(directory, run_files.EVENTS))
         self._is_local = storage.is_local(directory)
         self._steps, self._first_step = steps, first_step
-        # The world that was claimed last, and whether this start has claimed it: until
-        # then the newest one may be its own.
+        # The last claimed world, and whether this start claimed it: before it has, the
+        # newest world in storage may be its own.
         self._claim, self._has_claimed = claim, False
         self._lock = threading.Lock()
-        # The steps that are done, and those of the newest save or restore.
+        # The steps that are done, and the step of the newest save or restore.
         self._step, self._saved = 0, -1
         self._has_begun = self.is_stopped = False
         self._is_closed = threading.Event()
@@ -120,7 +119,7 @@ class Journal:
             threading.Thread(target=self._sync_late, daemon=True).start()
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
-        """Shows and keeps one event; from any thread."""
+        """Shows and logs an event; from any thread."""
         with self._lock:
             self._emit(name, **fields)
             self._has_begun = True
@@ -141,11 +140,11 @@ class Journal:
                 self._log.append(line)
 
     def sync(self) -> None:
-        """Writes the events so far, unless they are written; a failure is logged."""
+        """Writes pending events; logs a failure."""
         if not self._log.late_bytes:
             return
         try:
-            # Segments of two starts have no order, as lines in a file have.
+            # Unlike lines of a file, segments of two starts have no order.
             is_ours = self._is_local or not self._has_claimed
             if is_ours or not claims.is_replaced(self._steps, self._claim):
                 self._log.sync()
@@ -157,9 +156,9 @@ class Journal:
             self.sync()
 
     def close(self) -> None:
-        """Writes what is left, and closes the log; a failure is logged.
+        """Writes pending events and closes the log.
 
-        The run's result is known, and an error of it must not be hidden.
+        Only logs a failure, which must not hide an error of the run.
         """
         self._is_closed.set()
         self.sync()
@@ -168,9 +167,9 @@ class Journal:
                 self._log.close()
 
     def stopped_early(self) -> None:
-        """Keeps that the run ended where it was, perhaps before a save.
+        """Logs that the run stopped early, perhaps before a save.
 
-        It is written at once: the process may exit without closing the journal.
+        Writes at once: the process may exit without closing the journal.
         """
         if self._has_begun:
             self("run_stopped", step=self._step, saved=self._saved >= self._step)
@@ -187,22 +186,22 @@ def kept(
     listeners: contextlib.AbstractContextManager[None] | None = None,
     is_locked: bool = True,
 ) -> Iterator[Journal]:
-    """The journal of the run in `directory`, which belongs to this process meanwhile.
+    """Opens the journal of the run in `directory`, which this process owns meanwhile.
 
     Args:
-      directory: of the run.
+      directory: the directory of the run.
       emit: shows the events.
-      steps: the directory of its steps, where its worlds are claimed; by default that
-        in `directory`.
+      steps: the directory of its steps, where its worlds are claimed; by default the
+        one in `directory`.
       first_step: the number under which its first step is saved.
-      listeners: of the run's metrics, unless this process has others.
+      listeners: listens to the run's metrics while the journal is open.
       is_locked: whether to lock the run; otherwise the claims of its worlds decide
-        between several processes.
+        between processes.
 
     Raises:
       RunError: if another live process is writing the run, or the log was removed.
       ConfigError: if this account may not write there.
-      CheckpointError: if it is not locked, and its claims cannot be read.
+      CheckpointError: if the run is not locked and its claims cannot be read.
     """
     if not storage.is_local(directory):
         _check_writable(directory)
@@ -224,13 +223,13 @@ def kept(
             yield journal
             journal._log.check()
         except process_cluster.LeadershipLostError:
-            # Another machine goes on.
+            # Another machine continues the run.
             raise
         except (errors.StoppedError, KeyboardInterrupt, SystemExit):
             journal.stopped_early()
             raise
         except Exception as error:
-            # One that was refused had no event yet.
+            # A start that was refused has emitted no event.
             if journal._has_begun:
                 why = str(error).partition("\n")[0] or type(error).__name__
                 journal("run_failed", step=journal._step, why=why[:_MAX_REASON])
@@ -238,8 +237,8 @@ def kept(
 
 
 def _check_writable(directory: str) -> None:
-    # A launcher would start a run that may not write again and again. Whatever may pass
-    # does not count.
+    # Otherwise a launcher would restart a run without write permission forever. Errors
+    # that may pass are ignored.
     path = storage.absolute(directory) / f"{run_files.EVENTS}.probe"
     try:
         storage.write_atomic(path, b"{}\n")
@@ -251,7 +250,7 @@ def _check_writable(directory: str) -> None:
 
 
 def _newest_step(directory: str) -> int:
-    # The most steps that earlier starts have done, by their metrics.
+    # The most steps that earlier starts did, by their metrics.
     try:
         files = run_files.read_metrics(os.path.join(directory, run_files.METRICS))
     except errors.DataError as error:
@@ -273,12 +272,9 @@ def listening_on_machine(
 ) -> contextlib.AbstractContextManager[None]:
     """`listening` in one of several processes of a machine: each has its own port.
 
-    All machines use the same ports, because the hosts of each are numbered in a row.
-
-    Args:
-      config: of the run.
-      host: the number of the host in its world; None for the supervisor, whose port
-        follows those of the hosts.
+    All machines use the same ports: the hosts of a machine have consecutive numbers.
+    `host` is the number of the host in its world; None for the supervisor, whose port
+    follows those of the hosts.
     """
     section = config.metrics
     if section.prometheus_port:
@@ -296,10 +292,7 @@ def listening(
 ) -> Iterator[None]:
     """Runs the listeners of this process's metrics while the block runs.
 
-    Args:
-      directory: of the run.
-      section: the listeners besides JSON lines.
-      name: of the files; None for those of this host.
+    By default, files have the name of this host.
 
     Raises:
       ConfigError: if the package of a listener is missing, or Prometheus cannot be

@@ -1,4 +1,4 @@
-"""Starts a run as it is configured: in this process, or on hosts of its machines.
+"""Starts a configured run: in this process, or on host processes of its machines.
 
 It imports JAX only where it is used, so that the fork server starts at once.
 """
@@ -44,8 +44,7 @@ with epy.lazy_imports():
 
 # Trains on a host of a world.
 Train = Callable[[schema.Config, World], object]
-# What the fork server imports: nearly all that a host needs comes with these two, and
-# the rest would be imported in the pause of a change.
+# What the fork server imports, so that hosts import nothing while slices change.
 _HOST_IMPORTS = (
     *host.IMPORTS,
     __name__,
@@ -74,12 +73,9 @@ def warm_up() -> None:
 
 
 def on_host(train: Train | None, config: schema.Config, world: World) -> None:
-    """Trains on a host of a world; picklable before JAX is imported.
+    """Trains on a host of a world, by default with the reference trainer.
 
-    Args:
-      train: by default the reference trainer.
-      config: of the run.
-      world: of the host.
+    Can be pickled before JAX is imported.
     """
     with journal.listening_on_machine(config, host=topology.this_host()):
         (train or trainer.train)(config, world)
@@ -96,26 +92,24 @@ def on_hosts(
     """Supervises the hosts of this machine until the run has ended.
 
     Args:
-      config: of the run; the files of its data exist.
-      show: called for the events of the run; of several machines, on the one that
-        leads.
-      place: of this machine among several, each of which leads the run or follows; None
-        if it has all hosts.
-      train: of each host, picklable; by default the reference trainer.
-      program: of the hosts, besides the configuration: equal on all machines.
+      config: the configuration of the run; the files of its data exist.
+      show: called for the events of the run, on the machine that leads.
+      place: this machine's place among several; None if it has all hosts.
+      train: trains on each host, picklable; by default the reference trainer.
+      program: what the hosts run, besides the configuration; equal on all machines.
 
     Returns:
       Whether the run, or this machine, was asked to end before the last step.
 
     Raises:
-      RunError: with the first failure of a host; all hosts have ended by then. Or if no
+      RunError: with the first failure of a host, after all hosts have ended; or if no
         leader can be reached.
-      StoppedError: if SIGTERM arrived, and the hosts did not end in time.
+      StoppedError: if SIGTERM arrived and the hosts did not end in time.
     """
     of_host = functools.partial(on_host, train)
     limits, groups = configured.limits(config), configured.groups(config)
     directory, injected = journal.path_of(config), faults.parse(config.elastic.faults)
-    # Without it all hosts share one RAM disk, as those of one machine.
+    # Otherwise all hosts share one RAM disk, as on one machine.
     memory = configured.memory(config) if config.elastic.elastic_enabled else None
     there: dict[str, Any] = {} if place is None else place._asdict()
 
@@ -136,7 +130,7 @@ def on_hosts(
             # MaxText numbers its steps from 0.
             first_step=0 if program else 1,
             listeners=journal.listening_on_machine(config),
-            # A leader that is cut off, or frozen, would hold a lock.
+            # A leader that is cut off or frozen would still hold a lock.
             is_locked=place is None,
         )
 
@@ -173,21 +167,17 @@ def on_hosts(
 
 
 def on_slices(config: schema.Config, show: events.Emit) -> bool:
-    """Trains in this process on the slices that are there, until the run has ended.
+    """Trains in this process on the available slices until the run has ended.
 
-    They are those of Pathways, or groups of this process's CPU devices that stand for
-    them.
-
-    Args:
-      config: of the run; the files of its data exist.
-      show: called for each event of the run.
+    The slices are those of Pathways, or simulated by CPU devices of this process. The
+    files of the data must exist.
 
     Returns:
       Whether the run was asked to end before the last step.
 
     Raises:
-      ConfigError: if the slices are not those of the hardware, or faults are configured
-        that they cannot have.
+      ConfigError: if the hardware has a different number of slices, or the slices
+        cannot have the configured faults.
       RunError: see `runtime.run`.
     """
     number, directory = config.world.slices, journal.path_of(config)
@@ -222,7 +212,7 @@ def _run(
     cluster: Cluster,
     emit: events.Emit,
 ) -> None:
-    # Trains on the groups of a cluster that are there, until the run has ended.
+    # Trains on the available groups of a cluster until the run has ended.
     chosen = configured.policy(config, groups)
     if config.elastic.elastic_enabled:
         chosen = scale_request.ScaledPolicy(journal.path_of(config), chosen)
@@ -236,10 +226,10 @@ def _run(
 
 
 def place(config: schema.Config, environment: Mapping[str, str]) -> Place:
-    """The place that is configured for this machine among those of a run.
+    """The configured place of this machine among those of a run.
 
     Raises:
-      ConfigError: if it is not, or contradicts other keys.
+      ConfigError: if it is missing or contradicts other keys.
     """
     section, world = config.elastic, config.world
     if not section.elastic_enabled:
@@ -251,8 +241,8 @@ def place(config: schema.Config, environment: Mapping[str, str]) -> Place:
     if world.enable_single_controller:
         raise errors.ConfigError(
             f"elastic_machines={section.elastic_machines} with"
-            " enable_single_controller=true: only runs with a process per host have"
-            " supervisors on several machines; set elastic_machines=1"
+            " enable_single_controller=true: only a run with a process per host can"
+            " have several machines with supervisors; set elastic_machines=1"
         )
     number = section.elastic_machine
     return processes.place(
@@ -273,15 +263,13 @@ def _digest(config: schema.Config, program: Sequence[str]) -> str:
 def with_files(
     config: schema.Config, *, report: Callable[[str], None] = lambda _: None
 ) -> schema.Config:
-    """The configuration with absolute file names of data; writes what is missing.
+    """Makes the file names of data absolute, and writes missing files from texts.
 
-    Args:
-      config: of the run.
-      report: called with a line of text for each file that was written from texts.
+    Calls `report` with a line of text for each file written.
 
     Raises:
       ConfigError: if a file cannot be written in the configured format.
-      DataError: if there are no such files, nor texts to write them from.
+      DataError: if there are neither files nor texts.
     """
     data = config.data
     directories = iter(part for part in data.text_directory.split(";") if part)
@@ -294,7 +282,8 @@ def with_files(
             files.find_files(files.absolute(dataset.patterns))
     values = _absolute({key: vars(data)[key] for key in (_MIXTURE, *listed)})
     if data.data_stages:
-        # As they are now: the file may change, and another start may be elsewhere.
+        # Stores the stages themselves: their file may change, and the next start may
+        # run elsewhere.
         stages = []
         for begin, stage in data_keys.stages(data):
             own = {k: v for k, v in vars(stage).items() if v != vars(data)[k]}
@@ -304,7 +293,7 @@ def with_files(
 
 
 def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
-    # The values of keys of data, with absolute file names.
+    # Makes the file names among the values of data keys absolute.
     absolute = dict(values)
     for key, value in values.items():
         if value and key == _MIXTURE:
@@ -321,14 +310,14 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
 def _write(
     patterns: str, directory: str, file_type: str, report: Callable[[str], None]
 ) -> None:
-    # Nothing to write if the patterns are not one file, or it exists.
+    # Only writes a single file that does not exist.
     if set("*?[,") & set(patterns) or files.exists(patterns):
         return
     named_type = text.file_type(patterns) or file_type
     if named_type != file_type:
         raise errors.ConfigError(
             f"grain_file_type={file_type}, but text_directory would be written to"
-            f" {patterns}, whose name is that of {named_type}; set"
+            f" {patterns}, which is named like a {named_type} file; set"
             f" grain_file_type={named_type}, or change the file's name"
         )
     written = text.write(directory, patterns, file_type=file_type)

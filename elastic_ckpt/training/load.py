@@ -1,7 +1,7 @@
-"""Reads a configuration: a YAML file, its base files, and overrides; and prints one.
+"""Reads a configuration from a YAML file, its base files and overrides; prints one.
 
-It is strict: an unknown key, a key set twice or a value of a wrong type is an error,
-which names the file and line and, for an unknown key, the nearest existing key.
+It is strict: an unknown key, a key set twice or a value of the wrong type is an error
+that names the file and line and, for an unknown key, the nearest existing key.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from elastic_ckpt.core import errors, sections, storage
 from elastic_ckpt.core.sections import Setting, Value, render
 from elastic_ckpt.training import schema
 
-# The base with every key's default, which need not exist as a file.
+# The base file with every key's default; it need not exist.
 DEFAULTS = "base.yml"
 
 _INHERIT = "base_config"
-# The lines of a key with a value.
+# Prints a key with a value.
 _Lines = Callable[[dataclasses.Field[Any], Value], list[str]]
 
 
@@ -34,8 +34,8 @@ def load(path: epath.PathLike, overrides: Sequence[str] = ()) -> schema.Config:
     takes.
 
     Args:
-      path: a YAML file of `key: value` lines, local or in a bucket; `base_config:`
-        names another file, relative to this one, for the settings that this one lacks.
+      path: a YAML file of `key: value` lines, local or in a bucket. Its `base_config`
+        names another file, relative to this one, for settings that it lacks.
         `base_config: base.yml` means the defaults if there is no such file.
       overrides: `key=value` texts, as on a command line; later ones take precedence.
 
@@ -54,10 +54,9 @@ def settings(
     """The value of each key that is set, and its place: file and line, or the override.
 
     Args:
-      path: as in `load`; None if there are overrides alone.
+      path: as in `load`; None if there are only overrides.
       overrides: as in `load`.
-      bases: directories in which `base_config` may name a file, too: those with the
-        files of another program.
+      bases: further directories with base files, such as those of another program.
 
     Raises:
       ConfigError: as in `load`, except for unknown keys and invalid values, which only
@@ -80,11 +79,7 @@ def settings(
 
 
 def from_values(values: dict[str, Value], *, place: str) -> schema.Config:
-    """The configuration with `values`, which `values` made.
-
-    Args:
-      values: the value of each key.
-      place: the origin of every key, for messages.
+    """The inverse of `values`; `place` is the origin of all keys, for messages.
 
     Raises:
       ConfigError: if a key is unknown or a value is invalid.
@@ -103,8 +98,8 @@ def _read_file(
         path = epath.Path(f"{store}://{os.path.normpath(name)}")
     if path in below:
         raise errors.ConfigError(
-            f"{path}: base_config includes this file again; remove it from one of the"
-            " files"
+            f"{path}: base_config includes this file again; remove base_config from one"
+            " of the files"
         )
     by = f" (base_config of {below[-1]})" if below else ""
     document = sections.compose(path, by=by)
@@ -118,9 +113,9 @@ def _read_file(
         return found
     places = [each / str(base.value) for each in (path.parent, *map(epath.Path, bases))]
     if base.value == DEFAULTS and not places[0].exists():
-        # An installed package has no configs/base.yml; it only lists the defaults.
+        # An installed package has no configs/base.yml, which only lists the defaults.
         return found
-    # If none is there, the first is missing.
+    # If none exists, the error names the first.
     below_this = next((each for each in places if each.exists()), places[0])
     return _read_file(below_this, bases, below=(*below, path)) | found
 
@@ -186,7 +181,7 @@ def base_yaml() -> str:
 
 
 def _by_section(config: schema.Config, lines: _Lines) -> str:
-    # The lines of each key, below the titles of the sections.
+    # The lines of each key, under the titles of the sections.
     text: list[str] = []
     for section in vars(config).values():
         text += ["", f"######## {(type(section).__doc__ or '').splitlines()[0]}"]

@@ -2,7 +2,7 @@
 
 Pre-norm blocks of rotary attention (Su et al. 2021) and a gated feed-forward (Shazeer
 2020); input and output share the embedding. The parameters of all layers are stacked
-along a leading dim and scanned, so that compiling forty layers takes as long as one.
+along a leading dim and scanned, so compiling forty layers takes as long as one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Gather = Callable[[Params], Params]
 
 
 def _shapes(sizes: schema.ModelSection) -> dict[str, tuple[int, ...]]:
-    # Of the parameters, by name.
+    # The shapes of the parameters, by name.
     layers, emb = sizes.base_num_decoder_layers, sizes.base_emb_dim
     heads, mlp = sizes.base_num_query_heads * sizes.head_dim, sizes.base_mlp_dim
     return {
@@ -51,9 +51,9 @@ def init_params(key: jax.Array, sizes: schema.ModelSection) -> Params:
     """Initial float32 parameters: LeCun's uniform distribution, variance 1 / fan-in."""
     shapes = _shapes(sizes)
     norms = {name: shapes.pop(name) for name in shapes.copy() if "norm" in name}
-    # One draw for all parameters compiles in a quarter of the time of separate draws.
-    # It is uniform because it rounds only in the last product, so weights have the same
-    # bits on every mesh; the last bit of a normal draw depends on the compiler.
+    # One draw for all parameters compiles four times as fast as separate draws. A
+    # uniform draw rounds only in the last product, so weights have the same bits on
+    # every mesh; the last bit of a normal draw depends on the compiler.
     ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
     uniform = jax.random.uniform(key, (ends[-1],), minval=-1.0, maxval=1.0)
     drawn = jnp.split(uniform, ends[:-1])
@@ -72,7 +72,7 @@ def logits(
     Args:
       params: parameters from `init_params`.
       batch: `inputs`, int32 tokens `[rows, length]`. If rows are packed, also
-        `inputs_segmentation` and `inputs_position`, of the same shape: a token attends
+        `inputs_segmentation` and `inputs_position` of the same shape: a token attends
         to itself and to earlier tokens of its segment.
       head_dim: width of an attention head.
       gather: applied to the parameters of a layer before the layer.
@@ -115,7 +115,7 @@ def loss(
 
 
 def is_counted(batch: elastic_data.Batch) -> jax.Array:
-    """The targets of `batch` that its loss counts, bool: all but padding."""
+    """The bool mask of the targets that count in the loss: all but padding."""
     return batch.get("targets_segmentation", batch["targets"]) != tokens.PAD
 
 
@@ -151,14 +151,14 @@ def _rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 class StepReport(NamedTuple):
-    """The outputs of a step besides the state; every host holds all of them.
+    """The outputs of a step besides the state; every host has all of them.
 
     Attributes:
-      loss: float32 scalar, over the global batch before the update.
-      example_id: uint32 `[B, 2]`, ids of the rows that the step was computed from.
+      loss: float32 scalar, the loss of the global batch before the update.
+      example_id: uint32 `[B, 2]`, the ids of the rows of the batch.
       row_digests: uint32 `[B]`, digests of the tokens of these rows.
-      tokens: int32 scalar, the targets of the global batch without padding.
-      learning_rate: float32 scalar, of the update.
+      tokens: int32 scalar, the number of targets of the global batch without padding.
+      learning_rate: float32 scalar, the learning rate of the update.
       gradient_norm: float32 scalar, the L2 norm of all gradients, before clipping.
     """
 
@@ -179,8 +179,8 @@ class Program:
 
     Attributes:
       abstract_state: shapes, dtypes and shardings of the train state.
-      init: makes the initial state, sharded.
-      begin: makes the initial state of given weights, which it donates.
+      init: returns the initial state, sharded.
+      begin: returns the initial state with given weights, which it donates.
       step: `(state, batch) -> (state, StepReport)`; donates the state.
       evaluate: `(state, batch) -> (loss, targets)`: the summed loss in nats, and the
         number of its targets.
@@ -194,12 +194,10 @@ class Program:
 
 
 def build(config: schema.Config, mesh: Mesh, *, microbatches: int = 1) -> Program:
-    """The configured model and optimizer: weights over `fsdp`, rows over both axes.
+    """The configured model and optimizer.
 
-    Args:
-      config: of the run.
-      mesh: with the axes `slice` and `fsdp`.
-      microbatches: equal parts of a device's rows, computed one after the other.
+    Shards weights over the mesh axis `fsdp`, and rows over `slice` and `fsdp`. A device
+    computes its rows in `microbatches` equal parts.
     """
     sizes = dataclasses.replace(config.model, vocab_size=vocab_size(config))
     optimizer, learning_rate = _optimizer(config.optimizer, config.run.steps)
@@ -247,7 +245,7 @@ def build(config: schema.Config, mesh: Mesh, *, microbatches: int = 1) -> Progra
             "step": state["step"] + 1,
         }, report
 
-    # Drawing them would have to be traced in each recovery.
+    # Avoids tracing the draw in each recovery.
     params = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32)
         for name, shape in _shapes(sizes).items()
@@ -305,9 +303,9 @@ def _optimizer(
 
 
 def _over_slices(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    # The sum over slices of what `function(params, batch)` returns for the rows of
-    # each. They add once in a step, after the loop over layers: one collective between
-    # slices in place of one for each layer. Within a slice the compiler shards.
+    # Sums `function(params, batch)` over slices, each with its own rows. The sum comes
+    # once in a step, after the loop over layers: one collective between slices instead
+    # of one for each layer. Within a slice the compiler shards.
     if mesh.shape[topology.SLICE_AXIS] == 1:
         return function
 
@@ -320,13 +318,13 @@ def _over_slices(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]
         in_specs=(PartitionSpec(), PartitionSpec(topology.SLICE_AXIS)),
         out_specs=PartitionSpec(),
         axis_names={topology.SLICE_AXIS},
-        # With checks, gradients would be summed where parameters are used, in the loop.
+        # Checks would sum gradients where parameters are used, inside the loop.
         check_vma=False,
     )
 
 
 def _constrained(arrays: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
-    # In a function for each slice, the mesh is that of its slice.
+    # Inside `shard_map` the mesh is that of the slice.
     of_slice = jax.sharding.get_abstract_mesh()
     sharding = NamedSharding(mesh if of_slice.empty else of_slice, spec)
     return jax.lax.with_sharding_constraint(arrays, sharding)
@@ -335,7 +333,7 @@ def _constrained(arrays: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
 def _accumulated(
     differentiated: Callable[..., Any], microbatches: int, mesh: Mesh
 ) -> Callable[..., Any]:
-    # As `differentiated`, from the sums over the parts of a batch of a slice.
+    # Like `differentiated`, but sums over the parts of a slice's batch.
     def accumulate(params: Params, batch: elastic_data.Batch) -> Any:
         def add(sums: Any, part: elastic_data.Batch) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, sums, differentiated(params, part)), None
@@ -353,8 +351,8 @@ def _accumulated(
 
 
 def _microbatches(rows: jax.Array, number: int, mesh: Mesh) -> jax.Array:
-    # `[B, ...]` to `[number, B / number, ...]`, of a slice: each part has rows of every
-    # device, in place.
+    # Reshapes `[B, ...]` of a slice to `[number, B / number, ...]`. Each part has rows
+    # of every device, so none move.
     devices = mesh.shape[topology.FSDP_AXIS]
     by_device = rows.reshape(devices, number, -1, *rows.shape[1:])
     parts = by_device.swapaxes(0, 1).reshape(number, -1, *rows.shape[1:])

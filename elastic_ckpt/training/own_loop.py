@@ -1,7 +1,7 @@
-"""The run directory of a training loop: what `status`, `report` and `audit` read.
+"""The run directory of a training loop, which `status`, `report` and `audit` read.
 
 It has a step log, the events of the run, and metrics. The reference trainer and MaxText
-record themselves in it as any other loop does.
+use it like any other loop.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class RunDirectory:
                 run.log(step, batch, loss=loss)
                 checkpointer.save_checkpointables_async(step, {...})
 
-    Every process of the loop makes one, after `jax.distributed.initialize`. In the
-    training function of `ec.elastic.run` each world makes one, with its checkpointer:
+    Every process of the loop creates one, after `jax.distributed.initialize`. In the
+    training function of `ec.elastic.run`, create one for each world, with its
+    checkpointer:
 
         run = ec.RunDirectory("runs/mine", tiers=tiers, steps=1000, world=world)
         checkpointer = world.checkpointer(tiers, emit=run.emit)
@@ -61,10 +62,10 @@ class RunDirectory:
     Args:
       directory: a path or URI for this run alone; created if it does not exist.
       tiers: the tiers of the loop's checkpointer, in which `status` and `audit` look.
-      steps: the number of steps of the whole run; None if it is not known.
-      world: of an elastic run, which it reports events to. Where it may run on several
-        machines, the claims of worlds decide between them, and no lock.
-      emit: called with each event, from any thread; by default that of `world`.
+      steps: the number of steps of the whole run; None if unknown.
+      world: the world of an elastic run, which receives the events. If the run may use
+        several machines, the claims of worlds decide between them, instead of a lock.
+      emit: called with each event, from any thread; by default `world.emit`.
 
     Raises:
       RunError: if another live process records in the directory.
@@ -79,8 +80,8 @@ class RunDirectory:
         steps: int | None = None,
         world: World | None = None,
         emit: events.Emit | None = None,
-        # Of a program that has a configuration: its part of the record, and listeners.
-        # In a world, the program that started it has the events and the metrics.
+        # For programs with a configuration: their part of the record, and listeners. In
+        # a world, the program that started it keeps the events and metrics.
         _record: Mapping[str, Any] | None = None,
         _metrics: schema.MetricsSection | None = None,
     ) -> None:
@@ -92,17 +93,17 @@ class RunDirectory:
         slices = int(self._record.settings.get("slices", 1))
         self._world = topology.present(slices) if world is None else world.topology
         self._between = BetweenWorlds() if world is None else world._between
-        # The steps that are done; None before the first. And those of the newest save.
+        # The number of steps done (None before the first), and that of the newest save.
         self._done: int | None = None
         self._saved = 0
         self._claim = 0
         self._began_secs = self._since_secs = time.monotonic()
         # The event of the last step, until its loss is known or the next step begins.
         self._event: dict[str, Any] | None = None
-        # What the thread that waits for steps has yet to write of the last one.
+        # What the thread has yet to write about the last step.
         self._late: list[futures.Future[None]] = []
         self._log: step_log.StepLog | None = None
-        # What keeps the events, on one host.
+        # Records the events, on one host.
         self._journal: events.Emit = events.nobody
         is_own, is_primary = _record is None or world is None, topology.is_primary()
         listeners = journal.listening(path, _metrics or schema.MetricsSection())
@@ -119,7 +120,7 @@ class RunDirectory:
                         steps=self._record.steps_directory,
                         first_step=self._record.first_step,
                         listeners=listeners,
-                        # A host of a machine that stands still would hold it.
+                        # A host on a frozen machine would still hold the lock.
                         is_locked=claimant is None or claimant.owner is not None,
                     )
                 )
@@ -131,9 +132,9 @@ class RunDirectory:
             self._closing = closing.pop_all()
 
     def emit(self, name: str, **fields: storage.Json) -> None:
-        """Records an event; give it to `ec.Checkpointer(emit=)`.
+        """Records an event; pass this method to `ec.Checkpointer(emit=)`.
 
-        A loop that reports `data_ended` is done.
+        The event `data_ended` means that the run has done its last step.
         """
         if name == "save_started":
             self._sync()
@@ -158,18 +159,18 @@ class RunDirectory:
         _gradient_norm: jax.Array | None = None,
         _rows: tuple[jax.Array, jax.Array] | None = None,
     ) -> None:
-        """Logs one step; every process calls it alike, before it saves the step.
+        """Logs one step; every process must call it, before it saves the step.
 
-        It does not wait for the step to be computed, but for the one before: a thread
-        writes the record of a step while the next one runs.
+        It waits only for the previous step to be computed: a thread writes the record
+        of a step while the next one runs.
 
         Args:
-          step: the number of steps that are done, this one included, which is also the
-            number that it is saved under. A number that does not follow the last one is
-            where a restarted loop continues.
+          step: the number of steps that are done, this one included; also the number
+            under which the step is saved. A number that does not follow the last one
+            means that the loop restarted there.
           batch: the global batch from `ec.batches`, with `example_id`.
-          loss: the loss of the step, a scalar; None if it is not to be reported.
-          tokens: the number of tokens in the batch, for tokens a second.
+          loss: the loss of the step, a scalar; None reports none.
+          tokens: the number of tokens in the batch, to report tokens per second.
           learning_rate: the learning rate of the step.
 
         Raises:
@@ -184,8 +185,8 @@ class RunDirectory:
             ) from None
         if step < 1:
             raise errors.ConfigError(
-                f"RunDirectory.log: step={step}; give the number of steps that are done"
-                " with this one, from 1"
+                f"RunDirectory.log: step={step}; give the number of steps that are"
+                " done, this one included, from 1"
             )
         rows = _rows or step_log.digested(batch)
         self._catch_up()
@@ -219,14 +220,14 @@ class RunDirectory:
         tokens: int | jax.Array | None = None,
         learning_rate: float | jax.Array | None = None,
     ) -> None:
-        """Adds to the step that was logged last what was not known then; see `log`."""
+        """Adds values to the last logged step that were not known then; see `log`."""
         if self._event is not None and self._event["step"] == step:
             more = {"loss": loss, "tokens": tokens, "learning_rate": learning_rate}
             self._event |= {k: v for k, v in more.items() if v is not None}
             self._report()
 
     def close(self) -> None:
-        """Writes what is left, and records the end of the run."""
+        """Writes pending records, and records the end of the run."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> RunDirectory:
@@ -238,13 +239,13 @@ class RunDirectory:
         error: BaseException | None,
         trace: types.TracebackType | None,
     ) -> None:
-        # The journal notes why a run failed.
+        # The journal records why a run failed.
         self._closing.__exit__(kind, error, trace)
 
     def _start(self, done: int) -> None:
-        # Reports that a loop begins, or begins anew, with the step after `done`.
+        # Reports that a loop starts or restarts with the step after `done`.
         self._begin(done)
-        # The audit expects an attempt of each start that is told.
+        # The audit expects an attempt for each reported start.
         self._wait()
         self.emit(
             "run_started",
@@ -258,15 +259,15 @@ class RunDirectory:
         # Begins an attempt, whose first step is the one after `done`.
         self._catch_up()
         self._done = done
-        # Steps after it are trained again.
+        # Later steps are trained again.
         self._saved = min(self._saved, done)
         if topology.is_primary():
-            # The first step does not wait for it.
+            # In the thread, so that the first step does not wait.
             self._late.append(self._thread.submit(self._open, done, left_out))
 
     def _open(self, done: int, left_out: Ranges) -> None:
         self._close_log()
-        # Only now: a start that is refused must not replace the record of the run.
+        # Not earlier: a start that is refused must not replace the record of the run.
         run_files.write(self._directory, self._record)
         self._log = step_log.StepLog(
             *(self._directory, done),
@@ -277,7 +278,7 @@ class RunDirectory:
         )
 
     def _end(self, kind: type[BaseException] | None, *_: Any) -> None:
-        # A step that was lost with its devices must not hide the error of the run.
+        # An error of a step lost with its devices must not hide the error of the run.
         with contextlib.suppress(Exception) if kind else contextlib.nullcontext():
             try:
                 self._catch_up()
@@ -294,7 +295,7 @@ class RunDirectory:
                 secs=time.monotonic() - self._began_secs,
             )
         else:
-            # If no other world follows, none makes the backup.
+            # The next world makes the backup of a step in RAM, if there is one.
             is_lent = resumes and self._has_local
             is_saved = self._saved == self._done and not is_lent
             self.emit("run_stopped", step=self._done, saved=is_saved)
@@ -305,14 +306,14 @@ class RunDirectory:
             log.close()
 
     def _report(self) -> None:
-        # Has the last step reported, with what is known of it by now.
+        # Reports the last step in the thread, with what is known by now.
         event, self._event = self._event, None
         if event is not None and self._log is not None:
             self._late.append(self._thread.submit(self._show, event))
 
     def _wait(self) -> None:
-        # Waits until the last step is written. One that could not be must never be
-        # saved, and one whose wait was interrupted is waited for again.
+        # Waits until the last step is written. A step that could not be written must
+        # never be saved; after an interrupt the next call waits again.
         while self._late:
             self._late[0].result()
             del self._late[0]
@@ -328,11 +329,11 @@ class RunDirectory:
         if why is not None:
             metrics.CHECKPOINT_FAILURES.record(1)
             advice = storage_cause.advice(why) or "bring the storage back"
-            why = f"the step log is not written, and tried again: {why}; {advice}"
+            why = f"the step log cannot be written and is retried: {why}; {advice}"
             storage_cause.report(self._journal, "persistent", self._done or 0, why)
 
     def _show(self, event: dict[str, Any]) -> None:
-        # In the thread.
+        # Called in the thread.
         numbers = jax.tree.map(lambda each: np.asarray(each).item(), event)
         norm = numbers.pop("gradient_norm")
         metrics.TRAIN_STEPS.record(numbers["step"])
@@ -342,7 +343,7 @@ class RunDirectory:
 
 
 def _of_loop(directory: str, chosen: Chosen) -> RunRecord:
-    # The record of a loop that has no configuration.
+    # The record of a loop without a configuration.
     steps, every = journal.steps_of(directory), 0
     if chosen.persistent is not None:
         steps, every = chosen.persistent.directory, chosen.persistent.every

@@ -1,14 +1,14 @@
-"""Which steps used a document, and which documents a step used.
+"""Finds the steps that used a document, and the documents that a step used.
 
-The step log places each batch in the stream of rows, those that the run left out
-included. The sizes of the batches so far determine which logical shard each row is from
-(`data.rows`), and the rows name their documents when the shard's pipeline is executed
-once more (`data.provenance`), from the beginning or from the last saved data state
-before them. Which shard reads a record, and when, is a pure function of numbers, so a
-search reads one shard for each epoch.
+The step log places each batch in the stream of rows, including rows that the run left
+out. The sizes of earlier batches determine the logical shard of each row (`data.rows`).
+Executing the shard's pipeline again (`data.provenance`), from the start or from the
+last saved data state before them, shows which documents are in its rows. Which shard
+reads a record, and when, is a pure function of numbers, so a search reads one shard for
+each epoch.
 
-The texts of positional data are not read: each row is one record, whose number their
-order has.
+Texts of positional data are not read: each row is one record, and their order has its
+number.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from elastic_ckpt.data.sources import arrayrecord
 from elastic_ckpt.training import audit, step_log
 from elastic_ckpt.training.step_log import Record
 
-# After how many rows it is checked whether a document can still come.
+# The number of rows between two checks whether a document can still appear.
 _CHECK_ROWS = 32
 
-# A data state in storage, and what reads its cursors.
+# A data state in storage, and a function that reads its cursors.
 Saved: TypeAlias = tuple[state.DataState, elastic_data.ReadCursors]
 Outcome = Literal[
     "used",
@@ -63,13 +63,12 @@ class Use:
     """Tokens of a document in a row of a step.
 
     Attributes:
-      step: the step.
-      attempt: the attempt that trained it; it may have been trained by several.
-      is_current: whether it is a part of the run as it is now: false for a step that
-        was trained again after a crash or because the run went back.
+      attempt: the attempt that trained the step; several may have.
+      is_current: whether it is part of the run's lineage; false for a step that was
+        trained again after a crash or rollback.
       row: the row of the global batch.
       first_token: the index in the document of the first token.
-      num_tokens: the number of tokens among the row's inputs; None if it is not known.
+      num_tokens: the number of tokens among the row's inputs; None if unknown.
     """
 
     step: int
@@ -82,7 +81,7 @@ class Use:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """What became of a document in one epoch.
+    """What happened to a document in one epoch.
 
     Attributes:
       dataset: the dataset's name; empty if there is only one.
@@ -90,12 +89,12 @@ class Found:
       record: the record's number in the file, from 0.
       epoch: the epoch, from 0.
       shard: the logical shard that reads it; None if the data has no shards.
-      outcome: `used` by steps; `left_out` with other rows when the run went back;
-        `too_short` for an example; `filtered` by the pipeline; `corrupt` and skipped;
-        `read_ahead` by one host, into a block, a shuffle window or an incomplete row,
-        but in no step yet; or `not_yet_used`.
-      document_tokens: the tokens of the whole document; None if they are not known.
-      uses: the steps that used it, in the order of training.
+      outcome: `used` by steps; `left_out` with other rows after a rollback; `too_short`
+        for an example; `filtered` by the pipeline; `corrupt` and skipped; `read_ahead`
+        into a block, a shuffle window or an incomplete row, but in no step yet; or
+        `not_yet_used`.
+      document_tokens: the number of tokens of the whole document; None if unknown.
+      uses: the steps that used it, in training order.
     """
 
     dataset: str
@@ -113,12 +112,11 @@ class UsedBatch:
     """A batch that trained a step.
 
     Attributes:
-      step: the step.
-      attempts: the attempts that trained it with this batch.
-      is_current: whether that of the run as it is now is one of them.
+      attempts: the attempts that trained the step with this batch.
+      is_current: whether the run's lineage contains one of them.
       position: the number of rows before it in the stream of rows.
-      rows: for each row of the global batch the documents whose tokens it has, in
-        order; none for a row of padding.
+      rows: for each row of the global batch, the documents with tokens in it, in order;
+        none for a row of padding.
     """
 
     step: int
@@ -131,13 +129,12 @@ class UsedBatch:
 class Provenance:
     """Answers questions about the documents of a run.
 
-    It knows the batches of the run as it is, and those that it left out. Batches that
-    only an attempt that went back has trained in the place of others, or beyond the
-    last step of the run, are not followed.
+    It covers the batches of the run's lineage and those that the run left out. Other
+    batches, which were trained only before a rollback, are not followed.
 
     Args:
       attempts: the step log.
-      data_of: of the run, see `audit`.
+      data_of: returns the data of a step; see `audit`.
       saved: the data states in storage.
       first_step: the number of a run's first step; the log has 0.
 
@@ -157,7 +154,7 @@ class Provenance:
         self._lineage = step_log.lineage(attempts)
         if not self._lineage:
             raise errors.DataError("the step log has no step; the run trained none yet")
-        # What was trained, by the rows; each batch several times.
+        # The trained batches by their first row; each may have been trained repeatedly.
         self._trained: dict[int, list[Record]] = collections.defaultdict(list)
         for record in itertools.chain.from_iterable(a.records for a in attempts):
             self._trained[record.row].append(record)
@@ -166,9 +163,8 @@ class Provenance:
         # The sizes of the batches before each.
         sizes = (each.rows for each in self._batches[:-1])
         self._histories = [*itertools.accumulate(sizes, rows.after, initial=())]
-        # The states between these batches, by the pipeline that made them, the newest
-        # first: the number of the next batch, and the cursors of shards. At last the
-        # beginning.
+        # The saved states between these batches, newest first: the number of the next
+        # batch, and the cursors of shards. The last one is the start of the data.
         self._saved: list[tuple[int, elastic_data.ReadCursors]] = []
         numbers = {history: n for n, history in enumerate(self._histories)}
         by_row = sorted(saved, key=lambda each: -each[0].row)
@@ -184,7 +180,7 @@ class Provenance:
 
     @classmethod
     def of_run(cls, run: audit.RunAudit) -> Provenance:
-        """That of a run in a directory."""
+        """The provenance of a run in a directory."""
         steps = foreign_steps.steps(run.record.steps_directory)
         return cls(
             run.attempts,
@@ -194,7 +190,7 @@ class Provenance:
         )
 
     def find(self, file: str, record: int) -> Iterator[Found]:
-        """What became of a record, epoch by epoch.
+        """What happened to a record, epoch by epoch.
 
         Args:
           file: a file of the data, by the end of its path.
@@ -212,7 +208,7 @@ class Provenance:
             for turn in records.turns(part, number, record):
                 found = self._followed(name, part, turn)
                 num_unused += found.outcome == "not_yet_used"
-                # Shards are in about the same epoch, but not exactly.
+                # Shards are only roughly in the same epoch.
                 if num_unused > 1:
                     break
                 yield found
@@ -241,8 +237,8 @@ class Provenance:
             trained = itertools.chain.from_iterable(self._trained.values())
             steps = {each.step + self._first_step for each in trained}
             why = (
-                ", and the run went back before it; only what was trained again or left"
-                " out is followed"
+                ", but the run rolled back past it; only steps that were trained again"
+                " or left out are followed"
                 if step in steps
                 else f" by no attempt of the run; its steps are {min(steps)} to"
                 f" {max(steps)}"
@@ -250,7 +246,7 @@ class Provenance:
             raise errors.DataError(f"step {step} was trained{why}")
 
     def _documents(self, number: int) -> tuple[tuple[provenance.Piece, ...], ...]:
-        # Of each row of a batch.
+        # The documents of each row of a batch.
         batch, data = self._batches[number], self._data[number]
         found: list[tuple[provenance.Piece, ...]] = [()] * batch.rows
         if isinstance(data, positional_data.TextData):
@@ -274,7 +270,7 @@ class Provenance:
         return tuple(found)
 
     def _shards(self, number: int) -> np.ndarray:
-        # Of each row of a batch.
+        # The shard of each row of a batch.
         size, history = self._batches[number].rows, self._histories[number]
         num_shards = _sharded(self._data[number]).num_shards
         return rows.batch_shards(num_shards, size, rows.batches_of(history, size))
@@ -287,7 +283,7 @@ class Provenance:
         *,
         watched: tuple[str, int] | None = None,
     ) -> contextlib.closing[provenance.FollowedShard]:
-        # A shard before a batch.
+        # Opens a shard just before a batch.
         cursor = read_cursors([shard])[shard]
         data = _sharded(self._data[number])
         row = rows.emitted(data.num_shards, self._histories[number])[shard]
@@ -300,7 +296,7 @@ class Provenance:
     def _rows(
         self, followed: provenance.FollowedShard, shard: int, numbers: range
     ) -> Iterator[tuple[int, int, list[provenance.Piece] | None]]:
-        # Of a shard in some batches: the batch, the row of it, and the documents.
+        # For each row of a shard in some batches: the batch, the row, the documents.
         data = self._data[numbers.start]
         for number in numbers:
             if self._data[number] != data:
@@ -335,7 +331,7 @@ class Provenance:
     def _uses(
         self, batch: Record, row: int = 0, piece: provenance.Piece | None = None
     ) -> list[Use]:
-        # The steps that were trained on a batch, for a piece in a row of it.
+        # The steps that were trained on a batch, for a piece in one of its rows.
         return [
             Use(
                 step=record.step + self._first_step,
@@ -350,10 +346,10 @@ class Provenance:
         ]
 
     def _named(self, file: str) -> list[tuple[str, int, records.Records]]:
-        # The parts of the run that have a file, and the number of the file in each.
+        # The parts of the data with a file, and the number of the file in each.
         parts: dict[str, records.Records] = {}
         for data, _ in itertools.groupby(self._data):
-            # Those of stages that have not begun, too.
+            # Includes stages that have not begun.
             is_staged = isinstance(data, stages.StagedData)
             for each in [e.data for e in data.stages] if is_staged else [data]:
                 parts |= provenance.parts(_sharded(each).make_shard(0))
@@ -363,7 +359,7 @@ class Provenance:
     def _start(
         self, name: str, turn: records.Turn
     ) -> tuple[int, elastic_data.ReadCursors]:
-        # The batch, and the cursors before it, from which a record is followed.
+        # The batch from which to follow a record, and the cursors before it.
         watched = name, turn.number
         for start in self._saved[:-1]:
             cursor = start[1]([turn.shard])[turn.shard]
@@ -371,7 +367,7 @@ class Provenance:
             if until is not None and until <= turn.at:
                 with self._opened(turn.shard, *start, watched=watched) as followed:
                     followed.next()
-                # Rows before the state may have a part of what is read at once.
+                # Otherwise rows before the state may have parts of the record.
                 if not followed.is_read:
                     return start
         return self._saved[-1]
@@ -395,7 +391,7 @@ class Provenance:
                 is_over = (
                     num_tokens + 1 == followed.watched_tokens
                     or (until is not None and until > turn.at)
-                    # A later stage may have more of a shard that has ended.
+                    # A later stage may continue a shard that has ended.
                     or (pieces is None and self._data[number] == self._data[-1])
                 )
                 if is_over:
@@ -424,32 +420,32 @@ class Provenance:
 
 
 def _outcome(uses: Iterable[Use]) -> Outcome:
-    # Of what is in rows.
+    # The outcome of a document that is in rows.
     return "used" if any(use.is_current for use in uses) else "left_out"
 
 
 def _sharded(data: elastic_data.ElasticData) -> sharded_data.ShardedData:
-    # That of the stage, if there are any.
+    # The data of the current stage, if there are stages.
     if isinstance(data, stages.StagedData):
         data = data.sharded()
     if not isinstance(data, sharded_data.ShardedData):
         raise errors.DataError(
-            f"the documents of {type(data).__name__} cannot be told; use"
+            f"the documents of {type(data).__name__} cannot be determined; use"
             " ec.data.sharded or ec.data.from_config"
         )
     return data
 
 
 def _texts(data: positional_data.TextData) -> records.Records:
-    # In the order of the files.
+    # The records in the order of the files.
     return records.Records(
         arrayrecord.ArrayRecord(files=data.files), shard=0, num_shards=1
     )
 
 
 def _located(files: Mapping[str, Sequence[str]], file: str) -> list[tuple[str, int]]:
-    # The datasets that have the file with this path, or this end of its path, and the
-    # number of the file in each.
+    # The datasets with a file of this path, or whose path ends in it, and the number of
+    # the file in each.
     whole, end = os.path.abspath(file), "/" + file.lstrip("/")
     found = [
         (name, number, each)
@@ -462,21 +458,21 @@ def _located(files: Mapping[str, Sequence[str]], file: str) -> list[tuple[str, i
         raise errors.DataError(
             f"{file} is not a file of the run's data, which has"
             f" {errors.first_of(sorted(names))}; give the path"
-            " of one of them, or the end of it"
+            " of one of them, or its end"
         )
     if len({name for name, _, _ in found}) < len(found):
         raise errors.ConfigError(
-            f"{file}: {len(found)} files of the data end so,"
+            f"{file}: {len(found)} files of the data match,"
             f" {errors.first_of(each for _, _, each in found)}; give more of the path"
         )
     return [(name, number) for name, number, _ in found]
 
 
 def _saved_at(path: epath.Path) -> Iterator[Saved]:
-    # The data states of a step that can be read, nearly always one.
+    # The readable data states of a step, nearly always one.
     for file in path.glob(f"*/{state.FILE_NAME}"):
         directory = file.parent
-        # An older state serves, too.
+        # If it cannot be read, an older state serves.
         with contextlib.suppress(errors.DataError):
             found = state.read(directory)
             yield (

@@ -1,6 +1,6 @@
 """The report of a run as a page: how it went, what interrupted it, where its time went.
 
-`collect` reads what the run has written; all else is a pure function of that.
+`collect` reads what the run wrote; everything else is a pure function of that.
 """
 
 from __future__ import annotations
@@ -35,17 +35,14 @@ _WORLD_ENDS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a run has written, as its report shows it.
+    """What a run has written.
 
     Attributes:
-      run: its name.
-      directory: of the run.
       phase: what it does, or how it ended (`status.phase`).
-      events: of `events.jsonl`.
-      files: of metrics.
-      attempts: of the step log, in order.
+      files: the files of metrics.
+      attempts: the attempts in the step log, in order.
       audit: the outcome of the audit; a text if there is none.
-      made_secs: when the report is made, since the epoch.
+      made_secs: when the report is written, in seconds since the epoch.
     """
 
     run: str
@@ -58,7 +55,7 @@ class Record:
     made_secs: float
 
     def named(self, *names: str) -> list[Event]:
-        """The events of these names."""
+        """The events with these names."""
         return [event for event in self.events if event["event"] in names]
 
     def minute(self, record: Mapping[str, Any]) -> float:
@@ -66,7 +63,7 @@ class Record:
         return (record["time"] - self.events[0]["time"]) / 60 if self.events else 0.0
 
     def lines(self, metric: metrics.Metric) -> list[Mapping[str, Any]]:
-        """The lines of a metric of the run as a whole, by time."""
+        """The lines of a metric of the whole run, by time."""
         lines = (
             line
             for line in itertools.chain.from_iterable(self.files.values())
@@ -76,7 +73,7 @@ class Record:
 
     @functools.cached_property
     def goodput_secs(self) -> dict[str, float]:
-        """The seconds of all starts by cause, most first, of causes that took any."""
+        """The seconds of all starts by cause, without zeros; productive ones first."""
         lines = [*itertools.chain.from_iterable(self.files.values())]
         secs = {
             cause: sum(line["sum"] for line in lines if line["metric"] == metric.name)
@@ -95,10 +92,10 @@ class Record:
     def losses(self, *, is_counted: bool) -> list[Point]:
         """The known losses by step, of the steps that count or of the others.
 
-        MaxText reports the loss of a step after it has saved the step, and so too late
-        for the step log; it is among the metrics then.
+        MaxText reports the loss of a step only after it has saved the step, too late
+        for the step log; the metrics have it.
         """
-        # Of a step that was trained again the later line counts.
+        # If a step was trained again, its later line counts.
         lines = self.lines(metrics.TRAIN_LOSS)
         reported = {line["step"]: line["last"] for line in lines}
         points = [
@@ -129,13 +126,13 @@ def collect(directory: str) -> Record:
         events=events,
         files=run_files.read_metrics(os.path.join(directory, run_files.METRICS)),
         attempts=step_log.read(directory),
-        audit="No audit was asked for.",
+        audit="No audit was requested.",
         made_secs=time.time(),
     )
 
 
 def audit(directory: str) -> audit_run.Audit | str:
-    """The outcome of an audit, which reads the run's data again; why not, if not."""
+    """The outcome of an audit, which reads the run's data again, or why it failed."""
     try:
         return audit_run.RunAudit(directory).outcome()
     except errors.ElasticCkptError as error:
@@ -184,7 +181,7 @@ def _facts(record: Record) -> list[Fact]:
         ("steps trained again", f"{sum(e['steps_lost'] for e in changes):,}", ""),
         ("sample order", outcome or "not audited", outcome_mood),
     ]
-    # Only bad news are news.
+    # Shown only if there are any.
     bad = {
         "bad copies read": sum(e["bad_copies"] for e in record.named("restored_from")),
         "restores distrusted": len(record.named("restore_distrusted")),
@@ -202,9 +199,9 @@ def _interruptions(record: Record) -> Section:
     if not judged:
         text = "Nothing failed."
         if changes := len(record.named("recovered")):
-            text += f" The slices were changed {changes:,} times, as asked."
+            text += f" The slices changed {changes:,} times, as requested."
         return Section(title="What interrupted it", text=text, is_table=True)
-    # Each with the change of slices that followed it, if one did.
+    # Each verdict, with the change of slices that followed it, if any.
     told = record.named("verdict", "recovered")
     rows = [
         (
@@ -225,8 +222,8 @@ def _interruptions(record: Record) -> Section:
     ]
     return Section(
         title="What interrupted it",
-        text="What failed, by which evidence, what was done, and how long it took until"
-        " the run trained again.",
+        text="What failed, the evidence, what the run did, and how long it took until"
+        " it trained again.",
         columns=(
             *("minute", "what failed", "verdict", "evidence", "action", "back after"),
             *("steps lost", "kind", "phase", "step", "since"),
@@ -245,13 +242,13 @@ def _goodput_percent(record: Record) -> str:
 def _goodput(record: Record) -> Section:
     title, spent = "Where the time went", record.goodput_secs
     if not spent:
-        return Section(title=title, text="No metrics of goodput were recorded.")
+        return Section(title=title, text="No goodput metrics were recorded.")
     total = sum(spent.values())
     meanings = {cause: each.meaning for cause, each in metrics.GOODPUT_SECS.items()}
     return Section(
         title=title,
-        text=f"{_goodput_percent(record)} of {total:,.0f} s trained new steps. Times in"
-        " which no process of the run lived do not count.",
+        text=f"{_goodput_percent(record)} of {total:,.0f} s trained new steps. Time"
+        " without a live process of the run does not count.",
         spec=page.bars(
             [
                 (
@@ -287,7 +284,7 @@ def _slices(record: Record) -> Section:
     training.append((record.minute(record.events[-1]), training[-1][1]))
     return Section(
         title=title,
-        text="The filled part trains; gaps are starts and changes.",
+        text="The filled area is training; gaps are starts and changes.",
         spec=page.lines(
             [Series(name="training", points=training, kind="area")],
             x="minutes since the first event",
@@ -306,7 +303,7 @@ def _slices(record: Record) -> Section:
 
 
 def _marks(record: Record) -> list[tuple[float, str]]:
-    # With a lost slice its hosts are lost.
+    # A lost slice implies its hosts.
     lost = "slice_lost" if record.named("slice_lost") else "host_lost"
     texts = {
         lost: "slice {slice} lost" if lost == "slice_lost" else "host {host} lost",
@@ -333,7 +330,7 @@ def _loss(record: Record) -> Section:
             ),
         ],
         title="Loss",
-        text="Over the global batch, before the update." + again * bool(lost),
+        text="Of the global batch, before the update." + again * bool(lost),
         axes=("step", "loss"),
     )
 
@@ -346,7 +343,7 @@ def _step_time(record: Record) -> Section:
     return _of_lines(
         [Series(name="step", points=sorted(points.items()))],
         title="Step time",
-        text="From one logged step to the next, with waits for data and saves; the"
+        text="From one logged step to the next, including waits for data and saves; the"
         " first step of a world includes compiling. The axis is logarithmic.",
         axes=("step", "ms"),
         is_log=True,
@@ -419,7 +416,7 @@ def _sample_order(record: Record) -> Section:
         text=audit.first_difference
         or audit.missing_checkpoint
         or f"Each of the {audit.num_steps:,} steps used the examples and tokens of the"
-        " one-host run's batch, in its order. No example was lost or repeated.",
+        " one-host run's batch, in the same order. No example was lost or repeated.",
         spec=spec,
         columns=("figure of the audit", "value"),
         rows=[(key, str(value)) for key, value in vars(audit).items()],
@@ -440,7 +437,7 @@ def _of_lines(
     axes: tuple[str, str],
     **options: Any,
 ) -> Section:
-    # A plot with the numbers of its lines.
+    # A plot, and a table of its numbers.
     if not any(each.points for each in series):
         return Section(title=title, text="Nothing was recorded.")
     points = [(each.name, x, y) for each in series for x, y in each.points]

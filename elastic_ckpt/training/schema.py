@@ -1,8 +1,8 @@
 """Every configuration key: its section, type, default and description.
 
-Keys are flat, as in MaxText, and have the same names if they have the same meaning.
-They are defined here and, for the input pipeline, in `data.data_keys`; `keys` looks
-them up.
+Keys are flat, as in MaxText, and have MaxText's names where they mean the same. They
+are defined here and, for the input pipeline, in `data.data_keys`; `load.keys` lists
+them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class RunSection:
     )
     termination_grace_period_seconds: int = key(
         60,
-        "Seconds between SIGTERM and SIGKILL, in which the run saves its last step, as"
-        " Kubernetes or Slurm is told.",
+        "Seconds between SIGTERM and SIGKILL, as set in Kubernetes or Slurm. The run"
+        " saves its last step within them.",
         at_least=1,
     )
 
@@ -51,9 +51,9 @@ class WorldSection(Hardware):
 
     hosts: int = key(
         1,
-        "Number of hosts, all slices together; the local launcher starts that many"
-        " processes on this machine. Another launcher (Slurm, JobSet) sets the number"
-        " itself.",
+        "Number of hosts of all slices together. The local launcher starts that many"
+        " processes on this machine; other launchers (Slurm, JobSet) set the number"
+        " themselves.",
         at_least=1,
     )
     slices: int = key(
@@ -72,7 +72,7 @@ class WorldSection(Hardware):
     jax_cache_dir: str = key(
         "",
         "Directory of JAX's compilation cache. With it, a restart on a topology that"
-        " was used before compiles nothing. Empty uses no cache.",
+        " was used before compiles nothing. Empty disables the cache.",
     )
     hardware: str = key(
         "cpu", "Kind of device to train on.", choices=("cpu", "gpu", "tpu")
@@ -84,7 +84,7 @@ class WorldSection(Hardware):
     )
 
     def gpus(self, slot: int) -> range | None:
-        """See `Hardware`; the only host uses all GPUs that JAX finds."""
+        """See `Hardware`; a single host uses all GPUs that JAX finds."""
         return None if self.hosts == 1 else super().gpus(slot)
 
 
@@ -110,13 +110,13 @@ class ModelSection:
         "",
         "Checkpoint with the initial weights of a new run, in any supported format,"
         " local or in a bucket; its data state is not used. Once the run has saved a"
-        " step, it continues from that step and does not read this one again.",
+        " step, it continues from that step and ignores this key.",
     )
     init_from_layout: str = key(
         "",
-        "Layout of init_from: a YAML file, or the name of a layout that ships. It"
-        " maps the checkpoint's tensors (from) to those of the model (to), such as"
-        " params/embedding. Leave it empty for a step that a run of the same model has"
+        "Layout of init_from: a YAML file, or the name of a bundled layout. It maps the"
+        " checkpoint's tensors (from) to those of the model (to), such as"
+        " params/embedding. Leave it empty for a step that a run of the same model"
         " saved.",
     )
 
@@ -146,14 +146,14 @@ class OptimizerSection:
     adam_b1: float = key(0.9, "Decay rate of the first moment.", at_least=0, below=1)
     adam_b2: float = key(0.95, "Decay rate of the second moment.", at_least=0, below=1)
     adam_eps: float = key(
-        1e-8, "Epsilon: the small number that is added to the denominator.", at_least=0
+        1e-8, "Epsilon, the small number added to the denominator.", at_least=0
     )
     adam_weight_decay: float = key(0.1, "Decoupled weight decay.", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
-    """Checkpoints: their period and their number."""
+    """Checkpoints: when they are saved, and how many are kept."""
 
     enable_checkpointing: bool = key(
         True, "Save checkpoints, and continue from the newest one."
@@ -168,7 +168,7 @@ class CheckpointSection:
         at_least=1,
     )
     save_checkpoint_on_completion: bool = key(
-        True, "Also save the last step, if it is not due."
+        True, "Also save the last step if it is not due."
     )
     max_num_checkpoints_to_keep: int = key(
         0,
@@ -201,7 +201,7 @@ class CheckpointSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DivergenceSection:
-    """Callbacks of the training loop, and detectors of a loss that diverges."""
+    """Callbacks of the training loop, and detectors of divergence."""
 
     training_callbacks: str = key(
         "",
@@ -276,8 +276,9 @@ class TiersSection:
     )
     local_checkpoint_pinned_memory: str = key(
         "512Mi",
-        "Pinned host memory that accelerators send a state of this size to at once."
-        " They copy a larger one in their own memory first, if there is room.",
+        "Pinned host memory. Accelerators copy a state of up to this size into it at"
+        " once; a larger one they first copy within their own memory, if there is"
+        " room.",
     )
     local_checkpoint_period: int = key(
         0,
@@ -309,21 +310,21 @@ class TiersSection:
     )
     peer_domain: str = key(
         "zone;block;rack;slice",
-        "Kinds of failure domains that are lost as a whole, large to small: `slice`,"
-        " or kinds of peer_domains or of a node's agent. One copy goes outside the"
-        " first kind that spreads the hosts evenly (else the last), the others inside,"
-        " apart by the last kind if possible.",
+        "Kinds of failure domains, large to small: `slice`, or kinds from peer_domains"
+        " or a node's agent. One copy leaves the host's domain of the first kind in"
+        " which no domain has most of the hosts (else of the last kind). The others"
+        " stay in it, in different domains of the last kind if possible.",
     )
     peer_domains: str = key(
         "",
         "Failure domains of this host, such as `rack=r7;zone=us-east5-a`. `slice`,"
-        " `host` and those in its environment variable ELASTIC_CKPT_DOMAINS need not"
-        " be listed.",
+        " `host` and those in the environment variable ELASTIC_CKPT_DOMAINS need not be"
+        " listed.",
     )
     peer_interface: str = key(
         "",
         "Address at which other machines reach this host's memory. Empty uses POD_IP"
-        " from the environment, or else the address by which the host reaches JAX's"
+        " from the environment, or else the address from which the host reaches JAX's"
         " coordinator.",
     )
     peer_port: int = key(
@@ -351,9 +352,9 @@ class TiersSection:
     )
     peer_timeout_secs: float = key(
         10.0,
-        "Seconds after which a silent peer is ignored, for three times as long. Hosts"
-        " wait this long for a peer that alone has what they need: at a start, and for"
-        " the last backup of a run.",
+        "Seconds after which a silent peer is ignored, for three times as long. At a"
+        " start, and for a run's last backup, hosts wait this long for a peer that"
+        " alone has what they need.",
         at_least=0.1,
     )
     peer_tls_certificate: str = key(
@@ -366,32 +367,32 @@ class TiersSection:
     )
     peer_tls_ca: str = key(
         "",
-        "PEM file with the certificate of the authority that signs all hosts'"
-        " certificates.",
+        "PEM file with the certificate of the authority that signed the certificates of"
+        " all hosts.",
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidationSection:
-    """Comparison of the copies of the state that should be equal."""
+    """Comparison of replicas of the state, which should be equal."""
 
     replica_validation: str = key(
         "none",
-        "Compare the copies of the state on devices and hosts, to find memory that"
-        " changed without an error: `quick` compares a sample of each array, `tensor`"
-        " a digest of it, `full` also counts the elements that differ.",
+        "Compare the replicas of the state on devices and hosts, to find silent memory"
+        " corruption: `quick` compares a sample of each array, `tensor` a digest of it,"
+        " `full` also counts the elements that differ.",
         choices=("none", "quick", "tensor", "full"),
     )
     replica_validation_at_saves: bool = key(True, "Compare before each save.")
     replica_validation_interval: int = key(
         0,
         "Steps between two further comparisons, in addition to those before saves; 0"
-        " makes none.",
+        " disables them.",
         at_least=0,
     )
     replica_validation_action: str = key(
         "warn",
-        "What to do if copies differ: `warn` reports it, preserves the newest earlier"
+        "What to do if replicas differ: `warn` reports it, preserves the newest earlier"
         " step in storage and continues; `stop` ends the run before the step is saved.",
         choices=("warn", "stop"),
     )
@@ -399,13 +400,13 @@ class ValidationSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ElasticSection:
-    """Elastic runs: slices that are lost, and slices that come back."""
+    """Elastic runs: slices that are lost, and slices that rejoin."""
 
     elastic_enabled: bool = key(
         False,
-        "When a slice is lost, continue on the others, and take it back when it"
-        " returns; with one slice, start its hosts again. If false, the run ends when a"
-        " host fails.",
+        "When a slice is lost, continue on the others, and let it rejoin when it is"
+        " back; with one slice, restart its hosts. If false, the run ends when a host"
+        " fails.",
     )
     elastic_min_slice_count: int = key(
         0, "Minimum number of slices to train on; 0 requires all.", at_least=0, off=-1
@@ -423,29 +424,29 @@ class ElasticSection:
     )
     elastic_max_retries: int = key(
         10,
-        "How often the run may continue after a loss without a new step in between;"
-        " then it ends with the first cause.",
+        "How many losses in a row, without a new step in between, the run survives. At"
+        " the next one it ends with the first cause.",
         at_least=0,
     )
     elastic_settle_seconds: float = key(
         10.0,
-        "How long a slice must be back before the run continues on it.",
+        "How long a slice must be back before the run uses it.",
         at_least=0,
     )
     elastic_quarantine_failures: int = key(
         3,
         "Failures within elastic_quarantine_seconds after which a slice is not used"
-        " again until the next start: it was lost, or computed wrong values when it"
-        " came back. 0 disables this.",
+        " again until the next start. A slice fails if it is lost, or computes wrong"
+        " values when it rejoins. 0 disables this.",
         at_least=0,
     )
     elastic_quarantine_seconds: float = key(
-        3600.0, "The time within which the failures of a slice are counted.", at_least=0
+        3600.0, "The time window in which failures of a slice count.", at_least=0
     )
     elastic_leave_out_slow_hosts: bool = key(
         False,
         "Continue without the slices of slow hosts if enough others are left, until"
-        " they are replaced or the run is started again. If false, slow hosts are only"
+        " they are replaced or the run is restarted. If false, slow hosts are only"
         " reported.",
     )
     elastic_hang_timeout_seconds: float = key(
@@ -456,15 +457,15 @@ class ElasticSection:
     )
     elastic_heartbeat_timeout_seconds: float = key(
         30.0,
-        "A host that sends no heartbeat for this long, because it is stopped or"
-        " frozen, counts as lost.",
+        "A host that sends no heartbeat for this long, because it is stopped or frozen,"
+        " counts as lost.",
         at_least=2,
     )
     elastic_machines: int = key(
         1,
         "Number of machines of the run, among which the slices are divided evenly."
-        " Start the same command on each; the one that holds the claim beside the"
-        " steps in base_output_directory, which all share, leads the others.",
+        " Start the same command on each. All share base_output_directory; the machine"
+        " that holds the claim next to the run's steps leads the others.",
         at_least=1,
     )
     elastic_machine: int = key(
@@ -494,15 +495,15 @@ class MetricsSection:
 
     enable_tensorboard: bool = key(
         False,
-        "Also write metrics for TensorBoard, to the run's `tensorboard/`; needs the"
+        "Also write metrics for TensorBoard to the run's `tensorboard/`; needs the"
         " extra `tensorboard`.",
     )
     prometheus_port: int = key(
         0,
         "Port at which each host serves metrics to Prometheus; needs the extra"
-        " `prometheus`. Hosts of the local launcher use this port and the next ones,"
-        " and the launcher, with the metrics of the whole run, the one after them. 0"
-        " disables it.",
+        " `prometheus`. Hosts of the local launcher use this port and the following"
+        " ones; the launcher serves the metrics of the whole run at the port after"
+        " theirs. 0 disables it.",
         at_least=0,
     )
     prometheus_interface: str = key(

@@ -1,13 +1,13 @@
 """The step log: which rows of the data each step was computed from.
 
-A run has one log per start, and another each time it goes back to an older step.
+A run has one log per attempt: each start, and each rollback to an older step.
 [STEP_LOG.md](STEP_LOG.md) describes the files: an attempt is a log (`core.jsonlog`)
-that grows by a line a step. The ids and digests of the rows are computed on the
+that grows by a line per step. The ids and digests of the rows are computed on the
 devices, from the same arrays as the gradient.
 
 A killed run may have logged steps after its last checkpoint. The next attempt starts at
 that checkpoint and repeats them; `lineage` selects the last record of each step. A
-start that another one has replaced may still log steps: its world is the older one.
+replaced start may still log steps, but its world has a lower number.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DIRECTORY = "step_log"
 VERSION = 1
 # BLAKE2b-128.
 _DIGEST_BYTES = 16
-# The most rows of a batch: a damaged file must not exhaust the memory of a reader.
+# The most rows of a batch: a damaged file must not exhaust a reader's memory.
 _MAX_ROWS = 2**24
 
 
@@ -51,10 +51,10 @@ class Record:
 
     Attributes:
       step: its number, from 0.
-      row: the rows of the data before the batch.
-      rows: of the global batch.
-      digest: of the ids and tokens of its rows, in order; 32 hex digits.
-      loss: over the batch, before the update; NaN if it was not logged.
+      row: the number of rows of the data before the batch.
+      rows: the number of rows of the global batch.
+      digest: the digest of the ids and tokens of its rows, in order; 32 hex digits.
+      loss: the loss of the batch, before the update; NaN if it was not logged.
       attempt: the number of the attempt that logged it.
     """
 
@@ -73,13 +73,13 @@ class Record:
 
     @property
     def stop(self) -> int:
-        """The rows of the data before the next batch."""
+        """The number of rows of the data before the next batch."""
         return self.row + self.rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One start of a run, and the steps that it logged.
+    """An attempt of a run, and the steps that it logged.
 
     Attributes:
       attempt: its number, from 1.
@@ -106,9 +106,8 @@ class StepLog:
     """Writes the log of a new attempt; used only on the primary host.
 
     Args:
-      run_directory: the run's directory.
       step: the first step of the attempt, from 0.
-      world: the topology that trains it.
+      world: the topology of its world.
       data: the configuration of its data, by key; empty if unknown.
       claim: the number of the claimed world; 0 if none is claimed.
       left_out: the rows that were left out so far.
@@ -153,9 +152,9 @@ class StepLog:
 
         Args:
           step: its number, from 0.
-          example_ids: of the rows of its batch, uint32 `[B, 2]`.
-          row_digests: of their tokens, uint32 `[B]`.
-          loss: None if it is not known.
+          example_ids: the ids of the rows of its batch, uint32 `[B, 2]`.
+          row_digests: the digests of their tokens, uint32 `[B]`.
+          loss: its loss; None if unknown.
         """
         ids = example_id.joined(np.asarray(example_ids))
         fields: dict[str, storage.Json] = {
@@ -170,11 +169,11 @@ class StepLog:
         """Makes every step so far durable; called before a checkpoint is saved.
 
         Returns:
-          Why the disk or object store does not take them now: they stay in memory, and
-          each step tries again. None if they are durable.
+          Why the disk or object store rejects them now: they stay in memory, and each
+          step tries again. None if they are durable.
 
         Raises:
-          OSError: if a disk took them, and cannot be flushed: none may be left.
+          OSError: if a disk accepted them but cannot be flushed: they may be lost.
           RunError: if the file was removed meanwhile.
         """
         self._log.check()
@@ -185,21 +184,21 @@ class StepLog:
 
         Raises:
           OSError: if the steps cannot be flushed to the disk.
-          RunError: if the disk or object store does not take them.
+          RunError: if the disk or object store rejects them.
         """
         why = self._why_late(self._log.close)
         if why is not None:
             advice = storage_cause.advice(why) or "bring the storage back"
             raise errors.RunError(
                 f"{self._path}: the steps since the last checkpoint in storage cannot"
-                f" be logged: {why}; {advice}, and start the run once more"
+                f" be logged: {why}; {advice}, and start the run again"
             )
 
     def _why_late(self, take: Callable[[], None]) -> str | None:
         try:
             take()
         except bucket_clients.failures() as error:
-            # A disk that has taken all lines and cannot flush them may have lost them.
+            # A disk that accepted all lines but cannot flush them may have lost them.
             if not self._log.late_bytes:
                 raise
             return " ".join(str(error).split())
@@ -207,10 +206,7 @@ class StepLog:
 
 
 def digested(batch: elastic_data.Batch) -> tuple[jax.Array, jax.Array]:
-    """The ids of a batch's rows and digests of their tokens, on every host.
-
-    Args:
-      batch: global, with `example_id` and all of its features.
+    """The ids of a global batch's rows and digests of their tokens, on every host.
 
     Raises:
       ConfigError: if the batch is not from `ec.batches`.
@@ -219,7 +215,7 @@ def digested(batch: elastic_data.Batch) -> tuple[jax.Array, jax.Array]:
         raise errors.ConfigError(
             f"the batch to log has no {elastic_data.EXAMPLE_ID!r}, but"
             f" {', '.join(sorted(batch))}; log what ec.batches yields, before"
-            " anything is taken out of it"
+            " removing anything from it"
         )
     sharding = batch[elastic_data.EXAMPLE_ID].sharding
     assert isinstance(sharding, NamedSharding)
@@ -237,9 +233,9 @@ def _jitted(replicated: NamedSharding) -> jax.stages.Wrapped:
 
 
 def first_row(ids: np.ndarray) -> int:
-    """The rows of the data before a batch, by the ids of its rows, uint64 `[B]`.
+    """The number of rows of the data before a batch, from its row ids, uint64 `[B]`.
 
-    A row of padding has no number, and a damaged batch may have some in wrong places.
+    Padding rows have no number, and a damaged batch may have rows in wrong places.
     """
     (places,) = np.nonzero(ids != np.uint64(example_id.NONE))
     first = np.sort(ids[places].astype(np.int64) - places)
@@ -252,7 +248,7 @@ def batch_digest(ids: np.ndarray, row_digests: np.ndarray) -> str:
 
 
 def read(run_directory: epath.PathLike) -> list[Attempt]:
-    """Every attempt of a run, in the order of their worlds.
+    """All attempts of a run, ordered by world.
 
     Raises:
       DataError: if there is none, or a file is not a step log of this version.
@@ -264,7 +260,7 @@ def read(run_directory: epath.PathLike) -> list[Attempt]:
             f"{run_directory}: no step log in it; give the directory of a run,"
             " base_output_directory/run_name"
         )
-    # A start that claims no world comes after those before it.
+    # A start that claims no world follows the ones before it.
     newest = itertools.accumulate((each.world for each in attempts), max)
     keys = {
         each.attempt: each.world or world
@@ -276,8 +272,8 @@ def read(run_directory: epath.PathLike) -> list[Attempt]:
 def lineage(attempts: Sequence[Attempt]) -> dict[int, Record]:
     """The valid record of each step: later attempts override earlier ones.
 
-    Earlier records from an attempt's first step on are discarded, even if the attempt
-    itself did not get as far.
+    Each attempt discards earlier records from its first step on, even if it did not
+    get as far itself.
     """
     steps: dict[int, Record] = {}
     for attempt in attempts:

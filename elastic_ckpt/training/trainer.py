@@ -1,9 +1,9 @@
-"""The program of a host: our reference trainer, in one world over one mesh.
+"""The program of a host: the reference trainer, in one world over one mesh.
 
 It is the same in a single process, in a world that a supervisor starts, and under an
-outer launcher, and it is made of what anybody's loop uses: `ec.batches`, the world's
-checkpointer, and `ec.RunDirectory`. Nothing outlives a trainer or is shared between
-two: a run that continues on other hosts makes another one of the same configuration.
+outer launcher. Like any user's loop, it uses `ec.batches`, the world's checkpointer and
+`ec.RunDirectory`. Trainers share nothing: a run that continues on other hosts creates a
+new one from the same configuration.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from elastic_ckpt.universal.formats import files
 
 # The name of the mean loss among the metrics that rank a step.
 EVAL_METRIC = "eval_loss"
-# If a host dies meanwhile, the coordination service ends the others.
+# Long, because if a host dies meanwhile, the coordination service ends the others.
 _COMPILE_TIMEOUT_SECS = 24 * 3600
 
 
@@ -61,11 +61,10 @@ class Ended(NamedTuple):
     """The result of a loop.
 
     Attributes:
-      state: the state after the last step.
       step: the number of steps that are done.
       is_stopped: whether the hosts left before the last step.
-      finding: of a callback, because of which it ended; None if none did. Its last step
-        is saved if the action is to stop, and it is no divergence.
+      finding: the callback's finding that ended it, if any. The last step is saved if
+        the action is to stop and it is not a divergence.
     """
 
     state: model.TrainState
@@ -81,17 +80,14 @@ class Trainer:
     Every host of the world has one, and calls its methods in the same order.
 
     Attributes:
-      config: of the run.
-      world: of this host; its events are emitted on the primary host alone.
       run: the directory of the run, which logs the steps and records the end.
-      program: of the model.
-      batches: global batches, of the size of step 0.
+      batches: global batches, first with the size of step 0.
       sizes: the batch size of each step.
-      saver: None trains without checkpoints.
+      saver: saves and restores; None trains without checkpoints.
       start_step: the steps that are done already; 0 for a new run.
       first_due: the first step that is saved.
-      evaluated: finite batches to evaluate; None evaluates never.
-      validation: compares the copies of the state; None does not.
+      evaluated: finite batches to evaluate; None disables evaluation.
+      validation: compares replicas of the state; None does not.
       callbacks: called for each step and evaluation.
       parts: closes the batches.
     """
@@ -112,20 +108,20 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._hosts = allgather.new()
-        # Of the present batches.
+        # The size of the current batches.
         self._rows = batch_size.at(self.sizes, 0)
         # The compiled step, by the shapes and dtypes of a batch.
         self._steps: dict[Any, Callable[..., Any]] = {}
         # The last step, until callbacks have seen it.
         self._pending: tuple[int, model.StepReport] | None = None
-        # The step in storage that a distrusted restore is left for.
+        # The step in storage that replaces a distrusted restore.
         self._older: CheckpointMetadata | None = None
 
     def restore(self) -> model.TrainState:
-        """The state after `start_step` steps, sharded over the mesh.
+        """Restores the state after `start_step` steps, sharded over the mesh.
 
-        If that step proves to be unreadable, the state is that of the step before it. A
-        new run begins with the weights of `init_from`, or draws them.
+        If that step turns out to be unreadable, restores the one before it. A new run
+        begins with the weights of `init_from`, or with random ones.
 
         Raises:
           CheckpointError: if the newest step is of another model, or none can be read.
@@ -133,7 +129,7 @@ class Trainer:
           ConfigError: if the layout of `init_from` does not fit.
         """
         self.world.begin("restore")
-        # A run that has gone back to its beginning has a step 0.
+        # A run that rolled back to its beginning has a step 0.
         if self.saver is None or self.saver.latest_step is None:
             return self._new_state()
         if path := self.config.model.init_from:
@@ -149,15 +145,11 @@ class Trainer:
         return state
 
     def train(self, state: model.TrainState) -> Ended:
-        """Trains from `state` to the last step, or until the hosts leave.
+        """Trains from `state`, which is donated, to the last step or until hosts leave.
 
-        When a callback has found a divergence the run may go back to an older step, and
-        continue from there with the data that comes next. Within `distrust_steps` of a
-        restore it goes back to an older step in storage first, and repeats the data
-        since then.
-
-        Args:
-          state: from `restore`; its buffers are donated.
+        When a callback finds a divergence, the run may roll back to an older step and
+        continue from there with the next data. Within `distrust_steps` of a restore it
+        first returns to an older step in storage, and trains on the same data again.
         """
         restored, within = int(state["step"]), self.config.divergence.distrust_steps
         if self.saver:
@@ -169,14 +161,13 @@ class Trainer:
             start_step = int(state["step"])
             if self.validation and start_step:
                 self.validation.equal_step = start_step
-            # All hosts ask for it.
             self.run._begin(start_step, left_out=self.batches.left_out)
             ended = self.loop(state, start_step=start_step, steps=self.config.run.steps)
             finding = ended.finding
             if finding is None or self.saver is None:
                 return ended
             if finding.action is Action.DISTRUST:
-                # It repeats the rows since then.
+                # Trains on the rows since then again.
                 state = self._back_to(self.saver, ended, self._older)
             elif finding.action is Action.ROLLBACK:
                 try:
@@ -196,8 +187,8 @@ class Trainer:
         """Trains from `state`, which is donated, until `steps` steps are done.
 
         Steps are logged one step behind the devices, which never wait for the log.
-        Callbacks are called one step behind, too, and before a save, so that no step is
-        saved that they have found to be bad.
+        Callbacks also run one step behind, but before a save, so that no step is saved
+        that they find to be bad.
         """
         done, leaving = start_step, False
         self.batches.begin_at(start_step)
@@ -223,7 +214,7 @@ class Trainer:
             )
             leaving = done < steps and self.world.leaving(done) is not None
             if done == start_step + 1:
-                # With it a change of slices is over, and a bad state may be found.
+                # Its loss ends a change of slices, and may reveal a bad state.
                 self._catch_up()
             self._evaluate(done, state)
             is_due = self.saver is not None and (
@@ -236,7 +227,7 @@ class Trainer:
                     self._save(done, state, last=done == steps or leaving)
         self._catch_up()
         finding = self.callbacks.decision
-        # A run that was complete already, or whose data has ended, may lack its last
+        # A run that was already complete, or whose data has ended, may lack its last
         # checkpoint in storage.
         if done and self._is_end_due(done, finding):
             self._validate(done, state, is_saving=True)
@@ -244,24 +235,24 @@ class Trainer:
         return Ended(state, done, leaving, finding)
 
     def close(self) -> None:
-        """Waits for all saves, and ends the parts, but `run`.
+        """Waits for all saves and closes everything except `run`.
 
-        Only after a `train` that returned: after an error the other hosts may be gone,
-        and closing waits for them.
+        Call it only after `train` returned: after an error other hosts may be gone, and
+        closing waits for them.
         """
         with self.parts:
             if self.saver:
                 self.saver.close()
 
     def abandon(self, error: Exception) -> None:
-        """Ends the parts after an error; hosts may be gone, so their errors are logged.
+        """Closes everything after an error; hosts may be gone, so it only logs errors.
 
-        A process that is alone finishes the saves in flight; one that goes on in
-        another world leaves them.
+        A single process finishes its saves in flight; a process that continues in the
+        next world abandons them.
         """
         saver = None if self.saver is None else self.saver.checkpointer
         if self.world.devices is None and topology.num_hosts() > 1:
-            # This process ends at once, and what it wrote to is free.
+            # This process ends at once; others may write where it wrote.
             if saver:
                 saver.let_others_write()
             return
@@ -272,10 +263,10 @@ class Trainer:
                 elif saver:
                     saver.abandon()
         except Exception as another:
-            logging.warning("a part of a failed run cannot be ended: %r", another)
+            logging.warning("a part of a failed run cannot be closed: %r", another)
 
     def _next(self, step: int) -> elastic_data.Batch | None:
-        # The batch of a step, from 0; None if the data has ended.
+        # The batch of a step, counted from 0; None if the data has ended.
         self._resize(step)
         try:
             return next(self.batches)
@@ -291,7 +282,7 @@ class Trainer:
     def _compiled(
         self, number: int, state: model.TrainState, batch: elastic_data.Batch
     ) -> model.Step:
-        # A stage of the data may have rows of another length.
+        # A stage of the data may have rows of a different length.
         form = tuple((each.shape, each.dtype) for each in jax.tree.leaves(batch))
         if form not in self._steps:
             step = self.program.step
@@ -301,8 +292,8 @@ class Trainer:
         return self._steps[form]
 
     def _catch_up(self) -> None:
-        # Waits until the pending step is computed: no host runs ahead of the one that
-        # logs, as hosts leave after a step that all have begun.
+        # Waits until the pending step is computed. No host may run ahead of the logging
+        # host, because hosts leave after a step that all have begun.
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -318,8 +309,8 @@ class Trainer:
             self.callbacks.after_step(step, numbers)
 
     def _evaluate(self, step: int, state: model.TrainState) -> None:
-        # The mean loss in nats per target over the data from its beginning; padding in
-        # the last batch is not counted.
+        # Emits the mean loss in nats per target, from the start of the data and without
+        # padding.
         batches, data = self.evaluated, self.config.data
         if batches is None or step % data.eval_interval:
             return
@@ -343,8 +334,7 @@ class Trainer:
             self.saver.record(step, {EVAL_METRIC: mean})
 
     def _is_end_due(self, step: int, finding: Finding | None) -> bool:
-        # Whether to save the step with which the loop ends, if it was not saved as the
-        # last one yet; a bad one is not.
+        # Whether to save the last step of the loop: not if that was done, or it is bad.
         if self.saver is None or self.saver.last_step == step:
             return False
         if finding is None:
@@ -374,8 +364,8 @@ class Trainer:
     def _is_to_go_back(
         self, saver: run_saver.RunSaver, restored: int, step: int, why: str
     ) -> bool:
-        # Whether storage has an older step than one that is distrusted. It waits for
-        # saves and backups, which is no hang of a step.
+        # Whether storage has a step older than the distrusted one. Waits for saves and
+        # backups, which is not a hang of a step.
         self.world.begin("restore")
         self._older = run_saver.stored_before(saver.checkpointer, restored)
         self.world.emit(
@@ -397,8 +387,8 @@ class Trainer:
         *,
         leaves_out: bool = False,
     ) -> model.TrainState:
-        # The state of a saved step, or of the beginning, in place of that with which a
-        # loop has ended. The data goes back, too, unless it leaves out what was read.
+        # Returns the state of a saved step, or of the beginning, to replace that of an
+        # ended loop. The data rolls back, too, unless it leaves out what was read.
         rollbacks = self.callbacks.rollbacks + leaves_out
         # The devices may not have room for two states.
         for leaf in jax.tree.leaves(ended.state):
@@ -419,8 +409,8 @@ class Trainer:
     def _leave_newest_good(
         self, saver: run_saver.RunSaver, ended: Ended, finding: Finding
     ) -> None:
-        # Steps that were saved since the divergence are abandoned, so that the next
-        # start does not continue from one of them.
+        # Abandons steps saved since the divergence, so that the next start does not
+        # continue from one of them.
         self.world.begin("restore")
         saved = _complete(saver)
         step = callbacks.good_step(list(saved), since=finding.since)
@@ -434,7 +424,7 @@ class Trainer:
         finding: Finding,
         began_at: int,
     ) -> model.TrainState:
-        # The state of an older step, which is saved, as if the loop had ended with it.
+        # Restores an older step and saves it as if the loop had ended with it.
         self.world.begin("restore")
         began_secs, saved = time.monotonic(), _complete(saver)
         section = self.config.divergence
@@ -448,12 +438,12 @@ class Trainer:
             first_due=self.first_due,
         )
         if ended.step == self.callbacks.decided_step:
-            # Mostly callbacks decide one step later. So one more batch is always read
-            # and logged, and the run always continues with the same batch.
+            # Callbacks usually decide one step later. One more batch is read and logged
+            # so that the run always continues with the same batch.
             batch = self._next(ended.step)
             if batch is not None:
                 self.run.log(ended.step + 1, batch)
-                # It is no step of the run.
+                # The batch is not a step of the run.
                 self.run._event = None
         state = self._back_to(saver, ended, saved.get(step), leaves_out=True)
         saver.save_again(step, state)
@@ -470,11 +460,9 @@ class Trainer:
 
 
 def assembled(config: schema.Config, world: World) -> Trainer:
-    """The trainer of this host; every host of the world calls it.
+    """Creates the trainer of this host; every host of the world calls this.
 
-    Args:
-      config: of the run; the files of its data exist.
-      world: of this host.
+    The files of the data must exist.
 
     Raises:
       ConfigError: if parts, devices or the number of steps do not fit together.
@@ -488,7 +476,7 @@ def assembled(config: schema.Config, world: World) -> Trainer:
     batches_of = functools.partial(
         frontend.batches,
         mesh=mesh,
-        # In this process it cannot run under a single controller.
+        # Not False: under a single controller this process cannot read the data.
         colocated=data.colocated_python_data_input or None,
         read_ahead=data.data_read_ahead_batches,
     )
@@ -563,17 +551,15 @@ def assembled(config: schema.Config, world: World) -> Trainer:
 
 
 def train(config: schema.Config, world: World) -> bool:
-    """Trains on this host, a member of a world that all of its hosts have joined.
+    """Trains on this host of a world that all of its hosts have joined.
 
-    Args:
-      config: of the run; the files of its data exist.
-      world: of this host.
+    The files of the data must exist.
 
     Returns:
       Whether the hosts left before the last step.
 
     Raises:
-      DivergedError: if a callback has ended the run.
+      DivergedError: if a callback ended the run.
     """
     world.begin("prepare")
     trainer = assembled(config, world)
@@ -610,14 +596,10 @@ def alone(
     *,
     ended: Callable[[], None] = lambda: None,
 ) -> Iterator[World]:
-    """The world of this process, if no supervisor has started it.
+    """The world of a process that no supervisor started.
 
-    SIGTERM ends the run while the block runs: before the first step at once.
-
-    Args:
-      config: of the run.
-      emit: called for its events.
-      ended: called before SIGTERM ends the only process of the run.
+    SIGTERM during the block ends the run after a save, or at once before the first
+    step. `ended` is called before SIGTERM ends a run of a single process.
     """
     # The launcher of several processes sets the time limit.
     if jax.distributed.is_initialized():
@@ -628,7 +610,7 @@ def alone(
         )
     with leaving as is_ending:
         slices = config.world.slices
-        # An outer launcher starts the hosts again, which take over.
+        # Hosts that an outer launcher restarts take over.
         claimant = claims.Claimant(
             owner=process.this() if topology.num_hosts() == 1 else None
         )
@@ -647,16 +629,9 @@ def initial_weights(
 ) -> Any:
     """The weights of a new run, from a checkpoint of any format: the key `init_from`.
 
-    Each host reads what its devices need. A step that was saved by a run of the same
-    model needs no layout; every other checkpoint is read through one.
-
-    Args:
-      section: says where they are; without a layout they are those of the same model.
-      params: shapes, dtypes and shardings of the weights.
-      emit: called once they are there.
-
-    Returns:
-      A tree like `params`.
+    Each host reads what its devices need. A step saved by a run of the same model needs
+    no layout; every other checkpoint is read through one. The result has the shapes,
+    dtypes and shardings of `params`.
 
     Raises:
       ConfigError: if a layout is missing, malformed, or does not fit.
@@ -666,7 +641,7 @@ def initial_weights(
     wanted = {"params": params}
     path = str(files.resolved(section.init_from))
     bucket_clients.prepare(path)
-    # Another run may be saving there, and removes its old steps.
+    # Another run may be saving there and deleting old steps.
     with leases.leased_if_ours(path):
         if not section.init_from_layout:
             state = _of_same_leaves(path, wanted)
@@ -694,7 +669,7 @@ def _of_same_leaves(path: str, wanted: Any) -> Any:
 
 
 def _complete(saver: run_saver.RunSaver) -> dict[int, CheckpointMetadata]:
-    # The saved steps, once all saves that have begun are done.
+    # The saved steps, after waiting for all saves.
     saver.checkpointer.wait()
     return {each.step: each for each in saver.checkpointer.checkpoints}
 

@@ -104,6 +104,6 @@ def test_what_the_program_lacks_is_named_in_one_line():
     )
     with pytest.raises(failures.ProgramFailedError, match=said), train._in_words():
         jax.numpy.zeros((1 << 50,), "float32").block_until_ready()
-    shapes = "combines arrays that do not fit at .* incompatible shapes"
+    shapes = "combines arrays of mismatched shapes at .* incompatible shapes"
     with pytest.raises(failures.ProgramFailedError, match=shapes), train._in_words():
         jax.numpy.add(jax.numpy.zeros(3), jax.numpy.zeros(4))

@@ -135,7 +135,7 @@ def test_the_number_is_that_of_whole_numbers_on_every_device():
 
 def test_a_wrong_number_names_the_device():
     device = jax.local_devices()[0]
-    with pytest.raises(host.DeviceWrongError, match="and sound devices") as e:
+    with pytest.raises(host.DeviceWrongError, match="but sound devices") as e:
         host.check_devices([device], error=1)
     assert f"{device} computed {host.EXPECTED + 1}" in str(e.value)
 

@@ -290,7 +290,7 @@ def test_a_leader_that_cannot_be_reached_is_named_with_its_claim(machines):
     assert f"machine 0, which leads the run, at {listener.address}" in said
     assert "Connection refused" in said
     claim = machines.directory / leader_claim.DIRECTORY / "1.json"
-    assert f"Its claim is {claim}, and is renewed" in said
+    assert f"It still renews its claim, {claim}" in said
     assert "let the machines reach each other at all ports" in said
 
 
@@ -310,7 +310,7 @@ def test_a_second_start_of_a_machine_that_is_there_is_refused(machines, number):
     again = machines.supervisor(number, None, wait_secs=0.0)
     again._claims._owner = far(7)
     with pytest.raises(
-        errors.RunError, match=f"another supervisor of machine {number} is there"
+        errors.RunError, match=f"machine {number} has another supervisor already"
     ):
         again.run()
     leads.set()
@@ -323,7 +323,7 @@ def test_a_machine_with_another_configuration_is_refused_and_the_run_goes_on(mac
     machines.await_event(0, "leader_found")
     other = machines.supervisor(1, None, configured="the digest of another one")
     with pytest.raises(
-        errors.RunError, match=r"machine 1 has another configuration than machine 0"
+        errors.RunError, match="machine 1 has a different configuration from machine 0"
     ):
         other.run()
     machines.start(1, await_other)

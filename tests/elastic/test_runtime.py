@@ -182,7 +182,7 @@ QUARANTINE = {"min_slices": 2, "quarantine_failures": 1, "wait_secs": 0}
 ENDS = {
     "no slice comes": (
         *(2, [loses(0)], {"min_slices": 2, "wait_secs": 0.02}, 1),
-        r"slices \[1\] usable, and min_slices=2, for 0 s; bring slices back",
+        r"slices \[1\] usable, but min_slices=2, for 0 s; bring slices back",
     ),
     "slices are quarantined": (
         *(2, [loses(1, **BACK)], QUARANTINE, 1),

@@ -105,7 +105,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path, corpus):
                 at = "never again"
                 interrupt(started)
     assert started.returncode == 128 + signal.SIGINT, output
-    assert "interrupted again, and ended at once" in output
+    assert "interrupted again; ending at once" in output
     assert runs.saved_steps(tmp_path / "tiny") == []
 
 

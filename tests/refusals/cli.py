@@ -188,7 +188,7 @@ REFUSALS = {
         r"vl-convert .*'\.\[report\]'",
     ),
     "slice that is not there": trace(
-        "slice_lost of slice 4, and the configured slices are 0 to 3",
+        "slice_lost of slice 4, but the configured slices are 0 to 3",
         {"time": 1, "event": "slice_lost", "slice": 4},
     ),
 }

@@ -126,8 +126,8 @@ def test_rows_that_no_step_used_are_counted(batches, data, skipped):
 @pytest.mark.parametrize(
     ("used", "difference"),
     [
-        ((0, 2, 1), "step 1 (rows 16 to 23 of the data): they are those of step 2"),
-        ((0, 2), "step 1 (rows 16 to 23 of the data): they are those of step 2"),
+        ((0, 2, 1), "step 1 (rows 16 to 23 of the data): they belong to step 2"),
+        ((0, 2), "step 1 (rows 16 to 23 of the data): they belong to step 2"),
         ((0, 1, 1), "step 2 (rows 8 to 15 of the data): other steps have used 8"),
         ((0, 1, "2"), "step 2 (rows 16 to 23 of the data): the batch of the one-host"),
     ],

@@ -216,7 +216,7 @@ def test_audit_numbers_steps_as_they_are_logged(
     code, output = run_verb(capsys, "audit", "run", "--data", "made:data")
     assert code == 1
     assert "FAILED: step 3 (rows 0 to 3 of the data): other steps have used" in output
-    assert output.endswith("was the data loaded at the resume?\n")
+    assert output.endswith("was the data state restored?\n")
 
 
 def test_losses_may_be_left_out_and_mistakes_are_refused(recording):
@@ -256,7 +256,7 @@ def test_every_step_is_durable_when_its_save_is_announced(recording, monkeypatch
             run.emit("save_started", step=7)
         name, why = recording.values("why")[-2]
         assert name == "degraded"
-        assert "the step log is not written, and tried again" in why
+        assert "the step log cannot be written and is retried" in why
         run.emit("save_started", step=7)
         assert len(recording.records()) == 7
     assert recording.values("step")[-1] == ("run_stopped", 7)

@@ -466,6 +466,6 @@ def test_steps_before_a_change_of_batch_size_are_not_given_other_documents(parts
     # Rows 40 on are those of the first attempt, in places that no batch of 8 leads to.
     for step in range(7, 16):
         with pytest.raises(
-            errors.DataError, match=f"step {step} was trained, and the run went"
+            errors.DataError, match=f"step {step} was trained, but the run rolled"
         ):
             list(run.provenance().step(step))
