@@ -1,4 +1,4 @@
-"""Imports packages that only the extras of this distribution install."""
+"""Imports packages that only an extra of elastic_ckpt installs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def hint(extra: str) -> str:
 
 
 def module(name: str, *, extra: str, otherwise: str) -> Any:
-    """The module `name`, imported at the first call.
+    """Imports a module.
 
     Args:
       name: its full name.
-      extra: the extra of this distribution that installs its package.
+      extra: the extra that installs its package.
       otherwise: what to set instead, for the message.
 
     Raises:
-      ConfigError: if it cannot be imported; names the package, the extra and
-        `otherwise`.
+      ConfigError: if it cannot be imported; the message names the package, the extra
+        and `otherwise`.
     """
     try:
         return importlib.import_module(name)
