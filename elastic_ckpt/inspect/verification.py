@@ -99,7 +99,7 @@ class Verification:
 
     Attributes:
       steps: the saves that were read, ascending by step and save.
-      problems: all problems in the order of the steps, with those that `passed` ignores.
+      problems: all problems in order of step, even those that `passed` ignores.
     """
 
     steps: tuple[VerifiedStep, ...]
