@@ -19,7 +19,7 @@ from elastic_ckpt.training import audit, provenance
 
 _LIMITS = (
     "An audit compares with the run's own pipeline, read again by one host. It does\n"
-    "not check what this drops by itself (filters, truncation, incomplete batches)."
+    "not check what that pipeline drops (filters, truncation, incomplete batches)."
 )
 _OUTCOMES = {
     "used": "used",
