@@ -156,7 +156,7 @@ def _lines_of_batch(batch: provenance.UsedBatch) -> Iterator[str]:
 
 def _document(of: provenance.Found | documents.Piece) -> str:
     file = os.path.basename(of.file)
-    # A dataset of a list is named after its files.
+    # A dataset from a list of files is named after them.
     is_named = of.dataset not in ("", file)
     return f"{file}:{of.record}" + f" ({of.dataset})" * is_named
 

@@ -185,7 +185,7 @@ def _listed(source: str) -> _Shown:
 
 def _checked(job: convert.Job, given: str) -> _Shown:
     if job.rules is None:
-        raise errors.ConfigError("--check checks a layout: give --rules")
+        raise errors.ConfigError("--check needs a layout: give --rules")
     checkpoint = opening.open_checkpoint(job.source)
     layout = convert.given_layout(job, checkpoint)
     tree = listing.tree(given) if given else None
@@ -197,7 +197,7 @@ def _checked(job: convert.Job, given: str) -> _Shown:
 
 def _planned(job: convert.Job) -> _Shown:
     planned = convert.Conversion(job)
-    # Raises an error if the format or the path does not allow it.
+    # Raises an error if the format or the path does not allow the conversion.
     convert.destination_of(planned)
     checkpoint, matched = planned.checkpoint, planned.matched
     uses = _rule_uses(matched, len(checkpoint.tensors))

@@ -45,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb.
 
     Returns:
-      0 on success, 1 if there was an error or an audit failed, 78 if the configuration
-      of a run is wrong, 130 on Ctrl-C, 143 on SIGTERM, 141 if the reader of the output
-      closed it.
+      0 on success, 1 if there was an error or an audit or verification failed, 78 if
+      the configuration of a run is wrong, 130 on Ctrl-C, 143 on SIGTERM, 141 if the
+      reader of the output closed it.
     """
     words = sys.argv[1:] if arguments is None else arguments
     parsed = _parsed(words)

@@ -34,7 +34,7 @@ _FAILURES = {
     "google.auth.exceptions": ("GoogleAuthError",),
 }
 
-# Failures without a connection to a store: names in `_FAILURES`, or of their bases.
+# Names of failures, or of their bases, that mean that there was no connection.
 _UNCONNECTED = {
     "ClientConnectorError",
     "ConnectTimeoutError",

@@ -268,7 +268,7 @@ def svg(spec: Spec, *, title: str, width: int | None = WIDTH) -> str:
 
 
 def library() -> Any:
-    """`vl_convert`.
+    """Imports `vl_convert`.
 
     Raises:
       ConfigError: if it is not installed.

@@ -129,7 +129,7 @@ def is_alive(directory: epath.PathLike) -> bool | None:
 def read_events(
     directory: epath.PathLike, *, last_bytes: int | None = None
 ) -> list[dict[str, Any]]:
-    """The events of a run, without those that a replaced start has still written.
+    """The events of a run, without those that a start wrote after it was replaced.
 
     Args:
       directory: the run's directory.
@@ -150,7 +150,7 @@ def read_metrics(
 ) -> dict[str, list[dict[str, Any]]]:
     """The metrics in `directory`, by the name of their file; none if it is absent.
 
-    Like `read_events`, it leaves out what a replaced start has still written.
+    Without what a start wrote after it was replaced.
 
     Args:
       directory: has the files that `monitoring.summaries` wrote.

@@ -326,7 +326,7 @@ def _description(found: FoundStep, name: str) -> dict[str, Any]:
 
 
 def describe(run: str, survey: Survey, *, is_brief: bool) -> str:
-    """The survey of a run as text; if it `is_brief`, arrays are counted, not listed."""
+    """The survey of a run as text; `is_brief` counts arrays instead of listing them."""
     known = list(map(str, survey.known))
     count = f"{len(known)} step{'s' * (len(known) != 1)}"
     if len(known) > 2 * MOST_NAMED:
