@@ -23,7 +23,7 @@ class ProgressLine:
         self._next_secs = time.monotonic() + (0.0 if self._moves else _LOG_SECS)
 
     def __call__(self, done: int, total: int) -> None:
-        """Shows the progress, if it was last shown long enough ago."""
+        """Shows the progress, but not too often."""
         now_secs = time.monotonic()
         if now_secs >= self._next_secs:
             self._next_secs = now_secs + (_MOVES_SECS if self._moves else _LOG_SECS)

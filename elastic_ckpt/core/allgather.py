@@ -30,8 +30,8 @@ Order = Literal["together", "up", "down"]
 _GRACE_SECS = 2.0
 # Numbers the unnamed objects of this process.
 _numbers = itertools.count()
-# The values of consecutive hosts, as runs of equal ones: the number of hosts, and the
-# value's JSON, or None if it has not arrived.
+# Runs of equal values of consecutive hosts: the number of hosts, and the value's JSON,
+# or None if it has not arrived.
 _Runs = list[tuple[int, str | None]]
 
 
@@ -283,8 +283,7 @@ def failed(error: Exception) -> dict[str, str]:
 def answers(outcomes: Mapping[int, Mapping[str, Any]]) -> list[Any]:
     """The results in `outcomes`, still encoded.
 
-    Args:
-      outcomes: what `outcome` returned on each host, by the host's number.
+    These are what `outcome` returned on each host, by the host's number.
 
     Raises:
       ReplacedError: if a host found that another start has continued the run.

@@ -25,7 +25,6 @@ from absl import logging
 from elastic_ckpt.core import errors
 
 T = TypeVar("T")
-# A call, and the future of its result.
 _Task = tuple[Callable[[], Any], futures.Future[Any]]
 
 # How long `close` waits for a call in progress, whose result is no longer needed.

@@ -79,9 +79,7 @@ def is_connection_failure(error: Exception) -> bool:
 def prepare(url: str, *, is_data: bool = False) -> None:
     """Sets up the object-store client for `url`; does nothing for other protocols.
 
-    Args:
-      url: a file or directory.
-      is_data: whether it is training data, which more stores can hold than checkpoints.
+    More stores can hold training data (`is_data`) than checkpoints.
 
     Raises:
       ConfigError: if the client is not installed, or the store cannot hold checkpoints.

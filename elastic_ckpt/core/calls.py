@@ -48,7 +48,6 @@ class Call:
     """A method as transports know it.
 
     Attributes:
-      method: the function.
       limit_secs: how long the driver and other hosts wait for an answer.
       channel: the parameter that distinguishes concurrent calls of several threads;
         empty if only one thread calls at a time.

@@ -71,10 +71,7 @@ def parse(
 def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
     """Checks an object from `sealed` and returns its fields with `version`.
 
-    Args:
-      content: the object.
-      what: the kind of object, for messages.
-      version: the version that the caller can read.
+    For `what` and `version` see `parse`.
 
     Raises:
       UnreadableError: if it is something else, altered, or of another version.
@@ -106,12 +103,9 @@ def check_version(content: Any, *, what: str, version: int) -> None:
 
 
 def read(path: epath.Path, *, what: str, version: int) -> dict[str, Any]:
-    """Reads and checks a file of a data state, and returns its fields.
+    """Reads and checks a file of a data state, and returns its fields; see `parse`.
 
-    Args:
-      path: `<step>/<part>/<file>`; compressed if it ends in `.gz`.
-      what: the kind of file, for messages.
-      version: the version that the caller can read.
+    The path is `<step>/<part>/<file>`; a file that ends in `.gz` is compressed.
 
     Raises:
       DataError: if the file is missing or `parse` rejects it; the message names the

@@ -31,12 +31,9 @@ def encode(value: Any) -> storage.Json:
 
 
 def decode(kind: Any, encoded: storage.Json, *, name: str = "value") -> Any:
-    """Decodes what `encode` returned.
+    """Decodes a value of a type, such as a dataclass or `tuple[int, ...]`.
 
-    Args:
-      kind: the type of the value, such as a dataclass or `tuple[int, ...]`.
-      encoded: the JSON. Fields that a dataclass lacks are ignored.
-      name: what messages call the value.
+    It ignores fields that a dataclass lacks; `name` is what messages call the value.
 
     Raises:
       ValueError: if a field is missing, or a part has the wrong type; the message names

@@ -17,16 +17,11 @@ def hint(extra: str) -> str:
 
 
 def module(name: str, *, extra: str, otherwise: str) -> Any:
-    """Imports a module.
-
-    Args:
-      name: its full name.
-      extra: the extra that installs its package.
-      otherwise: what to set instead, for the message.
+    """Imports a module whose package an extra installs.
 
     Raises:
-      ConfigError: if it cannot be imported; the message names the package, the extra
-        and `otherwise`.
+      ConfigError: if that fails; the message names the package, the extra, and in
+        `otherwise` what to set instead.
     """
     try:
         return importlib.import_module(name)

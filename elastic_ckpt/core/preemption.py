@@ -28,7 +28,6 @@ class _Count:
 
     Attributes:
       number: the number of the newest step.
-      newest: the newest step; None before the first.
       older: the step of the last question, if it was an older one.
       is_reached: whether the hosts have agreed to end.
     """
@@ -68,8 +67,6 @@ def counting() -> Iterator[None]:
 def reached(step: int, ask: Callable[[int], bool]) -> bool:
     """Whether the hosts have agreed to end after `step` or an earlier one.
 
-    Args:
-      step: any step; all hosts ask about the same ones.
-      ask: asks the service about a number.
+    All hosts must ask about the same steps; `ask` asks the service about a number.
     """
     return ask(step) if _count is None else _count.reached(step, ask)

@@ -84,9 +84,7 @@ class Setting:
 def compose(path: epath.Path, *, by: str) -> yaml.Node | None:
     """Parses a YAML file, local or in a bucket; None if it is empty.
 
-    Args:
-      path: the file.
-      by: what names the file, for the message that it does not exist.
+    `by` says what names the file, for the message that it does not exist.
 
     Raises:
       ConfigError: if the file cannot be read, or is not valid YAML.
@@ -150,7 +148,7 @@ def checked(
     """Checks settings and returns their values.
 
     Args:
-      settings: the settings, by key.
+      settings: what was set, by key.
       fields: the fields of all sections that may define the keys.
       also: further suggestions for an unknown key.
       of: whose keys these are, for the message about an unknown one.

@@ -37,14 +37,10 @@ Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 
 def before(change: str, path: epath.PathLike) -> None:
-    """Announces a change of a file or directory.
+    """Announces a change: `create`, `write`, `rename`, `link`, `remove` or `make`.
 
     It does nothing, but simulated crashes replace it by a function that raises. Code
     that changes files without this module must call it.
-
-    Args:
-      change: `create`, `write`, `rename`, `link`, `remove` or `make`.
-      path: the file or directory.
     """
 
 
@@ -103,10 +99,7 @@ def write_atomic(
 ) -> None:
     """Writes `content` so that a reader gets either all of it or the previous content.
 
-    Args:
-      path: the file; its directory is created.
-      content: the new content of the file.
-      mode: as for `atomic_path`; ignored in object stores.
+    The directory is created; for `mode` see `atomic_path`.
     """
     if not is_local(path):
         # One request, so that it is repeated as a whole if its answer is lost.
@@ -234,13 +227,7 @@ def rename(source: epath.PathLike, target: epath.PathLike) -> None:
 
 
 def copy_tree(source: epath.PathLike, target: epath.PathLike, *, last: str) -> None:
-    """Copies a directory, and one of its files after all others.
-
-    Args:
-      source: the directory.
-      target: the copy; existing files in it are replaced.
-      last: the relative path of the file to copy last.
-    """
+    """Copies a directory, replacing existing files; the file `last` comes last."""
     copied = epath.Path(target)
     remove(copied / last)
     filesystem, root = bucket_clients.opened(os.fspath(source))
@@ -264,12 +251,7 @@ def remove(path: epath.PathLike) -> None:
 
 
 def keep_alone(directory: epath.PathLike, named: Collection[str]) -> None:
-    """Removes everything below a directory except `named`.
-
-    Args:
-      directory: local or in an object store.
-      named: the files and directories to keep, relative to it.
-    """
+    """Removes everything below a directory except `named`, paths relative to it."""
     above = {str(parent) for name in named for parent in pathlib.Path(name).parents}
     prefixes = [""]
     for prefix in prefixes:

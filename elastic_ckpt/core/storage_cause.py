@@ -88,9 +88,7 @@ _MAX_REASON = 300
 def explained(error: Exception, place: str) -> errors.ElasticCkptError | None:
     """One of `bucket_clients.failures` as an error for a person; None if it is a bug.
 
-    Args:
-      error: the failure.
-      place: the storage that the program used, unless the failure names a file.
+    `place` is the storage that the program used, unless the failure names a file.
 
     Returns:
       A ConfigError if a restart would fail in the same way.

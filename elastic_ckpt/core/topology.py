@@ -27,13 +27,9 @@ _ROW_AXES = frozenset({SLICE_AXIS, FSDP_AXIS, "batch", "data", "replica"})
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The hosts, slices and devices of a world.
+    """The numbers of hosts (processes), slices and devices of a world.
 
-    Attributes:
-      hosts: the number of processes.
-      slices: the number of failure domains; each consists of whole hosts, or is a
-        simulated part of one host.
-      devices: the number of devices of all hosts together.
+    A slice is a failure domain: whole hosts, or a simulated part of one host.
     """
 
     hosts: int

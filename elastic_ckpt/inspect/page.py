@@ -77,10 +77,8 @@ class Series:
     """One line of a plot.
 
     Attributes:
-      name: for the legend.
       points: x and y, ascending in x.
       kind: how it is drawn; `steps` and `area` keep each value until the next point.
-      is_dashed: whether the line is dashed.
       colour: one of `COLOURS`.
     """
 
@@ -342,13 +340,11 @@ class Section:
     """A part of the page.
 
     Attributes:
-      title: the heading.
       text: one or two sentences.
       spec: its plot, if any.
       verdict: a word before the text, such as PASSED; may be empty.
       mood: the mood of the verdict.
       columns: the headings of the table.
-      rows: the rows of the table; without rows there is none.
       is_table: whether the section shows its table; otherwise the table is folded.
     """
 

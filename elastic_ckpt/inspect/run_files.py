@@ -131,9 +131,7 @@ def read_events(
 ) -> list[dict[str, Any]]:
     """The events of a run, without those that a start wrote after it was replaced.
 
-    Args:
-      directory: the run's directory.
-      last_bytes: see `jsonlog.read`.
+    For `last_bytes` see `jsonlog.read`.
 
     Raises:
       DataError: if the file was changed after it was written.
@@ -150,11 +148,8 @@ def read_metrics(
 ) -> dict[str, list[dict[str, Any]]]:
     """The metrics in `directory`, by the name of their file; none if it is absent.
 
-    Without what a start wrote after it was replaced.
-
-    Args:
-      directory: has the files that `monitoring.summaries` wrote.
-      last_bytes: see `jsonlog.read`.
+    Without what a start wrote after it was replaced. For `last_bytes` see
+    `jsonlog.read`.
 
     Raises:
       DataError: if a file was changed after it was written.

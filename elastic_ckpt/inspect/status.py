@@ -179,17 +179,10 @@ def status(
     first_step: int = 1,
     program: str = "train",
 ) -> Status:
-    """The status of a run.
+    """The status of a run, from its newest events and metrics, and from its tiers.
 
-    Args:
-      events: the newest events.
-      files: the metrics.
-      is_alive: whether the run's process lives; None if unknown.
-      tiers: the newest step of each tier.
-      losses: the step that is left after each loss.
-      uncommitted: the steps that are not committed.
-      first_step: the number of the run's first step.
-      program: see `run_files.RunRecord`.
+    `is_alive` is whether the run's process lives, None if unknown; for `first_step` and
+    `program` see `run_files.RunRecord`.
     """
     started = _last(events, "run_started") or {}
     since_secs: float = started.get("time", 0.0)
@@ -349,9 +342,7 @@ def after_losses(
 ) -> tuple[AfterLoss, ...]:
     """The step that is left after the loss of each slice and each host.
 
-    Args:
-      there: the steps, from `reachable`.
-      slices: the slices of the current world; they need not hold a copy.
+    `there` is from `reachable`; `slices` of the current world need not hold a copy.
     """
     hosts = [holder.host for each in there for holder in each.table.holders]
     of_slices = {*map(str, slices), *(_key(host, "slice") for host in hosts)} - {""}

@@ -163,10 +163,7 @@ def survey(
 ) -> Survey:
     """Surveys the steps in `locations`.
 
-    Args:
-      locations: the tiers, searched together.
-      step: the only step to survey; None for all.
-      newest_only: whether to stop at the newest complete step.
+    `step` limits it to one step; `newest_only` stops at the newest complete one.
     """
     surveyed: list[SurveyedStep] = []
     problems: list[str] = []
