@@ -1,4 +1,4 @@
-"""Components: state of a run other than weights and batches, and how it is shared."""
+"""Components: state other than weights and batches, and how hosts share it."""
 
 from etils import epy
 

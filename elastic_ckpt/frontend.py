@@ -1,9 +1,9 @@
-"""`ec.Checkpointer` and `ec.batches`: the same lines wherever the hosts are.
+"""`ec.Checkpointer` and `ec.batches`: the same calls with one controller or many.
 
 * One process, or one on each host: each process reads its own rows (`data.Batches`) and
-  drives its own memory (`checkpoint.hosts.InEveryProcess`).
+  saves its own memory (`checkpoint.hosts.InEveryProcess`).
 * One controller of many hosts (Pathways): workers and agents in colocated Python,
-  beside the accelerators, do so (`elastic_ckpt_sidecar`).
+  beside the accelerators, do both (`elastic_ckpt_sidecar`).
 """
 
 from __future__ import annotations
@@ -46,23 +46,22 @@ def batches(
     Args:
       data: from `ec.data.from_config`, `positional` or `sharded`.
       mesh: the training mesh, with any axes.
-      spec: the mesh axes that shard a batch: the first entry names those of the rows,
-        the second, if there is one, those of dim 1 (the sequence) of features that have
-        it; over all other axes a batch is replicated. `example_id` is sharded by rows
-        alone. By default rows are sharded over the only axis of the mesh, or over its
-        axes named batch, data, fsdp, replica and slice.
+      spec: the mesh axes that shard a batch: the first entry shards rows, an optional
+        second one shards dim 1 (the sequence) of features that have it; over all other
+        axes a batch is replicated. `example_id` is sharded by rows only. By default
+        rows are sharded over the only axis of the mesh, or over its axes named batch,
+        data, fsdp, replica and slice.
       global_batch_size: rows of a global batch, B; a multiple of the product of the
-        sizes of the axes that shard rows. A stage of the data may have a size of its
-        own, which then counts.
+        sizes of the axes that shard rows. A stage of the data may override it.
       colocated: whether workers in colocated Python, beside the accelerators, read the
-        data; by default they do if this process controls other hosts than its own.
+        data; by default they do if this process controls other hosts.
       read_ahead: how far each host reads ahead of the loop: a number of batches, or
         `ec.data.ReadAhead`.
 
     Raises:
       ConfigError: if `data` is anything else, such as a Grain dataset, if `spec` does
-        not fit the mesh, or if the rows do not divide over their axes. Whether other
-        dims divide is seen, and raised, with the first batch.
+        not fit the mesh, or if the rows do not divide over their axes. Other dims are
+        checked with the first batch.
     """
     elastic_data.check(data, caller="ec.batches")
     if not isinstance(mesh, Mesh):
@@ -92,9 +91,9 @@ def batches(
 class Checkpointer(checkpointer.HostsCheckpointer):
     """A checkpointer with the methods of Orbax's `training.Checkpointer`.
 
-    A step is saved into each of the tiers whose turn it is, and restored from the
-    nearest one that has it. Every process of the run makes one, with the same
-    arguments, and calls its methods alike.
+    A step is saved to every tier in which it is due, and restored from the nearest one
+    that has it. Every process of the run creates a checkpointer with the same arguments
+    and makes the same calls.
 
         tiers = [
             ec.Local("/dev/shm/my_run", every=10),
@@ -127,27 +126,24 @@ class Checkpointer(checkpointer.HostsCheckpointer):
 
         Args:
           tiers: at most one each of `Local`, `Peers` and `Persistent`; `Peers` needs
-            `Local`. Under a single controller the directories are those of the hosts,
-            and `Peers.interface` is the controller's address in the network that the
-            hosts share, by default that of its default route.
+            `Local`. Under a single controller the directories are on the hosts, and
+            `Peers.interface` is the controller's address in the hosts' network, by
+            default that of its default route.
           mesh: the training mesh; needed only if it does not cover all devices.
           run: the name of the run; by default that of the steps in the tiers, or, if
             there are none, that of the directory of `Local` or `Persistent`.
-          slice_name: the slice that this process's devices are in, by default the one
-            that the hardware reports. A single controller takes the slices from its
-            mesh.
-          world: the place of this checkpointer among those of an elastic run, which
+          slice_name: the slice of this process's devices; by default the one that the
+            hardware reports. A single controller takes the slices from its mesh.
+          world: the checkpointer's place in an elastic run, which
             `ec.elastic.World.checkpointer` fills in.
           emit: called with each event.
-          context: Orbax's context for all calls outside of a `with` block of another
-            one.
-          read_only: opens the steps in persistent storage and in the RAM of this
-            machine beside a program that writes them. Nothing is written, and saving is
-            an error.
+          context: Orbax's context for all calls outside a `with` block of another
+            context.
+          read_only: reads the steps in storage and in the RAM of this machine beside a
+            program that writes them. Nothing is written, and saving is an error.
 
         Raises:
-          ConfigError: if the tiers do not fit together, or hosts were given different
-            ones.
+          ConfigError: if the tiers do not fit together, or differ between hosts.
           RunError: if a host cannot be reached, the RAM disk is in use or holds steps
             of another run, or another program writes to the same storage.
         """

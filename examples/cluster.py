@@ -1,7 +1,7 @@
-"""A training loop of many hosts, as Slurm or a JobSet start it: one process a host.
+"""A training loop for many hosts, as Slurm or a JobSet starts it: one process per host.
 
-docs/pages/guides/slurm.md and kubernetes.md say how. A job that is preempted saves a
-last step, and its next start continues from the RAM of the nodes that it keeps.
+docs/pages/guides/slurm.md and kubernetes.md say how. A preempted job saves a last step,
+and its next start continues from the RAM of the nodes that it keeps.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 
 import elastic_ckpt as ec
 
-# By which Slurm's script and the JobSet know that another start is wanted.
+# Tells Slurm's script and the JobSet to start the job again.
 PREEMPTED = 143
 OPTIMIZER = optax.adam(1e-2)
 

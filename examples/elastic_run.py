@@ -1,9 +1,9 @@
-"""A run that loses a slice, continues on the others, and takes the slice back.
+"""A run that loses a slice, continues on the others, and lets the slice rejoin.
 
 python examples/elastic_run.py runs/elastic --slices 4 --steps 300
 
-Slice 1 is killed after 12 steps, together with what it has in RAM. Each slice is a
-process of its own on this machine; with `machines=` and `shared=` they are on several.
+Slice 1 is killed after 12 steps, and what it has in RAM is lost. Each slice is a
+process on this machine; with `machines=` and `shared=` they are on several machines.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import optax
 import elastic_ckpt as ec
 
 OPTIMIZER = optax.adam(1e-2)
-# It has to divide over the devices of every number of slices.
+# Must divide over the devices of any number of slices.
 ROWS = 24
 
 
@@ -44,7 +44,7 @@ def train_step(state: dict, batch: dict[str, jax.Array]) -> tuple[dict, jax.Arra
 
 
 def train(world: ec.elastic.World, directory: pathlib.Path, steps: int) -> None:
-    """Trains in one world: called again, on all of its hosts, after each change."""
+    """Trains in one world; called on all hosts of each new world."""
     data = ec.data.from_config(
         grain_train_files=str(directory / "email.array_record"), max_target_length=64
     )

@@ -29,7 +29,7 @@ def main(directory: pathlib.Path, *, once: bool) -> None:
     # A step is leased until the next one is requested: the run does not remove it.
     steps = ec.watch_steps(directory / "checkpoints", timeout_secs=0 if once else None)
     for step in steps:
-        # Leaves that are the same as in the step before are not read again.
+        # Leaves that have not changed since the previous step are not read again.
         nnx.update((model, optimizer), step.load(wanted))
         loss = float(loss_of(model, batch))
         ec.record_metrics(step, {"eval_loss": loss})

@@ -1,4 +1,4 @@
-"""Trains a Flax NNX model: stop it at any moment, and run it again to continue.
+"""Trains a Flax NNX model: stop it at any time, and run it again to continue.
 
 python examples/flax_nnx.py runs/nnx --steps 20
 python examples/flax_nnx.py runs/nnx --steps 40
@@ -15,7 +15,7 @@ import elastic_ckpt as ec
 
 
 class Model(nnx.Module):
-    """Predicts the next byte from the present one."""
+    """Predicts the next byte from the current one."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(260, 32, rngs=rngs)
@@ -54,7 +54,7 @@ def main(directory: pathlib.Path, steps: int) -> None:
     batches = ec.batches(data, mesh=mesh, spec=jax.P("data"), global_batch_size=24)
 
     model, optimizer = new_model()
-    # The same on every device.
+    # Replicate the model and the optimizer on all devices.
     everywhere = jax.NamedSharding(mesh, jax.P())
     nnx.update(
         (model, optimizer), jax.device_put(nnx.state((model, optimizer)), everywhere)

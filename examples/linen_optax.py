@@ -17,7 +17,7 @@ import elastic_ckpt as ec
 
 
 class Model(nn.Module):
-    """Predicts the next byte from the present one."""
+    """Predicts the next byte from the current one."""
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -47,7 +47,7 @@ def train_step(
 
 
 def shardings_of(state: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Shards the last dim of a matrix over the mesh; all else is replicated."""
+    """Shards the last dim of matrices over the mesh and replicates everything else."""
 
     def sharding(leaf: jax.ShapeDtypeStruct) -> jax.NamedSharding:
         divides = leaf.ndim == 2 and leaf.shape[1] % mesh.size == 0

@@ -17,13 +17,13 @@ import elastic_ckpt as ec
 
 State = dict[str, object]
 OPTIMIZER = optax.adam(1e-2)
-# How each parameter lies on the mesh; the optimizer's moments lie as they do.
+# The sharding of each parameter; the optimizer's moments are sharded alike.
 SPECS = {"embed": jax.P("fsdp", "tensor"), "project": jax.P("tensor", "fsdp")}
 SHAPES = {"embed": (264, 32), "project": (32, 264)}
 
 
 def new_state(mesh: jax.sharding.Mesh) -> State:
-    """Parameters and moments, made where they stay."""
+    """Parameters and moments, created under their shardings."""
 
     @jax.jit
     def make() -> State:
@@ -61,7 +61,7 @@ def main(directory: pathlib.Path, shape: tuple[int, int], steps: int) -> None:
     data = ec.data.from_config(grain_train_files=str(texts), max_target_length=64)
     devices = np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape)
     mesh = jax.sharding.Mesh(devices, ("fsdp", "tensor"))
-    # A batch is divided over `fsdp`, and the same along `tensor`.
+    # A batch is sharded over `fsdp` and replicated over `tensor`.
     batches = ec.batches(data, mesh=mesh, spec=jax.P("fsdp"), global_batch_size=16)
 
     state, step = new_state(mesh), 0
@@ -69,7 +69,7 @@ def main(directory: pathlib.Path, shape: tuple[int, int], steps: int) -> None:
     with ec.Checkpointer(tiers) as checkpointer:
         if checkpointer.latest is not None:
             step = checkpointer.latest.step
-            # Each leaf is read into the sharding that it has here.
+            # Each leaf is read into its sharding on this mesh.
             wanted = {"state": state, "data": batches}
             state = checkpointer.load_checkpointables(step, wanted)["state"]
             print(f"continues from step {step} on a mesh of {shape[0]} x {shape[1]}")

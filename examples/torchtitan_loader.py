@@ -1,8 +1,8 @@
-"""A data loader for torchtitan, whose number of ranks may change at a resume.
+"""A data loader for torchtitan that can resume on a different number of ranks.
 
 torchtitan's own loaders save the state of each data-parallel rank under its number, and
-refuse another number of ranks. This one saves it by logical shard. Copy it beside the
-program that starts torchtitan, which registers a model that is trained with it:
+refuse a different number of ranks. This one saves it by logical shard. Copy it beside
+the program that starts torchtitan, and register a model there:
 
     spec = get_train_spec("llama3")
     spec = dataclasses.replace(spec, build_dataloader_fn=build_dataloader)
@@ -25,7 +25,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 import elastic_ckpt as ec
 
-# Makes the data from torchtitan's tokenizer and the length of a sequence.
+# Makes the data from torchtitan's tokenizer and the sequence length.
 MakeData = Callable[[Any, int], ec.data.ElasticData]
 
 
@@ -40,9 +40,9 @@ def build_dataloader(
 ) -> ElasticDataLoader:
     """The loader of a run, as `build_dataloader_fn` of a `TrainSpec`.
 
-    `[training] dataset_path` is the path of a configuration, as for `ec.load_config`,
-    whose `max_target_length` is replaced by `seq_len`. `[training.dataloader]` is that
-    of torchtitan's own loaders.
+    `[training] dataset_path` is the path of a configuration for `ec.load_config`;
+    `seq_len` replaces its `max_target_length`. `[training.dataloader]` is as for
+    torchtitan's own loaders.
 
     Args:
       dp_world_size: the number of data-parallel ranks.
@@ -83,9 +83,9 @@ class ElasticDataLoader(BaseDataLoader):
       data: data with the features `inputs` and `targets`, int32 `[L]`, and optionally
         `targets_segmentation`, which is 0 for padding.
       rank: the number of this data-parallel rank.
-      num_ranks: of all.
+      num_ranks: the number of data-parallel ranks.
       local_batch_size: rows of a batch on this rank, b.
-      **options: of `ec.data.TorchLoader`, such as `num_workers`.
+      **options: options of `ec.data.TorchLoader`, such as `num_workers`.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class ElasticDataLoader(BaseDataLoader):
         return dict(self._state.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Moves to a state that any number of ranks saved; an empty one is ignored."""
+        """Loads a state that any number of ranks saved; ignores an empty one."""
         if state_dict:
             self._state.load_state_dict(state_dict)
 
@@ -132,7 +132,7 @@ def _int64(values: Any) -> torch.Tensor:
 
 
 def _agree(end: ec.data.End, goes_on: bool) -> bool:
-    # Data that is padded goes on while any rank has a row, other data while all have.
+    # Padded data continues while any rank has a row, other data while all have one.
     if not distributed.is_initialized():
         return goes_on
     answers: list[bool] = [False] * distributed.get_world_size()

@@ -1,1 +1,1 @@
-"""The command line: one file a verb, and the one room that puts everything together."""
+"""The command line: one file per verb, in the one room that combines all others."""

@@ -15,13 +15,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     backup.add_argument(
         "--backup",
         metavar="URLS",
-        help="also keep a share of each step of a run: the agents of all of its backup"
-        " hosts, this one too, as in peer_backup_urls",
+        help="also keep a share of each step of a run: the agents of all its backup"
+        " hosts, including this one, as in peer_backup_urls",
     )
     backup.add_argument(
         "--follow",
         metavar="STEPS",
-        help="where the run keeps its steps in storage, which names its agents",
+        help="the run's directory of steps in storage, where its agents are recorded",
     )
     backup.add_argument(
         "--tls-ca",
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     backup.add_argument(
         "--max-bytes-per-sec",
         type=option_numbers.positive_number,
-        help="the most bytes a second that are copied from the run's hosts",
+        help="the most bytes per second to copy from the run's hosts",
     )
 
 
@@ -41,13 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not (arguments.backup and arguments.follow and arguments.secret_file):
         raise errors.ConfigError(
             "a backup host needs --backup URLS, --follow STEPS and --secret-file: it"
-            " finds the run by its steps in storage, and has the secret of the run"
+            " finds the run by its steps in storage, and shares the run's secret"
             " (peer_secret_file)"
         )
     backups = arguments.backup.split(";")
     for url in backups:
         agent.check_url(url, what="--backup", needs_tls=arguments.tls_ca is not None)
-    # It reads steps, and other agents stay small.
+    # Imported late, to keep other agents small.
     from elastic_ckpt.checkpoint import backup_host
 
     backup_host.serve(

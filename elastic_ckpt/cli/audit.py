@@ -1,7 +1,7 @@
 """`elastic-ckpt audit RUN`: proves that a run trained on the right examples.
 
-It compares them with those that one host reads from the run's own pipeline. With
-`--find` and `--step` it tells which documents they were made of.
+It compares them with those that one host reads from the run's own pipeline. `--step`
+shows which documents a step used, and `--find` which steps used a document.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from elastic_ckpt.data import provenance as documents
 from elastic_ckpt.training import audit, provenance
 
 _LIMITS = (
-    "An audit compares with the run's own pipeline, read anew by one host: what this\n"
-    "leaves out by itself (filters, truncation, incomplete batches) is outside it."
+    "An audit compares with the run's own pipeline, read again by one host. It does\n"
+    "not check what that pipeline drops (filters, truncation, incomplete batches)."
 )
 _OUTCOMES = {
     "used": "used",
-    "left_out": "left out with other rows when the run went back to an older step",
+    "left_out": "left out when the run rolled back to an older step",
     "too_short": "makes no example: it has fewer than two tokens",
-    "filtered": "left out by the pipeline",
-    "corrupt": "corrupt, and skipped",
+    "filtered": "dropped by the pipeline",
+    "corrupt": "skipped, because it is corrupt",
     "read_ahead": "read ahead, in no step yet",
     "not_yet_used": "not used yet",
 }
@@ -38,15 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         metavar="MODULE:NAME",
-        help="for a training loop of your own: its data, as ec.batches was given it,"
+        help="for a training loop of your own: the data that it gives to ec.batches,"
         " or a function that returns it, in a module that can be imported",
     )
     question = parser.add_mutually_exclusive_group()
     question.add_argument(
         "--find",
         metavar="FILE:RECORD",
-        help="show which steps used a document: the end of a path, and the number of"
-        " the record in the file, from 0",
+        help="show which steps used a document: the end of its file's path, and the"
+        " number of its record, from 0",
     )
     question.add_argument(
         "--step",
@@ -82,7 +82,7 @@ def describe(outcome: audit.Audit) -> str:
         f" {outcome.num_steps}": True,
         "steps trained again after an interruption:"
         f" {outcome.num_redone_steps}": outcome.num_redone_steps,
-        "rows left out where the run went back to an older step:"
+        "rows left out where the run rolled back:"
         f" {outcome.num_left_out:,}": outcome.num_left_out,
         "PASSED: every step used the examples and tokens of the one-host run's batch,"
         f" and none was lost or repeated\n{_LIMITS}": outcome.passed,
@@ -114,8 +114,8 @@ def _document_of(asked: str) -> tuple[str, int]:
     file, _, record = asked.rpartition(":")
     if not file or not record.isdecimal():
         raise errors.ConfigError(
-            f"--find {asked}: write FILE:RECORD, the end of a path and the number of"
-            " the record in the file, from 0, such as a.parquet:17"
+            f"--find {asked}: write FILE:RECORD, the end of the file's path and the"
+            " number of the record, from 0, such as a.parquet:17"
         )
     return file, int(record)
 
@@ -156,7 +156,7 @@ def _lines_of_batch(batch: provenance.UsedBatch) -> Iterator[str]:
 
 def _document(of: provenance.Found | documents.Piece) -> str:
     file = os.path.basename(of.file)
-    # A dataset of a list is named after its files.
+    # A dataset from a list of files is named after them.
     is_named = of.dataset not in ("", file)
     return f"{file}:{of.record}" + f" ({of.dataset})" * is_named
 

@@ -1,8 +1,7 @@
 """`elastic-ckpt convert SRC DST --rules R`: writes a checkpoint in another layout.
 
-SRC is of any format that is read. DST is the directory of a step, for an Orbax
-checkpoint, or that of a model, for safetensors and Hugging Face. Without rules, tensors
-keep their names.
+SRC has any format that can be read. DST is the directory of a step for Orbax, or that
+of a model for safetensors and Hugging Face. Without rules, tensors keep their names.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from elastic_ckpt.universal.writing import convert
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RuleUse:
-    """The tensors that a rule makes.
+    """What a rule copies.
 
     Attributes:
       rule: its place in the layout.
-      sources: stored tensors that it reads.
-      targets: tensors that it makes, in whole or in part.
-      num_bytes: of the elements that it copies, as the targets have them.
+      sources: how many stored tensors it reads.
+      targets: how many tensors it makes, in whole or in part.
+      num_bytes: the size of the copied elements, in the dtypes of the targets.
     """
 
     rule: str
@@ -57,23 +56,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     looks.add_argument(
         "--list",
         action="store_true",
-        help="show the tensors of SRC by patterns of names, and write nothing",
+        help="list the tensors of SRC by name pattern, and write nothing",
     )
     looks.add_argument(
         "--check",
         metavar="TREE",
         nargs="?",
         const="",
-        help="show what --rules makes of SRC, or what is missing and the nearest rule;"
-        " TREE is another checkpoint, or a JSON file of shapes by name; by default what"
-        " the rules make",
+        help="show what each rule of --rules copies from SRC, or what is missing and"
+        " the nearest rule. TREE, the tensors to make, is a checkpoint or a JSON file"
+        " of shapes by name; by default all that the rules make",
     )
     parser.add_argument(
         "--rules",
         metavar="LAYOUT",
-        help="the layout: a YAML file, or the name of one that comes with the package;"
-        " by default what DeepSpeed has written into SRC, or the names as they are, and"
-        " an adapter is merged",
+        help="the layout: a YAML file, or the name of one in the package. By default it"
+        " is the one that DeepSpeed wrote into SRC; otherwise tensors keep their names,"
+        " and an adapter is merged",
     )
     parser.add_argument(
         "--size",
@@ -86,21 +85,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reverse",
         action="store_true",
-        help="apply the layout in the other direction: it leads from DST to SRC",
+        help="apply the layout in reverse: it describes the way from DST to SRC",
     )
     parser.add_argument(
         "--to",
         choices=("orbax", "safetensors", "hf"),
         default="orbax",
-        help="the format to write; by default orbax. hf is safetensors with all that"
-        " Hugging Face's from_pretrained needs",
+        help="the format to write; by default orbax. hf is safetensors and everything"
+        " else that Hugging Face's from_pretrained needs",
     )
     parser.add_argument(
         "--config",
         metavar="MODEL",
-        help="a directory of Hugging Face, or hf://org/name of its local cache:"
-        " its config.json has sizes of the layout; with --to hf it and the files of the"
-        " tokenizer are copied",
+        help="a model directory of Hugging Face, or hf://org/name in its local cache,"
+        " whose config.json gives sizes of the layout; --to hf copies it and the"
+        " tokenizer's files",
     )
     parser.add_argument(
         "--dtype",
@@ -110,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         action="store_true",
-        help="convert the weights alone, without the optimizer and the step",
+        help="convert only the weights, without the optimizer and the step",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="show the plan, and write nothing"
@@ -148,7 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# What is printed as JSON, and its lines.
+# What is printed as JSON, and as text.
 _Shown = tuple[dict[str, Any] | list[dict[str, Any]], list[str]]
 
 
@@ -186,7 +185,7 @@ def _listed(source: str) -> _Shown:
 
 def _checked(job: convert.Job, given: str) -> _Shown:
     if job.rules is None:
-        raise errors.ConfigError("--check looks at a layout: give --rules")
+        raise errors.ConfigError("--check needs a layout: give --rules")
     checkpoint = opening.open_checkpoint(job.source)
     layout = convert.given_layout(job, checkpoint)
     tree = listing.tree(given) if given else None
@@ -198,7 +197,7 @@ def _checked(job: convert.Job, given: str) -> _Shown:
 
 def _planned(job: convert.Job) -> _Shown:
     planned = convert.Conversion(job)
-    # Raises what the format or the path does not allow.
+    # Raises an error if the format or the path does not allow the conversion.
     convert.destination_of(planned)
     checkpoint, matched = planned.checkpoint, planned.matched
     uses = _rule_uses(matched, len(checkpoint.tensors))

@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--type",
         choices=("arrayrecord", "parquet"),
-        help="its format; by default that of the file's suffix (.parquet), or else"
-        " arrayrecord. Each text is a record, in Parquet with the column text",
+        help="its format; by default that of its suffix (.parquet), or else"
+        " arrayrecord. Each text is a record; in Parquet it is in the column text",
     )
 
 
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     print("to train on it:", *(f"{key}={value}" for key, value in keys.items()))
     if written.skipped:
         print(
-            f"without {len(written.skipped):,} files that are empty or not UTF-8 text,"
+            f"skipped {len(written.skipped):,} files that are empty or not UTF-8 text,"
             f" such as {written.skipped[0]}"
         )
     return 0

@@ -1,9 +1,9 @@
 """`elastic-ckpt inspect PATH...`: the steps of a run, and in which tiers they are.
 
-It takes the directory of a run, RAM disks and directories of steps, shows the steps
-and their holders, and of steps in storage arrays and data state: the newest complete
-step briefly, with --step one step with all of its arrays, with --all every step. The
-JSON has all steps unless --step names one.
+It takes the directory of a run, RAM disks and directories of steps. It shows steps and
+their holders, and for steps in storage their arrays and data state: by default the
+newest complete step in brief, with --step one step with all of its arrays, with --all
+every step. The JSON has all steps unless --step names one.
 """
 
 from __future__ import annotations

@@ -17,5 +17,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--secret-file",
         help="a file with the secret of the run (RAM_DISK/secret on its machines), to"
-        " search their RAM, too, by the agents that are recorded beside its steps",
+        " search their RAM, too, through the agents that are recorded beside its steps",
     )

@@ -13,31 +13,31 @@ from importlib import metadata
 from elastic_ckpt.core import bucket_clients, errors, storage_cause
 from elastic_ckpt.elastic import termination
 
-# Verb, one line of help; the module of that name defines `add_arguments` and `run`.
+# One line of help per verb; the module of that name has `add_arguments` and `run`.
 VERBS = {
     "train": "train a model, or continue a run, on the hosts that the configuration"
     " names",
     "scale": "ask a live run to continue on another number of slices",
     "config": "print the configuration that would run, and where each key is set",
     "data": "write a directory of texts as one file of training data",
-    "audit": "prove that a run trained on the batches of a one-host run, each once",
+    "audit": "prove that a run trained on each batch of a one-host run exactly once",
     "plan": "show which host would read which shards of the data",
-    "simulate": "show what failures would cost a run, and what another spare slice or"
-    " period of saving would gain",
+    "simulate": "show what failures would cost a run, and what one more spare slice or"
+    " other save periods would gain",
     "maxtext": "run MaxText with elastic data, on any number of hosts",
     "agent": "serve a machine's RAM disk to the other machines of a run",
-    "status": "show how far a run is, its hosts, its newest steps, and what a loss"
-    " would cost",
+    "status": "show a run's progress, hosts and newest steps, and what a loss would"
+    " cost",
     "report": "write an HTML page about a run, with plots",
     "inspect": "show the steps of a run: their arrays, their data state, and the tiers"
     " that have them",
-    "verify": "read every copy of a checkpoint, in every tier, and compare them",
+    "verify": "read every copy of a checkpoint in every tier, and check its digests",
     "convert": "convert a checkpoint, of this or another program, to another layout",
     "modify": "change numbers in the newest step, such as the learning rate",
     "pin": "keep steps that would otherwise be deleted",
 }
 _IS_SETTING = re.compile(r"\w+=").match
-# Verbs that launchers start again when they fail.
+# Verbs that launchers restart when they fail.
 _LAUNCHED = ("train", "maxtext")
 
 
@@ -45,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb.
 
     Returns:
-      0 on success, 1 if there was an error or an audit failed, 78 if the configuration
-      of a run is wrong, 130 on Ctrl-C, 143 on SIGTERM, 141 if the reader of the output
-      closed it.
+      0 on success, 1 if there was an error or an audit or verification failed, 78 if
+      the configuration of a run is wrong, 130 on Ctrl-C, 143 on SIGTERM, 141 if the
+      reader of the output closed it.
     """
     words = sys.argv[1:] if arguments is None else arguments
     parsed = _parsed(words)
@@ -90,7 +90,7 @@ def build_parser(verbs: Collection[str] = VERBS.keys()) -> argparse.ArgumentPars
     """The parser of the command line.
 
     Args:
-      verbs: those whose arguments it takes. Their modules are imported, and many of
+      verbs: the verbs whose arguments to add. This imports their modules, and many of
         them import JAX and Orbax.
     """
     parser = argparse.ArgumentParser(

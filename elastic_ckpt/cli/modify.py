@@ -1,9 +1,8 @@
 """`elastic-ckpt modify STEP_PATH --set PATH=VALUE`: edits numbers of the newest step.
 
-The step is loaded and saved once more, as by any program, so the host needs memory for
-all of it, and no run may be writing to the directory. A run that is started afterwards
-continues from the new save, which replaces the one before: copy the step's directory
-first to keep that.
+It loads the step and saves it again, so the host needs memory for all of it, and no run
+may be writing to the directory. The next start of the run continues from the new save,
+which replaces the old one: to keep that, copy the step's directory first.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     edits += [_edit(name, each, is_factor=True) for each in arguments.scale]
     if not edits or len({each.path for each in edits}) < len(edits):
         raise errors.ConfigError(
-            "give each number that is to be edited once: --set PATH=VALUE or --scale"
+            "give each number to edit exactly once: --set PATH=VALUE or --scale"
             " PATH=FACTOR"
         )
     path = storage.absolute(arguments.path)
@@ -70,11 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
     number = int(path.name)
     tiers = [Persistent(path.parent, every=1)]
     with contextlib.ExitStack() as stack:
-        # The supervisor of an elastic run holds its lock between two worlds, too.
+        # The supervisor of an elastic run holds its lock even between two worlds.
         lock = path.parent.parent / run_files.LOCK
         if run_files.is_run(lock.parent) and not arguments.dry_run:
             stack.enter_context(storage.exclusive_lock(lock))
-        # Leaves of 64 bits stay what they are.
+        # Otherwise JAX would cut 64-bit leaves to 32 bits.
         stack.enter_context(jax.enable_x64(True))
         checkpointer = stack.enter_context(
             frontend.Checkpointer(tiers, read_only=arguments.dry_run)

@@ -8,13 +8,7 @@ import argparse
 def add_arguments(
     parser: argparse.ArgumentParser, *, example: str, is_required: bool = True
 ) -> None:
-    """Adds a configuration file and overrides.
-
-    Args:
-      parser: of the verb.
-      example: a configuration file.
-      is_required: whether a file has to be named.
-    """
+    """Adds a configuration file, such as `example`, and overrides."""
     parser.add_argument(
         "config",
         nargs=None if is_required else "?",

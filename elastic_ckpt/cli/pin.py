@@ -32,5 +32,5 @@ def run(arguments: argparse.Namespace) -> int:
     change = preserved.unpin if arguments.undo else preserved.pin
     for path in arguments.paths:
         change(path)
-        print(f"{path}: {'retention decides' if arguments.undo else 'pinned'}")
+        print(f"{path}: {'not pinned' if arguments.undo else 'pinned'}")
     return 0

@@ -19,7 +19,7 @@ _SHOWN_RANGES = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """The loading of batches of one size by a number of hosts.
+    """How a number of hosts would load batches of one size.
 
     Attributes:
       num_hosts: the number of hosts, H.
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def outlook(num_shards: int, num_hosts: int, global_batch_size: int) -> Outlook:
-    """The loading of batches by hosts that hold equal parts of them, in order."""
+    """The outlook if each host loads an equal part of every batch, in order."""
     row_hosts = np.arange(global_batch_size) * num_hosts // global_batch_size
     runs = [
         rows.host_shards(

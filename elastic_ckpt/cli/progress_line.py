@@ -1,20 +1,20 @@
-"""The progress of a verb in bytes: one line that moves on a terminal."""
+"""The progress of a verb in bytes: on a terminal, one line that changes."""
 
 from __future__ import annotations
 
 import sys
 import time
 
-# Between two lines, where they move and where each is added to a log.
+# The period of changes on a terminal, and of lines in a log.
 _MOVES_SECS, _LOG_SECS = 0.2, 10.0
 _GIB = 2**30
 
 
 class ProgressLine:
-    """Prints the progress to standard error; call it with the bytes done and of all.
+    """Prints progress to standard error; call it with the bytes done and the total.
 
     Args:
-      verb: what is done with the bytes: `read`, `wrote`.
+      verb: what happened to the bytes: `read`, `wrote`.
     """
 
     def __init__(self, verb: str) -> None:
@@ -23,14 +23,14 @@ class ProgressLine:
         self._next_secs = time.monotonic() + (0.0 if self._moves else _LOG_SECS)
 
     def __call__(self, done: int, total: int) -> None:
-        """Shows the progress, if it was last shown long enough ago."""
+        """Shows the progress, but not too often."""
         now_secs = time.monotonic()
         if now_secs >= self._next_secs:
             self._next_secs = now_secs + (_MOVES_SECS if self._moves else _LOG_SECS)
             self._show(f"{self._verb} {done / _GIB:.2f} of {total / _GIB:.2f} GiB")
 
     def end(self) -> None:
-        """Removes a line that moves."""
+        """Removes the line from a terminal."""
         if self._moves:
             self._show("")
 

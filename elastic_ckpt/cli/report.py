@@ -1,7 +1,7 @@
 """`elastic-ckpt report RUN`: one HTML page about a run, with plots, in one file.
 
-The page needs nothing else and can be sent around. It includes an audit, which reads
-the run's data again; `--no-audit` leaves that out.
+The page is self-contained. It includes an audit, which reads the run's data again;
+`--no-audit` leaves that out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`elastic-ckpt scale RUN --slices N`: a live run continues on N slices.
 
-The hosts leave after a step that they agree on, so that no step is lost, and the run
-continues in another world; `status` shows the change. Slices that are left over are
-spares. The request lasts until the next one, or until the run is started again.
+The hosts leave after a step that they agree on, so no step is lost, and the run
+continues in a new world; `status` shows the change. Surplus slices become spares. The
+request lasts until the next one, or until the run is started again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Requests the number."""
+    """Requests that number of slices."""
     directory, slices = arguments.run, arguments.slices
     record, config = run_files.read(directory), journal.read_config(directory)
     if record.program == "loop" or not config.elastic.elastic_enabled:

@@ -1,8 +1,8 @@
 """`elastic-ckpt simulate CONFIG --state-gib 100`: what failures cost, and what helps.
 
-Prints goodput, lost steps and the causes of lost time of a run in simulated time: as it
-is configured, with one more spare slice, and with other periods of saving. The guide of
-elastic runs explains it.
+Prints goodput, lost steps and the causes of lost time of a run in simulated time: as
+configured, with one more spare slice, and with other save periods. The guide to elastic
+runs explains it.
 """
 
 from __future__ import annotations
@@ -44,25 +44,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--machine-hours",
         type=option_numbers.positive_number,
         default=6300.0,
-        help="the mean time between failures of one machine, which take its slice away",
+        help="the mean hours between failures of one machine; each loses its slice",
     )
     parser.add_argument(
         "--repair-hours",
         type=option_numbers.positive_number,
         default=4.0,
-        help="the mean time until a lost slice is back",
+        help="the mean hours until a lost slice is back",
     )
     parser.add_argument(
         "--seed", type=option_numbers.count, default=0, help="the seed of the failures"
     )
     parser.add_argument(
         "--trace",
-        help="the directory of a run, whose failures are repeated, in place of random"
-        " ones",
+        help="the directory of a run whose failures to replay instead of random ones",
     )
     parser.add_argument(
         "--costs",
-        help="the directory of a run, for the times that its steps and changes took",
+        help="the directory of a run that shows how long steps and changes take",
     )
     parser.add_argument(
         "--cost",

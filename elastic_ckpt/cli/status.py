@@ -1,8 +1,8 @@
 """`elastic-ckpt status RUN`: one screen about a run, local or in a bucket.
 
-It shows how far the run is, its hosts, the newest step of each tier, and the step that
+It shows the run's progress, its hosts, the newest step of each tier, and the step that
 would be restored if a slice or host were lost. It only reads, so it does not disturb
-the run. The memory of hosts is looked at where it is on this machine.
+the run. It sees only the RAM of this machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from elastic_ckpt.core import storage_cause
 from elastic_ckpt.inspect import status
 
-# Of a value of the last event.
+# The most characters of a value of the last event.
 _MAX_VALUE = 100
 
 
@@ -38,12 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe(content: status.Status, *, now: float) -> str:
-    """The status as one screen.
-
-    Args:
-      content: of the run.
-      now: the time, in seconds since the epoch.
-    """
+    """The status as one screen; `now` is in seconds since the epoch."""
     lines = [f"{content.run or 'run'}: {content.phase}"]
     for name, *parts in _lines(content, now):
         lines.append(f"{name:<10} {', '.join(filter(None, parts))}")
@@ -76,7 +71,7 @@ def _lines(content: status.Status, now: float) -> Iterator[tuple[str, ...]]:
     for tier in content.tiers:
         yield (
             "in RAM" if tier.tier == "local" else "in storage",
-            _of(tier.step, "step {:,}", "no complete step that can be seen from here"),
+            _of(tier.step, "step {:,}", "no complete step visible from here"),
             f"{_age(now - tier.time_ms / 1000)} old" if tier.time_ms else "",
         )
     behind, being_written = content.steps_behind, content.being_written
@@ -85,7 +80,7 @@ def _lines(content: status.Status, now: float) -> Iterator[tuple[str, ...]]:
         _of(behind, "{:,} steps behind RAM", "no step in RAM to back up"),
         "being written, or cut short: step " * bool(being_written)
         + ", ".join(map(str, being_written)),
-        _of(content.due_steps or None, "{:,} steps due and not there"),
+        _of(content.due_steps or None, "{:,} steps due but not there"),
         _failure(content.backup_failed, content.backup_cause),
     )
     yield from _losses(content)
@@ -103,7 +98,7 @@ def _losses(content: status.Status) -> Iterator[tuple[str, str]]:
     for each in content.losses:
         alike.setdefault((each.domain, each.step), []).append(each.name)
     for (domain, step), names in alike.items():
-        cost = "the run would begin anew"
+        cost = "the run would start over"
         if step is not None:
             again = max(0, (content.step or 0) - step - 1 + content.first_step)
             cost = f"restores step {step:,}, {again:,} steps to retrain"
@@ -122,7 +117,7 @@ def _failure(why: str | None, cause: str | None) -> str:
 def _event(event: status.Event | None, now: float) -> str:
     if event is None:
         return "none"
-    # The backup above has the whole reason, and `--json` has all.
+    # `backup` shows the whole reason, and `--json` shows everything.
     listed = [
         f"{key}={str(value)[:_MAX_VALUE]}"
         for key, value in event.items()

@@ -1,6 +1,6 @@
 """`elastic-ckpt train CONFIG key=value...`: trains, or continues, one run.
 
-It parses and prints; `training` has what it starts.
+It parses and prints; `training` does the rest.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
         pathways.initialize()
         run = _run_slices if is_elastic else _run_here
         return run(config, shown)
-    # At once, though an outer launcher may yet be found: importing takes seconds.
+    # Before looking for an outer launcher, because importing takes seconds.
     starts_hosts = world.hosts > 1 or (
         is_elastic and not configured.is_simulated(config)
     )
@@ -113,7 +113,7 @@ def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
 
 @contextlib.contextmanager
 def _in_words() -> Iterator[None]:
-    # Names what the program of this process raises; its traceback goes to the log.
+    # Puts an exception of the program into words; its traceback goes to the log.
     try:
         yield
     except (errors.ElasticCkptError, *bucket_clients.failures()):

@@ -1,7 +1,7 @@
 """`elastic-ckpt verify PATH...`: reads every copy of every part, and compares digests.
 
 The run may continue meanwhile. Steps that it removes during the verification count as
-missing, so name its newest step with --step.
+missing, so give its newest step with --step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from elastic_ckpt.cli import locations, progress_line
 from elastic_ckpt.core import errors, option_numbers
 from elastic_ckpt.inspect import tier_locations, verification
 
-# The JSON has all.
+# How many problems are printed; the JSON has all.
 _SHOWN = 100
 
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verifies; 1 if anything is wrong."""
+    """Verifies the steps; returns 1 if anything is wrong."""
     paths, secret_file = arguments.paths, arguments.secret_file
     with tier_locations.opened(paths, secret_file=secret_file) as (name, tiers):
         known = tiers.known
@@ -70,5 +70,5 @@ def describe(result: verification.Verification, *, passed: bool) -> str:
         lines.append(f"  and {len(more):,} more; --json lists all")
     outcome = "PASSED: every copy is what was saved"
     if result.problems:
-        outcome = "PASSED, but for what cannot be verified" if passed else "FAILED"
+        outcome = "PASSED, except for what cannot be verified" if passed else "FAILED"
     return "\n".join([*lines, outcome])

@@ -1,4 +1,4 @@
-"""The address of this host in the network that it shares with others."""
+"""The address at which other hosts reach this one."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import socket
 from jax._src import distributed
 
 LOOPBACK = "127.0.0.1"
-# What a machine names itself by.
+# Every machine calls itself by these names.
 _OWN_NAMES = ("localhost", "127.", "::1")
 # An address reserved for documentation: packets to it take the default route.
 _ELSEWHERE = "192.0.2.1"
 
 
 def of_this_host() -> str:
-    """The local address of the route to JAX's coordinator; loopback without one.
+    """`POD_IP` in a pod, else the local address of the route to JAX's coordinator.
 
-    In a pod it is `POD_IP`.
+    Loopback without a coordinator.
     """
     coordinator = getattr(distributed.global_state, "coordinator_address", None)
     if os.environ.get("POD_IP") or not coordinator:
@@ -32,7 +32,7 @@ def of_this_host() -> str:
 
 
 def of_the_head() -> str:
-    """The address of this machine to others: `POD_IP`, or that of its default route."""
+    """`POD_IP`, or the local address of the default route; loopback without a route."""
     try:
         return os.environ.get("POD_IP") or toward(_ELSEWHERE)
     except OSError:

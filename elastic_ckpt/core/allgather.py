@@ -1,9 +1,9 @@
-"""Gathers small values of all hosts on all hosts, over JAX's coordination service.
+"""Gathers a small value from every host on every host, over JAX's coordination service.
 
-Every world of processes has that service; no device takes part, so background threads
-may use it while the devices compute. Values travel up a tree of hosts to host 0, which
-publishes all of them under one key. A host makes at most `FAN_IN + 4` requests however
-many hosts there are, and n hosts make 3n, or 5n if they do their parts downwards.
+No device takes part, so background threads may gather while the devices compute. Values
+travel up a tree of hosts to host 0, which publishes them all under one key. A host
+makes at most `FAN_IN + 4` requests, whatever the number of hosts; n hosts together make
+3n, or 5n in the order `down`.
 """
 
 from __future__ import annotations
@@ -24,29 +24,24 @@ from elastic_ckpt.core import codec, errors, storage
 
 # Eight neighbours cost little, and 10,000 hosts are five passes deep.
 FAN_IN = 7
-# When hosts do their part: at the same time, after all hosts below them, or after all
-# above.
+# When a host runs its part: at once, after all hosts below it, or after all above it.
 Order = Literal["together", "up", "down"]
-# Parents wait longer than their children, so that the host that is missing is named.
+# Parents wait longer than their children, so that errors name the missing host.
 _GRACE_SECS = 2.0
-# Numbers the objects of a process that have no name.
+# Numbers the unnamed objects of this process.
 _numbers = itertools.count()
-# The values of a range of hosts: how many have a value, and its JSON, or None if it has
-# not arrived. Equal neighbours are one entry.
+# Runs of equal values of consecutive hosts: the number of hosts, and the value's JSON,
+# or None if it has not arrived.
 _Runs = list[tuple[int, str | None]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostTree:
-    """A tree over the hosts of a world, along which they pass messages.
+    """The tree along which the hosts of a world pass messages.
 
-    Host 0 is the root. The hosts below any host follow it, and its children split them
-    evenly, so that those of one slice pass messages to each other first. Each host has
-    at most `fan_in + 1` neighbours.
-
-    Attributes:
-      num_hosts: of the world.
-      fan_in: the most children of a host.
+    Host 0 is the root. The numbers of the hosts below a host follow its own, and its
+    children split them evenly, so that hosts of one slice talk to each other first.
+    Each host has at most `fan_in` children.
     """
 
     num_hosts: int
@@ -57,18 +52,18 @@ class HostTree:
         return [part.start for part in self._split(self.below(host))]
 
     def below(self, host: int) -> range:
-        """A host and all below it."""
+        """A host and all hosts below it."""
         return self.way(host)[-1]
 
     def way(self, host: int) -> list[range]:
-        """The hosts from the root to a host, each with all below it."""
+        """The subtrees from the root's down to that of a host."""
         way = [range(self.num_hosts)]
         while way[-1].start != host:
             way.append(next(part for part in self._split(way[-1]) if host in part))
         return way
 
     def in_order(self, order: Order) -> list[Sequence[int]]:
-        """The hosts in groups, each of which waits for the one before it."""
+        """Groups of hosts; each group waits for the one before it."""
         if order == "together":
             return [range(self.num_hosts)]
         return self._levels if order == "down" else self._levels[::-1]
@@ -82,7 +77,7 @@ class HostTree:
         return [*levels]
 
     def _split(self, hosts: range) -> list[range]:
-        # The children of the first of some hosts, each with all below it.
+        # The subtrees of the children of a subtree's root.
         num_below = len(hosts) - 1
         num_parts = min(self.fan_in, num_below)
         ends = [
@@ -94,13 +89,13 @@ class HostTree:
 
 
 class Allgather:
-    """Gathers values of hosts that make the same calls.
+    """Gathers values from hosts that make the same calls.
 
     Args:
-      store: keys and values that all hosts reach, with `key_value_set_bytes`,
+      store: a key-value store that all hosts reach, with `key_value_set_bytes`,
         `blocking_key_value_get_bytes` and `key_value_delete` of JAX's coordination
         service; None in a world of one host.
-      prefix: of all keys, the same on all hosts.
+      prefix: begins all keys; the same on all hosts.
       host: the number of this host, from 0.
       num_hosts: how many take part.
     """
@@ -118,7 +113,7 @@ class Allgather:
         self._tree = HostTree(num_hosts=num_hosts)
         self._lock = threading.Lock()
         self._turns: collections.Counter[str] = collections.Counter()
-        # At host 0, what it has published and not taken, by kind.
+        # On host 0: what it has published but not taken yet, by kind.
         self._published: dict[str, _Runs] = {}
 
     def gather(
@@ -135,17 +130,17 @@ class Allgather:
         order: Order = "together",
         timeout_secs: float,
     ) -> list[Any]:
-        """Runs `part` on every host, and returns all results by the number of the host.
+        """Runs `part` on every host and returns all results in order of host number.
 
         Args:
-          kind: a name of the results. Calls of one kind come from one thread at a time,
-            in the same order on all hosts; those of different kinds in any order.
+          kind: names the results. All hosts make the calls of one kind in the same
+            order, from one thread at a time; different kinds are independent.
           part: returns JSON of kilobytes at most.
-          order: of the hosts along their tree.
+          order: when a host runs `part`, along the tree.
           timeout_secs: how long hosts wait for each other.
 
         Raises:
-          RunError: if the result of a host did not arrive in time.
+          RunError: if a host's result does not arrive in time.
         """
         if self._store is None:
             return [json.loads(storage.canonical_json(part()))]
@@ -158,11 +153,11 @@ class Allgather:
     def agreed(
         self, kind: str, part: Callable[[], Any], *, timeout_secs: float
     ) -> list[Any]:
-        """As `run`; if `part` fails on one host, all hosts raise.
+        """Like `run`, but if `part` fails on one host, all hosts raise.
 
         Raises:
-          RunError: if it failed on another host, with its message. An error of this
-            host is raised as it is.
+          RunError: with the message of another host's failure. This host's own error
+            is raised unchanged.
         """
         failure: Exception | None = None
         try:
@@ -188,12 +183,7 @@ class Allgather:
     ) -> None:
         """The first half of `run`: passes what this host has to its parent.
 
-        Args:
-          kind: of the results.
-          turn: how many of this kind were gathered before.
-          part: see `run`.
-          order: of the hosts.
-          timeout_secs: how long to wait for other hosts.
+        `turn` counts the earlier gatherings of this kind.
         """
         prefix = f"{self._prefix}/{kind}/{turn}"
         deadline = time.monotonic() + timeout_secs + self._grace_secs(self.host)
@@ -208,7 +198,7 @@ class Allgather:
 
         parts = below() if order == "up" else []
         if order == "down" and self.host:
-            # If it is missing, so is its value, and `take` fails on all hosts.
+            # If the parent is missing, so is its value, and `take` fails on all hosts.
             parent = self._tree.way(self.host)[-2].start
             self._value(f"{prefix}/below/{parent}", timeout_secs)
         own: _Runs = [(1, storage.canonical_json(part()).decode())]
@@ -220,17 +210,11 @@ class Allgather:
         if not self.host:
             self._published[kind] = runs
         if not self.host and turn and all(text is not None for _, text in runs):
-            # A host whose value of this turn is there has read those of the one before.
+            # A host that has sent its value of this turn has read the turn before.
             self._store.key_value_delete(f"{self._prefix}/{kind}/{turn - 1}/")
 
     def take(self, kind: str, turn: int, *, timeout_secs: float) -> list[Any]:
-        """The second half of `run`: all results; equal ones are one object.
-
-        Args:
-          kind: of the results.
-          turn: how many of this kind were gathered before.
-          timeout_secs: how long hosts wait for each other.
-        """
+        """The second half of `run`: returns all results; equal ones are one object."""
         deadline = time.monotonic() + timeout_secs + self._grace_secs(0) + _GRACE_SECS
         runs = self._published.pop(kind, None) or self._runs(
             f"{self._prefix}/{kind}/{turn}/all", 0, deadline
@@ -240,8 +224,8 @@ class Allgather:
         if missing:
             raise errors.RunError(
                 f"host {self.host} waited for {errors.first_of(missing)} ({kind}) for"
-                f" {timeout_secs:g} s; look at the log of the host that is missing, and"
-                " start the run again"
+                f" {timeout_secs:g} s; look at the log of the missing host, and start"
+                " the run again"
             )
         values = {text: json.loads(str(text)) for text in texts}
         return [values[text] for text in texts]
@@ -258,7 +242,7 @@ class Allgather:
         return json.loads(zlib.decompress(message))
 
     def _value(self, key: str, timeout_secs: float) -> bytes | None:
-        # None if it is not set in time.
+        # None if the key is not set in time.
         timeout_ms = max(1, int(1000 * timeout_secs))
         try:
             return self._store.blocking_key_value_get_bytes(key, timeout_ms)
@@ -278,7 +262,7 @@ def _joined(runs: _Runs) -> _Runs:
 
 
 def outcome(part: Callable[[], Any]) -> dict[str, Any]:
-    """What `part` returns, encoded, or how it fails, for the other hosts; `answers`."""
+    """Runs `part` and encodes its result or failure for `answers` on other hosts."""
     try:
         return {"answer": codec.encode(part())}
     except Exception as error:
@@ -286,7 +270,7 @@ def outcome(part: Callable[[], Any]) -> dict[str, Any]:
 
 
 def failed(error: Exception) -> dict[str, str]:
-    """The outcome of what has raised `error`: a bug with its traceback."""
+    """The outcome of a call that raised `error`; a bug carries its traceback."""
     # Reads an error even if its own `__str__` fails.
     shown, kind = traceback.TracebackException.from_exception(error), type(error)
     why = str(shown)
@@ -297,14 +281,13 @@ def failed(error: Exception) -> dict[str, str]:
 
 
 def answers(outcomes: Mapping[int, Mapping[str, Any]]) -> list[Any]:
-    """What hosts returned, still encoded.
+    """The results in `outcomes`, still encoded.
 
-    Args:
-      outcomes: by the number of a host, what `outcome` returned there.
+    These are what `outcome` returned on each host, by the host's number.
 
     Raises:
       ReplacedError: if a host found that another start has continued the run.
-      HostsFailedError: if it failed on a host for another reason.
+      HostsFailedError: if the call failed on a host for another reason.
     """
     problems = {n: each["failed"] for n, each in outcomes.items() if "failed" in each}
     if any(each.get("kind") == "ReplacedError" for each in outcomes.values()):
@@ -315,12 +298,12 @@ def answers(outcomes: Mapping[int, Mapping[str, Any]]) -> list[Any]:
 
 
 def new(name: str | None = None, hosts: Iterable[int] = ()) -> Allgather:
-    """Makes an allgather of the processes of this process's world.
+    """Creates an allgather over the processes of this world.
 
     Args:
-      name: the same on all hosts, once in a process; by default the number of the
-        object, which every host makes in the same order.
-      hosts: those that take part, ascending; by default all of the world.
+      name: unique in the process and the same on all hosts; by default the object's
+        number, for which all hosts must create these objects in the same order.
+      hosts: the hosts that take part, ascending; by default all.
     """
     from jax._src import distributed
 
@@ -329,7 +312,7 @@ def new(name: str | None = None, hosts: Iterable[int] = ()) -> Allgather:
     members = [*hosts] or [*range(topology.num_hosts())]
     if len(members) == 1:
         return Allgather(None)
-    # Orbax has a public way to it, and the sidecar's image has no Orbax.
+    # Orbax has a public way to the client, but the sidecar's image has no Orbax.
     return Allgather(
         distributed.global_state.client,
         f"elastic_ckpt/{next(_numbers) if name is None else name}",
@@ -340,11 +323,8 @@ def new(name: str | None = None, hosts: Iterable[int] = ()) -> Allgather:
 
 @functools.cache
 def shared(hosts: tuple[int, ...] = ()) -> Allgather:
-    """Returns the allgather of this world that all calls of this process share.
+    """Returns the allgather that this whole process shares, as from `new`.
 
-    Hosts may call it first at different points: each kind of values has its own turns.
-
-    Args:
-      hosts: those that take part, ascending; by default all of the world.
+    Hosts may first call it at different points, because each kind counts its own turns.
     """
     return new("-".join(["shared", *map(str, hosts)]), hosts)

@@ -1,9 +1,9 @@
-"""Calls in a background thread whose results are taken later, and their cleanup.
+"""Calls in background threads, and cleanup at the end of a program.
 
-`in_thread` makes one call, `pool` makes several at a time, and `wait` waits for them.
+`in_thread` makes one call, `pool` several at a time, and `wait` waits for them.
 `BackgroundCalls` calls one function ahead of time. `close_with` closes a resource when
-its owner is garbage-collected or when the program ends. `before_exit` finishes work
-that still needs thread pools.
+its owner is garbage-collected or the program ends. `before_exit` finishes work that
+still needs thread pools.
 
 Simulations replace `in_thread`, `pool` and `wait`: one thread makes all calls, in an
 order that it chooses.
@@ -25,7 +25,6 @@ from absl import logging
 from elastic_ckpt.core import errors
 
 T = TypeVar("T")
-# A call, and the future of its result.
 _Task = tuple[Callable[[], Any], futures.Future[Any]]
 
 # How long `close` waits for a call in progress, whose result is no longer needed.
@@ -33,10 +32,7 @@ _CLOSE_SECS = 10.0
 
 
 def in_thread(call: Callable[[], T], *, name: str) -> futures.Future[T]:
-    """Calls a function in a new thread, and returns the future of its result.
-
-    The thread does not keep a program alive that ends.
-    """
+    """Calls a function in a new daemon thread and returns the future of its result."""
     future: futures.Future[T] = futures.Future()
     threading.Thread(target=_run, args=(call, future), name=name, daemon=True).start()
     return future
@@ -48,19 +44,19 @@ def pool(num_threads: int, name: str) -> futures.Executor:
 
 
 def wait(pending: Collection[futures.Future[Any]]) -> None:
-    """Returns when all calls have ended, also those that failed."""
+    """Waits until all calls have returned or failed."""
     futures.wait(pending)
 
 
 class BackgroundCalls(Generic[T]):
     """Calls a function in a background thread before its results are needed.
 
-    The first call is made at the first `take`, or at `begin`. Results and errors are
-    returned in the order of the calls.
+    `begin` or the first `take` makes the first call. Results and errors come in the
+    order of the calls.
 
     Args:
       call: the function.
-      depth: how many calls are made beyond the result that is taken, at least 1.
+      depth: how many calls to make ahead of the result that is taken, at least 1.
     """
 
     def __init__(self, call: Callable[[], T], *, depth: int) -> None:
@@ -96,7 +92,7 @@ class BackgroundCalls(Generic[T]):
         return due.result()
 
     def submit(self, call: Callable[[], Any]) -> futures.Future[Any]:
-        """Queues another call in the same thread, after all queued calls.
+        """Queues a call of any function in the same thread, behind all queued calls.
 
         Raises:
           DataError: if the thread has ended.
@@ -153,10 +149,11 @@ def close_with(owner: object, close: Callable[..., None]) -> None:
     """Calls `close` once `owner` is garbage-collected, or before the program ends.
 
     Args:
-      owner: of a resource.
-      close: called with `wait=`, whether to return only once the resource is closed:
-        at the end of the program alone, as garbage collection must not block on a read
-        in progress. It must not refer to `owner`, and may be called twice.
+      owner: the object that owns the resource.
+      close: called with `wait=True` at the end of the program, to return only once the
+        resource is closed, and with `wait=False` at garbage collection, which must not
+        block on a read in progress. It must not refer to `owner`, and may be called
+        twice.
     """
 
     def at_exit() -> None:
@@ -175,11 +172,11 @@ def before_exit(finish: Callable[[], None]) -> Callable[[], None]:
     """Calls `finish` when the main thread ends, while thread pools still take work.
 
     Returns:
-      A function that takes this back, without an error if it was called before.
+      A function that cancels this; it may be called repeatedly.
     """
     pending = [finish]
-    # `atexit` handlers run once thread pools refuse work. Pools end by this function
-    # of `threading`: what is registered last runs first.
+    # `atexit` handlers run when thread pools already refuse work. `threading` shuts
+    # the pools down by the same registry, and what is registered last runs first.
     register = getattr(threading, "_register_atexit", atexit.register)
     register(lambda: [each() for each in pending])
     return pending.clear

@@ -1,10 +1,10 @@
-"""Finds the elements of a box that no other box covers; these may overlap.
+"""Finds the elements of a box that no other box covers; the others may overlap.
 
 The distinct bounds of the boxes cut the array into cells. Each cell is covered whole or
 not at all; a prefix sum over the corners of the boxes counts the boxes that cover each
 cell (coordinate compression, a difference array). A regular grid of n boxes has n
-cells. Irregular boxes have up to n**r cells: then the array is halved, and each half
-has fewer bounds.
+cells. Irregular boxes have up to n**r; if they are too many, the array is halved, and
+each half has fewer bounds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def gaps(region: boxes.Box, held: boxes.Boxes) -> boxes.Boxes:
     """The elements of `region` that no box of `held` covers.
 
     Returns:
-      Disjoint boxes that are not empty, in a fixed order; none if all is covered.
+      Disjoint, non-empty boxes in a fixed order.
     """
     parts = _gaps(region, _inside(region, held)) if region.volume else []
     if not parts:
@@ -34,10 +34,10 @@ def gaps(region: boxes.Box, held: boxes.Boxes) -> boxes.Boxes:
 
 
 def tiled(shapes: np.ndarray, array: np.ndarray, held: boxes.Boxes) -> np.ndarray:
-    """Which arrays are covered by a complete regular grid of boxes.
+    """Which arrays a complete regular grid of boxes covers.
 
-    Such arrays have neither gaps nor overlaps. This test is fast because it handles
-    many arrays at once; other arrays may or may not be covered.
+    Such arrays have neither gaps nor overlaps; others may have gaps. The test is fast
+    because it handles many arrays at once.
 
     Args:
       shapes: the shape of each array, int64 `[a, r]`.

@@ -2,9 +2,9 @@
 
 In one dim, the boxes that may overlap a box are neighbours in the order of their starts
 (a sweep), which suffices for arrays that are cut in one dim. Otherwise a spatial join
-divides and conquers: both sets are repeatedly halved at a coordinate until few enough
-boxes are left to compare every pair. A box that crosses the cut belongs to both halves;
-duplicate pairs are removed at the end.
+divides and conquers: it halves both sets at a coordinate until few enough boxes are
+left to compare every pair. A box that crosses the cut belongs to both halves; duplicate
+pairs are removed at the end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from elastic_ckpt.core import boxes, columns
 
 # Pairs that are compared at once; with fewer, Python's overhead dominates.
 _FEW_PAIRS = 2**14
-# The limit of pairs in one comparison of sets that do not halve, to bound memory.
+# The most pairs in one comparison of sets that do not halve, to bound memory.
 _MANY_PAIRS = 2**22
 # The most neighbours of a box, on average, that a sweep compares.
 _NEIGHBOURS = 4
@@ -44,7 +44,7 @@ def _swept(
     # Pairs as `_compared`; None if boxes have too many neighbours in every dim.
     for dim in range(a.rank):
         by_start = in_b[np.argsort(b.start[in_b, dim], kind="stable")]
-        # No earlier box ends behind the start of a box of `a`.
+        # Boxes before `first` end before the box of `a` starts.
         stops = np.maximum.accumulate(b.stop[by_start, dim])
         first = np.searchsorted(stops, a.start[in_a, dim], side="right")
         last = np.searchsorted(b.start[by_start, dim], a.stop[in_a, dim])

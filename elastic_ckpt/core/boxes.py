@@ -66,7 +66,7 @@ class Boxes:
 
     @classmethod
     def from_boxes(cls, boxes: Iterable[Box], *, rank: int) -> Boxes:
-        """`boxes` as columns, at most of `rank`; the dims that one lacks are `0:1`."""
+        """Packs boxes of at most `rank` dims; missing dims become `0:1`."""
         starts, stops = [], []
         for box in boxes:
             more = rank - len(box.start)
@@ -83,14 +83,14 @@ class Boxes:
         return self.box(number, rank=self.rank)
 
     def box(self, number: int, *, rank: int) -> Box:
-        """One box, of its first dims only, as many as `rank`."""
+        """One box, cut to its first `rank` dims."""
         start, stop = self.start[number].tolist(), self.stop[number].tolist()
         return Box(start=tuple(start[:rank]), stop=tuple(stop[:rank]))
 
     def take(self, chosen: np.ndarray) -> Boxes:
-        """The boxes that `chosen` selects: their indices, or a bool for each."""
+        """The boxes that `chosen` selects, by index or by a bool for each box."""
         rows = np.flatnonzero(chosen) if chosen.dtype == bool else chosen
-        # Four times as fast as an index in brackets.
+        # Four times as fast as `start[rows]`.
         return Boxes(
             start=self.start.take(rows, axis=0), stop=self.stop.take(rows, axis=0)
         )
@@ -126,7 +126,7 @@ def contains(outer: Box, inner: Box) -> bool:
 
 
 def relative(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """The slices of `inner`, which `outer` contains, in an array that holds `outer`."""
+    """Where `inner` lies in an array of the values of `outer`, which contains it."""
     bounds = zip(inner.start, inner.stop, outer.start, strict=True)
     return tuple(slice(start - at, stop - at) for start, stop, at in bounds)
 
@@ -135,11 +135,11 @@ def of_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
     """The box of a JAX index: slices of step 1, whose ends may be None.
 
     Raises:
-      ValueError: if a slice has another step, or their number is not that of the dims.
+      ValueError: if a slice has another step, or there is not one for each dim.
     """
     ranges = [part.indices(dim) for part, dim in zip(index, shape, strict=True)]
     if any(step != 1 for _, _, step in ranges):
-        raise ValueError(f"{index} has steps: it is no box of an array of {shape}")
+        raise ValueError(f"{index} has steps: not a box of an array of shape {shape}")
     start = tuple(first for first, _, _ in ranges)
     return Box(start=start, stop=tuple(max(a, b) for a, b, _ in ranges))
 

@@ -21,7 +21,7 @@ _CLIENTS = {
     "abfss": ("adlfs", "azure"),
 }
 
-# The protocols of checkpoints: TensorStore has a driver for each.
+# TensorStore has a driver for these protocols, so checkpoints can use them.
 _OF_CHECKPOINTS = ("gs", "s3")
 
 # The exceptions that clients raise besides OSErrors, by module.
@@ -34,7 +34,7 @@ _FAILURES = {
     "google.auth.exceptions": ("GoogleAuthError",),
 }
 
-# Those of `_FAILURES`, and of their bases, without a connection to a store.
+# Names of failures, or of their bases, that mean that there was no connection.
 _UNCONNECTED = {
     "ClientConnectorError",
     "ConnectTimeoutError",
@@ -43,8 +43,8 @@ _UNCONNECTED = {
     "ServiceRequestError",
 }
 
-# TensorStore ends a transfer that stands still this long, and tries again. By default
-# it waits for ever.
+# TensorStore aborts a transfer that stalls this long, and retries. By default it waits
+# for ever.
 _STALLED = {
     "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "60",
     "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
@@ -52,10 +52,10 @@ _STALLED = {
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """The exceptions of storage that is unreachable or rejects a request.
+    """The exceptions that storage raises if it is unreachable or rejects a request.
 
     These are OSError and the exceptions of the clients that this process has imported.
-    Call it in each `except` clause, because clients are imported when they are needed.
+    Call it in each `except` clause, because clients are imported late.
     """
     client_errors = [
         getattr(sys.modules[module], name)
@@ -72,20 +72,17 @@ def is_bucket(url: str) -> bool:
 
 
 def is_connection_failure(error: Exception) -> bool:
-    """Whether one of `failures` shows that there was no connection to a store."""
+    """Whether one of `failures` means that there was no connection to a store."""
     return any(kind.__name__ in _UNCONNECTED for kind in type(error).__mro__)
 
 
 def prepare(url: str, *, is_data: bool = False) -> None:
-    """Sets up the client for `url`; does nothing for other protocols than these.
+    """Sets up the object-store client for `url`; does nothing for other protocols.
 
-    Args:
-      url: of a file or directory.
-      is_data: whether it is training data, which may be in more stores than files of
-        runs and checkpoints.
+    More stores can hold training data (`is_data`) than checkpoints.
 
     Raises:
-      ConfigError: if the client is not installed, or no checkpoint can be there.
+      ConfigError: if the client is not installed, or the store cannot hold checkpoints.
     """
     protocol = url.partition("://")[0]
     if protocol not in _CLIENTS:
@@ -100,7 +97,7 @@ def prepare(url: str, *, is_data: bool = False) -> None:
 
 
 def opened(url: str) -> tuple[Any, str]:
-    """The client (an fsspec file system) for `url`, and what it calls that.
+    """The fsspec file system of `url`, and the path of `url` in it.
 
     Raises:
       ConfigError: as `prepare`.
@@ -116,8 +113,8 @@ def last_written(url: str) -> float | None:
     """When the newest object below a directory was written.
 
     Returns:
-      The seconds since the epoch, by the store's clock; None if there is no object, or
-      it has no time.
+      Seconds since the epoch, by the store's clock; None if there is no object, or the
+      store reports no times.
 
     Raises:
       OSError: if storage is unavailable, or another of `failures`.
@@ -142,8 +139,8 @@ def _prepare_protocol(protocol: str) -> None:
     # Imported only when needed: the import is slow.
     import fsspec.config
 
-    # Clients cache listings, which would hide files that other processes write. This
-    # ends for clients to come, and for those that the user's program made before.
+    # Clients cache listings, which hides files that other processes write. The cache is
+    # turned off for future clients, and for those that the user's program has created.
     settings = fsspec.config.conf.setdefault(protocol, {})
     settings.setdefault("use_listings_cache", False)
     if package in sys.modules and not settings["use_listings_cache"]:
@@ -152,7 +149,7 @@ def _prepare_protocol(protocol: str) -> None:
             client.dircache.clear()
     for name, value in _STALLED.items():
         os.environ.setdefault(name, value)
-    # Clients log errors with tracebacks, and raise them, too: the reader reports them.
+    # Clients log errors with tracebacks although they also raise them.
     logger = logging.getLogger(package)
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""Calls: methods of a host that a driver has all hosts of a world run.
+"""Calls: methods that a driver runs on all hosts of a world.
 
     class HostSaver:
         @calls.call()
@@ -6,10 +6,10 @@
 
     answers = hosts.all(HostSaver.digests, step_id, shared)
 
-Each host runs the method on its own object of that class. Where hosts are not driven by
-their own processes, a transport carries the name of the method and its arguments to
-them. The annotations say how arguments and answers are encoded (`codec`), the decorator
-how long the others wait for the answer, and in which order the hosts run it.
+Each host runs the method on its own object of that class. Under a single controller a
+transport carries the method's name and arguments to the hosts. The annotations say how
+to encode arguments and answers (`codec`); the decorator says how long the others wait
+for an answer, and in which order the hosts run the method.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from elastic_ckpt.core.allgather import Order
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 BRIEF_SECS = 600.0
-# For what storage or a network limits. If a host dies meanwhile, the coordination
+# For calls that storage or a network limits. If a host dies meanwhile, the coordination
 # service reports it at once.
 LONG_SECS = 24 * 3600.0
 
-# All calls that were imported.
+# All imported calls.
 BY_NAME: dict[str, Call] = {}
 
 
 class Host(Protocol):
-    """What calls run on: a host's objects, by the names of their classes."""
+    """The objects of a host on which calls run."""
 
     def part(self, name: str) -> Any:
-        """The object that stands for a class on this host."""
+        """This host's object of the class `name`."""
         ...
 
 
@@ -48,11 +48,10 @@ class Call:
     """A method as transports know it.
 
     Attributes:
-      method: the function.
       limit_secs: how long the driver and other hosts wait for an answer.
-      channel: the parameter by which calls that several threads make at the same time
-        are told apart; empty if one thread at a time makes them.
-      order: of the hosts along their tree.
+      channel: the parameter that distinguishes concurrent calls of several threads;
+        empty if only one thread calls at a time.
+      order: in which order hosts run it, along their tree.
     """
 
     method: Callable[..., Any]
@@ -62,7 +61,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The names of the class and of the method."""
+        """The qualified name, `Class.method`."""
         return self.method.__qualname__
 
     def run(self, host: Host, arguments: Mapping[str, Any]) -> Any:
@@ -121,7 +120,7 @@ def decode(encoded: Any) -> tuple[Call, dict[str, Any]]:
 
     Raises:
       KeyError: if there is no such call.
-      ValueError: if an argument is of another type.
+      ValueError: if an argument has the wrong type.
     """
     made = BY_NAME[encoded["call"]]
     return made, {

@@ -1,9 +1,9 @@
-"""Blobs behind a JSON object, with a version and a digest.
+"""A JSON header and binary blobs, with a version and a digest.
 
 8 bytes    the length of the header, little-endian
 header     JSON: the version, the fields, and the sizes of the blobs
-blobs      one behind the other
-16 bytes   XXH3-128 of all that
+blobs      one after the other
+16 bytes   XXH3-128 of everything before
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DIGEST_BYTES = 16
 def to_bytes(
     fields: dict[str, storage.Json], blobs: Sequence[bytes], *, version: int
 ) -> bytes:
-    """The content that `parse` takes apart."""
+    """Encodes fields and blobs for `parse`."""
     sizes: list[storage.Json] = [len(blob) for blob in blobs]
     header = storage.canonical_json({"version": version, **fields, "sizes": sizes})
     content = b"".join([len(header).to_bytes(_LENGTH_BYTES, "little"), header, *blobs])
@@ -34,12 +34,12 @@ def to_bytes(
 def parse(
     content: bytes, *, what: str, version: int
 ) -> tuple[dict[str, Any], list[bytes]]:
-    """The fields and the blobs of `content`, checked.
+    """Checks `content` and returns its fields and blobs.
 
     Args:
-      content: that `to_bytes` made.
+      content: the result of `to_bytes`.
       what: the kind of content, for messages.
-      version: the one that the caller reads.
+      version: the version that the caller can read.
 
     Raises:
       UnreadableError: if it is cut short, altered, something else, or of another

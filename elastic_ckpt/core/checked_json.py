@@ -32,7 +32,7 @@ def to_bytes(fields: dict[str, storage.Json], *, version: int) -> bytes:
 
 
 def sealed(fields: dict[str, storage.Json], *, version: int) -> dict[str, storage.Json]:
-    """The JSON object of a file that holds `fields`: with version and digest."""
+    """The JSON object `fields` with its version and digest."""
     content: dict[str, storage.Json] = {"version": version, **fields}
     content["digest"] = digest.json_digest(content)
     return content
@@ -48,10 +48,10 @@ def parse(
     """Checks the content of a file and returns its fields, including `version`.
 
     Args:
-      text: the content of a file that `to_bytes` made.
+      text: the content of the file.
       what: the kind of file, for messages.
-      version: the one that the caller reads.
-      exact: whether the layout, too, must be that of `to_bytes`, byte by byte.
+      version: the version that the caller can read.
+      exact: whether every byte must be as `to_bytes` writes it.
 
     Raises:
       UnreadableError: if it is cut short, not JSON, altered, or of another version.
@@ -69,12 +69,9 @@ def parse(
 
 
 def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
-    """Checks an object that `sealed` made and returns its fields with `version`.
+    """Checks an object from `sealed` and returns its fields with `version`.
 
-    Args:
-      content: the object.
-      what: the kind of object, for messages.
-      version: the one that the caller reads.
+    For `what` and `version` see `parse`.
 
     Raises:
       UnreadableError: if it is something else, altered, or of another version.
@@ -91,7 +88,7 @@ def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
 
 
 def check_version(content: Any, *, what: str, version: int) -> None:
-    """Checks that `content` is an object of a version, as `unsealed` does."""
+    """Checks the version of an object, as `unsealed` does."""
     if not isinstance(content, dict) or "version" not in content:
         raise UnreadableError(f"is not a {what}")
     found = content["version"]
@@ -100,19 +97,15 @@ def check_version(content: Any, *, what: str, version: int) -> None:
         if isinstance(found, int) and found > version:
             raise LaterVersionError(
                 f"was written by a later version of elastic_ckpt (it has {reads});"
-                " continue with that"
+                " use that version"
             )
         raise UnreadableError(f"has {reads}")
 
 
 def read(path: epath.Path, *, what: str, version: int) -> dict[str, Any]:
-    """The fields in the file at `path`, as `parse` gives them.
+    """Reads and checks a file of a data state, and returns its fields; see `parse`.
 
-    Args:
-      path: a file of a data state, two levels below its step's parent; if it ends in
-        `.gz`, its content is compressed.
-      what: the kind of file, for messages.
-      version: the one that the caller reads.
+    The path is `<step>/<part>/<file>`; a file that ends in `.gz` is compressed.
 
     Raises:
       DataError: if the file is missing or `parse` rejects it; the message names the

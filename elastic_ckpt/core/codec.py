@@ -17,7 +17,7 @@ from etils import epath
 from elastic_ckpt.core import storage
 
 _lock = threading.Lock()
-# The types that were decoded once.
+# Types that were decoded before.
 _known: set[Any] = set()
 
 
@@ -25,25 +25,22 @@ def encode(value: Any) -> storage.Json:
     """Encodes a value as JSON.
 
     Raises:
-      TypeError: if a part of it is of a type that has no encoding.
+      TypeError: if the type of a part of it has no encoding.
     """
     return msgspec.to_builtins(value, enc_hook=_encoded)
 
 
 def decode(kind: Any, encoded: storage.Json, *, name: str = "value") -> Any:
-    """Decodes what `encode` returned.
+    """Decodes a value of a type, such as a dataclass or `tuple[int, ...]`.
 
-    Args:
-      kind: the type of the value, such as a dataclass or `tuple[int, ...]`.
-      encoded: the JSON. Fields that a dataclass lacks are ignored.
-      name: of the value, in messages.
+    It ignores fields that a dataclass lacks; `name` is what messages call the value.
 
     Raises:
-      ValueError: if a field is missing, or a part is of another type; its message names
+      ValueError: if a field is missing, or a part has the wrong type; the message names
         the place.
     """
-    # msgspec hangs what it knows of a dataclass onto the class before it is complete
-    # (0.22): a second thread that finds it there reads memory of nobody.
+    # msgspec 0.22 attaches its type information to a class before it is complete, and
+    # a second thread that finds it reads invalid memory.
     with contextlib.nullcontext() if kind in _known else _lock:
         try:
             return msgspec.convert(encoded, kind, dec_hook=_decoded)
@@ -64,4 +61,4 @@ def _encoded(value: Any) -> Any:
 def _decoded(kind: type, encoded: Any) -> Any:
     if kind is epath.Path and isinstance(encoded, str):
         return epath.Path(encoded)
-    raise TypeError(f"{encoded!r} is no {kind.__name__}")
+    raise TypeError(f"{encoded!r} is not a {kind.__name__}")

@@ -1,4 +1,4 @@
-"""Helpers for NumPy columns of integers that are used as tables of runs."""
+"""Helpers for tables whose columns are NumPy arrays of integers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def distinct(values: np.ndarray) -> np.ndarray:
 
 
 def order(numbers: np.ndarray) -> np.ndarray:
-    """The stable order of numbers from 0 on, int64 `[n]`, as `np.argsort` gives it.
+    """A stable `np.argsort` of non-negative integers, int64 `[n]`.
 
-    Sorts one integer for each, of the number and its index: ten times as fast for 1e6
-    numbers. Where 64 bits do not hold both, it is `np.argsort`.
+    Packs each number and its index into one integer, which sorts ten times as fast for
+    1e6 numbers. If 64 bits do not hold both, it calls `np.argsort`.
     """
     bits = len(numbers).bit_length()
     if int(numbers.max(initial=0)) >> (64 - bits):
@@ -33,9 +33,9 @@ def order(numbers: np.ndarray) -> np.ndarray:
 
 
 def packed(*columns: np.ndarray) -> list[np.ndarray]:
-    """Columns of numbers from 0 on as few columns of 64 bits, uint64 `[n]`.
+    """Packs columns of non-negative integers into as few as possible, uint64 `[n]`.
 
-    Two rows compare as they did before.
+    Rows keep their order.
     """
     keys: list[np.ndarray] = []
     bits_left = 0
@@ -52,7 +52,7 @@ def packed(*columns: np.ndarray) -> list[np.ndarray]:
 
 
 def distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first of each of the distinct rows, ascending, and its number for every row.
+    """The first index of each distinct row, in ascending order, and each row's number.
 
     Sorts one integer for each row: `np.unique` with an axis takes twenty times as long.
 
@@ -72,10 +72,10 @@ def distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def runs(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The run of each row of consecutive runs, and its position in that run.
+    """The run of each row of consecutive runs, and the row's position in that run.
 
     Args:
-      sizes: the rows of each run.
+      sizes: the number of rows of each run.
 
     Returns:
       int64 `[rows]` both.

@@ -1,8 +1,8 @@
 """The errors that users see: what is wrong, where, and what to do next.
 
 An `ElasticCkptError` is a message for the person who runs the job: the command line
-prints it without a traceback and exits with 1, or for a wrong configuration of a run
-with 78. Anything else is a bug, of ours or of a library below, and keeps its traceback.
+prints it without a traceback and exits with 1, or with 78 if a run's configuration is
+wrong. Anything else is a bug, ours or a library's, and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# The exit status of a run that ends with a ConfigError: EX_CONFIG of sysexits.h. A
-# launcher need not start it again.
+# The exit status of a run that ends with a ConfigError: EX_CONFIG of sysexits.h.
+# Restarting does not help.
 CONFIG_EXIT_CODE = 78
 # How many names a message lists.
 MOST_NAMED = 5
@@ -22,12 +22,12 @@ MOST_NAMED = 5
 class ElasticCkptError(Exception):
     """The base class of every error whose message contains a remedy.
 
-    Each can be pickled, whatever its `__init__` takes: an error of a worker arrives in
-    the process that waits for it as it is.
+    Each can be pickled, whatever its `__init__` takes, so a worker's error reaches the
+    waiting process unchanged.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As pickle makes objects of its own accord.
+        # As for plain objects: exceptions would call `__init__` with `args`.
         # pyrefly: ignore[missing-attribute]
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__
 
@@ -48,7 +48,7 @@ class HostsFailedError(CheckpointError):
     """A call failed on some hosts.
 
     Attributes:
-      of_host: by the number of a host, its message.
+      of_host: the message of each failed host, by its number.
     """
 
     def __init__(self, of_host: Mapping[int, str]) -> None:
@@ -61,10 +61,7 @@ class HostsFailedError(CheckpointError):
 
 
 class NotStoredError(CheckpointError):
-    """A step that was due in persistent storage and is not there.
-
-    The death of another host may be the reason.
-    """
+    """A step is due in storage but not there, perhaps because another host died."""
 
 
 class OtherModelError(CheckpointError):

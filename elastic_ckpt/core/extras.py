@@ -1,4 +1,4 @@
-"""Imports packages that only the extras of this distribution install."""
+"""Imports packages that only an extra of elastic_ckpt installs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,11 @@ def hint(extra: str) -> str:
 
 
 def module(name: str, *, extra: str, otherwise: str) -> Any:
-    """The module `name`, imported at the first call.
-
-    Args:
-      name: its full name.
-      extra: the extra of this distribution that installs its package.
-      otherwise: what to set instead, for the message.
+    """Imports a module whose package an extra installs.
 
     Raises:
-      ConfigError: if it cannot be imported; names the package, the extra and
-        `otherwise`.
+      ConfigError: if that fails; the message names the package, the extra, and in
+        `otherwise` what to set instead.
     """
     try:
         return importlib.import_module(name)

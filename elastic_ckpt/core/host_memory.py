@@ -29,17 +29,16 @@ def allocate(num_bytes: int) -> np.ndarray:
         return memory[skipped : skipped + num_bytes]
     rounded = -(-num_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     pages = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Some kernels, mostly in sandboxes, have no huge pages: small ones remain.
+    # Some kernels, mostly in sandboxes, have no huge pages.
     with contextlib.suppress(OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.uint8)[:num_bytes]
 
 
 def available_bytes() -> int:
-    """What this process can still allocate before a limit of it or the machine.
+    """How much this process can still allocate.
 
-    The limits are the machine's free memory, those of its control group, and
-    `RLIMIT_DATA` and `RLIMIT_AS`.
+    The machine's free memory, control groups, `RLIMIT_DATA` and `RLIMIT_AS` limit it.
     """
     used = psutil.Process().memory_info()
     free = [psutil.virtual_memory().available, *_of_control_groups()]
@@ -54,7 +53,7 @@ def available_bytes() -> int:
 
 
 def _of_control_groups() -> Iterator[int]:
-    # Version 2 alone: of this process's group, and of those above it.
+    # Version 2 only: this process's group, and those above it.
     with contextlib.suppress(OSError):
         own = re.search(
             "^0::/(.*)", pathlib.Path("/proc/self/cgroup").read_text(), re.M
@@ -66,13 +65,13 @@ def _of_control_groups() -> Iterator[int]:
                 most = int((each / "memory.max").read_text())
                 used = int((each / "memory.current").read_text())
                 stat = (each / "memory.stat").read_text()
-                # The kernel takes back what files that nobody uses take.
+                # The kernel reclaims the cache of unused files.
                 cached = re.search(r"^inactive_file (\d+)$", stat, re.M)
                 yield most - used + (int(cached[1]) if cached else 0)
 
 
 class Pool:
-    """A thread-safe pool of memory that is reused."""
+    """A thread-safe pool of reusable memory."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

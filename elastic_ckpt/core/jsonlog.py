@@ -1,14 +1,14 @@
-"""Logs of JSON lines that only grow: a file on a disk, segments in an object store.
+"""Append-only logs of JSON lines: a file on disk, or segments in an object store.
 
-Objects cannot be appended to. There the log is a directory of segments, each with some
-of the lines: `1795864500123456-5f3a9c21.jsonl` has their order, by the microsecond of
-its upload, and who wrote it. Each is uploaded once, by `sync` or when it is full, so
-the cost of a sync and the writer's memory do not grow with the log, and several writers
-do not undo each other's lines.
+Objects cannot be appended to, so in a store a log is a directory of segments. The name
+of a segment, such as `1795864500123456-5f3a9c21.jsonl`, has the microsecond of its
+upload, which orders the lines, and its writer. A segment is uploaded once, by `sync` or
+when it is full. So the cost of a sync and the writer's memory do not grow with the log,
+and several writers do not overwrite each other's lines.
 
-Only the last line of a file can be cut short, by a crash, and `read` drops it; an
-upload is atomic. While a disk is full or a store takes nothing, lines wait in memory,
-and each new line tries again.
+A crash can cut short only the last line of a file, and `read` drops it; uploads are
+atomic. While a disk is full or a store fails, lines wait in memory, and each new line
+tries again.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from etils import epath
 
 from elastic_ckpt.core import background, bucket_clients, clock, errors, storage
 
-# Lines in memory while a disk or store takes none: 30,000 steps of a large batch.
+# The most bytes of lines that wait in memory: 30,000 steps of a large batch.
 MOST_LATE_BYTES = 64 * 2**20
 MAX_SEGMENT_BYTES = 2**20
-# How much of the end of a log is searched for the end of its last whole line.
+# How much of the end of a log is searched for its last whole line.
 _MOST_LINE_BYTES = 2**24
-# The newest segments, for who wants the end of a log alone.
+# How many segments are read if only the end of a log is wanted.
 _LAST_SEGMENTS = 128
 _READERS = 16
-# How long the training waits for an upload: other hosts wait for it.
+# How long training waits for an upload, while other hosts wait for training.
 _WAIT_SECS = 5.0
-# And at its end, for all uploads.
+# How long it waits at its end for all uploads.
 _CLOSE_SECS = 600.0
 
 
 class JsonLog(abc.ABC):
-    """Writes a log; `writer` makes it."""
+    """Writes a log; `writer` opens one."""
 
     def __init__(self) -> None:
         self._lines = bytearray()
 
     @property
     def late_bytes(self) -> int:
-        """The bytes of lines that neither a disk nor a store has taken yet."""
+        """The bytes of lines that are neither on disk nor in a store yet."""
         return len(self._lines)
 
     def append(self, record: Mapping[str, storage.Json]) -> None:
         """Adds `record` as one line; waits for an upload unless one is late.
 
         Raises:
-          OSError: if nothing is taken and `MOST_LATE_BYTES` wait, or another of
+          OSError: if writing fails and more than `MOST_LATE_BYTES` wait, or another of
             `bucket_clients.failures`.
         """
         self._lines += _line(record)
@@ -67,7 +67,7 @@ class JsonLog(abc.ABC):
                 raise
 
     def check(self) -> None:  # noqa: B027
-        """Checks that a file is still there: lines go into a removed one unseen.
+        """Checks that the file still exists: writing to a removed file does not fail.
 
         Raises:
           RunError: if it was removed or replaced.
@@ -77,7 +77,7 @@ class JsonLog(abc.ABC):
         """Makes every line so far durable.
 
         Raises:
-          OSError: if the lines are not taken, or not in time, or another of
+          OSError: if that fails or takes too long, or another of
             `bucket_clients.failures`; the next call tries again.
         """
         self._take(is_sync=True)
@@ -87,7 +87,7 @@ class JsonLog(abc.ABC):
         """Syncs and closes the log; a second call does nothing.
 
         Raises:
-          OSError: if the lines are not taken, or not in time, or another of
+          OSError: if that fails or takes too long, or another of
             `bucket_clients.failures`.
         """
 
@@ -102,17 +102,16 @@ def writer(
     wait_secs: float = _WAIT_SECS,
     close_secs: float = _CLOSE_SECS,
 ) -> JsonLog:
-    """Opens a log for writing; an existing one is continued after its last whole line.
+    """Opens a log for writing, after the last whole line of an existing one.
 
     On a disk a line is in the kernel when `append` returns, so killing the process
     loses no line. After `sync` the lines also survive a crash of the machine.
 
     Args:
-      path: of the file, or of the directory of segments in an object store.
-      max_bytes: a segment of so many bytes is uploaded. One that is late has all lines
-        until then.
+      path: the file, or the directory of segments in an object store.
+      max_bytes: the size at which a segment is uploaded; more if an upload was late.
       wait_secs: how long an upload may take before it is late.
-      close_secs: how long an upload may take at the end.
+      close_secs: how long an upload may take in `close`.
     """
     if storage.is_local(path):
         return _File(path)
@@ -124,7 +123,7 @@ class _File(JsonLog):
         super().__init__()
         storage.make_directory(epath.Path(path).parent)
         self._path = os.fspath(path)
-        # Without a buffer, whose state after a failure is not known.
+        # Unbuffered, because the state of a buffer after a failure is unknown.
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
         _drop_torn_line(self._file)
 
@@ -147,7 +146,7 @@ class _File(JsonLog):
                 self._file.close()
 
     def _take(self, *, is_sync: bool = False) -> None:
-        # A disk may take a part of them.
+        # A disk that fills up may take only a part.
         while self._lines:
             del self._lines[: self._file.write(self._lines)]
         if is_sync:
@@ -173,11 +172,11 @@ class _Segments(JsonLog):
         self._directory = storage.absolute(directory)
         self._max_bytes, self._wait_secs = max_bytes, wait_secs
         self._close_secs = close_secs
-        # Another machine's clock may be ahead, and a store's lists may lag.
+        # Another machine's clock may be ahead, and a store's listings may lag.
         newest = [path.name[:16] for path in _segments(self._directory)[-1:]]
         self._number = int(*newest)
         self._writer = secrets.token_hex(4)
-        # Held where an upload begins and is settled, but not while it is waited for.
+        # Held to begin and settle an upload, but not while waiting for it.
         self._lock = threading.Lock()
         self._uploading: _Upload | None = None
         # Why the newest upload is late.
@@ -207,7 +206,7 @@ class _Segments(JsonLog):
                 if not self._failure:
                     del self._lines[:num_bytes]
             elif self._uploading is begun:
-                late = TimeoutError(f"the upload of {path} timed out; it goes on")
+                late = TimeoutError(f"the upload of {path} timed out; it continues")
                 self._failure = self._failure or late
                 raise self._failure
         uploading.result()
@@ -216,8 +215,7 @@ class _Segments(JsonLog):
         # The upload under way, or a new one of all lines; None if there are none.
         with self._lock:
             if self._uploading is None and self._lines:
-                # Under the same name again if it has failed: it may have reached the
-                # store.
+                # A failed upload may have reached the store, so it keeps its name.
                 if self._failure is None:
                     self._number = max(self._number + 1, clock.time_ns() // 1000)
                 path = self._directory / f"{self._number:016d}-{self._writer}.jsonl"
@@ -229,7 +227,7 @@ class _Segments(JsonLog):
 
 
 def create(path: epath.PathLike, record: Mapping[str, storage.Json]) -> bool:
-    """Creates a log with its first line; returns False if it is there already."""
+    """Creates a log with its first line; returns False if it exists already."""
     is_file = storage.is_local(path)
     first = epath.Path(path) if is_file else epath.Path(path) / f"{0:016d}.jsonl"
     return storage.create(first, _line(record))
@@ -241,9 +239,9 @@ def read(
     """The records of a log in order, without an incomplete last line.
 
     Args:
-      path: of the file, or of the directory of segments.
-      last_bytes: reads only the records within so many bytes of the end of a file, or
-        the newest segments; None reads all.
+      path: the file, or the directory of segments.
+      last_bytes: how much of the end of a file to read; of segments, only the newest
+        are read. None reads everything.
 
     Raises:
       FileNotFoundError: if there is no log.
@@ -273,8 +271,8 @@ def _read_file(path: epath.Path, last_bytes: int | None = None) -> list[dict[str
         start = 0 if last_bytes is None else max(0, end - last_bytes)
         file.seek(start)
         lines = file.read().split(b"\n")
-    lines = lines[bool(start) :]  # without the end of a line
-    # Text after the last newline is a line that a crash cut short: it is dropped.
+    lines = lines[bool(start) :]  # without a partial first line
+    # Text after the last newline is a line that a crash cut short.
     records = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
@@ -288,12 +286,12 @@ def _read_file(path: epath.Path, last_bytes: int | None = None) -> list[dict[str
 
 
 def _segments(directory: epath.Path) -> list[epath.Path]:
-    # By their numbers, which have leading zeros.
+    # Names sort by number, because numbers have leading zeros.
     return sorted(directory.glob(f"{16 * '[0-9]'}*.jsonl"))
 
 
 def _drop_torn_line(file: BinaryIO) -> None:
-    # An incomplete last line is dropped: the next line would be joined to it.
+    # The next line would be joined to an incomplete last line.
     end = file.seek(0, os.SEEK_END)
     start = file.seek(max(0, end - _MOST_LINE_BYTES))
     whole = start + file.read(end - start).rfind(b"\n") + 1

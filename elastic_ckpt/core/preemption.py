@@ -1,18 +1,18 @@
-"""The count of steps by which all parts of a process ask JAX's preemption service.
+"""Numbers the steps about which a process asks JAX's preemption service.
 
-The service lets all hosts of a world agree on a step to end after, once one of them got
-SIGTERM: the one after the newest that any host has asked about. It answers for that
-number alone: a run that never asks about it would never end. And a process has one such
-number, which is 0 until the first question; a world that begins at step 1000 and gets
-the signal before would wait for step 1.
+Once a host gets SIGTERM, the service lets all hosts of a world agree on a step to end
+after: the one after the newest that any host has asked about. It says yes for that
+number only, so a run that never asks about it never ends. The newest number is 0 until
+the first question: a world that begins at step 1000 and gets the signal before that
+would wait for step 1.
 
-So within `counting` the first step that any part asks about is 1, and each one that is
-newer has the next number. A part that counts otherwise than another, as a loop that
-saves step N + 1 and then asks about step N, gets the number of that one. Questions
-about two older steps in a row are of a run that has gone back: there the numbers go on.
+So within `counting` the first step that is asked about is number 1, and each newer one
+gets the next number. Parts of a program may count differently: if a loop saves step
+N + 1 and then asks about step N, both are one number. Questions about two different
+older steps in a row come from a run that has rolled back, and get new numbers.
 
-The part that asks by the agreed number may not be the one that leaves: once one of them
-was told, so are all that ask later, on each host from the same question on.
+The part that asks about the agreed number may not be the one that leaves. So after the
+first yes every question gets a yes, on each host from the same question on.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from collections.abc import Callable, Iterator
 
 @dataclasses.dataclass
 class _Count:
-    """How steps are counted from the first that is asked about.
+    """The numbers of steps from the first question on.
 
     Attributes:
-      number: of the newest step.
-      newest: the newest step, None before the first.
-      older: an older one, if the last question was about that.
+      number: the number of the newest step.
+      older: the step of the last question, if it was an older one.
       is_reached: whether the hosts have agreed to end.
     """
 
@@ -50,13 +49,13 @@ class _Count:
         return self.is_reached
 
 
-# As the service, one for a process; None counts steps as they are.
+# One per process, like the service; None asks about steps as they are.
 _count: _Count | None = None
 
 
 @contextlib.contextmanager
 def counting() -> Iterator[None]:
-    """Counts from the first step that is asked about, while the block runs."""
+    """Numbers steps from the first question on, while the block runs."""
     global _count
     _count = _Count()
     try:
@@ -66,10 +65,8 @@ def counting() -> Iterator[None]:
 
 
 def reached(step: int, ask: Callable[[int], bool]) -> bool:
-    """Whether the hosts have agreed to end after `step`, or after one before it.
+    """Whether the hosts have agreed to end after `step` or an earlier one.
 
-    Args:
-      step: that is asked about; all hosts ask about the same ones.
-      ask: asks the service by a number.
+    All hosts must ask about the same steps; `ask` asks the service about a number.
     """
     return ask(step) if _count is None else _count.reached(step, ask)

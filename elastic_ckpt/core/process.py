@@ -1,4 +1,4 @@
-"""A process as others on its machine recognise it: whether it is alive, provably."""
+"""Identifies a process, so that others on its machine can prove whether it is alive."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Process:
 
     Attributes:
       host: the name of its machine.
-      pid: its number.
-      boot_id: of the machine; empty if it has none.
-      pid_namespace: in which the number counts: containers have their own.
-      start_ticks: when it was started, in clock ticks since the machine was.
+      pid: its number in `pid_namespace`: each container has its own.
+      boot_id: identifies the boot of the machine; empty if the system has none.
+      pid_namespace: empty if the system has none.
+      start_ticks: when it started, in clock ticks since the boot.
     """
 
     host: str
@@ -37,7 +37,7 @@ class Process:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process can tell if it is alive."""
+        """Whether the calling process can tell if it is alive."""
         place = _place()
         return all(place) and place == (self.boot_id, self.pid_namespace)
 
@@ -52,8 +52,7 @@ class Process:
         return self._state() not in ("", "X", "Z", "T", "t")
 
     def _state(self) -> str:
-        # The letter of the kernel for it, empty if it cannot be known. X and Z are of a
-        # process that has ended, T and t of one that is stopped.
+        # The kernel's letter, empty if unknown. X and Z mean ended, T and t stopped.
         if not self.is_here:
             return ""
         try:
@@ -65,7 +64,7 @@ class Process:
 
 
 def this() -> Process:
-    """The process that calls it."""
+    """The calling process."""
     boot_id, namespace = _place()
     return Process(
         host=socket.gethostname(),
@@ -77,7 +76,7 @@ def this() -> Process:
 
 
 def _place() -> tuple[str, str]:
-    # Empty on systems that do not tell.
+    # Empty on systems that have neither.
     try:
         return _BOOT_ID.read_text().strip(), os.readlink(_NAMESPACE)
     except OSError:
@@ -85,8 +84,8 @@ def _place() -> tuple[str, str]:
 
 
 def _state_and_start(pid: int) -> tuple[str, int]:
-    # Not the time that psutil tells, which moves when the machine's clock is set.
+    # psutil's start time moves when the machine's clock is set.
     text = pathlib.Path("/proc", str(pid), "stat").read_text()
-    # The name before it may have any characters.
+    # The name of the process, in parentheses, may contain any character.
     fields = text.rpartition(")")[2].split()
     return fields[0], int(fields[19])

@@ -1,9 +1,9 @@
 """Sections: dataclasses of configuration keys, and their values in strict YAML.
 
-A section is a frozen dataclass whose fields `key` makes. What a file, a command line or
-a caller sets is a `Setting`, which has its place until `checked` has made a value of
-it. An unknown key, a key set twice or a value of a wrong type is an error, which names
-the place and, for an unknown key, the nearest existing key.
+A section is a frozen dataclass with fields from `key`. A `Setting` is what a file, a
+command line or a caller set, and where; `checked` turns settings into values. An
+unknown key, a key set twice or a value of the wrong type is an error that names the
+place and, for an unknown key, the nearest existing key.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def key(
       doc: the description, for `configs/base.yml` and the command line.
       choices: the allowed values; empty allows all.
       at_least: the smallest allowed number.
-      below: a number that is greater than all allowed ones.
-      multiple_of: of which the number is a multiple.
-      off: another number, as in MaxText, that means the default.
-      lists: whether a list is accepted in place of a text, too: `names` to keep its
-        texts, separated by commas, and `any` to keep its JSON.
+      below: exclusive upper bound.
+      multiple_of: a divisor of every allowed number.
+      off: a second number for the default, as in MaxText.
+      lists: accepts a list in place of text: `names` joins its texts with commas, `any`
+        stores its JSON.
     """
     return dataclasses.field(
         default=default,
@@ -82,11 +82,9 @@ class Setting:
 
 
 def compose(path: epath.Path, *, by: str) -> yaml.Node | None:
-    """The document of a YAML file, local or in a bucket; None if it is empty.
+    """Parses a YAML file, local or in a bucket; None if it is empty.
 
-    Args:
-      path: of the file.
-      by: says what names the file, for the message that it does not exist.
+    `by` says what names the file, for the message that it does not exist.
 
     Raises:
       ConfigError: if the file cannot be read, or is not valid YAML.
@@ -103,7 +101,7 @@ def compose(path: epath.Path, *, by: str) -> yaml.Node | None:
 
 
 def parse(text: str, *, path: epath.PathLike) -> yaml.Node | None:
-    """The document of a text in YAML; `path` names it in messages.
+    """Parses YAML; `path` names it in messages.
 
     Raises:
       ConfigError: if it is not valid.
@@ -115,7 +113,7 @@ def parse(text: str, *, path: epath.PathLike) -> yaml.Node | None:
 
 
 def read_mapping(path: epath.PathLike, node: yaml.MappingNode) -> dict[str, Setting]:
-    """The keys that a mapping of a YAML file sets.
+    """The settings in a mapping of a YAML file.
 
     Raises:
       ConfigError: if a key is set twice, or a value cannot be read.
@@ -147,13 +145,13 @@ def checked(
     also: Iterable[str] = (),
     of: str = "",
 ) -> dict[str, Value]:
-    """The values of keys that were set.
+    """Checks settings and returns their values.
 
     Args:
-      settings: by key.
-      fields: of the sections that may have the keys.
-      also: what else could have been meant by an unknown key.
-      of: says whose keys these are, for the message about an unknown one.
+      settings: what was set, by key.
+      fields: the fields of all sections that may define the keys.
+      also: further suggestions for an unknown key.
+      of: whose keys these are, for the message about an unknown one.
 
     Raises:
       ConfigError: if a key is unknown or a value is invalid.
@@ -185,7 +183,7 @@ def _value(field: dataclasses.Field[Any], setting: Setting) -> Value:
     if lists == "names" and isinstance(value, list) and {*map(type, value)} == {str}:
         value = ",".join(value)
     if lists == "any" and isinstance(value, list):
-        # Values that JSON lacks, such as dates, are their texts.
+        # Values that JSON lacks, such as dates, become text.
         value = json.dumps(value, default=str)
     off = field.metadata["off"]
     if off is not None and type(value) is int and value == off:

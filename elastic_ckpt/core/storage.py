@@ -1,8 +1,8 @@
-"""The only writer of files, but for logs that grow (`jsonlog`); the run's lock.
+"""Writes all files except append-only logs (`jsonlog`), and locks directories.
 
-A file appears whole or not at all: it is written under a temporary name in the same
-directory, flushed to the disk and renamed. Local paths get this guarantee from POSIX,
-object stores (`gs://`, `s3://`) from their own atomic puts.
+A file appears whole or not at all. A local file is written under a temporary name in
+the same directory, flushed to the disk and renamed; object stores (`gs://`, `s3://`)
+have atomic puts.
 """
 
 from __future__ import annotations
@@ -37,14 +37,10 @@ Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 
 def before(change: str, path: epath.PathLike) -> None:
-    """Announces a change of a file or directory.
+    """Announces a change: `create`, `write`, `rename`, `link`, `remove` or `make`.
 
-    It does nothing: simulations of crashes replace it by a function that raises. Code
-    that changes files by other means than this module calls it.
-
-    Args:
-      change: `create`, `write`, `rename`, `link`, `remove` or `make`.
-      path: of the file or directory.
+    It does nothing, but simulated crashes replace it by a function that raises. Code
+    that changes files without this module must call it.
     """
 
 
@@ -78,8 +74,8 @@ def atomic_path(path: epath.PathLike, *, mode: int = _MODE) -> Iterator[str]:
     the temporary file is removed and a file at `path` is left unchanged.
 
     Args:
-      path: the final path; its directory is created. To an object store the file is
-        uploaded in the end.
+      path: the final path; its directory is created. In an object store, the file is
+        uploaded at the end.
       mode: the file's permissions, before the umask applies; ignored in object stores.
 
     Raises:
@@ -101,15 +97,12 @@ def atomic_path(path: epath.PathLike, *, mode: int = _MODE) -> Iterator[str]:
 def write_atomic(
     path: epath.PathLike, content: bytes | memoryview, *, mode: int = _MODE
 ) -> None:
-    """Writes `content` so that a reader gets all of it, or the previous content.
+    """Writes `content` so that a reader gets either all of it or the previous content.
 
-    Args:
-      path: the file; its directory is created.
-      content: the new content of the file.
-      mode: as for `atomic_path`; ignored in object stores.
+    The directory is created; for `mode` see `atomic_path`.
     """
     if not is_local(path):
-        # One request, so that it is repeated as a whole where its answer is lost.
+        # One request, so that it is repeated as a whole if its answer is lost.
         filesystem, name = bucket_clients.opened(os.fspath(path))
         before("write", path)
         filesystem.pipe_file(name, bytes(content))
@@ -121,7 +114,7 @@ def write_atomic(
 def create(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> bool:
     """Writes a file durably unless it exists.
 
-    If several processes try at once, one of them writes: local file systems refuse a
+    If several processes try at once, exactly one writes: local file systems refuse a
     second link of the name, object stores a second object (if-generation-match,
     if-none-match).
 
@@ -149,9 +142,9 @@ def create(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> bool:
 
 
 def write_in_place(path: epath.PathLike, *content: bytes | memoryview) -> None:
-    """Writes a local file that nothing names yet, durably.
+    """Writes a local file that nothing refers to yet, durably.
 
-    After a crash it may be cut short. Its directory exists, and is not flushed.
+    A crash may cut it short. Its directory must exist, and is not flushed.
     """
     before("write", path)
     with open(path, "wb") as file:
@@ -161,27 +154,26 @@ def write_in_place(path: epath.PathLike, *content: bytes | memoryview) -> None:
 
 
 def mapped_file(path: epath.PathLike, num_bytes: int) -> tuple[np.ndarray, int]:
-    """Makes a local file, and maps it into memory.
+    """Creates a local file and maps it into memory.
 
     Args:
-      path: of the file, which does not exist; its directory is created.
-      num_bytes: of it, at least 1.
+      path: a new file; its directory is created.
+      num_bytes: its size, at least 1.
 
     Returns:
-      Its bytes, uint8 `[num_bytes]`, of undefined content, which may be written; and
-      the number of its inode.
+      Its writable bytes, uint8 `[num_bytes]`, with undefined content; and its inode.
 
     Raises:
-      OSError: if there is no room for all of them.
+      OSError: if there is not enough room.
     """
-    # Agents import this module, and need no NumPy.
+    # Agents import this module, but need no NumPy.
     import numpy as np
 
     before("create", path)
     os.makedirs(os.path.dirname(os.fspath(path)), exist_ok=True)
     with open(path, "x+b") as file:
         try:
-            # Without it, a write into the mapping of a full disk would be a SIGBUS.
+            # Otherwise a write into the mapping would raise SIGBUS on a full disk.
             os.posix_fallocate(file.fileno(), 0, num_bytes)
             mapping = mmap.mmap(file.fileno(), num_bytes, flags=mmap.MAP_SHARED)
             return np.frombuffer(mapping, np.uint8), os.fstat(file.fileno()).st_ino
@@ -191,7 +183,7 @@ def mapped_file(path: epath.PathLike, num_bytes: int) -> tuple[np.ndarray, int]:
 
 
 def move(source: epath.PathLike, target: epath.PathLike) -> None:
-    """Renames a local file, whose bytes are durable then; see `write_in_place`."""
+    """Flushes a local file and renames it, without flushing the directory."""
     sync(source)
     before("rename", target)
     os.replace(source, target)
@@ -213,9 +205,9 @@ def make_directory(path: epath.PathLike) -> epath.Path:
 
 
 def make_private_directory(path: epath.PathLike) -> None:
-    """Creates a local directory of mode 0700: only its owner reads what is in it.
+    """Creates a local directory of mode 0700, which only its owner can read.
 
-    A directory that belongs to another user is left unchanged.
+    Another user's directory is left unchanged.
     """
     before("make", path)
     os.makedirs(path, mode=0o700, exist_ok=True)
@@ -235,13 +227,7 @@ def rename(source: epath.PathLike, target: epath.PathLike) -> None:
 
 
 def copy_tree(source: epath.PathLike, target: epath.PathLike, *, last: str) -> None:
-    """Copies the files of a directory and below it, one given file after all others.
-
-    Args:
-      source: the directory.
-      target: the copy; existing files in it are replaced.
-      last: the path, relative to the directory, of the file that is copied last.
-    """
+    """Copies a directory, replacing existing files; the file `last` comes last."""
     copied = epath.Path(target)
     remove(copied / last)
     filesystem, root = bucket_clients.opened(os.fspath(source))
@@ -265,12 +251,7 @@ def remove(path: epath.PathLike) -> None:
 
 
 def keep_alone(directory: epath.PathLike, named: Collection[str]) -> None:
-    """Removes all but some files and directories below a directory.
-
-    Args:
-      directory: local or in an object store.
-      named: the paths of those that stay, relative to it.
-    """
+    """Removes everything below a directory except `named`, paths relative to it."""
     above = {str(parent) for name in named for parent in pathlib.Path(name).parents}
     prefixes = [""]
     for prefix in prefixes:
@@ -283,10 +264,10 @@ def keep_alone(directory: epath.PathLike, named: Collection[str]) -> None:
 
 
 def read_bytes(path: epath.PathLike) -> bytes:
-    """The content of a file, in one request, so that none is replaced meanwhile.
+    """The content of a file, read in one request, so that it is that of one version.
 
     Raises:
-      FileNotFoundError: if there is none.
+      FileNotFoundError: if the file does not exist.
     """
     if is_local(path):
         return pathlib.Path(path).read_bytes()
@@ -298,7 +279,7 @@ def names(directory: epath.PathLike) -> list[str]:
     """The names in a directory, in any order.
 
     Raises:
-      FileNotFoundError: if it does not exist; a bucket's may be empty instead.
+      FileNotFoundError: if it does not exist; in a bucket it may seem empty instead.
     """
     if is_local(directory):
         return os.listdir(directory)
@@ -318,11 +299,12 @@ def exclusive_lock(
 ) -> Iterator[None]:
     """Locks `path` for this process; the kernel unlocks it if the process dies.
 
-    An error names `target` as what is written, by default the directory of the file;
-    with `waits` there is none. Object stores have no locks: launchers prevent two runs.
+    The error says that `target` is being written, by default the directory of the file.
+    Object stores have no locks: launchers prevent two runs.
 
     Raises:
-      RunError: if another live process holds it; the message names that process.
+      RunError: if another live process holds the lock, unless the call `waits` for it;
+        the message names that process.
     """
     if not is_local(path):
         yield
@@ -343,7 +325,7 @@ def exclusive_lock(
 
 
 def is_locked(path: epath.PathLike) -> bool:
-    """Whether a process holds the exclusive lock of a local file; not without it."""
+    """Whether a process holds the exclusive lock of a local file; False without it."""
     try:
         with open(path, "rb") as file:
             held = _lock(file, fcntl.F_OFD_GETLK, fcntl.F_RDLCK)
@@ -395,16 +377,16 @@ class Presence:
 
 
 def _lock(file: IO[Any], command: int, kind: int = fcntl.F_WRLCK) -> int:
-    # Locks an open file until it is closed, or tells what prevents that. A lock that
-    # cannot become exclusive stays as it is. `flock` would drop it, and locks of
-    # processes (`lockf`) exclude no threads.
+    # Locks an open file until it is closed, or returns the kind of lock that prevents
+    # it. A shared lock that cannot become exclusive stays shared: `flock` would drop
+    # it, and per-process locks (`lockf`) do not exclude threads.
     asked = _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)
     return _FLOCK.unpack(fcntl.fcntl(file, command, asked))[0]
 
 
 @contextlib.contextmanager
 def _temporary_file(path: epath.PathLike, mode: int) -> Iterator[str]:
-    # A new file in the directory of `path`; it is gone in the end, or has another name.
+    # A new file in the directory of `path`, removed at the end unless it was renamed.
     before("create", path)
     directory, name = os.path.split(os.path.abspath(path))
     os.makedirs(directory, exist_ok=True)

@@ -1,9 +1,9 @@
 """The topology of a run: hosts, slices and devices, and the mesh over them.
 
-The mesh that `mesh_of` makes has two axes: `slice`, the failure domain that joins and
-leaves as a whole, and `fsdp`, the devices inside a slice over which parameters are
-sharded. A batch is sharded over both. Users may bring any other mesh, and name the axes
-that shard a batch. Only this module reads `jax.process_index()`.
+The mesh from `mesh_of` has two axes: `slice`, the failure domain that joins and leaves
+as a whole, and `fsdp`, the devices inside a slice over which parameters are sharded. A
+batch is sharded over both. Users may bring any other mesh and name the axes that shard
+a batch. Only this module reads `jax.process_index()`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,9 @@ _ROW_AXES = frozenset({SLICE_AXIS, FSDP_AXIS, "batch", "data", "replica"})
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The hosts, slices and devices of a world.
+    """The numbers of hosts (processes), slices and devices of a world.
 
-    Attributes:
-      hosts: the number of processes.
-      slices: the number of failure domains; each is made of whole hosts, or is a
-        simulated part of one host.
-      devices: the number of accelerators of all hosts together.
+    A slice is a failure domain: whole hosts, or a simulated part of one host.
     """
 
     hosts: int
@@ -68,10 +64,10 @@ def num_hosts() -> int:
 
 
 def slice_of_this_host(slices: int = 1) -> str:
-    """The slice that this process is in, of the mesh that `mesh_of` makes.
+    """The slice of this process in the mesh from `mesh_of`.
 
-    A host that simulates several slices counts as a separate slice. With one slice it
-    is that of the hardware.
+    A host that simulates several slices counts as one slice. With `slices=1` it is the
+    hardware's slice.
     """
     hardware = _hardware_slice(jax.local_devices()[0])
     if hardware or slices == 1:
@@ -119,7 +115,7 @@ def mesh_of(world: Topology, devices: Sequence[jax.Device] | None = None) -> Mes
     hosts, in the order of their numbers, are divided into `slices` equal groups.
 
     Raises:
-      ConfigError: if the devices are not those of `world`, or cannot be cut so.
+      ConfigError: if the devices are not those of `world`, or do not divide this way.
     """
     devices = jax.devices() if devices is None else devices
     available = present(world.slices, devices)
@@ -136,8 +132,8 @@ def mesh_of(world: Topology, devices: Sequence[jax.Device] | None = None) -> Mes
         if len(crossed) > 1:
             raise errors.ConfigError(
                 f"slices={world.slices} would put hardware slices {crossed} into one"
-                f" slice (number {number}); set slices to a multiple of the hardware's"
-                " number"
+                f" slice (number {number}); set slices to a multiple of the number of"
+                " hardware slices"
             )
     return Mesh(grid, BATCH_AXES)
 
@@ -182,7 +178,7 @@ def axes_of(entry: Any) -> tuple[Any, ...]:
 
 
 def replica_axes(sharding: NamedSharding) -> tuple[Any, ...]:
-    """The axes of a mesh, of several devices, over which an array is replicated."""
+    """The mesh axes of several devices over which an array is replicated."""
     used = {axis for entry in sharding.spec for axis in axes_of(entry)}
     sizes = sharding.mesh.shape.items()
     return tuple(axis for axis, size in sizes if size > 1 and axis not in used)
@@ -199,11 +195,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def place(array: jax.Array, sharding: Sharding) -> jax.Array:
-    """`array` under `sharding`, whose shards are on the same hosts as those of `array`.
+    """Moves `array` to a `sharding` that keeps every shard on its host.
 
-    An array that already has an equivalent sharding is not moved. With several
-    controllers each host moves its own shards, because `jax.device_put` would first
-    compare the values of all hosts.
+    An array with an equivalent sharding is not moved. With several controllers each
+    host moves its own shards, because `jax.device_put` would first compare the values
+    of all hosts.
     """
     if array.sharding.is_equivalent_to(sharding, array.ndim):
         return array

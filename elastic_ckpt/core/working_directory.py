@@ -1,10 +1,10 @@
-"""A directory that ends with the processes that use it.
+"""A temporary directory that the last process to use it removes.
 
-Worlds without a RAM disk have files of components in one, and supervisors executables.
+Worlds without a RAM disk keep files of components in one, supervisors executables.
 
-Each process of the world holds a shared lock in it until it ends, and the last one
-removes it, also when an exception ends the program. If that process is killed, the next
-start by the same user removes the directory.
+Each process holds a shared lock in the directory until the process ends. The last one
+removes the directory, even if an exception ends the program. If that process is killed,
+the next start by the same user removes it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOCK = "in-use.lock"
 
 
 def new_path(parent: str | None = None) -> str:
-    """A path for a new directory, by default beside other temporary files."""
+    """A path for a new directory, by default among other temporary files."""
     name = f"elastic_ckpt-{os.getpid()}-{secrets.token_hex(4)}"
     return os.path.join(parent or tempfile.gettempdir(), name)
 
@@ -33,11 +33,10 @@ def new_path(parent: str | None = None) -> str:
 class WorkingDirectory:
     """A directory that this process uses until `close`, or until it ends.
 
-    Removes the leftovers of killed processes beside it.
+    Opening one also removes the directories that killed processes left beside it.
 
     Args:
-      path: of the directory, as `new_path` returns it; other processes of the world may
-        use it too.
+      path: from `new_path`; other processes of the world may use it too.
     """
 
     def __init__(self, path: epath.PathLike) -> None:
@@ -60,15 +59,15 @@ def _release(path: str, presence: storage.Presence) -> None:
 def _remove_leftovers(parent: str) -> None:
     for name in os.listdir(parent):
         named = _NAME.fullmatch(name)
-        # The maker of a directory may be about to lock it.
+        # A live creator may be about to lock it.
         if named and not os.path.exists(f"/proc/{named[1]}"):
             _remove_unless_used(os.path.join(parent, name))
 
 
 def _remove_unless_used(path: str) -> None:
-    # An error of the lock means that another process uses the directory.
+    # The lock fails if another process uses the directory.
     with contextlib.suppress(errors.RunError, OSError):
-        # Not that of another user, or what a link of one names.
+        # Never another user's directory, nor the target of another user's link.
         if os.lstat(path).st_uid == os.getuid():
             with storage.exclusive_lock(os.path.join(path, _LOCK)):
                 storage.remove(path)

@@ -1,8 +1,8 @@
-"""A page with plots: HTML, style and drawings in one file, without scripts.
+"""A self-contained HTML page with plots and without scripts.
 
-Plots are specifications of Vega-Lite, drawn as SVG by vl-convert, of the extra
-`report`; each has its numbers in a table. A content security policy forbids any
-request. https://vega.github.io/vega-lite/docs/
+Plots are Vega-Lite specifications, which vl-convert (extra `report`) draws as SVG; each
+has its numbers in a table. A content security policy forbids any request.
+https://vega.github.io/vega-lite/docs/
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from elastic_ckpt.core import extras
 
 Point = tuple[float, float]
 Spec = dict[str, Any]
-# How good a thing is, by the class of its colour.
+# Good or bad news, as the CSS class of its colour.
 Mood = Literal["", "good", "bad"]
 
 _INK, _SOFT, _LINE = "#1c2024", "#5b6570", "#dde1e6"
 _GOOD, _BAD = "#1a7f4b", "#c0392b"
-# Eight series that differ also for people who see few colours (Okabe and Ito, adapted).
+# Eight colours that colour-blind people can distinguish (Okabe and Ito, adapted).
 COLOURS = (
     *("#0b66c3", "#c75000", "#1a7f4b", "#8e44ad"),
     *("#b58900", "#00798c", "#b0286a", "#6b7683"),
@@ -38,7 +38,7 @@ _HEIGHT = 190
 _BAR = 22
 # A series has at most this many points; extremes are kept.
 _MOST_POINTS = 800
-# With more marks their names would lie on each other.
+# The names of more marks would overlap.
 _MOST_NAMED = 6
 _CONFIG: Spec = {
     "aria": False,
@@ -77,11 +77,9 @@ class Series:
     """One line of a plot.
 
     Attributes:
-      name: for the legend.
       points: x and y, ascending in x.
       kind: how it is drawn; `steps` and `area` keep each value until the next point.
-      is_dashed: whether the line is.
-      colour: of `COLOURS`.
+      colour: one of `COLOURS`.
     """
 
     name: str
@@ -100,15 +98,15 @@ def lines(
     is_log: bool = False,
     from_zero: bool = False,
 ) -> Spec:
-    """Lines over numbers.
+    """A line plot.
 
     Args:
       series: at least one, with at least one point in all.
       x: the title of the horizontal axis, with its unit.
-      y: of the vertical axis, likewise.
-      marks: x and the name of moments, as vertical lines.
+      y: the title of the vertical axis, with its unit.
+      marks: vertical lines, each with its x and name.
       is_log: whether the vertical axis is logarithmic.
-      from_zero: whether it begins at 0.
+      from_zero: whether the vertical axis begins at 0.
     """
     drawn = [each for each in series if each.points]
     scale: Spec = {"type": "log"} if is_log else {"zero": from_zero}
@@ -167,10 +165,10 @@ def bars(
     """Stacked horizontal bars.
 
     Args:
-      rows: the name of each bar, with `, ` between its lines, and its parts.
-      parts: their names, with their colours.
-      unit: of the values.
-      totals: the text behind each bar; by default its sum.
+      rows: the name of each bar, with `, ` between its lines, and its values.
+      parts: the colour of each part, by its name.
+      unit: the unit of the values.
+      totals: the text after each bar; by default its sum.
     """
     names = list(parts)
     values = [
@@ -181,7 +179,7 @@ def bars(
     ]
     sums = [sum(of_row) for _, of_row in rows]
     texts = totals or [f"{number(each)} {unit}" for each in sums]
-    # Names may occur twice, so that a bar is known by its place.
+    # Names may repeat, so bars are identified by their number.
     order = list(range(len(rows)))
     labels = [name.split(", ") for name, _ in rows]
     num_lines = max(map(len, labels), default=1)
@@ -194,7 +192,7 @@ def bars(
             "labelOffset": -7 * (num_lines - 1),
         },
     }
-    # The texts behind the bars need some room.
+    # The texts after the bars need room.
     x: Spec = {
         **{"type": "quantitative", "axis": None},
         "scale": {"domain": [0, (max(sums, default=0) or 1) * 1.45], "nice": False},
@@ -249,17 +247,17 @@ def number(value: float) -> str:
 
 
 def svg(spec: Spec, *, title: str, width: int | None = WIDTH) -> str:
-    """The plot as an element of HTML.
+    """The plot as an HTML element.
 
     Args:
-      spec: of Vega-Lite.
+      spec: a Vega-Lite specification.
       title: for screen readers.
-      width: of the whole, in pixels; None if the specification says it.
+      width: the total width in pixels; None if `spec` sets it.
 
     Raises:
       ConfigError: if the extra is not installed.
     """
-    # All plots are as wide, and their letters as large.
+    # All plots get the same width and font size.
     fit: Spec = {"width": width, "autosize": {"type": "fit-x", "contains": "padding"}}
     whole = {"config": _CONFIG, **({} if width is None else fit), **spec}
     drawn = library().vegalite_to_svg(whole)
@@ -268,7 +266,7 @@ def svg(spec: Spec, *, title: str, width: int | None = WIDTH) -> str:
 
 
 def library() -> Any:
-    """`vl_convert`.
+    """Imports `vl_convert`.
 
     Raises:
       ConfigError: if it is not installed.
@@ -281,7 +279,7 @@ def library() -> Any:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most `_MOST_POINTS`: the least and the greatest of each run of points."""
+    """At most `_MOST_POINTS`: the minimum and maximum of each run of points."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     size, of_y = math.ceil(2 * len(points) / _MOST_POINTS), operator.itemgetter(1)
@@ -330,13 +328,7 @@ td { min-width: 3rem; max-width: 34rem; }
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fact:
-    """A number that is shown first.
-
-    Attributes:
-      name: of it.
-      value: as text.
-      mood: whether it is good or bad news.
-    """
+    """A number at the top of the page."""
 
     name: str
     value: str
@@ -348,14 +340,12 @@ class Section:
     """A part of the page.
 
     Attributes:
-      title: of the section.
       text: one or two sentences.
-      spec: its plot; None if there is nothing to plot.
-      verdict: a word in front, such as PASSED; empty for none.
-      mood: of the verdict.
-      columns: the heads of the table.
-      rows: of the table; none leaves it out.
-      is_table: whether the table is what the section shows; else it is folded away.
+      spec: its plot, if any.
+      verdict: a word before the text, such as PASSED; may be empty.
+      mood: the mood of the verdict.
+      columns: the headings of the table.
+      is_table: whether the section shows its table; otherwise the table is folded.
     """
 
     title: str
@@ -371,13 +361,7 @@ class Section:
 def to_html(
     title: str, subtitle: str, facts: Sequence[Fact], sections: Sequence[Section]
 ) -> str:
-    """The page.
-
-    Args:
-      title: the heading.
-      subtitle: below it.
-      facts: that are shown first.
-      sections: below them.
+    """Renders the page: the facts first, then the sections.
 
     Raises:
       ConfigError: if the extra that draws plots is not installed.

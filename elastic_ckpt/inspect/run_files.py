@@ -1,7 +1,7 @@
 """The files in the directory of a run, whatever its program.
 
-Each start writes `record.json`: plain values, so that no reader needs to know the keys
-of a program. Events and metrics grow while the run lives.
+Each start writes `record.json`: plain values, so that readers need not know any
+program's keys. Events and metrics grow while the run lives.
 """
 
 from __future__ import annotations
@@ -34,22 +34,19 @@ _VERSION = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What a run keeps of its newest start.
+    """The record of a run's newest start.
 
     Attributes:
       run: its name.
-      program: `train` (the reference trainer), `maxtext`, or `loop`: one of the user's.
-      steps_directory: of its steps in persistent storage; the file has it relative to
-        the run's directory if it is in that, so that a run can be moved.
-      every: the steps between two in storage; 0 for none, None if something else
-        decides.
+      program: `train` (the reference trainer), `maxtext`, or `loop` (the user's own).
+      steps_directory: where its steps are in storage. If it is inside the run's
+        directory, the file has the relative path, so that a run can be moved.
+      every: the period of steps in storage; 0 for none, None if something else decides.
       at_end: whether the last step is stored, too.
-      ram: the directories that it may have in the RAM of a machine.
-      first_step: the number under which its first step is saved and shown: 1, and 0
-        under MaxText.
-      data: the settings of its data, with which the data can be read again; None if the
-        program defines it.
-      settings: all of its settings; empty for a loop of the user's.
+      ram: the directories that it may use in the RAM of a machine.
+      first_step: the number of its first step: 1, or 0 under MaxText.
+      data: the settings to read its data again; None if the program defines the data.
+      settings: all settings; empty for the user's own loop.
     """
 
     run: str
@@ -103,7 +100,7 @@ def read(directory: epath.PathLike) -> RunRecord:
 
 
 def is_run(directory: epath.PathLike) -> bool:
-    """Whether it is the directory of a run.
+    """Whether `directory` is that of a run.
 
     Raises:
       RunError: if it cannot be read.
@@ -118,13 +115,13 @@ def is_run(directory: epath.PathLike) -> bool:
 
 
 def is_alive(directory: epath.PathLike) -> bool | None:
-    """Whether a process holds the lock of the run; None if that cannot be seen."""
+    """Whether a process holds the lock of the run; None if unknown."""
     path = os.path.join(directory, LOCK)
     if not storage.is_local(path) or not os.path.exists(path):
         return None
     if storage.is_locked(path):
         return True
-    # A lock of another machine may not show here.
+    # Another machine's lock may be invisible here.
     here = f" on {socket.gethostname()}\n".encode()
     return False if storage.read_bytes(path).endswith(here) else None
 
@@ -132,11 +129,9 @@ def is_alive(directory: epath.PathLike) -> bool | None:
 def read_events(
     directory: epath.PathLike, *, last_bytes: int | None = None
 ) -> list[dict[str, Any]]:
-    """The events of a run, without those of starts after another one replaced them.
+    """The events of a run, without those that a start wrote after it was replaced.
 
-    Args:
-      directory: of the run.
-      last_bytes: see `jsonlog.read`.
+    For `last_bytes` see `jsonlog.read`.
 
     Raises:
       DataError: if the file was changed after it was written.
@@ -151,13 +146,10 @@ def read_events(
 def read_metrics(
     directory: epath.PathLike, *, last_bytes: int | None = None
 ) -> dict[str, list[dict[str, Any]]]:
-    """The lines of all files in `directory`, by the name of the file; none if absent.
+    """The metrics in `directory`, by the name of their file; none if it is absent.
 
-    Without those of starts after another one has replaced them.
-
-    Args:
-      directory: of files that `monitoring.summaries` wrote.
-      last_bytes: see `jsonlog.read`.
+    Without what a start wrote after it was replaced. For `last_bytes` see
+    `jsonlog.read`.
 
     Raises:
       DataError: if a file was changed after it was written.

@@ -1,8 +1,8 @@
-"""The status of a run, as one screen shows it: computed from what the run has written.
+"""The status of a run, computed from what the run has written.
 
-The step that a run would be restored to now, and after the loss of a host or slice, is
-decided from the manifests alone, as in a restore: a step counts if the holders that are
-left have all of it together.
+Which step would be restored now, or after the loss of a host or slice, is decided from
+the manifests alone, as in a restore: a step counts if the remaining holders together
+have all of it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Event = Mapping[str, Any]
 # The lines of metrics by the name of their file, as `run_files.read_metrics` has them.
 Files = Mapping[str, Sequence[Mapping[str, Any]]]
 
-# Events that tell how many steps are done.
+# Events that report how many steps are done.
 _DONE = ("save_started", "run_stopped", "run_finished")
 
 
@@ -40,7 +40,7 @@ class NewestStep:
     Attributes:
       tier: `local` (the memory of all hosts) or `persistent`.
       step: its number; None if there is none.
-      time_ms: when it was committed, since the epoch; None if that is not known.
+      time_ms: when it was committed, in ms since the epoch; None if unknown.
     """
 
     tier: str
@@ -53,9 +53,9 @@ class AfterLoss:
     """The step that would be restored if one failure domain were lost with its memory.
 
     Attributes:
-      domain: its kind, `host` or `slice`.
-      name: of the domain; of a host its number, one of those that share its memory.
-      step: None if the run would begin anew.
+      domain: the kind of domain, `host` or `slice`.
+      name: the slice, or the number of one of the hosts that share the memory.
+      step: the number of the step; None if the run would start over.
     """
 
     domain: str
@@ -65,40 +65,40 @@ class AfterLoss:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Status:
-    """The status of a run; None stands for what is not known.
+    """The status of a run; None means unknown.
 
     Attributes:
       run: its name; empty before its first start.
-      phase: what it does, or how it ended.
-      hosts: of the current world that are alive; None before the first world, and when
-        the run has ended.
-      slices: likewise.
-      devices: of these hosts.
-      slice_numbers: of the current world; empty if the run is not elastic.
-      step: the steps done.
-      steps: of the run.
-      time: of the newest metric, in seconds since the epoch.
-      loss: of that step; None if only an older one is known.
-      learning_rate: of that step, likewise.
-      steps_per_sec: of the newest step of this start.
-      tokens_per_sec: of the newest step of this start.
-      goodput_percent: of this start.
-      data_wait_percent: of the time of recent steps, at the host that waits longest.
-      tiers: the newest step of each.
+      phase: what it is doing, or how it ended.
+      hosts: how many hosts of the current world are alive; None before the first world
+        and after the end of the run.
+      slices: how many slices of the current world are alive; None likewise.
+      devices: how many devices these hosts have; None likewise.
+      slice_numbers: the slices of the current world; empty if the run is not elastic.
+      step: how many steps are done.
+      steps: how many steps the run has in all.
+      time: the time of the newest metric, in seconds since the epoch.
+      loss: the loss of the newest step; None if only an older one is known.
+      learning_rate: the learning rate of the newest step; None likewise.
+      steps_per_sec: the rate of the newest step of this start.
+      tokens_per_sec: the rate of the newest step of this start.
+      goodput_percent: the goodput of this start.
+      data_wait_percent: how much of the time of recent steps is spent waiting for data,
+        on the host that waits longest.
+      tiers: the newest step of each tier.
       losses: what the loss of each slice and host would cost.
-      steps_behind: from the newest step in storage to the newest in memory; None if
-        there is none in memory.
-      being_written: steps that are not committed yet, or were cut short.
+      steps_behind: the steps from the newest one in storage to the newest one in RAM;
+        None without one in RAM.
+      being_written: the steps that are not committed yet, or were cut short.
       backup_failed: why the newest backup failed; None if one has succeeded since.
-      backup_cause: of that, as in events; None likewise.
-      due_steps: steps that were due in storage and are not there, as the run counts
-        them.
-      first_step: the number of its first step: 0 under MaxText, where ten steps are
-        done in step 9.
+      backup_cause: the cause of that failure, as in events; None likewise.
+      due_steps: how many steps are due in storage but not there, by the run's count.
+      first_step: the number of its first step: 0 under MaxText, where step 9 is the
+        tenth.
       replicas: the newest comparison of copies of the state, and the newest difference
-        that one has found; empty without a comparison.
+        found; empty without a comparison.
       verdict: the newest event `verdict`; None if nothing has failed.
-      last_event: with its time; None before the first.
+      last_event: the newest event; None before the first.
     """
 
     run: str
@@ -156,7 +156,7 @@ def collect(directory: str) -> Status:
         is_alive=run_files.is_alive(directory),
         tiers=[local, stored],
         losses=[
-            # No loss of a host takes a step out of storage.
+            # Steps in storage survive the loss of any host.
             dataclasses.replace(
                 each, step=stored.step if each.step is None else each.step
             )
@@ -179,17 +179,10 @@ def status(
     first_step: int = 1,
     program: str = "train",
 ) -> Status:
-    """The status of a run.
+    """The status of a run, from its newest events and metrics, and from its tiers.
 
-    Args:
-      events: of `events.jsonl`, the newest ones.
-      files: of metrics.
-      is_alive: whether its process lives; None if that is not known.
-      tiers: the newest step of each.
-      losses: the step that is left after each loss.
-      uncommitted: steps in storage that are not committed.
-      first_step: the number of its first step.
-      program: see `run_files.RunRecord`.
+    `is_alive` is whether the run's process lives, None if unknown; for `first_step` and
+    `program` see `run_files.RunRecord`.
     """
     started = _last(events, "run_started") or {}
     since_secs: float = started.get("time", 0.0)
@@ -199,7 +192,7 @@ def status(
     now = phase(events, is_alive=is_alive, program=program)
     world: dict[str, int] = {}
     if started and now not in core_events.ENDS and is_alive is not False:
-        # A host or slice that is lost since then ends the world.
+        # A host or slice lost since then has ended the world.
         is_lost = _last(since, "host_lost", "slice_lost", "world_left") is not None
         world = {
             name: 0 if is_lost else started[name]
@@ -213,8 +206,7 @@ def status(
         counts = line["time"] >= since_secs and step in (None, line.get("step"))
         return line.get("last") if counts else None
 
-    # Metrics are written a little later than events, and a process that was killed has
-    # lost its last ones.
+    # Metrics are written later than events, and a killed process loses its last ones.
     step = max(
         int(last(metrics.TRAIN_STEPS) or 0),
         *(each["step"] for each in since if each["event"] in _DONE),
@@ -222,7 +214,7 @@ def status(
         0,
     )
     of_tiers = {each.tier: each.step or 0 for each in tiers if each.step is not None}
-    # A backup that has succeeded has no reason.
+    # A successful backup has no `why`.
     stored = [e for e in events if e.get("tier", "persistent") == "persistent"]
     tried = _last(stored, "backed_up", "degraded") or {}
     due = last(metrics.CHECKPOINT_BACKLOG)
@@ -259,11 +251,11 @@ def status(
 
 
 def phase(events: Sequence[Event], *, is_alive: bool | None, program: str) -> str:
-    """What a run does now, or how it ended; see `status` for the arguments."""
+    """What a run is doing, or how it ended; see `status` for the arguments."""
     begun = (core_events.NAMES[e["event"]].begins for e in reversed(events))
     now = next(filter(None, begun), "not started")
     if now == "restoring" and program != "train":
-        # Loops of others have restored their state when they report their start.
+        # Other programs have restored their state when they report their start.
         now = "training"
     if is_alive is False and now not in core_events.ENDS and events:
         return "not running: its process ended without a last event"
@@ -324,8 +316,8 @@ def _replicas(events: Sequence[Event]) -> Iterator[str]:
 def reachable(locations: Locations) -> list[FoundStep]:
     """The steps from which a restore chooses, the newest first.
 
-    They end with one that persistent storage has all of, since no loss of hosts takes
-    that away. Abandoned steps are left out.
+    They end with one that is complete in storage, since it survives any loss of hosts.
+    Abandoned steps are left out.
     """
     there: list[FoundStep] = []
     for step in reversed(locations.known):
@@ -338,7 +330,7 @@ def reachable(locations: Locations) -> list[FoundStep]:
 
 
 def newest_steps(there: Sequence[FoundStep]) -> tuple[NewestStep, ...]:
-    """The newest complete step of each tier: of RAM, and of persistent storage."""
+    """The newest complete step of each tier: RAM and storage."""
     return tuple(
         _newest_of(tier, there, lambda holder, tier=tier: holder.tier == tier)
         for tier in ("local", "persistent")
@@ -350,13 +342,11 @@ def after_losses(
 ) -> tuple[AfterLoss, ...]:
     """The step that is left after the loss of each slice and each host.
 
-    Args:
-      there: the steps.
-      slices: of the current world; they need not hold a copy.
+    `there` is from `reachable`; `slices` of the current world need not hold a copy.
     """
     hosts = [holder.host for each in there for holder in each.table.holders]
     of_slices = {*map(str, slices), *(_key(host, "slice") for host in hosts)} - {""}
-    # By domain and its key, the name that is shown.
+    # The name to show, by domain and key.
     shown = {("slice", each): each for each in of_slices}
     shown |= {("host", _key(host, "host")): str(host.number) for host in hosts}
     losses = []
@@ -375,7 +365,7 @@ def after_losses(
 def _newest_of(
     tier: str, there: Iterable[FoundStep], counts: Callable[[Holder], bool]
 ) -> NewestStep:
-    # The first step that some holders have all of.
+    # The first step that is complete at the holders that count.
     for table in (each.table.held_by(counts) for each in there):
         if table.complete:
             time_ms = table.contents.time_ms or None
@@ -384,5 +374,5 @@ def _newest_of(
 
 
 def _key(host: Host, domain: str) -> str:
-    # A host without a machine's name is alone on it.
+    # A host that does not name its machine is alone on it.
     return host.domains.get(domain, host.id if domain == "host" else "")

@@ -1,8 +1,8 @@
 """A survey: which steps are in which tiers, who holds them, and what is in them.
 
-A survey reads manifests, the files of components that describe themselves, and of steps
-in storage the metadata of their arrays and their data state; `verification` compares
-the values with their digests.
+A survey reads manifests and the files in which components describe themselves, and for
+steps in storage the metadata of arrays and the data state. `verification` compares the
+values with their digests.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from elastic_ckpt.steps.manifest import Tier
 from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.find import FoundStep
 
-# The file of a component that describes itself, and files with the version of others.
+# The file in which a component describes itself, and files of others with a version.
 _DESCRIPTION = "component.json"
 _OTHERS = ("data_state.json",)
 _OWN = "its own files"
-# The parts of a step as MaxText names them.
+# MaxText's names for the parts of a step.
 _ITEMS, _ITERATOR = "items", "iter"
 
 
@@ -39,19 +39,20 @@ class StepComponent:
     """A part of a step: a pytree or a component.
 
     Attributes:
-      name: of the part.
-      pattern: how hosts share it: `global`, `per_host` and so on as it was saved; for
-        a pytree it follows from the shardings of its arrays.
-      resize: what becomes of it when the number of hosts changes: the rule that the
-        program which saved it declared, a function's by its name.
-      required: whether that program declared it as required; None if it is not known,
-        as for a pytree.
-      version: of the format of its files; None if none of them has one.
-      num_leaves: arrays and numbers, of a pytree.
-      num_files: of a component.
-      num_bytes: of one copy of all.
-      digest: of the digests of all its parts: equal if they are equal, and cut alike.
-      hosts: the ids of the hosts that hold something of it, ordered.
+      name: the name of the part.
+      pattern: how hosts share it, as it was saved: `global`, `per_host` and so on; a
+        pytree is shared by the shardings of its arrays.
+      resize: the rule for another number of hosts, as the program that saved it
+        declared it; a function is named.
+      required: whether that program declared it required; None if unknown, as for a
+        pytree.
+      version: the version of the format of its files; None if they have none.
+      num_leaves: arrays and numbers of a pytree.
+      num_files: files of a component.
+      num_bytes: the size of one copy.
+      digest: a digest of the digests of its parts: equal for equal values that are cut
+        into equal parts.
+      hosts: the ids of the hosts that hold a part of it, ordered.
     """
 
     name: str
@@ -68,13 +69,13 @@ class StepComponent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TierOfStep:
-    """The part of a save of a step that one tier holds.
+    """What one tier has of a save of a step.
 
     Attributes:
       tier: `local` (the memory of all hosts) or `persistent`.
-      problem: what is wrong with it there; None if all of it is there.
+      problem: what is missing or contradictory; None if it is complete.
       holders: the ids of the hosts whose manifests are there, ordered.
-      num_bytes: of all copies.
+      num_bytes: the size of all copies.
     """
 
     tier: str
@@ -88,8 +89,8 @@ class SavedData(state.DataState):
     """The data state of a step.
 
     Attributes:
-      taken: documents taken of each dataset of a mixture.
-      skipped: corrupt records that were skipped.
+      taken: how many documents were taken from each dataset of a mixture.
+      skipped: how many corrupt records were skipped.
     """
 
     taken: Mapping[str, int]
@@ -103,14 +104,15 @@ class SurveyedStep:
     Attributes:
       step: its number.
       save: which save of it; empty if Orbax alone saved it.
-      problem: what is wrong with it in all tiers together; None if it is complete.
-      preserved: whether it is preserved by hand, as far as it can be seen.
-      abandoned: whether the run went on without it, from an earlier step.
-      parent: the step, with its save, from which the run went on under this save; None
-        of the first one.
-      tiers: that have something of it.
-      components: its parts; none of an incomplete step.
-      state: its arrays, as Orbax reads them in storage; none if it is not there.
+      problem: what is missing or contradictory in all tiers together; None if it is
+        complete.
+      preserved: whether it is pinned, as far as can be seen.
+      abandoned: whether the run rolled back to an earlier step and left it behind.
+      parent: the step, with its save, from which the run continued under this save;
+        None for the first.
+      tiers: the tiers that have something of it.
+      components: its parts; empty if it is incomplete.
+      state: its arrays, as Orbax reads them in storage; empty if it is not there.
       data: its data state in storage, or why it cannot be read; None without one.
     """
 
@@ -128,11 +130,11 @@ class SurveyedStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UncommittedStep:
-    """A part of a step that is not committed: it is being written, or was interrupted.
+    """An uncommitted part of a step: it is being written, or was cut short.
 
     Attributes:
       step: its number.
-      path: of the directory.
+      path: its directory.
     """
 
     step: int
@@ -144,10 +146,10 @@ class Survey:
     """The result of a survey.
 
     Attributes:
-      known: the numbers of all steps of which there may be something, ascending.
-      steps: that were looked at, ascending by step and save.
-      leftovers: what is not committed: it is being written, or was cut short.
-      problems: manifests that cannot be had.
+      known: the numbers of all steps that may have files, ascending.
+      steps: the surveyed saves, ascending by step and save.
+      leftovers: the uncommitted parts of steps.
+      problems: why manifests cannot be read.
     """
 
     known: tuple[int, ...]
@@ -159,16 +161,13 @@ class Survey:
 def survey(
     locations: Locations, *, step: int | None, newest_only: bool = False
 ) -> Survey:
-    """Looks at the steps of some locations.
+    """Surveys the steps in `locations`.
 
-    Args:
-      locations: together.
-      step: the only one to look at; None for all.
-      newest_only: whether the newest complete one is enough, with those after it.
+    `step` limits it to one step; `newest_only` stops at the newest complete one.
     """
     surveyed: list[SurveyedStep] = []
     problems: list[str] = []
-    # Newest first, so that no more is read than it takes.
+    # Newest first, so that no more is read than necessary.
     for number in reversed(locations.known):
         if step not in (None, number):
             continue
@@ -193,7 +192,7 @@ def survey(
         if newest_only and any(not (s.problem or s.abandoned) for s in of_number):
             break
     if not locations.known:
-        # Locations that cannot be read have no steps, either.
+        # Unreadable locations show no steps, either.
         problems += locations.look(step or 0).problems
     return Survey(
         known=tuple(locations.known),
@@ -202,7 +201,7 @@ def survey(
             UncommittedStep(step=each.step, path=str(each.path))
             for each in locations.leftovers()
         ),
-        # A peer that fails does so at every step.
+        # A failing peer has the same problem at every step.
         problems=tuple(dict.fromkeys(problems)),
     )
 
@@ -221,7 +220,7 @@ def _surveyed(
         problem=None if table.complete else table.lacking(),
         preserved=step in locations.preserved,
         abandoned=locations.line.abandons(found.step_id),
-        # The first saves of a run go on from a step without a save.
+        # The first saves of a run continue from a step without a save.
         parent=next((each for each in contents.parents[-1:] if each.save), None),
         tiers=tuple(_tier(table, each) for each in tiers),
         components=tuple(
@@ -260,7 +259,7 @@ def _stored(path: epath.Path | None, problems: list[str]) -> dict[str, Any]:
 def data_of(path: epath.Path) -> SavedData | str | None:
     """The data state of a step, or why it cannot be read; None if it has none.
 
-    It may be one that no run can go on from.
+    It may be one that no run can continue from.
     """
     directory = path / (_ITERATOR if (path / _ITEMS).exists() else run_saver.DATA)
     if not directory.exists():
@@ -318,19 +317,13 @@ def _description(found: FoundStep, name: str) -> dict[str, Any]:
         content = verified_read.VerifiedReader(found).values(item).tobytes()
         fields = dict(json.loads(content))
     except (errors.CheckpointError, TypeError, ValueError):
-        # Verification names what is wrong with a file.
+        # Verification reports what is wrong with the file.
         return {"pattern": "unreadable"}
     return fields if kinds[0] == _DESCRIPTION else {"version": fields.get("version")}
 
 
 def describe(run: str, survey: Survey, *, is_brief: bool) -> str:
-    """The survey of a run, as lines.
-
-    Args:
-      run: its identity; empty without one.
-      survey: of it.
-      is_brief: whether arrays are counted rather than listed.
-    """
+    """The survey of a run as text; `is_brief` counts arrays instead of listing them."""
     known = list(map(str, survey.known))
     count = f"{len(known)} step{'s' * (len(known) != 1)}"
     if len(known) > 2 * MOST_NAMED:
@@ -342,8 +335,8 @@ def describe(run: str, survey: Survey, *, is_brief: bool) -> str:
         assert step is not None
         if step.abandoned and not (before and before.abandoned):
             lines.append(
-                "abandoned, since the run went on from an earlier step; they are"
-                " restored only by their numbers:"
+                "abandoned, because the run continued from an earlier step; restored"
+                " only by number:"
             )
         lines += _step_lines(step, before, is_brief=is_brief)
     lines += [
@@ -361,8 +354,8 @@ def _step_lines(
         state = "saved by Orbax alone, without manifests"
     is_first = not (step.abandoned or (before and before.save == step.save))
     if is_first and step.parent is not None:
-        # A save in place of another goes on from it.
-        from_step = f", goes on from step {step.parent[0]}"
+        # A save that replaces another one continues from it.
+        from_step = f", continues from step {step.parent[0]}"
         state += ", saved again" if step.parent[0] == step.step else from_step
     yield f"step {step.step}: {state}" + ", preserved" * step.preserved
     for each in step.tiers if step.save else ():
@@ -387,7 +380,6 @@ def _step_lines(
 
 
 def _component_lines(parts: Sequence[StepComponent]) -> Iterator[str]:
-    """A line for each component of a step."""
     width = max((len(each.name) for each in parts), default=0)
     for each in parts:
         size = f"{each.num_files:,} files"

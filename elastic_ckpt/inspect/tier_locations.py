@@ -1,8 +1,8 @@
-"""The tiers of a run, found by their paths and inspected from outside of any world.
+"""Finds the tiers of a run by their paths, from outside any world.
 
-They are a RAM disk on this machine, the agent of another machine, or persistent
-storage. Several tiers are searched together, as in a restore: the parts of a complete
-step may lie in any of them. Inspection only reads, and does not disturb a running job.
+A tier is a RAM disk on this machine, the agent of another machine, or persistent
+storage. Several are searched together, as in a restore: the parts of a complete step
+may lie in any of them. Inspection only reads, and does not disturb the run.
 """
 
 from __future__ import annotations
@@ -35,15 +35,11 @@ Location = RamDisk | Peer | PersistentTier
 
 
 class Locations:
-    """Several tiers of a run together.
-
-    Args:
-      tiers: any number.
-    """
+    """Tiers of a run, searched together."""
 
     def __init__(self, tiers: Sequence[Location]) -> None:
         self._tiers = tiers
-        # An agent tells neither what is not committed nor what is preserved.
+        # An agent lists neither uncommitted nor preserved steps.
         self._own = [tier for tier in tiers if not isinstance(tier, Peer)]
         self._stored = [tier for tier in tiers if isinstance(tier, PersistentTier)]
 
@@ -55,7 +51,7 @@ class Locations:
 
     @functools.cached_property
     def foreign_steps(self) -> dict[int, str]:
-        """The directories of steps that Orbax saved without us, by their numbers."""
+        """The directories of steps that Orbax alone saved, by their numbers."""
         return {
             step: str(each.root.final(step))
             for each in self._stored
@@ -64,7 +60,7 @@ class Locations:
 
     @functools.cached_property
     def known(self) -> list[int]:
-        """All steps that may have files, those of Orbax alone among them, ascending."""
+        """All steps that may have files, including those of Orbax alone, ascending."""
         ours = {each.step for each in find.saves(self._tiers)}
         return sorted({*ours, *self.foreign_steps})
 
@@ -89,8 +85,7 @@ class Locations:
             problems += offered.problems
             for each in offered.copies:
                 (holder,), save = each.manifest.holders, each.manifest.step_id.save
-                # A machine may be given by its path and by its agent; both are one
-                # memory.
+                # A machine's path and its agent may both be given: it is one memory.
                 memory = "" if holder.tier == "local" else each.source.directory
                 copies.setdefault((memory, holder.host.id, save), each)
         return find.looked(Offered([*copies.values()], problems))
@@ -103,7 +98,7 @@ class Locations:
 
     @functools.cached_property
     def preserved(self) -> set[int]:
-        """The steps that are preserved by hand, without those of peers."""
+        """The pinned steps, without those of peers."""
         return {step for tier in self._own for step in tier.preserved()}
 
 
@@ -111,13 +106,13 @@ class Locations:
 def opened(
     paths: Sequence[str], *, secret_file: str | None = None
 ) -> Iterator[tuple[str, Locations]]:
-    """The run and the places of its steps, open while the block runs.
+    """The run and the locations of its steps, open while the block runs.
 
     Args:
-      paths: of runs (with their steps in the RAM of this machine), RAM disks,
-        directories of steps, or steps.
-      secret_file: with the secret of the run, for its steps in the RAM of other
-        machines: of the agents that are recorded beside its steps.
+      paths: runs (with their steps in this machine's RAM), RAM disks, directories of
+        steps, or steps.
+      secret_file: has the secret of the run, to read the RAM of other machines through
+        the agents that are recorded beside its steps.
 
     Raises:
       CheckpointError: if a path does not exist, or no agent is recorded.
@@ -161,7 +156,7 @@ def at_path(path: epath.PathLike, *, run: str) -> Location:
     directory = storage.absolute(path)
     if is_ram_disk(directory):
         return RamDisk(directory, run=run)
-    # A step is named by its number, and holds what a directory of steps does not.
+    # A step is named by its number, and has files that a directory of steps lacks.
     if directory.name.isdecimal() and (
         (directory / "_CHECKPOINT_METADATA").exists()
         or persistent_root.manifest_names(directory)
@@ -178,7 +173,7 @@ def at_path(path: epath.PathLike, *, run: str) -> Location:
 
 
 def at_steps(path: epath.PathLike, *, run: str) -> PersistentTier:
-    """The directory of steps at `path`, which need not be there yet."""
+    """The directory of steps at `path`, which need not exist yet."""
     return PersistentTier(persistent_root.PersistentRoot.from_path(path), run=run)
 
 

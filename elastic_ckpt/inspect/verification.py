@@ -1,9 +1,8 @@
-"""Verification: every byte of every copy of a step is read and compared.
+"""Verification: reads and checks every byte of every copy of a step.
 
-A restore reads one good copy of each item. A verification reads the copy of every
-holder, with the CRC-32C behind its values, because a bad copy is lost redundancy.
-Copies in persistent storage are also compared with what stock Orbax reads from them
-(`persistent.orbax_view`).
+A restore reads one good copy of each item. A verification reads every holder's copy,
+with the CRC-32C after its values, because a bad copy is lost redundancy. Copies in
+storage are also compared with what stock Orbax reads (`persistent.orbax_view`).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ OnBytes = Callable[[int, int], None]
 # Each thread holds one chunk in memory, and some copies of it while reading as Orbax.
 _THREADS = 8
 _ORBAX_REMEDY = (
-    "Orbax alone cannot load the step; restore it with elastic_ckpt, and save it anew"
+    "Orbax alone cannot load the step; restore it with elastic_ckpt, and save it again"
 )
 
 
@@ -48,11 +47,12 @@ class Problem:
         read; `orbax`, the values exist but Orbax cannot load them; `unverifiable`,
         there are no digests.
       step: its number.
-      save: which save of it; empty where that is not known.
+      save: which save of it; empty if unknown.
       part: a leaf and box, or a file; empty if it is the step as a whole.
-      tier: of the holder, `local` or `persistent`; empty if it is not about one.
-      holder: the id of the host whose manifest it is; empty likewise.
-      path: of the bad file, or of the step.
+      tier: the tier of the copy, `local` or `persistent`; empty if it is not about one
+        copy.
+      holder: the id of the host that has the copy; empty likewise.
+      path: the bad file, or the directory of the step.
       why: what is wrong.
       remedy: what to do.
     """
@@ -76,14 +76,14 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifiedStep:
-    """A save of a step that was looked at.
+    """A verified save of a step.
 
     Attributes:
       step: its number.
       save: which save of it; empty if Orbax alone saved it.
-      state: `complete`, in all places together; `incomplete`; `unverifiable`.
-      num_copies: items at holders that were read.
-      num_bytes: of these, with the checksums behind values.
+      state: `complete` in all locations together, `incomplete` or `unverifiable`.
+      num_copies: how many copies of its items were read.
+      num_bytes: their size, with the checksums after values.
     """
 
     step: int
@@ -98,32 +98,22 @@ class Verification:
     """The result of a verification.
 
     Attributes:
-      steps: that were read, ascending by step and save.
-      problems: in the order of the steps; what does not matter for `passed` is here.
+      steps: the saves that were read, ascending by step and save.
+      problems: all problems in order of step, even those that `passed` ignores.
     """
 
     steps: tuple[VerifiedStep, ...]
     problems: tuple[Problem, ...]
 
     def passed(self, *, strict: bool) -> bool:
-        """Whether all is well.
-
-        Args:
-          strict: whether steps that cannot be verified count as bad.
-        """
+        """Whether there are no problems; unverifiable steps count only if `strict`."""
         return not any(strict or each.kind != "unverifiable" for each in self.problems)
 
 
 def verify(
     locations: Locations, steps: Collection[int], *, progress: OnBytes
 ) -> Verification:
-    """Reads and compares all copies of some steps in some locations.
-
-    Args:
-      locations: together.
-      steps: their numbers.
-      progress: called with the bytes of a step read and the total, from any thread.
-    """
+    """Reads and compares all copies of `steps` in all `locations` together."""
     verified: list[VerifiedStep] = []
     problems: list[Problem] = []
     for number in sorted(steps):
@@ -143,8 +133,8 @@ def verify(
                     step=number,
                     tier="persistent",
                     path=locations.foreign_steps[number],
-                    why="Orbax saved it without digests, and nothing was compared",
-                    remedy="save through ec.Checkpointer to have digests",
+                    why="Orbax saved it without digests, so nothing was compared",
+                    remedy="save through ec.Checkpointer to get digests",
                 )
             )
         looked = locations.look(number)
@@ -180,7 +170,7 @@ def verify(
                     step=number,
                     save=tables[0].step_id.save,
                     why=tables[0].lacking(),
-                    remedy="look where the other holders are as well (more paths,"
+                    remedy="search the other holders, too (more paths,"
                     " --secret-file), or restore another step",
                 )
             )
@@ -190,18 +180,14 @@ def verify(
 class _Copies:
     """Every copy of one save of a step, read and compared in several threads.
 
-    Args:
-      found: the save.
-      progress: called with the bytes read and the total, from any thread.
-
     Attributes:
-      num_bytes: that were read.
+      num_bytes: how many bytes were read.
     """
 
     def __init__(self, found: FoundStep, progress: OnBytes) -> None:
         self._table, self._sources = table, sources = found.table, found.sources
         self._progress, self.num_bytes = progress, 0
-        # By their rows in the table. Without a remedy the copy cannot be used, and
+        # By the copy's row in the table. Without a remedy the copy cannot be used, and
         # another may be good.
         self._bad: dict[int, Problem] = {}
         # All hosts wrote into one directory.
@@ -210,20 +196,20 @@ class _Copies:
             for holder, source in zip(table.holders, sources, strict=True)
             if holder.tier == "persistent"
         }
-        # Of each item, with the checksum behind values.
+        # Of each copy, with the checksum after values.
         is_file = np.array([leaf.is_file for leaf in table.contents.leaves], bool)
         behind = np.where(is_file[table.items.leaf], 0, layout.CHECKSUM_BYTES)
         self._sizes = (table.num_bytes + behind)[table.item]
         self._lock = threading.Lock()
         rows = range(len(table.item))
         with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as pool:
-            # Not a task for each of a million rows.
+            # One task per thread, not one for each of a million rows.
             list(pool.map(self._read, [rows[n::_THREADS] for n in range(_THREADS)]))
 
     def problems(self) -> Iterator[Problem]:
         """The problems, by item and holder."""
         table, (step, save) = self._table, self._table.step_id
-        # Those that cannot be used are first.
+        # Unusable copies come first.
         for row, bad in sorted(
             self._bad.items(), key=lambda each: (each[1].remedy != "", each[0])
         ):
@@ -296,8 +282,8 @@ class _Copies:
         return problem(
             kind="damaged",
             why=f"is longer than what was saved, by {surplus} bytes",
-            remedy=f"a restore reads only its first {memory.nbytes} bytes: cut it to"
-            " them",
+            remedy=f"a restore reads only its first {memory.nbytes} bytes: truncate it"
+            " to them",
         )
 
     def _elsewhere(self, row: int) -> str:
@@ -318,7 +304,7 @@ class _Copies:
             holder = "the persistent tier"
         remedy = "a good copy, and a restore that reads the bad one repairs it"
         if self._holder(row).tier == "persistent":
-            remedy = "a good copy: restore the step, and save it anew"
+            remedy = "a good copy: restore the step, and save it again"
         return f"{holder} has {remedy}"
 
     def _holder(self, row: int) -> Holder:

@@ -147,7 +147,7 @@ def test_a_component_that_fails_is_not_blamed_on_storage(name, ram, make):
         checkpointer.close()
     told = str(caught.value)
     assert told.startswith("step 2 was due in persistent storage and is not there: it")
-    assert "correct the component" in told
+    assert "fix the component" in told
     assert "no tier has it" in told
     for elsewhere in ("storage back", "faster storage", "RAM has", "bring it"):
         assert elsewhere not in told

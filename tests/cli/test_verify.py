@@ -216,7 +216,7 @@ def test_step_of_plain_orbax_is_not_verifiable(saved):
     assert printed["steps"][-1]["state"] == "unverifiable"
     text = runs.verb("verify", steps)
     assert "Orbax saved it without digests" in text
-    assert text.endswith("PASSED, but for what cannot be verified\n")
+    assert text.endswith("PASSED, except for what cannot be verified\n")
     assert "FAILED" in runs.verb("verify", steps, "--strict", code=1)
 
 

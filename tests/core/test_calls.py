@@ -125,7 +125,7 @@ def test_values_are_encoded_and_refused_by_their_types():
             {"by_name": {"x": [True]}},
             r"int`, got `bool` - at `\$\.by_name\[\.\.\.\]\[0\]`",
         ),
-        ({"path": 3}, "3 is no "),
+        ({"path": 3}, "3 is not a "),
     ):
         with pytest.raises(ValueError, match=f"^value: .*{why}"):
             codec.decode(Known, {**encoded, **change})

@@ -103,7 +103,7 @@ def test_screen_has_all_of_it():
             "backup     10 steps behind RAM, being written, or cut short: step 40"
             + why,
             "if lost    slices 0, 2: each restores step 20, 10 steps to retrain",
-            "if lost    slice 1: the run would begin anew",
+            "if lost    slice 1: the run would start over",
             *(f"replicas   {each}" for each in lines),
             f"last event 11 s ago: {last['event']} step=30",
         ]

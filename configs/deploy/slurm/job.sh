@@ -1,5 +1,5 @@
 #!/bin/bash
-# A run on Slurm: copy this file beside run.yml, change what stands above the line, and
+# A run on Slurm: copy this file beside run.yml, change what is above the line, and
 # `sbatch job.sh`. The steps in RAM outlive a requeue, and the job requeues itself.
 #SBATCH --job-name=first
 #SBATCH --nodes=2
@@ -7,36 +7,36 @@
 #SBATCH --gres=gpu:h100:8
 #SBATCH --exclusive
 #SBATCH --partition=h100
-# What the program of a node needs, and its RAM disk, whose files Slurm counts as memory.
+# For the program of a node and its RAM disk, whose files Slurm counts as memory.
 #SBATCH --mem=464G
 #SBATCH --time=1-00:00:00
-# Hosts get SIGTERM so many seconds before the time limit, and save; as
+# Hosts get SIGTERM this many seconds before the time limit, and save:
 # termination_grace_period_seconds of run.yml.
 #SBATCH --signal=TERM@60
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append
 #SBATCH --requeue
-# An elastic run goes on without a node that is lost; other runs end with it.
+# An elastic run continues without a lost node; other runs end.
 #SBATCH --no-kill
 
 # The RAM disk of each node.
 ram_disk=/dev/shm
-# Restarts after failures. Ends at the time limit do not count.
+# The most restarts after failures, not counting the time limit.
 max_restarts=10
-# GPUs of each task; of a supervisor, which is one task on each node, all of them.
+# GPUs of each task; a supervisor, the only task of its node, has all of them.
 devices=8
 # What each node runs before the program.
 setup='source /shared/venv/bin/activate'
-# The directory of this job on the RAM disk. A job that is requeued has the same number,
-# and finds what its nodes still hold.
+# The directory of this job on the RAM disk. A requeued job keeps its number, and finds
+# what its nodes still hold.
 ram=$ram_disk/$SLURM_JOB_NAME-$SLURM_JOB_ID
-# The program of each task. run.yml is on storage that all nodes share, and is the file that
-# runs on a laptop. `elastic-ckpt maxtext` has MaxText's own file; a program of your own
-# finds $ELASTIC_CKPT_LOCAL, for ec.Local. Several tasks on a node need metrics at ports of
-# their own: add 'set -- "$@" "prometheus_port=$((9400 + SLURM_LOCALID))"' to setup.
+# The program of each task. run.yml is the same as on a laptop, on storage that all nodes
+# share. `elastic-ckpt maxtext` takes MaxText's own file; a program of your own gets
+# $ELASTIC_CKPT_LOCAL for ec.Local. Several tasks on a node need different metrics ports:
+# add 'set -- "$@" "prometheus_port=$((9400 + SLURM_LOCALID))"' to setup.
 program=(elastic-ckpt train "$SLURM_SUBMIT_DIR/run.yml" "local_checkpoint_directory=$ram/steps")
-# A supervisor on each node: run.yml says elastic_enabled, and has a multiple of the nodes
-# as its slices. Without it, delete these two lines and --no-kill.
+# A supervisor on each node: run.yml sets elastic_enabled, and slices to a multiple of the
+# nodes. For a run without supervisors, delete these two lines and --no-kill.
 program+=("elastic_machines=$SLURM_JOB_NUM_NODES")
 is_elastic=1
 
@@ -47,7 +47,7 @@ set -u
 failures=$SLURM_SUBMIT_DIR/$SLURM_JOB_NAME-$SLURM_JOB_ID.failures
 
 on_each_node() {
-  # A node that was lost is not in the job any more, and srun would wait for it.
+  # srun would wait for a lost node, which is not in the job any more.
   local nodes
   nodes=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%D)
   srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 "$@"
@@ -83,12 +83,12 @@ exec "$@"
 END_OF_TASK
 )
 
-# All hosts find a wrong configuration, and end with its status by themselves. Those that a
-# host leaves alone end when JAX misses it, at the latest after 300 seconds.
+# All hosts find a wrong configuration and end with its status by themselves. When one host
+# dies, the others end once JAX misses it, at the latest after 300 seconds.
 options=(--label --kill-on-bad-exit=0 --wait=300)
 [ -z "${is_elastic:-}" ] || options=(--label --no-kill --kill-on-bad-exit=0 --wait=0)
 
-# `scancel` also sends SIGTERM to this script: then nothing is requeued.
+# `scancel` also sends SIGTERM to this script, which then requeues nothing.
 is_cancelled=
 trap 'is_cancelled=1' TERM
 srun "${options[@]}" bash -c "$task" - "$setup" "$devices" "${is_elastic:-}" "${program[@]}"
@@ -120,7 +120,7 @@ if [ -n "$can_help" ] && [ -z "$is_cancelled" ]; then
 else
   rm -f "$failures"
   if [ -n "$is_cancelled" ]; then
-    # Such a job can start nothing more on its nodes.
+    # A cancelled job cannot start anything on its nodes.
     [ "$code" != 143 ] || rm -rf "$ram"
     echo "cancelled. What nodes still hold in $ram is removed by: srun" \
       "--nodes=$SLURM_JOB_NUM_NODES --ntasks-per-node=1" \
@@ -128,9 +128,9 @@ else
     exit "$code"
   fi
   case $code in
-    # Storage has all that was due there.
+    # Storage has everything that was due.
     0 | 143) on_each_node rm -rf "$ram" ;;
-    # The nodes' RAM may have more. Only a job of this number finds it.
+    # The nodes' RAM may have more, which only a job of this number finds.
     *)
       on_each_node bash -c "$keep_steps" - "$ram" "$SLURM_JOB_ID" "$SLURM_JOB_NODELIST"
       ;;
