@@ -41,12 +41,8 @@ _MOST_SHARE = 0.6
 def parse_domains(text: str, *, what: str) -> dict[str, str]:
     """Parses `kind=name;kind=name` into names by kind, without those that are empty.
 
-    Args:
-      text: the pairs.
-      what: the setting with this value, for messages.
-
     Raises:
-      ConfigError: if the text is malformed.
+      ConfigError: if the text is malformed; it names the setting `what`.
     """
     pairs = [pair for pair in text.split(";") if pair]
     wrong = [pair for pair in pairs if pair.find("=") < 1]
@@ -75,7 +71,7 @@ def domain_kinds(hosts: Sequence[Host], kinds: str) -> tuple[str, str]:
     in one domain, their copies would fill the memory of the few outside.
 
     Args:
-      hosts: all hosts of the world.
+      hosts: of the world.
       kinds: from large to small, separated by `;`.
 
     Returns:
@@ -136,10 +132,6 @@ class Owners:
     A host without the label `host`, which names its machine, counts as a separate
     machine. Hosts without some other label count as one domain of that kind. No
     guarantee goes beyond the labels.
-
-    Args:
-      hosts: all hosts, in order of number.
-      policy: how many copies to make, and where.
     """
 
     def __init__(self, hosts: Sequence[Host], policy: Policy) -> None:

@@ -24,7 +24,6 @@ class HeldStep:
     """A step in one tier, with the fields of Orbax's `PolicyCheckpointInfo`.
 
     Attributes:
-      step: the training step.
       time_ms: when it was saved, in milliseconds since 1970.
       metrics: the values it is ranked by; None if it was not evaluated.
       complete: in storage, whether all of it is there; in RAM, whether this host's

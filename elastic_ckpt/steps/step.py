@@ -20,7 +20,7 @@ class StepId(NamedTuple):
     A run that rolls back saves some of its steps again, with different values.
 
     Attributes:
-      step: the number of the training step.
+      step: the training step.
       save: the name of the save, as text greater than all earlier ones; empty if Orbax
         alone saved the step.
     """

@@ -21,17 +21,10 @@ from elastic_ckpt.steps.manifest import Holder, Host, Leaf, Manifest, Parts
 
 
 class StepTable:
-    """The union of manifests of one save of a step.
-
-    Args:
-      manifests: at least one.
+    """The union of one or more manifests of one save of a step.
 
     Attributes:
       manifest: the merged manifest.
-      run: the identity of the run.
-      step_id: the step, and which save of it.
-      contents: the contents of the whole step.
-      holders: the holders of all manifests, in their order.
       items: one part of each item, ordered by leaf and bounds, `[i]`.
       boxes: the boxes of the items, `[i, r]`.
       num_bytes: the size of each item, int64 `[i]`.
