@@ -28,7 +28,6 @@ class HeldStep:
       metrics: the values it is ranked by; None if it was not evaluated.
       complete: in storage, whether all of it is there; in RAM, whether this host's
         manifest is readable. None if that is unknown, so that the step is kept.
-      save: which save of it.
     """
 
     step: int

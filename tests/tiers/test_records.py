@@ -164,7 +164,7 @@ def test_a_lost_record_is_not_renewed(tmp_path, monkeypatch, caplog):
             assert problem is away
         held.give_back()
         assert records.read(held.path).secs == 600.0
-    assert "is not written: " in caplog.text
+    assert "was not written: " in caplog.text
 
 
 @pytest.fixture
