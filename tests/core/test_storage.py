@@ -167,7 +167,7 @@ def test_a_failure_has_a_cause_by_what_systems_and_clients_write():
         errno.ESTALE: "unreachable",
         errno.EIO: "unreachable",
         errno.ENOTDIR: "missing",
-        "step 3 needs 9 bytes in /ram, and 3 are free; raise the limit": "full",
+        "step 3 needs 9 bytes in /ram, but only 3 are free; raise the limit": "full",
         "PERMISSION_DENIED: Error writing local file": "refused",
         "UNAUTHENTICATED: HTTP response code: 401": "refused",
         "gcsfs: Forbidden, 403": "refused",
