@@ -400,5 +400,5 @@ def test_a_program_that_fails_and_closes_nothing_loses_no_save(tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert 3 in stored(tmp_path)
-    assert ended.stderr.count("was not closed, and its saves are finished now") == 1
+    assert ended.stderr.count("was not closed; finishing its saves now") == 1
     assert ended.stderr.count("Traceback") == 1
