@@ -117,9 +117,6 @@ def fail_later(
 
     Otherwise the other hosts would wait for this one.
 
-    Args:
-      begin: takes the state of the step, and returns its writer.
-
     Returns:
       The writer, which raises the error if there was one; and the error, if the caller
       must raise it, too (full storage only fails the step).

@@ -280,8 +280,6 @@ class _Follower:
     Args:
       root: the directory of the steps in storage, where the run records its agents.
       client: reads from agents; None follows only the steps in storage.
-      secret_file: the file with the run's secret, for messages.
-      after: only later steps count.
       poll_secs: the time between two looks at storage while RAM has no new step.
 
     Attributes:

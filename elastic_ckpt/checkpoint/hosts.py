@@ -111,9 +111,6 @@ class Hosts(Protocol):
     def read(self, components: Sequence[str]) -> list[ReadParts]:
         """Makes all hosts read and verify what `check` selected.
 
-        Args:
-          components: the wanted components.
-
         Raises:
           HostsFailedError: if no good copy of a part is left.
         """
@@ -125,23 +122,14 @@ class Hosts(Protocol):
         """
 
     def are_leaving(self, error: BaseException) -> bool:
-        """Whether all drivers leave at once, so that they can do so together.
-
-        Args:
-          error: the error for which this driver leaves.
-        """
+        """Whether all drivers leave at once, so that they can do so together."""
 
     def close(self) -> None:
         """Releases the hosts."""
 
 
 class InEveryProcess:
-    """The hosts of a multi-controller world, one in each process, which also drives.
-
-    Args:
-      own: the host of this process.
-      messages: connects the processes.
-    """
+    """The hosts of a multi-controller world, one in each process, which also drives."""
 
     is_apart = False
 

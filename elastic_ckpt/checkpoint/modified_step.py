@@ -65,11 +65,6 @@ class StoredFiles:
 def edit(name: str, tree: Any, change: Edit) -> tuple[Any, str]:
     """Applies an edit to a copy of a pytree.
 
-    Args:
-      name: the name of the tree.
-      tree: the pytree.
-      change: the edit.
-
     Returns:
       The new tree, and a line about the change.
 

@@ -146,11 +146,6 @@ def tree_files(
 ) -> dict[str, bytes]:
     """The files that Orbax adds to the values of a tree, by path in its directory.
 
-    Args:
-      checkpointable: the name of the tree.
-      tree: one of the `checkpointables` of `metadata_files`.
-      chunks: see `metadata_files`.
-
     Raises:
       CheckpointError: as `metadata_files`.
     """
@@ -202,9 +197,6 @@ def tree_files(
 
 def strings_file(named: Mapping[str, str]) -> dict[str, Any]:
     """The content of `_strings.json`: a name is a JSON pointer to its string.
-
-    Args:
-      named: strings by the name of their leaf.
 
     Raises:
       CheckpointError: if a string would be inside of another.

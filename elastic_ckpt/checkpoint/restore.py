@@ -89,7 +89,6 @@ class SearchOutcome:
     Attributes:
       checkpoint: the step; None if none is complete.
       newest_save: the newest save of any step; empty if there are none.
-      problem: why no step was found.
     """
 
     checkpoint: CheckpointMetadata | None = None
@@ -241,7 +240,6 @@ class Restored(NamedTuple):
       search: the outcome of the search for it.
       components: all of its components, whether requested or not; none if Orbax alone
         saved it.
-      parts: the requested parts, by name.
     """
 
     search: SearchOutcome
@@ -253,7 +251,6 @@ class Restorer:
     """Restores some pytrees and components of a step; all hosts call it alike.
 
     Args:
-      hosts: the hosts of the world.
       relayout: reads trees whose saved layout differs.
       emit: called with the sources of the values, and with problems.
       wanted: abstract trees and components, by name.

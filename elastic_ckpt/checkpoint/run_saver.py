@@ -64,8 +64,6 @@ class RunSaver:
 
     Attributes:
       saved: the steps to save in addition to those that are due.
-      data: the data iterator.
-      callbacks: None if the run has none.
       last_step: the step that ends the run, once it is saved.
       best_step: the step whose evaluation was better than all before.
     """
@@ -258,10 +256,6 @@ def preserve_newest(checkpointer: HostsCheckpointer, *, up_to: int) -> int | Non
     """Pins the newest step up to `up_to` in persistent storage; all hosts call it.
 
     Waits for a backup in progress, which may be of that step.
-
-    Args:
-      checkpointer: the checkpointer of the run.
-      up_to: the step after which the copies of the state were equal.
 
     Returns:
       The pinned step, on the primary host; None if there is none.

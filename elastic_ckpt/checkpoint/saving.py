@@ -121,12 +121,7 @@ class Saving:
         return None
 
     def contents(self, written: Sequence[Written], *, is_due: bool) -> Contents:
-        """The contents of its manifests, without the arrays.
-
-        Args:
-          written: what each host has written.
-          is_due: see `Contents`.
-        """
+        """The contents of its manifests, without the arrays."""
         files = {path: size for each in written for path, size in each.files.items()}
         return dataclasses.replace(
             self.description.contents,
@@ -137,10 +132,6 @@ class Saving:
 
     def diverged(self, hosts: Hosts, written: Sequence[Written]) -> str | None:
         """A message about the first part that hosts wrote differently; None if none.
-
-        Args:
-          hosts: the hosts of the world.
-          written: what each host has written.
 
         Raises:
           HostsFailedError: if a host does not report its digests.

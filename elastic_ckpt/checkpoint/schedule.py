@@ -49,8 +49,6 @@ class Schedule:
     """Decides which tiers are due at a step, the same in every process of a world.
 
     Attributes:
-      chosen: the tiers.
-      clock: the clock of backups.
       agree: returns the values of host 0, in every process.
       stored: the steps that a policy sees, ascending: the one that the run resumed
         from, if any, and those that were due in storage since.
@@ -65,12 +63,7 @@ class Schedule:
     _next_look: int = 0
 
     def note_save(self, step: Any, *, back_up: bool) -> None:
-        """Notes that a save has begun.
-
-        Args:
-          step: with its number, time and metrics.
-          back_up: whether it goes to persistent storage.
-        """
+        """Notes that a save has begun."""
         if back_up:
             self.stored.append(step)
         if self.chosen.local is None:
@@ -78,12 +71,7 @@ class Schedule:
         self._is_time, self._next_look = False, 0
 
     def is_due(self, step: Any, *, is_saving: bool) -> bool:
-        """Whether any tier is due.
-
-        Args:
-          step: as for `note_save`.
-          is_saving: whether a save is in progress.
-        """
+        """Whether any tier is due."""
         local, persistent = self.chosen.local, self.chosen.persistent
         if any(t and t.every and step.step % t.every == 0 for t in (local, persistent)):
             return True
@@ -103,7 +91,7 @@ class Schedule:
         With a local tier, the stages of a save count the minutes.
 
         Args:
-          step: as for `note_save`.
+          step: the step, with its number, time and metrics.
           is_saving: whether a save is in progress.
           is_left: whether the run continues in another world, so that a signal to end
             is not a preemption.

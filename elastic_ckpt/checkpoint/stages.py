@@ -67,7 +67,6 @@ class Readiness:
     """What each process reports to the others when a save begins.
 
     Attributes:
-      notes: its notes on the step.
       can_copy: whether no copies are being made; a stage begins when all hosts can.
       can_back_up: whether no backup is being made.
       is_time: whether a backup is due by the clock; host 0 decides.
@@ -122,17 +121,12 @@ class SaveStages:
     """Takes captured steps through their stages.
 
     Args:
-      hosts: the hosts of the world.
-      chosen: the tiers.
-      clock: decides by time when a backup is due.
-      world: this world's place in the run.
       emit: called for each event, in the threads of the stages.
       writer: writes to storage; None if this program does not write there.
 
     Attributes:
       committed: the newest step that was committed here; None before the first, and
         after a restore.
-      committing: the stage that commits.
     """
 
     def __init__(

@@ -189,11 +189,7 @@ class StepDescription:
         return HostNotes(contents.metrics, contents.custom_metadata, parts_digest)
 
     def kinds(self, components: Mapping[str, str]) -> dict[str, str]:
-        """What this host saves, by the path of a leaf or the name of a component.
-
-        Args:
-          components: the kinds of components, by name.
-        """
+        """What this host saves, by the path of a leaf or the name of a component."""
         leaves = _with_none(self.trees).items()
         return {path: _kind(leaf) for path, leaf in leaves} | dict(components)
 
@@ -203,11 +199,7 @@ class StepDescription:
         return dataclasses.replace(self, contents=contents)
 
     def files(self, chunks: Chunks) -> dict[str, str]:
-        """The files that Orbax adds to the values, by path, committed now.
-
-        Args:
-          chunks: the shape of the chunks of each leaf, by path.
-        """
+        """The files that Orbax adds to the values, by path, committed now."""
         files = orbax_format.metadata_files(
             self.trees,
             self.contents.components,

@@ -243,7 +243,6 @@ class Manifest:
     """What some holders have of one save of a step.
 
     Attributes:
-      run: the identity of the run.
       step_id: the step; manifests of different saves are never mixed.
     """
 

@@ -73,7 +73,6 @@ class Read(NamedTuple):
     """How to read one piece.
 
     Attributes:
-      piece: its box, in global coordinates.
       into: where it goes in the wanted box.
       out_of: where it lies in the saved box.
     """
@@ -85,10 +84,6 @@ class Read(NamedTuple):
 
 class ReadPlan:
     """The pieces that a host reads, independent of which hosts saved the step.
-
-    Args:
-      near: the holders of a complete step, as the host sees them.
-      wanted: the boxes that the host needs.
 
     Attributes:
       of_wanted: the wanted box of each piece, ascending, int64 `[p]`.
@@ -133,8 +128,6 @@ class Nearness:
     """The nearness of holders to a reader, and the order among equally near ones.
 
     Args:
-      table: the table of the step.
-      reader: the host that reads.
       domain: the kind of failure domain within which a peer is close.
 
     Attributes:

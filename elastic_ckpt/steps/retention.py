@@ -138,11 +138,7 @@ class BestN:
         return [(rank, number) in best for number, rank in enumerate(ranks)]
 
     def rank(self, metrics: Mapping[str, Any] | None) -> float | None:
-        """The rank of a step, lower if better; None without a finite metric.
-
-        Args:
-          metrics: the step's metrics; None if it was not evaluated.
-        """
+        """The rank of a step, lower if better; None without a finite metric."""
         value: Any = (metrics or {}).get(self.metric)
         if type(value) not in (int, float) or not math.isfinite(value):
             return None

@@ -20,7 +20,6 @@ class StepId(NamedTuple):
     A run that rolls back saves some of its steps again, with different values.
 
     Attributes:
-      step: the training step.
       save: the name of the save, as text greater than all earlier ones; empty if Orbax
         alone saved the step.
     """
@@ -57,7 +56,6 @@ class Line:
     """A save's ancestry.
 
     Attributes:
-      save: the newest save.
       parents: the steps at which the line continued under a later save, oldest first.
         Of a listed save, the steps up to the listed one belong to the line.
     """

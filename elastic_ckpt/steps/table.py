@@ -24,7 +24,6 @@ class StepTable:
     """The union of one or more manifests of one save of a step.
 
     Attributes:
-      manifest: the merged manifest.
       items: one part of each item, ordered by leaf and bounds, `[i]`.
       boxes: the boxes of the items, `[i, r]`.
       num_bytes: the size of each item, int64 `[i]`.

@@ -43,7 +43,6 @@ class CapturedLeaf(NamedTuple):
     """The part of an array that this process holds.
 
     Attributes:
-      leaf: the whole array.
       shard_shape: the shape of every shard, here and elsewhere.
       boxes: each chunk that is here, once, with its values; an array without elements
         has none.

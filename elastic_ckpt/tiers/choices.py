@@ -226,10 +226,6 @@ class Chosen:
     def from_choices(cls, tiers: Sequence[Tier], *, read_only: bool = False) -> Chosen:
         """The tiers by their kinds.
 
-        Args:
-          tiers: at most one of each kind.
-          read_only: whether nothing will be saved, so that storage needs no interval.
-
         Raises:
           ConfigError: if these are not tiers, or do not fit together.
         """

@@ -23,7 +23,6 @@ class FoundStep:
     """A save of a step, and where to read it.
 
     Attributes:
-      table: its parts and their holders.
       sources: one for each holder, in their order.
     """
 

@@ -37,11 +37,7 @@ def pin(step_directory: epath.PathLike) -> None:
 
 
 def unpin(step_directory: epath.PathLike) -> None:
-    """Leaves a step to the preservation policy again, whether it was pinned or not.
-
-    Args:
-      step_directory: as for `pin`.
-    """
+    """Leaves a step to the preservation policy again, whether it was pinned or not."""
     storage.remove(epath.Path(step_directory) / FILE)
 
 

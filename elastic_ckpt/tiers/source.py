@@ -113,12 +113,7 @@ class Leftover:
 
 
 class Copy(NamedTuple):
-    """What one holder has of a save of a step.
-
-    Attributes:
-      manifest: the parts that this holder has.
-      source: reads them.
-    """
+    """What one holder has of a save of a step."""
 
     manifest: Manifest
     source: Source

@@ -54,9 +54,6 @@ class Summary:
 def named(components: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Makes a dict of components.
 
-    Args:
-      components: a mapping, or pairs of a name and a component.
-
     Raises:
       ConfigError: if names occur twice; it lists all of them.
     """

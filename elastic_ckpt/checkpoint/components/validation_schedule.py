@@ -47,12 +47,7 @@ class ValidationSchedule:
     equal_step: int | None = None
 
     def is_due(self, step: int, *, is_saving: bool) -> bool:
-        """Whether to validate after `step` steps.
-
-        Args:
-          step: the number of steps done.
-          is_saving: whether the step is saved next.
-        """
+        """Whether to validate after `step` steps."""
         is_at_interval = self.interval > 0 and step % self.interval == 0
         return is_at_interval or (is_saving and self.at_saves)
 
@@ -127,11 +122,6 @@ def compare(step: int, components: Mapping[str, Any], *, emit: events.Emit) -> N
     """Compares the states that a save has taken from replicated components.
 
     All hosts must call it.
-
-    Args:
-      step: the step being saved.
-      components: the components of the step, by name.
-      emit: called on the first host, for each difference.
 
     Raises:
       RunError: if a host did not answer in time.

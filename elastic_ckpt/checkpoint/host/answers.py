@@ -73,7 +73,6 @@ class Candidate:
     """A save of a step, as host 0 has examined it; a `steps.search.Examined`.
 
     Attributes:
-      checkpoint: describes it.
       problem: why it cannot be read; None if it is complete.
     """
 

@@ -68,10 +68,6 @@ class HostBackup:
         upload of the step that the world resumes from stays, and is continued. Also
         records the agents of this world, by which others find its steps in RAM.
 
-        Args:
-          save: the save of this world.
-          restored: the step that the world resumes from.
-
         Returns:
           The steps whose saves were interrupted, with the removed paths.
         """
@@ -109,10 +105,6 @@ class HostBackup:
     def begin(self, step_id: StepId, claim: int) -> dict[str, tuple[int, ...]]:
         """Prepares a backup; called on host 0 before the others start.
 
-        Args:
-          step_id: the step.
-          claim: the number of this world.
-
         Returns:
           The shape of the chunks of each array, by path.
         """
@@ -132,10 +124,6 @@ class HostBackup:
 
         Verifies everything first: replaces a bad copy by that of another holder, and
         repairs it if it is this host's. Keeps what an interrupted upload has written.
-
-        Args:
-          step_id: the step.
-          claim: the number of this world.
 
         Returns:
           The bytes of the share, and a sentence for each bad copy.
@@ -178,11 +166,6 @@ class HostBackup:
     ) -> str:
         """Commits what all hosts have uploaded; called on host 0.
 
-        Args:
-          step_id: the step.
-          orbax_files: the files that Orbax adds to the values, by path.
-          claim: the number of this world.
-
         Returns:
           Why older steps were not removed; empty if there was no problem.
 
@@ -215,10 +198,6 @@ class HostBackup:
         Also finishes removals of worlds that were killed. Keeps the newest complete
         step, pinned and leased ones, and those that plain Orbax or another run saved.
         Removes steps that were set aside once the line has passed them.
-
-        Args:
-          line: the line of the committed save.
-          step: the committed training step.
         """
         root, tier, keep = self._root, self._tier, self._keep
         for each in root.leftovers():
@@ -270,10 +249,6 @@ class HostBackup:
         """Removes all saves of a step from storage; returns whether there were any.
 
         A step that Orbax alone saved stays.
-
-        Args:
-          step: the training step.
-          line: the line of this world.
 
         Raises:
           CheckpointError: if a program reads the step under a lease.

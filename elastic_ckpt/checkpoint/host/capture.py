@@ -104,7 +104,6 @@ class Shards(NamedTuple):
     """A host's shards of an array that other code has assembled.
 
     Attributes:
-      leaf: the whole array.
       shard_shape: the shape of every shard, here and elsewhere.
       boxes: each box that is here, once, with its values.
       kept: whether no other code changes the values, so that they need no copy.

@@ -47,13 +47,11 @@ class Introduction:
     """The facts that other hosts need before this one has a slot.
 
     Attributes:
-      machine: the id of the machine's memory.
       secret: the run's secret, if the machine has one.
       fresh_secret: a new secret, for a run without one.
       agents: the agents that this machine has recorded; see `run_files`.
       now_secs: the time, in seconds since 1970.
       fresh_identity: a new name, for a run without an identity.
-      disk: the RAM disk of the machine.
       stored: on host 0, the persistent storage; None if there is none.
     """
 
@@ -75,7 +73,6 @@ class HostEndpoint:
     """A host, on which calls run.
 
     Args:
-      config: the configuration of the host.
       more_parts: creates the parts that a transport adds.
     """
 
@@ -179,12 +176,7 @@ class HostEndpoint:
     def connect(
         self, hosts: tuple[Host, ...], agents: Mapping[str, run_files.Seen]
     ) -> None:
-        """Connects to the other hosts.
-
-        Args:
-          hosts: all hosts of the world, in order of number.
-          agents: the agents of their machines, and of idle ones; see `run_files`.
-        """
+        """Connects to the other hosts."""
         config, own, disk = self._config, self._own, self._disk
         assert own is not None
         # Only now, when live hosts have locked their slots, so that these are not

@@ -46,7 +46,6 @@ class Report:
     Attributes:
       manifests: manifests of steps, merged for all holders with the same contents.
       problems: a sentence for each manifest or message that could not be read.
-      saves: the known saves of steps.
       refusing: the URLs of agents that reject the run's secret.
       silent: the numbers of hosts whose reports could not be read.
     """
@@ -91,9 +90,6 @@ class Exchange:
     """The messages of one host, and its part in exchanges with all, one at a time.
 
     Args:
-      disk: the RAM disk of this machine.
-      hosts: all hosts of the world, in order of number.
-      number: the number of this host.
       endpoint: returns the agent of a machine of the world, by the machine's id.
 
     Attributes:

@@ -301,9 +301,6 @@ class HostReader:
 
         Each host repairs its own, and a share of those on idle machines.
 
-        Args:
-          bad: the bad copies that any host found.
-
         Returns:
           The names of the repaired parts.
         """

@@ -67,7 +67,6 @@ class Written:
         holds, by the numbers of these hosts.
       preserved: the steps that are pinned or being read on this machine.
       problem: why it is not in the RAM of this host; empty if it is, or need not be.
-      machine: the machine of this host.
       needs_bytes: for the first save to RAM, what the arrays and copies of this host
         take on each machine.
       room_bytes: for the first save to RAM, what the run may take on this machine,
@@ -85,11 +84,7 @@ class Written:
 
 
 def lacking_room(written: Sequence[Written]) -> dict[int, str]:
-    """Why steps and their copies do not fit into RAM, by host.
-
-    Args:
-      written: the step on each host, in order of number.
-    """
+    """Why steps and their copies do not fit into RAM, by host."""
     needs: collections.Counter[str] = collections.Counter()
     for each in written:
         needs.update(each.needs_bytes)
@@ -151,11 +146,6 @@ class HostSaver:
         """Writes the captured values and the files of components.
 
         Without a local tier, only computes their digests.
-
-        Args:
-          step_id: the step.
-          components: the components that have written their files.
-          problem: why this driver cannot write the step; None if it can.
 
         Raises:
           CheckpointError: if `problem` is not None.

@@ -95,7 +95,6 @@ class AskedLeaf:
     """A requested leaf, in terms of the saved one.
 
     Attributes:
-      path: the path of the leaf.
       shape: the saved shape of the whole array.
       dtype: the wanted dtype; None takes the saved one.
       sharding: where it goes; None keeps it whole, in this process.
@@ -115,7 +114,6 @@ class WantedLeaf:
     """The boxes of a requested leaf that this host needs, in terms of the saved one.
 
     Attributes:
-      path: the path of the leaf.
       shape: the saved shape of the whole array.
       boxes: the boxes that this host needs, without repetitions.
       place: moves the values of a box, given by its number, to where they are needed;
@@ -170,13 +168,7 @@ def wanted(
 def check_same_model(
     what: str, saved: Mapping[str, str], now: Mapping[str, str]
 ) -> None:
-    """Raises an OtherModelError naming the first leaves in which two models differ.
-
-    Args:
-      what: the checkpoint, for the message.
-      saved: what each leaf was, by path.
-      now: what each leaf is, by path.
-    """
+    """Raises an OtherModelError naming the first leaves in which two models differ."""
     differing = [
         f"{path}: saved {saved.get(path, 'nothing')}, now {now.get(path, 'nothing')}"
         for path in sorted(saved.keys() | now.keys())

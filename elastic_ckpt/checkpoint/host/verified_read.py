@@ -48,7 +48,6 @@ class BadCopy:
 
     Attributes:
       host: the id of its holder.
-      tier: the tier of the holder.
       name: the leaf and box, or the file of a component, by `StepTable.name`.
       why: what is wrong, as the end of `<name> at <holder> ...`.
     """
@@ -71,7 +70,6 @@ class VerifiedReader:
     """Reads parts of one step from their holders; any number of threads may call it.
 
     Args:
-      step: the step, with the sources of its holders.
       near: the order in which to try holders; None for that of the table.
 
     Attributes:

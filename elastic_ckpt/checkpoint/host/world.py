@@ -45,8 +45,6 @@ class HostConfig:
 
     Attributes:
       number: its number in the world, from 0.
-      run: the identity of the run.
-      slice_name: its slice.
       directory: the RAM disk; without a local tier, a directory of only this world for
         files of components, removed at the end.
       chosen: the tiers; without a peer tier, hosts serve each other but copy nothing.
@@ -66,13 +64,6 @@ class HostConfig:
 
 class HostWorld:
     """A host in a world that it has joined.
-
-    Args:
-      config: the configuration of the host.
-      own: its slot of the machine's RAM disk.
-      hosts: all hosts of the world, in order of number.
-      client: reads from the agents of other machines.
-      agents: their addresses, by machine; see `run_files`.
 
     Attributes:
       copy_policy: how many copies of a step this world keeps in the memory of peers.

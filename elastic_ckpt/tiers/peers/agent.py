@@ -41,7 +41,6 @@ class Address:
     Attributes:
       url: `http://` or `https://`, host, port and `/v1/<run>`; without the run for a
         node.
-      pid: the agent's process.
       machine: the ID of the machine's memory; empty for a node.
       domains: the failure domains of the node, by kind.
     """

@@ -358,11 +358,6 @@ async def serve(
 ) -> None:
     """Serves one RAM disk until an event is set.
 
-    Args:
-      service: what to serve.
-      ended: the event.
-      announce: called with a line for people, which ends in the URL.
-
     Raises:
       RunError: as `listening` and `publish`.
     """

@@ -49,7 +49,6 @@ class Listing(NamedTuple):
 
     Attributes:
       machine: the ID of its machine's memory; empty if the list could not be read.
-      manifests: the manifests on its RAM disk.
       problem: a sentence why the list could not be read; empty if it was.
       is_refused: whether the agent rejects this process's secret.
     """
@@ -64,7 +63,6 @@ class PeerSource:
     """The files of one step in one slot of a peer's RAM disk, a `source.Source`.
 
     Args:
-      endpoint: the peer's agent.
       directory: `<slot>/<step>-<save>`.
     """
 
@@ -97,11 +95,6 @@ class Peer:
     It requests the list of steps once, when that is first needed. A new object requests
     it again, and reads only new manifests. A failed peer costs its time limit once, is
     then skipped for a while (see `peer_client`), and counts as having no steps.
-
-    Args:
-      url: the URL of its agent.
-      client: the client of this process.
-      run: the run whose steps are wanted.
     """
 
     def __init__(self, url: str, client: PeerClient, run: str) -> None:

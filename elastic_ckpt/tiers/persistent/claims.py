@@ -61,7 +61,6 @@ class Claim:
 
     Attributes:
       number: the number of the world, from 1.
-      run: the identity of the run.
       line: the line of the world's first save. Its save is empty if no world of the run
         has saved anything.
       begun_ms: when the first world of the run was claimed, in milliseconds since 1970.
@@ -75,9 +74,6 @@ class Claim:
 
 def newest(steps: epath.PathLike) -> Claim | None:
     """The claim of the newest world; None before the first.
-
-    Args:
-      steps: the directory of the run's steps, local or in an object store.
 
     Raises:
       CheckpointError: if storage is out of reach, or the record cannot be read.

@@ -51,7 +51,6 @@ class Chunk:
     """A chunk of a leaf, and its values.
 
     Attributes:
-      leaf: the whole array.
       box: the box of the chunk; the whole box of an array without elements, of which
         only the metadata is written.
       values: the values of the box, of the leaf's dtype.

@@ -48,11 +48,6 @@ class OrbaxView:
         """What is wrong with a chunk as Orbax reads it; None if nothing.
 
         TensorStore checks the CRC-32C after the values, and this method their digest.
-
-        Args:
-          leaf: an array.
-          box: the box of the chunk.
-          named: the expected digest of its values.
         """
         try:
             array = self._array(leaf)[tuple(map(slice, box.start, box.stop))]

@@ -143,9 +143,6 @@ class PersistentTier:
         Steps of another run, or that a later version of elastic_ckpt has committed, are
         left out. The time is the commit time in Orbax's metadata (1970 if that is
         damaged); the metrics are those in Orbax's files and those of evaluations.
-
-        Args:
-          line: the line whose evaluations count.
         """
         found = self.root.of_each(self._held, self._ours)
         held = [each for each in found.values() if each is not None]
@@ -185,11 +182,7 @@ class PersistentTier:
 
 
 class StepSource:
-    """Reads the files of a step, and the values in its stores; a `source.Source`.
-
-    Args:
-      directory: the directory of the step, committed or not.
-    """
+    """Reads the files of a step, and the values in its stores; a `source.Source`."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory

@@ -55,11 +55,9 @@ class Record:
 
     Attributes:
       start: the unique name of one start of a program.
-      process: the process of that program.
       secs: how long it is valid without being renewed; 0 once it was given back.
       since_ms: when it was created, in milliseconds since 1970.
       count: how often it was renewed.
-      fields: the other fields of its kind.
     """
 
     start: str
@@ -182,11 +180,6 @@ class Records:
     ) -> Held | None:
         """Creates a record unless its number exists; records are never removed.
 
-        Args:
-          number: the next number.
-          record: the record to create.
-          renewed: as for `Held`.
-
         Returns:
           The record, renewed from now on; None if another program took the number.
         """
@@ -202,11 +195,8 @@ class Held:
     """A record that this process has created, and the thread that renews it.
 
     Args:
-      path: the file of the record.
-      record: its content.
       after: the file that a successor creates; None if there can be none.
       renewed: called with the count after each renewal, in that thread.
-      mode: the permissions of the file.
 
     Attributes:
       record: the content that was written last.

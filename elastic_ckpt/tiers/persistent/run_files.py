@@ -102,7 +102,6 @@ class Evaluation:
     """The metrics of one evaluation.
 
     Attributes:
-      run: the identity of the run.
       step: the training step that was evaluated, saved or not.
       save: the save of the world that evaluated it, or of the saved step.
       metrics: a JSON object.
@@ -286,13 +285,7 @@ def forget_agent(root: epath.PathLike, url: str) -> None:
 def joined_agents(
     heard: Iterable[Mapping[str, Seen]], present: Mapping[str, str], *, now_secs: float
 ) -> dict[str, Seen]:
-    """Merges the agents that hosts know, each as it was seen last.
-
-    Args:
-      heard: what each host's machine has recorded.
-      present: the URLs of the agents of this world, by machine.
-      now_secs: the time, in seconds since 1970.
-    """
+    """Merges the agents that hosts know, each as it was seen last."""
     of_all = [each for agents in heard for each in agents.items()]
     newest = dict(sorted(of_all, key=lambda each: each[1].secs))
     oldest_secs = now_secs - _REMEMBERED_SECS
@@ -333,11 +326,6 @@ def forget_evaluations(
     root: PersistentRoot, steps: Collection[int], line: Line
 ) -> None:
     """Removes the evaluations of saved steps, and abandoned ones that were passed.
-
-    Args:
-      root: the directory of the steps, which still exist.
-      steps: the saved steps that are about to be removed.
-      line: the line of the world that removes them.
 
     Raises:
       OSError: if storage is unavailable, or another of `bucket_clients.failures`.

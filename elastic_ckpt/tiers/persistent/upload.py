@@ -72,9 +72,6 @@ class Upload:
     """One host's part of an upload.
 
     Args:
-      root: the directory of the steps.
-      saved: the step to upload.
-      host: this host.
       claim: the number of its world, which must be the newest whenever a file is
         written into a directory that another start may share; 0 for no world.
 

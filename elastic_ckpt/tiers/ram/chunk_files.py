@@ -49,14 +49,7 @@ class ChunkFile(NamedTuple):
 
 
 class ChunkFiles:
-    """The mapped files of one slot; any thread may use them.
-
-    Args:
-      directory: where to keep files that are in no step.
-
-    Attributes:
-      num_made: how many files were created.
-    """
+    """The mapped files of one slot; any thread may use them."""
 
     def __init__(self, directory: epath.PathLike) -> None:
         self._directory = os.fspath(directory)

@@ -61,12 +61,6 @@ class LocalHost:
     ) -> None:
         """Takes a slot.
 
-        Args:
-          disk: the RAM disk of this machine.
-          slot: the slot, which no other process of the machine may have.
-          domains: the failure domains of the process, by kind.
-          number: the number of the process, for people only.
-
         Raises:
           RunError: if a live process has the slot.
         """
@@ -121,10 +115,6 @@ class LocalHost:
     def begin(self, step_id: StepId, contents: Contents) -> StepWriter:
         """Returns a writer of this process's parts of a step; removes its leftovers.
 
-        Args:
-          step_id: the step.
-          contents: the contents of the whole step.
-
         Raises:
           CheckpointError: if the step is already committed.
         """
@@ -162,9 +152,6 @@ class LocalHost:
 
     def remove_idle(self, is_removed: Callable[[StepId], bool]) -> bool:
         """Removes steps from the slots of this machine whose process is gone.
-
-        Args:
-          is_removed: whether to remove a step.
 
         Returns:
           Whether any step was removed.
@@ -292,10 +279,6 @@ class StepWriter:
         files: Mapping[str, bytes] = types.MappingProxyType({}),
     ) -> None:
         """Writes the values of all boxes; afterwards, `captured` may be released.
-
-        Args:
-          captured: the host's parts of the arrays.
-          files: files that components have written elsewhere, by path.
 
         Raises:
           CheckpointError: if they no longer fit or cannot be written; the writer is

@@ -78,7 +78,6 @@ class RamDisk:
     """The RAM disk of one machine for one run; a tier to restore from.
 
     Attributes:
-      run: the identity of the run.
       limit_bytes: the limit for all slots together; None leaves it to the file system.
     """
 
