@@ -1,4 +1,4 @@
-"""The files that Orbax v1 writes beside the values of a checkpoint.
+"""The files that Orbax v1 writes next to the values of a checkpoint.
 
     _CHECKPOINT_METADATA              handlers by part, times, custom metadata
     <part>/_METADATA                  the tree of a pytree, and the kinds of its leaves

@@ -97,7 +97,7 @@ _OF_FUNCTION = ("axis", "mesh", "processes_per_node")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Description:
-    """The content of `component.json`, which host 0 writes beside the states.
+    """The content of `component.json`, which host 0 writes next to the states.
 
     Attributes:
       pattern: how the component was shared.

@@ -88,8 +88,8 @@ STORABLE = frozenset(
 # JAX packs several elements of these into a byte; files do not.
 _PACKED = frozenset({"float4_e2m1fn", "int2", "int4", "uint2", "uint4"})
 _ALIGNMENT_BYTES = 64
-# Small chunks are copied into memory. If there are more than so many bytes of them, the
-# larger ones get files, too.
+# Small chunks are copied into memory. If they exceed this size in total, the larger
+# ones get files, too.
 _MOST_SMALL_BYTES = 2**27
 _LEAST_OF_MANY_BYTES = 2**16
 # The least memory to leave for the rest of the process, and on a device for programs.

@@ -123,7 +123,7 @@ class VerifiedReader:
 
         Args:
           item: its number in the table.
-          memory: returns contiguous memory for so many bytes, uint8.
+          memory: returns contiguous memory of a size in bytes, uint8.
           maps: whether to map values in this machine's memory instead of copying them;
             the step must not be removed while they are used.
 

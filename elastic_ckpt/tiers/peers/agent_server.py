@@ -8,8 +8,8 @@
     GET, HEAD  /v1/<run>/hosts/<slot>/<step>-<save>/<path>   a file, or a range of it
     PUT        /v1/<run>/hosts/<slot>/<step>-<save>/<path>   replaces a bad copy of a
                                                              file (`ram.ram_disk`)
-    PUT        /v1/<run>/holds/<step>-<save>                 keeps the step for so many
-                                                             seconds (`preserved`)
+    PUT        /v1/<run>/holds/<step>-<save>                 keeps the step for a time,
+                                                             in seconds (`preserved`)
 
 Every request needs the run's secret (`Authorization: Bearer ...`). The secret is in a
 file, never on a command line, where others on the machine could read it. A refused
@@ -487,7 +487,7 @@ def sweep(
 
     Args:
       directory: the directory of a node.
-      unused_after: removes a run so many seconds after its last use. A run is in use
+      unused_after: how many seconds after its last use to remove a run. It is in use
         while a sweep finds that a process has one of its slots.
       max_bytes: the most bytes of all runs together. Above it, removes the runs that
         were unused the longest, except those whose pods may just be being replaced.

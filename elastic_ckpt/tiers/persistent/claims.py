@@ -261,7 +261,7 @@ class Writer:
                 raise errors.RunError(
                     f"{self._steps} is being written by another live program, {before};"
                     " wait for it or stop it, write to another directory, or open this"
-                    " one with read_only=True to read beside it"
+                    " one with read_only=True to only read it"
                 )
         if before is not None and before.fields["run"] == self._run:
             fields |= before.fields

@@ -44,7 +44,7 @@ from elastic_ckpt.tiers.persistent.persistent_root import (
     read_manifests,
 )
 
-# A pause between manifests takes at least so long, and so many times as long as the
+# The least pause between manifests, in seconds and as a multiple of the time that the
 # last manifest took.
 _PROGRESS_SECS = 5.0
 _PROGRESS_SHARE = 20

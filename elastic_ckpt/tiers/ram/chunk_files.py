@@ -68,7 +68,7 @@ class ChunkFiles:
             return sum(size * len(files) for size, files in self._spare.items())
 
     def take(self, num_bytes: int) -> ChunkFile:
-        """Takes a file for so many bytes of values; its content is undefined.
+        """Takes a file for `num_bytes` of values; its content is undefined.
 
         Raises:
           OSError: if the RAM disk has no room for it.
