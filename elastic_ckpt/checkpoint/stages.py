@@ -448,9 +448,7 @@ class SaveStages:
             is_late = ready.is_behind and ready.can_back_up
             if not (saving.back_up or is_last or is_late):
                 return self._give_up(saving, f"it was not saved: {why}")
-            self._degraded(
-                "local", saving.step, f"{why}; it goes straight to storage"
-            )
+            self._degraded("local", saving.step, f"{why}; it goes straight to storage")
         if full or not self._in_ram:
             return self._store(saving, contents, functools.partial(commit, False))
         commit(True)
