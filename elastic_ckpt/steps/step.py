@@ -45,7 +45,7 @@ class StepId(NamedTuple):
         return (*parents, self)[-_MOST_PARENTS:]
 
 
-# Older restores are dropped from the list; no save before them is ever abandoned.
+# Older restores are dropped from the list.
 _MOST_PARENTS = 100
 # The parents of a run that starts over: all earlier saves are abandoned.
 FROM_SCRATCH = (StepId(0, ""),)

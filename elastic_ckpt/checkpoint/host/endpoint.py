@@ -130,11 +130,6 @@ class HostEndpoint:
     ) -> tuple[Host, agent.Address | None]:
         """Takes a slot of the machine, adopts the secret, and starts the agent.
 
-        Args:
-          slots: the slot of each host, in order of number.
-          shared_secret: the run's secret.
-          identity: the identity of the run; None if it is unknown.
-
         Returns:
           The host as manifests name it, and the address of the machine's agent: None
           for slots after the first, and in a world of one host without peers.

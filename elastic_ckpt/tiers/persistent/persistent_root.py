@@ -131,7 +131,7 @@ class PersistentRoot:
         return save if there == run else None
 
     def foreign_save(self, step: int) -> str:
-        """The save that a step counts as if Orbax alone wrote it: its commit time.
+        """The save that a step of Orbax alone counts as: its commit time.
 
         Saves are named by a time in milliseconds (see `HostWorld.new_save`).
         """
