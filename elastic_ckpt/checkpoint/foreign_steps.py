@@ -166,7 +166,7 @@ def _unreadable(path: epath.Path, name: str, why: str) -> errors.CheckpointError
     # Either the step or the request may be wrong.
     return errors.CheckpointError(
         f"{path}: its part {name!r} cannot be read ({why}); {_REMEDY}, or, if"
-        " `metadata()` shows it in another form than it is requested in, request that"
+        " `metadata()` shows it in a different form, request it in that form"
     )
 
 

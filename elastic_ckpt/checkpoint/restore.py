@@ -399,7 +399,7 @@ class Restorer:
         # Orbax alone saved the step, without digests.
         path = checkpoint.path
         assert path is not None
-        why = "plain Orbax saved it, and its values cannot be verified"
+        why = "plain Orbax saved it, so its values cannot be verified"
         storage_cause.report(self._emit, "persistent", checkpoint.step, why)
         others = self._of_layout(
             foreign_steps.read_parts(path),

@@ -274,7 +274,7 @@ class SaveStages:
                 "peer",
                 restored.step,
                 look,
-                "what earlier worlds left undone is not done: ",
+                "the work that earlier worlds left is not done: ",
             )
 
     def end(self) -> None:

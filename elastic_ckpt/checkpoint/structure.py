@@ -224,7 +224,7 @@ def json_of_user(what: str, value: Mapping[str, Any]) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise errors.CheckpointError(
             f"the {what} {str(value)[:200]} are not JSON ({error}); give plain numbers,"
-            " such as float(loss), texts, lists and dicts"
+            " such as float(loss), strings, lists and dicts"
         ) from None
     return text
 
@@ -364,7 +364,7 @@ def _check_tree(checkpointable: str, tree: Any) -> None:
         name = orbax_format.array_name(key_path)
         if not _is_unicode(f"{name}{leaf}" if kind == "string" else name):
             raise errors.CheckpointError(
-                f"the name or the text of the leaf {path!r} is not Unicode, so no tier"
+                f"the name or the string of the leaf {path!r} is not Unicode, so no tier"
                 " can store it; change it"
             )
         if kind in _EMPTY:

@@ -104,7 +104,7 @@ def test_steps_that_orbax_alone_saved_are_found_and_told_as_unverified(make, tmp
     # Steps of Orbax are abandoned, too.
     assert stored(tmp_path) == steps_of(checkpointer) == [3, 4]
     event, *_ = recorded.named("degraded")
-    assert event["why"] == "plain Orbax saved it, and its values cannot be verified"
+    assert event["why"] == "plain Orbax saved it, so its values cannot be verified"
 
 
 def test_restored_values_stay_when_files_are_used_again(make, tmp_path):

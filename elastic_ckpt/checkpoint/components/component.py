@@ -407,7 +407,7 @@ class Component:
             if not callable(rule):
                 raise errors.CheckpointError(
                     f"it was saved {pattern} with {len(states)} states"
-                    f" ({errors.first_of(states)}), and there are {count} now"
+                    f" ({errors.first_of(states)}), but there are {count} now"
                     f" ({errors.first_of(now.names)}); {_CHOICES}"
                 )
             new = rule([read(n) for n in range(len(states))], count)

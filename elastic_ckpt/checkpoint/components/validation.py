@@ -114,7 +114,7 @@ class Finding:
             return (
                 f"{part} of {who} differs from {len(self.groups[0])} equal copies{more}"
             )
-        return f"{part} differs between {who}, any of them may be right{more}"
+        return f"{part} differs between {who}, and any of them may be right{more}"
 
 
 def validate(
@@ -252,7 +252,7 @@ def _kind(path: str, leaf: Any) -> str:
         return type(leaf).__name__
     raise errors.CheckpointError(
         f"leaf {path!r} is a {type(leaf).__name__}, which cannot be compared; take it"
-        " out of the tree, or replace it by arrays, numbers or texts"
+        " out of the tree, or replace it by arrays, numbers or strings"
     )
 
 

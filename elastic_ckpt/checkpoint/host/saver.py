@@ -91,7 +91,7 @@ def lacking_room(written: Sequence[Written]) -> dict[int, str]:
     return {
         number: f"{_STEPS} steps with copies of other hosts' parts need"
         f" {_STEPS * needs[each.machine]} bytes of RAM on its machine, where this run"
-        f" can have {each.room_bytes}; raise the limit or the size of the file system,"
+        f" can use {each.room_bytes}; raise the limit or the size of the file system,"
         " or ask for fewer copies"
         for number, each in enumerate(written)
         if _STEPS * needs[each.machine] > each.room_bytes

@@ -94,7 +94,7 @@ _OPTIONS: Mapping[str, Any] = {
 _NODE_OPTIONS: Mapping[str, Any] = {
     "--node": {
         "action": "store_true",
-        "help": "serve the RAM disks of all runs in the directory, also of later ones",
+        "help": "serve the RAM disks of all present and future runs in the directory",
     },
     "--domains": {
         "default": "",

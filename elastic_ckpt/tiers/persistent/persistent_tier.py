@@ -207,7 +207,9 @@ class StepSource:
         except (*bucket_clients.failures(), ValueError) as error:
             raise ReadError(f"cannot be read ({error})") from error
         if len(content) < len(into):
-            raise ReadError(f"ends after {len(content)} bytes, before {len(into)}")
+            raise ReadError(
+                f"ends after {len(content)} bytes, but should have {len(into)}"
+            )
         into[:] = content[: len(into)]
         on_piece(into)
         return len(content)

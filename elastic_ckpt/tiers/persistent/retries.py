@@ -66,7 +66,7 @@ def call(what: str, act: Callable[[], Result]) -> Result:
             # Ten thousand hosts that failed together must not retry together.
             secs = min(_LONGEST_SECS, _FIRST_SECS * 2 ** (attempt - 1))
             secs *= random.uniform(0.5, 1)
-            logging.warning("%s; the next is in %.1f s", failed, secs)
+            logging.warning("%s; trying again in %.1f s", failed, secs)
             clock.sleep(secs)
     raise AssertionError("the last attempt returns or raises")
 
