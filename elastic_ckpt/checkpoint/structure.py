@@ -364,8 +364,8 @@ def _check_tree(checkpointable: str, tree: Any) -> None:
         name = orbax_format.array_name(key_path)
         if not _is_unicode(f"{name}{leaf}" if kind == "string" else name):
             raise errors.CheckpointError(
-                f"the name or string of the leaf {path!r} is not Unicode, so no tier can"
-                " store it; change it"
+                f"the name or string of the leaf {path!r} is not Unicode, so no tier"
+                " can store it; change it"
             )
         if kind in _EMPTY:
             continue

@@ -490,7 +490,7 @@ def sweep(
       unused_after: how many seconds after its last use to remove a run. It is in use
         while a sweep finds that a process has one of its slots.
       max_bytes: the most bytes of all runs together. Above it, removes the runs that
-        were unused the longest, except those whose pods may just be being replaced.
+        were unused the longest, except those that may just be waiting for a new pod.
     """
     # Finishes removals that a crash interrupted.
     for path in _below(directory, f"{_REMOVED}*"):
