@@ -77,7 +77,7 @@ class Place:
 
 
 class Seen(NamedTuple):
-    """An agent's URL, and when its machine was last in a world."""
+    """An agent's URL, and when its machine was last in a world (secs since 1970)."""
 
     url: str
     secs: float
