@@ -1,1 +1,1 @@
-"""Checkpoints of a run: one step holds all of its parts, or it does not exist."""
+"""Checkpoints of a run: a step is complete, or it does not exist."""

@@ -1,10 +1,10 @@
 """A backup host: a machine in no world that keeps a share of each step in its RAM.
 
-It follows the run: the record of agents beside the run's steps in storage names the
-machines, and the share is copied from their RAM, which holds the step meanwhile (a
-`hold` at one of the agents). The backup hosts of a run together have one copy of a
-step only if they copy the same one. So one that is behind takes the newest step that
-another has, and nobody goes on to a newer one until all that answer have it.
+It follows the run: `agents.json`, next to the run's steps in storage, names the
+machines. It copies its share from their RAM, which keeps the step meanwhile (a `hold`
+at one agent). Together, the backup hosts of a run have a copy of a step only if they
+all copy the same step. So a host that is behind takes the newest step that another
+backup host has, and none takes a newer step before all that answer have this one.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from elastic_ckpt.tiers.persistent import run_files
 from elastic_ckpt.tiers.ram import local, ram_disk
 from elastic_ckpt.tiers.source import RepairError
 
-# Between two looks at the record in storage, and at an agent.
+# How often to look at the record in storage, and at an agent.
 _POLL_SECS = 2.0
-# Before all steps.
+# Older than all steps.
 _NONE = StepId(-1, "")
 # How long the run keeps a step for this host.
 _HOLD_SECS, _LEAST_BYTES_PER_SEC = 60.0, 2**24
 
 
 def open_disk(root: epath.PathLike, *, run: str) -> local.LocalHost:
-    """The steps of a backup host in its RAM disk, which an agent serves.
+    """Opens the RAM disk of a backup host, which an agent serves.
 
     Raises:
-      RunError: if another process keeps steps in it.
+      RunError: if another process keeps steps on it.
     """
     disk = ram_disk.RamDisk(root, run=run)
     domains = {"host": disk.machine, "backup": "backup"}
@@ -61,33 +61,33 @@ def follow(
 
     Args:
       own: the steps of this host.
-      agents: the URLs of the agents of the run.
-      backups: those of all backup hosts, in the same order on each.
-      client: of agents.
+      agents: the URLs of the run's agents.
+      backups: the URLs of all backup hosts' agents, in the same order on each.
+      client: reads from agents.
 
     Returns:
-      The step and what was copied; None if none is due.
+      The step and what was copied; None if no step is due.
 
     Raises:
-      CheckpointError: if the share does not fit or cannot be read; what is there stays.
+      CheckpointError: if the share does not fit or cannot be read; existing steps stay.
       RunError: if this host is not among the backup hosts.
     """
     held, disk = own.held(), own.disk
     newest = max(held, key=_order, default=_NONE)
     hosts = [Peer(url, client, disk.run) for url in backups]
-    # The steps of those that answer; this host may be among them.
+    # The steps of the backup hosts that answer, perhaps including this one.
     others = [set(each.known_saves()) for each in hosts if not each.listing.problem]
     ahead = [each for each in set().union(*others) if _order(each) > _order(newest)]
     if held and not ahead and any(newest not in saves for saves in others):
         _hold(newest, _HOLD_SECS, agents, client)
         return None
-    # One agent is asked: each has parts of every step.
+    # One agent is enough: each has parts of every step.
     listed = ahead or Peer(random.choice(agents), client, disk.run).known_saves()
     if not any(_order(each) > _order(newest) for each in listed):
         return None
     search, found = find.search([Peer(url, client, disk.run) for url in agents]), None
     if ahead:
-        # The run may have it no more.
+        # The run may no longer have it.
         with contextlib.suppress(errors.CheckpointError):
             found = search.of_step(*max(ahead, key=_order))
     found = found or search.newest().found
@@ -98,7 +98,7 @@ def follow(
     if disk.machine not in machines:
         raise errors.RunError(
             f"none of the backup hosts {backups} is this one, whose RAM disk is"
-            f" {disk.root}; give each the same URLs, at which it reaches itself"
+            f" {disk.root}; give each the same URLs, by which it can also reach itself"
         )
     common = set(held).intersection(*others)
     for each in {*held} - {newest, max(common, key=_order, default=_NONE)}:
@@ -114,7 +114,7 @@ def follow(
 def _hold(
     step_id: StepId, secs: float, agents: Sequence[str], client: PeerClient
 ) -> None:
-    # At one machine it counts for all.
+    # A hold at one machine counts for all.
     for url in agents:
         with contextlib.suppress(RepairError):
             client.endpoint(url).put(f"/holds/{step_id}", b"%d" % secs)
@@ -132,14 +132,14 @@ def serve(
     """Serves a RAM disk, and follows the run until a signal ends this process.
 
     Args:
-      service: of the RAM disk.
+      service: what the agent serves.
       steps: the directory of the run's steps in storage.
       backups: the URLs of the agents of all backup hosts.
       tls_ca: a PEM file with the authority of the agents' certificates.
-      max_bytes_per_sec: the most that are copied.
+      max_bytes_per_sec: limits the rate of copying.
 
     Raises:
-      CheckpointError: if storage is out of reach at the beginning.
+      CheckpointError: if storage is out of reach at the start.
       RunError: as `open_disk` and `follow`.
     """
     storage.make_private_directory(service.root)
@@ -174,5 +174,5 @@ def serve(
 
 
 def _order(saved: StepId) -> tuple[str, int]:
-    # In time: a run that goes back saves earlier steps under later saves.
+    # In order of time: a run that rolls back saves earlier steps under later saves.
     return saved.save, saved.step

@@ -1,10 +1,10 @@
 """The checkpointer over any choice of tiers: the verbs of Orbax's `Checkpointer`.
 
 It knows the newest step, decides what is due and to which line a step is saved, and
-whether a load was only a look or the training goes on from it. `stages` takes each step
-through its tiers in the background, and `restore` reads one.
+whether training continues from a loaded step. `stages` takes each step through its
+tiers in the background, and `restore` reads one.
 
-Events of any thread are queued, and reach the user's `emit` in the caller's thread.
+Events from any thread are queued, and reach the user's `emit` in the caller's thread.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot, read_j
 Json = storage.Json
 T = TypeVar("T")
 
-# After an error in the training: how long saves in flight are waited for, and after
-# which time that is said.
+# After an error in training: how long to wait for saves in flight, and after which time
+# to say so.
 _FINISH_SECS = 600.0
 _SILENT_SECS = 2.0
 
@@ -72,8 +72,8 @@ class HostsCheckpointer:
     """Saves and restores steps in tiers, over hosts of any kind; see `ec.Checkpointer`.
 
     A save blocks its caller only while the state is copied from the devices into host
-    memory; the rest happens beside the training. Every process calls the methods alike,
-    and from one thread.
+    memory; the rest happens in the background. All processes must call the same methods
+    with the same arguments, each from one thread.
     """
 
     def __init__(
@@ -91,16 +91,16 @@ class HostsCheckpointer:
         """Joins the hosts to a world.
 
         Args:
-          hosts: of the world, which `close` closes.
+          hosts: the hosts, which `close` closes.
           chosen: the tiers.
           run: the name of the run.
           found: the run whose steps are in the tiers (`run_files.find_run`); None if
             there are none.
           relayout: reads trees of other layouts.
-          world: the place of this checkpointer among those of the run.
+          world: this world's place in the run.
           emit: called with each event, in the caller's thread.
           context: Orbax's context for all calls outside of a `with` block of another
-            one.
+            context.
 
         Raises:
           HostsFailedError: if a host cannot take part, with the reason.
@@ -137,7 +137,7 @@ class HostsCheckpointer:
             self._resources = resources.pop_all()
 
     def _open_steps(self) -> None:
-        # Finds the newest step, and makes the stages of the saves that follow it.
+        # Finds the newest step, and creates the stages of later saves.
         hosts, chosen, world = self._hosts, self._chosen, self._world
         self._root: PersistentRoot | None = None
         backups = BackupClock()
@@ -147,7 +147,7 @@ class HostsCheckpointer:
         self._stages = SaveStages(
             hosts,
             chosen,
-            # Without RAM a save begins the period, not the end of its upload.
+            # Without RAM, the period begins with a save, not at the end of its upload.
             clock=BackupClock() if chosen.local is None else backups,
             world=world,
             emit=self._emit,
@@ -156,20 +156,21 @@ class HostsCheckpointer:
         self._schedule = Schedule(
             chosen=chosen, clock=backups, agree=functools.partial(_agree, hosts)
         )
-        # The line that was saved to last, by this process.
+        # The line that this process saved to last.
         self._own_line: Line | None = None
-        # The saves that were begun since the newest step.
+        # The saves that have begun since the newest step.
         self._begun: set[StepId] = set()
-        # Whether this process has a state to go on with: it has loaded or saved one.
+        # Whether this process has a state to continue with: it has loaded or saved one.
         self._is_placed = False
-        # The step that it has loaded although newer ones are complete.
+        # The step that was loaded although newer ones are complete.
         self._older: CheckpointMetadata | None = None
-        # Components of the step that this process began with which were not loaded.
+        # The components that were not loaded from the step that this process resumed
+        # from.
         self._unloaded: frozenset[str] = frozenset()
         self._claimed = 0
         self._claims = self._root is not None and world.claimant is not None
-        # The last search, which the load of the newest step goes on from; nothing was
-        # saved, loaded or removed since.
+        # The last search, for a load of the newest step; None once anything was saved,
+        # loaded or removed.
         self._search: restore.SearchOutcome | None = None
         self._search_again()
         if self._writer is not None:
@@ -178,19 +179,19 @@ class HostsCheckpointer:
 
     @property
     def directory(self) -> epath.Path:
-        """The directory of the steps in storage; without storage, that in RAM."""
+        """The directory of the steps in storage; without storage, in RAM."""
         if self._root is not None:
             return self._root.path
         return storage.absolute(self._chosen.read_ram or self._chosen.ram_directory())
 
     @property
     def latest(self) -> CheckpointMetadata | None:
-        """The newest complete step, in whichever tier; None if there is none."""
+        """The newest complete step in any tier; None if there is none."""
         self._background.wait()
         return self._newest
 
     def claim_world(self) -> int:
-        """Claims the storage for this world, as a save does; returns its number."""
+        """Claims storage for this world, as a save does; returns the world's number."""
         self._check_writable()
         self._background.wait()
         with self._events.flushing():
@@ -198,10 +199,7 @@ class HostsCheckpointer:
 
     @property
     def checkpoints(self) -> list[CheckpointMetadata]:
-        """The complete steps, in ascending order; all tiers are searched.
-
-        A step whose save is not done is not among them.
-        """
+        """The complete steps in all tiers, ascending, without those being saved."""
         self._background.wait()
         return self._complete()
 
@@ -229,14 +227,14 @@ class HostsCheckpointer:
         """Saves pytrees and components in the background, into the tiers that are due.
 
         It returns when the state is in host memory: arrays may then be donated. It
-        first waits until the save before this one is committed.
+        first waits until the previous save is committed.
 
         Args:
           step: the number of the training step.
           checkpointables: pytrees, components, and iterators of `ec.batches`, by name.
           force: saves to every tier, whether it is due or not.
           overwrite: saves the newest step again, to every tier.
-          metrics: JSON, by which a preservation policy may rank the step.
+          metrics: JSON by which a preservation policy may rank the step.
           custom_metadata: JSON to keep with the step in persistent storage.
 
         Returns:
@@ -245,10 +243,10 @@ class HostsCheckpointer:
         Raises:
           StepAlreadyExistsError: if the step exists, and `overwrite` is not set.
           CheckpointError: if a leaf or the metrics cannot be saved, or `overwrite`
-            names a step that is not the newest.
+            is set for a step that is not the newest.
           ReplacedError: if another program has begun to write to the same storage.
-          Exception: the error of a component that cannot be saved. After an OSError
-            only this save is given up, and its result is False.
+          Exception: the error of a component that cannot be saved. An OSError is not
+            raised: it abandons only this save, whose result is False.
         """
         self._check_writable()
         number = step_number(step)
@@ -341,7 +339,7 @@ class HostsCheckpointer:
         """Records metrics of a training step, by which retention ranks it (`ec.BestN`).
 
         Args:
-          step: the number of the step. If it is not saved, the metrics count for the
+          step: the number of the step. If it was not saved, the metrics count for the
             newest saved step before it.
           metrics: numbers by name.
 
@@ -367,16 +365,16 @@ class HostsCheckpointer:
                 storage_cause.report(self._emit, "persistent", number, why)
 
     def evaluations(self) -> dict[int, dict[str, Any]]:
-        """The recorded metrics by step, of steps that are kept or not saved yet."""
+        """The recorded metrics by step, for steps that are kept or not saved yet."""
         self._background.wait()
         with self._events.flushing():
             return self._evaluations()
 
     def cancel(self, step: int | CheckpointMetadata | None = None) -> None:
-        """Removes a step when its save is done; the save itself is not interrupted.
+        """Removes a step when its save is done; does not interrupt the save.
 
         Args:
-          step: the number of the step; None takes the one that is being saved, if any.
+          step: the number of the step; None takes the step being saved, if any.
         """
         if step is None:
             begun = self._hosts.share("is_saving", self.is_saving_in_progress())
@@ -395,13 +393,13 @@ class HostsCheckpointer:
     def checkpointables_metadata(
         self, step: int | CheckpointMetadata | None = None
     ) -> CheckpointMetadata:
-        """Describes the contents of a step; no values are read.
+        """Describes the contents of a step, without reading values.
 
         Args:
           step: the number of the step; None takes the newest complete one.
 
         Returns:
-          The step, whose `metadata` has an abstract tree for each pytree by name, and
+          The step, whose `metadata` has, by name, an abstract tree for each pytree and
           None for each component.
 
         Raises:
@@ -418,19 +416,19 @@ class HostsCheckpointer:
         *,
         checkpointable_name: str | None = None,
     ) -> CheckpointMetadata:
-        """Describes one pytree of a step; no values are read.
+        """Describes one pytree of a step, without reading values.
 
         Args:
           step: the number of the step; None takes the newest complete one.
-          checkpointable_name: the name of the pytree; None takes `state` or, if there
-            is none of that name, the first by name, as Orbax does.
+          checkpointable_name: the name of the pytree; None takes `state` or, like
+            Orbax, the first by name if there is no `state`.
 
         Returns:
           The step, whose `metadata` is the abstract tree.
 
         Raises:
           StepNotFoundError: if there is no such step.
-          CheckpointError: if the step has nothing of this name.
+          CheckpointError: if the step has nothing of that name.
         """
         held = self.checkpointables_metadata(step)
         if checkpointable_name is None:
@@ -465,23 +463,23 @@ class HostsCheckpointer:
             * for a component or an iterator, the object, into which the state is loaded
 
             None in place of the dict restores all pytrees as they were saved. Such an
-            array has the sharding that it was saved with if those devices exist, and
-            otherwise is whole on one device of each host.
-          partial: whether trees may lack leaves that were saved.
-          layout: an `ec.universal.Layout`, or the name of one, by which trees are read
-            that were saved with other leaves.
-          go_back: whether the training continues from this step though newer ones are
-            complete. They are abandoned then, on record in storage when this returns.
-            Without it an older step is only looked at, or, if components are loaded or
-            nothing was loaded or saved before, the next save is an error.
+            array gets its saved sharding if those devices exist; otherwise each host
+            gets all of it, on one device.
+          partial: whether the requested trees may omit saved leaves.
+          layout: an `ec.universal.Layout`, or the name of one, for reading trees that
+            were saved with different leaves.
+          go_back: continues training from this step although newer ones are complete.
+            They are abandoned, which is on record in storage when this returns. Without
+            it, the run does not continue from an older step: if components are loaded,
+            or nothing was loaded or saved before, the next save is an error.
 
         Returns:
           The pytrees and objects by name.
 
         Raises:
           StepNotFoundError: if there is no such step.
-          CheckpointError: if the step is not complete, or of another model, or if no
-            good copy of a part of it is left.
+          CheckpointError: if the step is incomplete or of another model, or no good
+            copy of one of its parts is left.
           HostsFailedError: with `go_back`, if storage is out of reach.
           ReplacedError: with `go_back`, if another start has continued the run.
         """
@@ -493,7 +491,7 @@ class HostsCheckpointer:
             go_back=go_back,
         )
         self.wait()
-        # In this thread, whose contexts of JAX count.
+        # In this thread, so that its JAX contexts apply.
         with self._events.flushing():
             return load()
 
@@ -559,13 +557,13 @@ class HostsCheckpointer:
     pytree_metadata = metadata
 
     def reload(self) -> None:
-        """Searches for the newest step again, as another program may have saved it."""
+        """Searches for the newest step again: another program may have saved one."""
         self.wait()
         with self._events.flushing():
             self._search_again()
 
     def begin_anew(self) -> None:
-        """Continues from before the first step: the next save abandons all steps."""
+        """Starts over before the first step: the next save abandons all steps."""
         self.wait()
         with self._events.flushing():
             self._end_search()
@@ -584,14 +582,14 @@ class HostsCheckpointer:
     ) -> bool:
         """Removes a step from the RAM of all hosts and from persistent storage.
 
-        If it is still complete on machines that no host of this world is on, the event
-        `degraded` says so.
+        If it is still complete on machines outside of this world, the event `degraded`
+        says so.
 
         Args:
           step: the number of the step.
-          checkpointable_name: only None, as a step can only be removed as a whole; for
-            the signature of Orbax.
-          missing_ok: whether it is no error if there is no such step.
+          checkpointable_name: must be None: a step can only be deleted as a whole. The
+            argument is part of Orbax's signature.
+          missing_ok: accepts that there is no such step.
 
         Returns:
           Whether there was such a step.
@@ -626,7 +624,7 @@ class HostsCheckpointer:
         return self._in_background(lambda: self._remove(number, missing_ok=missing_ok))
 
     def is_durable(self, step: int) -> bool:
-        """Whether `step` is the newest step and in storage; waits for its backup."""
+        """Waits for backups; returns whether `step` is the newest step, and stored."""
         number = step_number(step)
         self.wait()
         latest = self.latest
@@ -635,20 +633,20 @@ class HostsCheckpointer:
         return self._hosts.first(HostBackup.holds, latest.step_id)
 
     def is_saving_in_progress(self) -> bool:
-        """Whether a save is not committed yet."""
+        """Whether there is a save that is not committed yet."""
         return not self._stages.committing.idle
 
     def wait(self) -> None:
-        """Waits until all work that was begun is done, in every tier."""
+        """Waits for all pending work, in every tier."""
         self._background.wait()
         self._stages.wait()
         self._events.flush()
 
     @property
     def is_left(self) -> bool:
-        """Whether the next world of the run makes the backups that are left to do.
+        """Whether the next world of the run makes the remaining backups.
 
-        It cannot if some host's RAM is lost, and no peer has a copy of what is there.
+        It cannot if some host's RAM is lost without a copy on a peer.
         """
         chosen, world = self._chosen, self._world
         if chosen.local is None or not world.is_left():
@@ -660,8 +658,8 @@ class HostsCheckpointer:
     def close(self) -> None:
         """Waits for all saves and backups, and releases the hosts.
 
-        If the run continues in another world, that one makes the backups, and only the
-        last commit is waited for.
+        If the run continues in another world, which makes the backups, this waits only
+        for the last commit.
 
         Raises:
           CheckpointError: if a step that was due is not in persistent storage.
@@ -670,18 +668,18 @@ class HostsCheckpointer:
             self._finish()
 
     def abandon(self) -> None:
-        """Releases the hosts without waiting for saves, as some hosts may be gone."""
+        """Releases the hosts without waiting for saves: some hosts may be gone."""
         self._resources.close()
 
     def leave(self, error: BaseException) -> None:
-        """Releases the hosts after an error in the training, or Ctrl-C.
+        """Releases the hosts after an error in training, or Ctrl-C.
 
-        Saves that have begun are finished, within ten minutes, if this is the only
-        process, or if all processes leave at once. Another Ctrl-C ends the wait. A
-        `with` block calls this if it is left by an exception.
+        Finishes saves in flight, within ten minutes, if this is the only process, or if
+        all processes leave at once. Another Ctrl-C ends the wait. A `with` block calls
+        this if an exception leaves it.
 
         Args:
-          error: the error, which gets a note if a save could not be finished.
+          error: the error; gets a note if a save could not be finished.
         """
         with self._resources:
             if not self._hosts.are_leaving(error):
@@ -689,8 +687,8 @@ class HostsCheckpointer:
             finishing = background.in_thread(self._finish, name="finish")
             if not futures.wait([finishing], timeout=_SILENT_SECS).done:
                 logging.warning(
-                    "saves in flight are finished before this program ends, for at"
-                    " most %d s; Ctrl-C ends it now",
+                    "finishing saves in flight before this program ends, for at most"
+                    " %d s; Ctrl-C ends it now",
                     _FINISH_SECS,
                 )
             try:
@@ -704,11 +702,11 @@ class HostsCheckpointer:
 
     def _finish_unclosed(self) -> None:
         logging.warning(
-            "the checkpointer of %s was not closed, and its saves are finished now; use"
+            "the checkpointer of %s was not closed; finishing its saves now. Use"
             " `with ec.Checkpointer(...)`, or call close()",
             self.directory,
         )
-        # An error that ends the program, if one does.
+        # The error that ends the program, if there is one.
         self.leave(getattr(sys, "last_value", None) or errors.RunError("not closed"))
 
     def _finish(self) -> None:
@@ -734,7 +732,7 @@ class HostsCheckpointer:
         layout: Any,
         go_back: bool,
     ) -> Callable[[], dict[str, Any]]:
-        # Checks the call, and returns the load, which any thread may do.
+        # Checks the call, and returns a function that loads, in any thread.
         self._check_open()
         if go_back:
             self._check_writable()
@@ -752,7 +750,7 @@ class HostsCheckpointer:
         return load
 
     def let_others_write(self) -> None:
-        """Commits nothing more to storage, so that another program may write there."""
+        """Stops writing to storage, so that another program may write there."""
         if self._writer is not None:
             self._writer.close()
 
@@ -764,7 +762,7 @@ class HostsCheckpointer:
         if self._is_closed:
             raise errors.CheckpointError(
                 f"this checkpointer of {self.directory} was closed; save and load"
-                " inside of its `with` block, or open another one"
+                " inside its `with` block, or open a new one"
             )
 
     def _check_writable(self) -> None:
@@ -783,7 +781,7 @@ class HostsCheckpointer:
     def _emit(self, name: str, **fields: Json) -> None:
         self._events.put(name, **fields)
         if name == "save_started":
-            # In the caller's thread: the save before is reported before the next one.
+            # In the caller's thread: the previous save is reported before this one.
             self._events.flush()
 
     def _claim(self) -> int:
@@ -795,7 +793,7 @@ class HostsCheckpointer:
             self._emit("world_claimed", world=self._claimed, step=step)
         return self._claimed
 
-    # What follows also runs in the background: it must not wait for that.
+    # The methods below also run in the background, so they must not wait for it.
 
     @property
     def _newest(self) -> CheckpointMetadata | None:
@@ -905,7 +903,7 @@ class HostsCheckpointer:
         return SaveResponse(committed, functools.partial(self._is_stored, saving))
 
     def _send(self, write: Callable[[], None], step_id: StepId, directory: str) -> None:
-        # Has components write their files here, and host 0 write them there.
+        # Makes components write their files here, and host 0 write them there.
         try:
             write()
             files = component_files.read(directory)
@@ -944,13 +942,13 @@ class HostsCheckpointer:
         ).restore(step, search)
         checkpoint = restored.search.required
         left = self._newest if self._is_older(checkpoint) else None
-        # The newest step that can be read is gone on from.
+        # With None, training continues from the newest readable step.
         goes_back = go_back or step is None
         if left and self._is_placed and not (goes_back or stateful):
-            # It was only looked at.
+            # The run does not continue from it.
             return restored.parts
-        # A step may be loaded in several calls. A process that has a state already may
-        # go back with its weights alone.
+        # A step may be loaded in several calls. A process that already has a state may
+        # roll back only its weights.
         unloaded = self._unloaded if self._is_placed else restored.components
         self._unloaded = unloaded - abstract_checkpointables.keys()
         if left and not goes_back:
@@ -959,7 +957,7 @@ class HostsCheckpointer:
         newest_save = restored.search.newest_save
         if left and go_back:
             newest_save = self._abandoning(checkpoint, newest_save)
-        # The training goes on from the step that was loaded.
+        # Training continues from the loaded step.
         self._is_placed, self._own_line = True, None
         if restored.search is not search:
             self._go_on_from(checkpoint, newest_save)
@@ -969,14 +967,14 @@ class HostsCheckpointer:
         return restored.parts
 
     def _report_unloaded(self, stateful: Mapping[str, Any]) -> None:
-        # Data that was forgotten at the load begins anew.
+        # E.g. data that a load forgot would start from the beginning.
         unloaded = sorted(self._unloaded.intersection(stateful))
         self._unloaded -= frozenset(unloaded)
         step = self._restored.step if self._restored else 0
         for name in unloaded:
             why = (
                 f"step {step} has {name!r}, which was not loaded, so the {name!r} that"
-                " is saved now does not continue it; unless it is to begin anew, load"
+                " is saved now does not continue it; unless it should start over, load"
                 f" it with the state: load_checkpointables({step}, {{..., {name!r}:"
                 " ...})"
             )
@@ -984,7 +982,7 @@ class HostsCheckpointer:
             self._emit("component_not_loaded", step=step, component=name, why=why)
 
     def _is_older(self, checkpoint: CheckpointMetadata) -> bool:
-        # Whether newer steps went on from this one.
+        # Whether newer steps continue from this one.
         latest = self._newest
         if latest is None or checkpoint.step >= latest.step:
             return False
@@ -992,15 +990,15 @@ class HostsCheckpointer:
         return not line.abandons(StepId(checkpoint.step, checkpoint.line[-1][1]))
 
     def _abandoning(self, older: CheckpointMetadata, newest_save: str) -> str:
-        # Goes on from an older step, on record: also a world that begins before this
-        # one has saved a step abandons the steps between.
+        # Puts on record that the run continues from an older step: a world that begins
+        # before this one has saved also abandons the steps between.
         self._claim()
         save = self._hosts.first(HostWorld.new_save, newest_save)
         try:
             self._stages.claim(Line(save=save, parents=older.line))
         except errors.HostsFailedError:
-            # The line may be on record although the answer was lost. What is saved from
-            # now on has to be of a later one.
+            # The line may be on record although the answer was lost, so later saves
+            # need a later line.
             self._go_on_from(self._newest, save)
             raise
         return save
@@ -1013,7 +1011,7 @@ class HostsCheckpointer:
         return restore.describe(self._hosts, search.required)
 
     def _search_again(self) -> None:
-        # Other programs may write too.
+        # The newest line in the tiers may be another program's.
         if self._stages.committed is not None:
             self._own_line = self._line
         search = restore.find(
@@ -1021,12 +1019,12 @@ class HostsCheckpointer:
         )
         self._go_on_from(search.checkpoint, search.newest_save)
         self._search = search
-        # Others may save beside a program that only reads.
+        # If this program only reads, others may save meanwhile.
         if search.checkpoint is None or self._chosen.is_read_only:
             self._end_search()
 
     def _end_search(self) -> None:
-        # Hosts hold no messages while nothing is to be read.
+        # Lets hosts drop the messages of the search.
         if self._search is not None and self._hosts.num_hosts > 1:
             self._hosts.all(HostReader.close_step)
         self._search = None
@@ -1034,20 +1032,20 @@ class HostsCheckpointer:
     def _remove(self, step: int, *, missing_ok: bool) -> bool:
         was_there = False
         if self._root is not None:
-            # First: it refuses a step that is leased.
+            # Storage first: it refuses to remove a leased step.
             was_there = self._hosts.first(HostBackup.remove, step, self._line)
         was_there |= any(self._hosts.all(HostSaver.remove, step))
         if not (was_there or missing_ok):
             raise restore.StepNotFoundError(
-                f"step {step} is not in any tier; `checkpoints` lists the steps that"
-                " are"
+                f"step {step} is not in any tier; `checkpoints` lists the existing"
+                " steps"
             )
         self._search_again()
         if step in [each.step for each in self._complete()]:
             why = (
-                "it was deleted, and is still complete in the RAM of machines that no"
-                " host of this world is on: idle ones, or backup hosts, which remove it"
-                " when they get newer steps; remove it from their RAM disks"
+                "it was deleted, but is still complete in the RAM of machines outside"
+                " of this world: idle ones, or backup hosts, which remove it when they"
+                " get newer steps; remove it from their RAM disks"
             )
             storage_cause.report(self._emit, "peer", step, why)
         return was_there
@@ -1058,7 +1056,7 @@ class HostsCheckpointer:
         return saving.stored.is_set()
 
     def _current(self, step: int) -> CheckpointMetadata:
-        # A step as policies see it before it is saved.
+        # A step before it is saved, as policies see it.
         return CheckpointMetadata(
             step=step,
             save=self._save,
@@ -1074,11 +1072,11 @@ class HostsCheckpointer:
             return Line(save=committed.save, parents=committed.line[:-1])
         if self._restored is not None:
             return Line(save=self._save, parents=self._restored.line)
-        # A run that is begun again abandons what others may still save to it.
+        # A run that starts over abandons what others may still save to it.
         return Line(save=self._save, parents=FROM_SCRATCH)
 
     def _is_new(self, step: int) -> bool:
-        # Whether it is later than all steps; an error if it will never be saved.
+        # Whether it is later than all steps; raises an error if it can never be saved.
         newest = self._newest
         is_behind = newest is not None and step <= newest.step
         if newest is None or not (is_behind or self._older):
@@ -1095,10 +1093,10 @@ class HostsCheckpointer:
         )
 
     def _save_of(self, step: int) -> str:
-        # Of the line: a step that is not saved yet will be of the next save.
+        # The save of a step on the line; a step that is not saved yet gets the next.
         line = () if self._newest is None else self._newest.line
         later = [each for each in line if each.save and each.step >= step]
-        # A step that was saved again is in it twice; steps before it are of the first.
+        # A step that was saved again is in it twice; steps before belong to the first.
         saves = [each.save for each in later if each.step == step]
         if saves or not later:
             return max(saves, default=self._line.save)
@@ -1119,8 +1117,7 @@ class HostsCheckpointer:
             self._begun = {each for each in self._begun if each.step > newest_step}
             if StepId(step, line.save) not in self._begun:
                 return line
-            # It was given up, and some hosts may have it all the same. What is saved
-            # now must not be mixed with that.
+            # Its save was abandoned, but some hosts may have it: keep the two apart.
             after = max(each.save for each in self._begun)
         elif not overwrite:
             raise restore.StepAlreadyExistsError(
@@ -1128,7 +1125,7 @@ class HostsCheckpointer:
                 " later step"
             )
         else:
-            # The old save is of the line: it counts if the new one is cut short.
+            # The old save stays on the line, and counts if the new one is interrupted.
             after = max(self._save, parents[-1].save)
         return Line(save=self._hosts.first(HostWorld.new_save, after), parents=parents)
 
@@ -1137,13 +1134,13 @@ class HostsCheckpointer:
     ) -> None:
         self._restored, self._older = checkpoint, None
         self._stages.go_on_from(None if checkpoint is None else checkpoint.step_id)
-        # Later saves must not be mixed with earlier ones.
+        # Keeps later saves apart from earlier ones.
         self._save = self._hosts.first(HostWorld.new_save, newest_save)
         self._schedule.stored = [] if checkpoint is None else [checkpoint]
 
 
 def _clock(hosts: Hosts, every_minutes: float | None) -> BackupClock:
-    # Goes on from the backup of another world: worlds may be shorter than the period.
+    # Counts from an earlier world's backup: worlds may be shorter than the period.
     if every_minutes is None:
         return BackupClock()
     return BackupClock(
@@ -1160,7 +1157,7 @@ def _named_otherwise(chosen: Chosen, run: str, found: str | None) -> errors.RunE
     tiers = [tier for tier in (chosen.local, chosen.persistent) if tier]
     where = " or ".join(os.fspath(tier.directory) for tier in tiers)
     return errors.RunError(
-        f"{where} contains the steps of another run, {found!r}, and this run is"
+        f"{where} contains the steps of another run, {found!r}, but this run is"
         f" {run!r}; to continue that run, use its name (if the directory was renamed,"
         " rename it back), otherwise save to another directory"
     )

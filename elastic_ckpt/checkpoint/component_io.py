@@ -2,13 +2,13 @@
 
 A component is a `StatefulCheckpointable` of Orbax: `save` takes its state at once and
 writes it later, `load` reads it from a directory. Each host may write some of the
-files, under logical names; hosts that write files of one name must write the same
+files, under logical names; hosts that write a file of the same name must write the same
 bytes.
 
-A component that does not return in time fails its step or the restore, as one that
-raises does. Its thread is abandoned. The limit is the attribute `save_timeout_secs` of
-the component, at most `SAVE_TIMEOUT_SECS`; without it a load may take
-`LOAD_TIMEOUT_SECS`.
+A component that does not return in time fails the save or the restore, like one that
+raises an error, and its thread is abandoned. The limit is the attribute
+`save_timeout_secs` of the component, at most `SAVE_TIMEOUT_SECS`; without the attribute
+a load may take `LOAD_TIMEOUT_SECS`.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from elastic_ckpt.core import background, errors
 
 T = TypeVar("T")
 
-# For taking the states of all components, and again for writing them. Both together
-# take less time than other hosts wait for this one (`core.calls.BRIEF_SECS`).
+# The limit for taking the states of all components, and again for writing them: both
+# together are less than other hosts wait for this one (`core.calls.BRIEF_SECS`).
 SAVE_TIMEOUT_SECS = 240.0
-# For a component that declares no limit, and has to read its way to a position: less
-# than other hosts wait for this one.
+# The limit for loading a component that declares none, and may have to read its way to
+# a position: less than other hosts wait for this one.
 LOAD_TIMEOUT_SECS = 540.0
-# For a coroutine that was cancelled to end.
+# For a cancelled coroutine to end.
 _GRACE_SECS = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class Created:
-    """An existing directory, in the form in which Orbax passes one to a component."""
+    """An existing directory, in the form that Orbax passes to a component."""
 
     path: epath.Path
 
@@ -56,7 +56,7 @@ class Created:
 def split(
     checkpointables: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, ocp.StatefulCheckpointable]]:
-    """The pytrees and the components among some checkpointables.
+    """Splits checkpointables into pytrees and components.
 
     Raises:
       CheckpointError: if they are not given by name.
@@ -66,8 +66,9 @@ def split(
         keys = f" with the keys {[*checkpointables][:8]}" if is_mapping else ""
         raise errors.CheckpointError(
             'checkpointables are a mapping of names to pytrees and components, as in {"'
-            'state": tree, "data": batches}, and not a'
-            f" {type(checkpointables).__name__}{keys}; save and load take one pytree"
+            'state": tree, "data": batches}, not a'
+            f" {type(checkpointables).__name__}{keys}; `save` and `load` take a single"
+            " pytree"
         )
     stateful = {
         name: value
@@ -87,15 +88,15 @@ def begin_save(
     """Takes the state of all components now.
 
     Args:
-      components: by name.
-      directory: makes the directory of the component with a name.
+      components: the components, by name.
+      directory: creates the directory of the component with a name.
 
     Returns:
-      The writer of the states, to be called once, on any thread.
+      A function that writes the states, to be called once, on any thread.
 
     Raises:
-      TimeoutError: if a component has not returned in time, here or in the writer.
-      Exception: as a component's `save`; then no component writes its state.
+      TimeoutError: if a component does not return in time, here or in the writer.
+      Exception: by a component's `save`; then no component writes its state.
     """
     begun: dict[str, Awaitable[None]] = {}
     try:
@@ -112,16 +113,13 @@ def begin_save(
 def fail_later(
     begin: Callable[[], Callable[[], Any]],
 ) -> tuple[Callable[[], Any], Exception | None]:
-    """Calls `begin`; an error of one host is raised when all hosts write the step.
+    """Calls `begin`; delays its error until all hosts write the step.
 
     Otherwise the other hosts would wait for this one.
 
-    Args:
-      begin: takes the state of the step now, and returns the writer of it.
-
     Returns:
-      The writer, which raises the error if there was one; and that error, if the caller
-      has to raise it: storage that is full fails the step alone.
+      The writer, which raises the error if there was one; and the error, if the caller
+      must raise it, too (full storage only fails the step).
     """
     try:
         return begin(), None
@@ -136,16 +134,16 @@ def load(
     *,
     limit_secs: float = LOAD_TIMEOUT_SECS,
 ) -> None:
-    """Moves a component to the state in `directory`.
+    """Loads a component.
 
     Args:
       component: the component.
-      directory: of its files, with the name of the component.
+      directory: the directory of its files, with the name of the component.
       limit_secs: how long it may take, unless it declares less.
 
     Raises:
-      TimeoutError: if it has not returned in time.
-      Exception: as its `load`.
+      TimeoutError: if it does not return in time.
+      Exception: by its `load`.
     """
     path = epath.Path(directory)
 
@@ -156,7 +154,7 @@ def load(
 
 
 def _close(begun: Iterable[Any]) -> None:
-    # Of those that are never awaited.
+    # Closes coroutines that are never awaited.
     for each in begun:
         if inspect.iscoroutine(each):
             each.close()
@@ -176,7 +174,7 @@ def _in_time(
     done: str,
     most_secs: float = SAVE_TIMEOUT_SECS,
 ) -> dict[str, T]:
-    # Awaits a call of each component, in a thread each, and returns the results.
+    # Awaits the calls of all components, each in a thread, and returns the results.
     limits = {
         name: min(getattr(each, "save_timeout_secs", most_secs), most_secs)
         for name, each in components.items()
@@ -187,7 +185,7 @@ def _in_time(
         try:
             result = await asyncio.wait_for(calls[name](), limits[name])
         finally:
-            # It was cancelled, or blocked the event loop until the step was given up.
+            # It was cancelled, or blocked the event loop for longer than its limit.
             if time.monotonic() > began_secs + limits[name]:
                 _close([result])
                 raise _LateError
@@ -200,7 +198,7 @@ def _in_time(
         )
         for name in components
     }
-    # A call that blocks its event loop is not cancelled: its thread is abandoned.
+    # A call that blocks its event loop cannot be cancelled: its thread is abandoned.
     longest_secs = max(limits.values(), default=0.0) + _GRACE_SECS
     futures.wait(begun.values(), timeout=longest_secs)
     late = [
@@ -210,7 +208,7 @@ def _in_time(
     ]
     if late:
         raise TimeoutError(
-            f"the components {sorted(late)} were not {done} in time; see what they wait"
-            f" for, or set their save_timeout_secs (at most {most_secs:g})"
+            f"the components {sorted(late)} were not {done} in time; find what they"
+            f" wait for, or set their save_timeout_secs (at most {most_secs:g})"
         )
     return {name: doing.result() for name, doing in begun.items()}

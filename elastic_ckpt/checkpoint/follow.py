@@ -1,7 +1,7 @@
 """Follows a live run: its steps as they become complete, in storage or in its RAM.
 
-A program that evaluates, exports or serves steps needs no part in the run and no
-devices of it:
+A program that evaluates, exports or serves steps need not be part of the run, or have
+any of its devices:
 
     for step in ec.watch_steps("gs://bucket/run/checkpoints"):
         loss = evaluate(step.load({"params": abstract_params}))
@@ -9,13 +9,13 @@ devices of it:
 
 The metrics count for the run's retention as if the run had evaluated the step itself.
 
-With the secret of the run, steps are followed in the RAM of its hosts, which save far
-more often than storage does. The run records its agents in storage (`run_files`); one
-of them at a time is asked for its list of steps, and only when that names a new save
-are all asked, and the manifests searched as in a restore (`tiers.find`). RAM is for the
-newest steps, so the newest is always taken. It may be gone before it is read: the
-leaves that were loaded from the step before are read before a step is yielded, and if
-that fails, so is the next one.
+With the run's secret, a program follows steps in the RAM of the hosts, which save far
+more often to RAM than to storage. The run records its agents in storage (`run_files`).
+One of them at a time is asked for its list of steps. Only when that has a new save, all
+are asked, and their manifests searched as in a restore (`tiers.find`). RAM has only the
+newest steps, so the newest is always taken. It may be gone before it is read. So the
+leaves that were loaded from the previous step are read before a step is yielded; if
+that fails, the step is passed over.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ from elastic_ckpt.tiers.persistent.persistent_tier import PersistentTier
 from elastic_ckpt.tiers.ram import machine
 
 _POLL_SECS = 10.0
-# Between two lists of steps from agents; each is one small request.
+# How often to ask an agent for its list of steps, which is one small request.
 _RAM_POLL_SECS = 0.2
-# Between two warnings that there is no directory.
+# How often to warn that there is no directory.
 _WARN_SECS = 600
-# Agents that are asked for their list before all are, at the same time.
+# How many agents to try for a list of steps.
 _MOST_ASKED = 3
-# The keys under which a state has its weights.
+# The keys of a state's weights.
 _WEIGHTS = ("params", "model")
 
 
 class Step:
-    """A complete step of a run that is followed; `ec.watch_steps` yields it.
+    """A complete step of a followed run; `ec.watch_steps` yields it.
 
     Attributes:
       step: the number of the training step.
-      save: which save of it, as a run that goes back saves steps again; empty if Orbax
+      save: which save of it, as a run that rolls back saves steps again; empty if Orbax
         alone saved it.
     """
 
@@ -87,7 +87,7 @@ class Step:
         """Its directory in persistent storage.
 
         Raises:
-          CheckpointError: if the step was found in the RAM of the run, and so has none.
+          CheckpointError: if the step is in the run's RAM, and so has no directory.
         """
         if self._in_ram is not None:
             raise errors.CheckpointError(
@@ -98,25 +98,24 @@ class Step:
         return self._follower.root.final(self.step)
 
     def load(self, tree: Any = None, *, checkpointable_name: str = "state") -> Any:
-        """Loads leaves of the step, each compared with the digest that it was saved by.
+        """Loads leaves of the step, and compares them with their saved digests.
 
-        Leaves that have not changed since the step before are not read again.
+        Leaves that have not changed since the previous step are not read again.
 
         Args:
-          tree: the leaves that are wanted, in the structure in which they were saved,
-            such as `{"params": abstract_params}`; others are left out. A leaf is an
-            array or `jax.ShapeDtypeStruct`, which is placed by its sharding, or an
-            object with only shape and dtype, which becomes an array of NumPy that
-            cannot be written to. None takes the weights, which are what the state has
-            as `params` or `model`, or all of it if it has neither.
-          checkpointable_name: of the tree in the step.
+          tree: the wanted leaves, in their saved structure, such as
+            `{"params": abstract_params}`; others are left out. A leaf is an array or
+            `jax.ShapeDtypeStruct`, which is placed by its sharding, or an object with
+            only shape and dtype, which becomes a read-only NumPy array. None takes the
+            weights: the state's `params` or `model`, or all of it if it has neither.
+          checkpointable_name: the name of the tree in the step.
 
         Returns:
           The tree with its values.
 
         Raises:
           OtherModelError: if the step lacks a leaf, or has it in another shape.
-          StepGoneError: if the step is no longer there; the next one may be.
+          StepGoneError: if the step is gone; the next one may be there.
           CheckpointError: if the step has no tree of that name, or cannot be found.
         """
         if not self.save:
@@ -143,40 +142,40 @@ def watch_steps(
 ) -> Iterator[Step]:
     """Waits for the steps of a run, and yields each as it becomes complete.
 
-    Each step in storage is kept by a lease (`ec.lease`) until the next one is
-    requested. Steps that the run removes before their turn are passed over. A step that
-    the run saves again, after it went back to an earlier one, is yielded again.
+    A lease (`ec.lease`) keeps each step in storage until the next one is requested.
+    Steps that the run removes before their turn are passed over. A step that the run
+    saves again, after it rolled back to an earlier one, is yielded again.
 
-    With the run's secret, steps are followed in the RAM of its hosts as well: the one
-    that is yielded is then always the newest complete one, and those between are passed
-    over. What `Step.load` was asked for of the step before is read before a step is
-    yielded; a step that is removed meanwhile is passed over. The run needs `ec.Peers`,
-    and its agents have to be reachable from here.
+    With the run's secret, steps in the RAM of its hosts are followed as well: then each
+    step that is yielded is the newest complete one, and those between are passed over.
+    Whatever `Step.load` loaded from the previous step is read before a step is yielded;
+    if the step is removed meanwhile, it is passed over. The run needs `ec.Peers`, and
+    its agents must be reachable from here.
 
     Args:
-      directory: where the run keeps its steps in storage; it need not exist yet. Of a
+      directory: where the run keeps its steps in storage; it need not exist yet. For a
         run without storage, the directory of `ec.Local` on a machine of the run.
-      after: only later steps are yielded; by default all that are there.
-      poll_secs: the time between two looks at the storage. An agent of the run is asked
-        more often; storage then only if no step came for so long.
-      timeout_secs: ends the iteration when there was no new step for so long; None
+      after: yields only later steps; by default all existing ones.
+      poll_secs: the time between two looks at storage. An agent of the run is asked
+        more often, and then storage only if no step came for this long.
+      timeout_secs: ends the iteration when there was no new step for this long; None
         never ends it.
       duration_secs: the duration of the leases, as for `ec.lease`.
       secret_file: a file with the secret of the run: that of its `ec.Peers`, or
-        `secret` in the directory of `ec.Local` on any of its machines. None follows the
-        steps in storage alone; if `directory` is that of `ec.Local`, it takes the
-        secret there.
+        `secret` in the directory of `ec.Local` on any of its machines. None follows
+        only the steps in storage; but if `directory` is that of `ec.Local`, None takes
+        the secret there.
       tls_authority: a PEM file with the authority that signs the agents' certificates;
         with it, agents that do not encrypt are refused.
-      max_bytes_per_sec: the most bytes a second that are read from agents, where the
-        run needs the network itself; None sets no limit.
+      max_bytes_per_sec: the most bytes per second to read from agents, if the run needs
+        the network itself; None sets no limit.
 
     Yields:
       In storage, the steps in ascending order; in RAM, the newest.
 
     Raises:
       CheckpointError: if the lease of a step was lost while it was read.
-      RunError: if there is no secret in the file, or no agent takes it.
+      RunError: if there is no secret in the file, or no agent accepts it.
       ConfigError: if `tls_authority` cannot be read.
     """
     root, look_secs = PersistentRoot.from_path(directory), poll_secs
@@ -185,7 +184,7 @@ def watch_steps(
     client = None
     if secret_file is not None:
         look_secs = min(poll_secs, _RAM_POLL_SECS)
-        # A program may change its directory before it asks for the first step.
+        # The program may change its directory before it requests the first step.
         file = secret_file = storage.absolute(secret_file)
         secret.read(file)
         client = peer_client.PeerClient(
@@ -218,7 +217,7 @@ def _followed(
                 found_secs = time.monotonic()
                 continue
             except leases.StepGoneError as error:
-                # The newest comes again: only an older save of it may be removed.
+                # Looks again, since only an older save of the step may be gone.
                 logging.info("%s", error)
                 follower.last = before
         if time.monotonic() - found_secs >= timeout_secs:
@@ -230,18 +229,19 @@ def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> N
     """Records metrics of a saved step, so that its run ranks it by them (`ec.BestN`).
 
     Any program may call it, during the run or later. The run counts the metrics from
-    its next save on. They belong to this save of the step: if the run goes back and
-    saves the step again, they do not count for that. Those of a step that was only in
-    RAM count for the newest step before it in storage.
+    its next save on. They apply to this save of the step: if the run rolls back and
+    saves the step again, they do not count for the new save. Metrics of a step that was
+    only in RAM count for the newest step before it in storage.
 
     Args:
-      step: from `ec.watch_steps`, or the directory of a step in persistent storage.
-      metrics: numbers by name; they replace those that were recorded for it before.
+      step: a step from `ec.watch_steps`, or the directory of a step in persistent
+        storage.
+      metrics: numbers by name; replace those recorded for the step before.
 
     Raises:
-      CheckpointError: if this is not a step that a run of this library has saved, or
-        the metrics are not JSON.
-      OSError: if storage is unavailable; for a bucket, it may be its client's error.
+      CheckpointError: if the step was not saved by a run of this library, or the
+        metrics are not JSON.
+      OSError: if storage is unavailable; for a bucket, possibly its client's error.
     """
     if isinstance(step, Step):
         root, number = step._follower.root, step.step
@@ -253,12 +253,12 @@ def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> N
         run, save = persistent_root.committed(root.final(number))
     if _is_ram_disk(root):
         raise errors.CheckpointError(
-            f"metrics of step {number} are not recorded: they belong in persistent"
+            f"metrics of step {number} were not recorded: they belong in persistent"
             " storage; give ec.watch_steps the directory of the run's ec.Persistent"
         )
     if not run:
         raise errors.CheckpointError(
-            f"{step} is not a step that a run of this library has committed; name"
+            f"{step} is not a step that a run of this library has committed; give"
             " PERSISTENT_DIRECTORY/<step>"
         )
     run_files.record_evaluation(
@@ -273,20 +273,17 @@ def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> N
 
 
 class _Follower:
-    """Finds the next step of a run, in storage or in the RAM of its hosts, and loads.
+    """Finds the next step of a run, in storage or in RAM, and loads it.
 
-    It keeps the leaves that one step has as the step before.
+    Keeps loaded leaves, which the next step may have unchanged.
 
     Args:
-      root: of the steps in storage, where the run records its agents.
-      client: of the agents; None to follow the steps in storage alone.
-      secret_file: with the run's secret, for messages.
-      after: only later steps count.
-      poll_secs: between two looks at storage while there is no new step in RAM.
+      root: the directory of the steps in storage, where the run records its agents.
+      client: reads from agents; None follows only the steps in storage.
+      poll_secs: the time between two looks at storage while RAM has no new step.
 
     Attributes:
-      root: as given.
-      last: the step that came last.
+      last: the last step that was found.
     """
 
     def __init__(
@@ -301,33 +298,33 @@ class _Follower:
         self.root, self._client, self._secret_file = root, client, secret_file
         self._after, self._poll_secs = after, poll_secs
         if client is not None:
-            # A step may be loaded after the last one was requested.
+            # Steps may still be loaded after the iteration has ended.
             weakref.finalize(self, client.close)
         domains = owners.domains_of_environment()
         self._host = Host(id="follower", number=-1, domains=domains)
-        # The trees that were loaded of the present step, with their names.
+        # The trees that were loaded from the present step, with their names.
         self._asked: list[tuple[Any, str]] = []
-        # By the path of a leaf, the saved boxes with their digests, and values of it.
+        # By the path of a leaf, its saved boxes with their digests, and its values.
         self._kept: dict[str, tuple[Any, dict[boxes.Box, np.ndarray]]] = {}
-        # Of the run, as far as it is known.
+        # The run's newest known line.
         self.last, self._line = StepId(-1, ""), Line(save="", parents=())
-        # The steps in storage that were looked at.
+        # The steps in storage that were examined.
         self._seen: set[int] = set()
         self._unreadable: dict[StepId, str] = {}
-        # When there was a new step in RAM, or the last look at storage.
+        # The time of the last new step in RAM, or of the last look at storage.
         self._looked_secs = -math.inf
         self._agents = run_files.RunAgents("", {})
-        # The later saves that were searched last, and when to search them again.
+        # The later saves of the last search, and when to search them again.
         self._searched: set[StepId] | None = set()
         self._pause_secs = self._again_secs = 0.0
 
     def next(self) -> Step | None:
-        """The next step, found in RAM, or committed in storage; None if there is none.
+        """The next step, in RAM or committed in storage; None if there is none yet.
 
-        In RAM it is the newest, and in storage too if RAM is followed.
+        If RAM is followed, it is the newest step.
 
         Raises:
-          RunError: if no agent takes the secret.
+          RunError: if no agent accepts the secret.
         """
         if self._client is None:
             self._read_line()
@@ -342,7 +339,7 @@ class _Follower:
         return step
 
     def load(self, found: find.FoundStep, tree: Any, name: str) -> Any:
-        """As `Step.load`; a step that was in RAM is gone if it cannot be read.
+        """Loads a step as `Step.load` does.
 
         Raises:
           StepGoneError: if no good copy of a part is left.
@@ -354,9 +351,9 @@ class _Follower:
             self._read(found, wanted)
         except errors.CheckpointError as error:
             raise leases.StepGoneError(
-                f"step {found.step_id.step} cannot be read any more ({error}); load the"
+                f"step {found.step_id.step} can no longer be read ({error}); load the"
                 " next one. If the run removes steps faster than they are read here,"
-                " have it keep more of them: ec.Local(..., keep=LatestN(3))"
+                " make it keep more of them: ec.Local(..., keep=LatestN(3))"
             ) from error
         made = {
             leaf.path: leaf.make([self._kept[leaf.path][1][box] for box in leaf.boxes])
@@ -365,7 +362,7 @@ class _Follower:
         return asked.filled({name: trees.rebuilt(asked.read[name], name, made)})[name]
 
     def _read(self, found: find.FoundStep, wanted: Sequence[trees.WantedLeaf]) -> None:
-        # Reads the boxes that are not kept, or are of a leaf that has changed.
+        # Reads boxes that are not kept, or belong to a leaf that has changed.
         table, lacking = found.table, []
         numbers = {leaf.path: n for n, leaf in enumerate(table.contents.leaves)}
         for leaf in wanted:
@@ -385,14 +382,13 @@ class _Follower:
         verified_read.read_leaves(verified_read.VerifiedReader(found, near), lacking)
 
     def _is_later(self, step_id: StepId) -> bool:
-        # A run that went back saves earlier steps under later saves.
+        # A run that rolled back saves earlier steps under later saves.
         is_new = step_id.step > self.last.step or step_id.save > self.last.save
         is_good = step_id.step > self._after and step_id not in self._unreadable
         return is_new and is_good and not self._line.abandons(step_id)
 
     def _in_storage(self) -> Step | None:
-        # The first later step, or the newest if RAM is followed; its save is empty if
-        # Orbax alone saved it.
+        # The first later step, or if RAM is followed, the newest.
         root = self.root
         try:
             steps = root.steps()
@@ -404,15 +400,15 @@ class _Follower:
                     _WARN_SECS,
                     root.path,
                 )
-            # A step that is gone may come back as another save.
+            # A removed step may be saved again.
             self._seen.intersection_update(steps)
             for step in steps if self._client is None else steps[-1:]:
-                # Only the newest step is overwritten in its place.
+                # Only the newest step can be overwritten.
                 if step <= self._after or (step in self._seen and step != steps[-1]):
                     continue
                 run, save = persistent_root.committed(root.final(step))
                 later = StepId(step, save or root.foreign_save(step))
-                # One that is being removed is passed over, though it is still listed.
+                # Also a listed step that is being removed, which is then passed over.
                 self._seen.add(step)
                 if self._is_later(later):
                     self.last, self._asked = later, []
@@ -428,7 +424,7 @@ class _Follower:
         try:
             newest = claims.newest(self.root.path)
         except errors.CheckpointError as error:
-            logging.warning("the run may have gone back: %s", error)
+            logging.warning("the run may have rolled back: %s", error)
             return
         lines = [self._line, *([newest.line] if newest else [])]
         self._line = max(lines, key=lambda line: line.save)
@@ -440,25 +436,25 @@ class _Follower:
             self._agents = agents or self._agents
             if agents is None and self._looked_secs == -math.inf:
                 logging.warning(
-                    "watch_steps: %s names no agents, so steps are followed in storage"
-                    " alone; a run with ec.Local and ec.Peers records them when it"
-                    " begins",
+                    "watch_steps: %s names no agents, so only steps in storage are"
+                    " followed; a run with ec.Local and ec.Peers records its agents"
+                    " when it starts",
                     root.path / run_files.AGENTS,
                 )
         except errors.CheckpointError as error:
             logging.warning("the agents of the run may have moved: %s", error)
 
     def _in_ram(self) -> Step | None:
-        # The list of one agent decides whether to search: each has parts of every step.
+        # One agent's list shows whether to search: each has parts of every step.
         urls = list(self._agents.urls.values())
         some = map(self._peer, random.sample(urls, min(_MOST_ASKED, len(urls))))
         asked = next((each for each in some if not each.listing.problem), None)
-        # None: the agents that were asked do not answer.
+        # None: none of these agents answers.
         later = {*filter(self._is_later, asked.known_saves())} if asked else None
         now_secs, is_again = time.monotonic(), later == self._searched
         if later == set() or (is_again and now_secs < self._again_secs):
             return None
-        # Less and less often for saves that stay incomplete.
+        # Searches less and less often for saves that stay incomplete.
         more_secs = min(2 * self._pause_secs, self._poll_secs)
         self._pause_secs = more_secs if is_again else _RAM_POLL_SECS
         self._searched, self._again_secs = later, now_secs + self._pause_secs
@@ -468,7 +464,7 @@ class _Follower:
         refusing = [each.url for each in peers if each.listing.is_refused]
         if refusing and not any(each.listing.manifests for each in peers):
             raise errors.RunError(
-                f"{', '.join(refusing)}: no agent of the run takes the secret in"
+                f"{', '.join(refusing)}: no agent of the run accepts the secret in"
                 f" {self._secret_file}; give a copy of the file `secret` in the"
                 " directory of ec.Local on any machine of the run, or the secret_file"
                 " of its ec.Peers"
@@ -478,11 +474,11 @@ class _Follower:
         return self._begun(found)
 
     def _begun(self, found: find.FoundStep) -> Step | None:
-        # A step in RAM, of which what was loaded from the one before is read already.
+        # A step in RAM, after reading what was loaded from the previous one.
         asked, self._asked = self._asked, []
         wanted = []
         for tree, name in asked:
-            # What does not fit this step is an error of its load.
+            # If it does not fit this step, a later load of it reports that.
             with contextlib.suppress(errors.ElasticCkptError):
                 wanted.append(trees.wanted(_resolved(tree, name, found).read))
         try:
@@ -501,7 +497,7 @@ class _Follower:
 
 
 def _resolved(tree: Any, name: str, found: find.FoundStep) -> structure.AskedTrees:
-    # What is asked of a step; other leaves of it are left out.
+    # The requested trees of a step, without its other leaves.
     contents, step = found.table.contents, found.step_id.step
     if tree is None:
         whole = structure.saved_trees(contents).get(name, {})
@@ -514,9 +510,9 @@ def _resolved(tree: Any, name: str, found: find.FoundStep) -> structure.AskedTre
         sharding = getattr(leaf, "sharding", None)
         if not getattr(sharding, "is_fully_addressable", True):
             raise errors.ConfigError(
-                f"{path} is wanted on devices of several processes, which may be at"
-                " different steps; follow in one process, give its leaves shardings"
-                " over jax.local_devices(), and broadcast them"
+                f"{path} is requested on devices of several processes, which may be at"
+                " different steps; follow in one process, request shardings over"
+                " jax.local_devices(), and broadcast the values"
             )
     return asked
 
@@ -527,7 +523,7 @@ def _keep(
     number: int,
     values: np.ndarray,
 ) -> None:
-    # They are handed out, and are those of the next load, too.
+    # Callers get these arrays, and the next load returns them again.
     values.flags.writeable = False
     kept[new[number]] = values
 

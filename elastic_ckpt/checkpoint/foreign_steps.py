@@ -1,8 +1,7 @@
 """Steps that Orbax saved without us: their contents, and loading them.
 
-Their values have no digests. Orbax loads them. It reports any error of a part as that
-of an incompatible handler: here the cause is raised, and a part that cannot be read is
-named.
+Their values have no digests, and Orbax loads them. Orbax reports any error as an
+incompatible handler; this module raises the cause, and names the unreadable part.
 """
 
 from __future__ import annotations
@@ -54,13 +53,7 @@ _REMEDY = (
 
 @dataclasses.dataclass(frozen=True)
 class ShardedArray:
-    """An array of JAX as Orbax describes a saved one.
-
-    Attributes:
-      shape: global shape.
-      dtype: its dtype.
-      sharding_metadata: the sharding that it was saved under.
-    """
+    """A saved JAX array, as Orbax describes it; `shape` is global."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -68,7 +61,7 @@ class ShardedArray:
 
     @property
     def sharding(self) -> Sharding:
-        """The sharding; an error if its devices do not exist."""
+        """The saved sharding; raises an error if its devices do not exist."""
         return self.sharding_metadata.to_jax_sharding()
 
 
@@ -78,10 +71,10 @@ class LeafSummary:
 
     Attributes:
       path: its path in the tree.
-      shape: global shape.
+      shape: its global shape.
       dtype: its dtype.
-      sharding: the partition spec and mesh that it was saved under, in words.
-      num_bytes: bytes of its values.
+      sharding: its saved partition spec and mesh, in words.
+      num_bytes: the size of its values.
     """
 
     path: str
@@ -97,14 +90,14 @@ def load(
     """Loads the requested parts of a step.
 
     Args:
-      path: of the step.
-      wanted: by name, abstract trees and components, which move there.
-      partial: whether trees may lack leaves that were saved.
+      path: the directory of the step.
+      wanted: abstract trees, and components to load, by name.
+      partial: whether the requested trees may omit saved leaves.
 
     Raises:
       CheckpointError: if the step is of another model, lacks a part, or a part cannot
         be read.
-      ElasticCkptError: as `load` of a component.
+      ElasticCkptError: by the `load` of a component.
     """
     parts = read_parts(path)
     missing = sorted(wanted.keys() - parts.keys())
@@ -114,9 +107,9 @@ def load(
         )
     asked, stateful = component_io.split(wanted)
     for name, tree in asked.items():
-        # Orbax describes no protocol buffers, requested by a class or an object.
+        # Orbax does not describe protocol buffers, requested by a class or an object.
         if parts[name] is None and not hasattr(tree, "DESCRIPTOR"):
-            raise _unreadable(path, name, "what it holds is unknown")
+            raise _unreadable(path, name, "its content is unknown")
         if tree is not None and not partial and parts[name] is not None:
             check_same_tree(str(path), parts[name], tree)
     context = checked_context()
@@ -130,14 +123,14 @@ def checked_context(own: ocp.Context | None = None) -> ocp.Context:
     """Orbax's context for a call of ours, to be entered in the thread that does it.
 
     Only `pytree.loading.partial_load` is applied; options that tune Orbax's I/O have no
-    effect. Steps that Orbax alone saved are loaded by Orbax, under the same context.
+    effect. Orbax loads the steps that it alone saved under the same context.
 
     Args:
-      own: of the checkpointer; that of a `with` block takes precedence, as in Orbax.
+      own: the checkpointer's context; that of a `with` block takes precedence, as in
+        Orbax.
 
     Raises:
-      CheckpointError: if it has an option that would change what is saved, loaded or
-        deleted.
+      CheckpointError: if an option would change what is saved, loaded or deleted.
     """
     values = contextvars.copy_context().values()
     active = next((each for each in values if isinstance(each, ocp.Context)), own)
@@ -170,21 +163,21 @@ def _own_cause(path: epath.Path, name: str, error: Exception) -> Exception:
 
 
 def _unreadable(path: epath.Path, name: str, why: str) -> errors.CheckpointError:
-    # Who is wrong, the step or the request, is not known.
+    # Either the step or the request may be wrong.
     return errors.CheckpointError(
         f"{path}: its part {name!r} cannot be read ({why}); {_REMEDY}, or, if"
-        " `metadata()` shows it in another form than it is requested in, request that"
+        " `metadata()` shows it in a different form, request it in that form"
     )
 
 
 def check_same_tree(step_path: str, saved: Any, wanted: Any) -> None:
-    """Raises a CheckpointError naming the first leaves in which two trees differ.
+    """Raises an OtherModelError naming the first leaves in which two trees differ.
 
     Args:
-      step_path: where `saved` is from, for the message.
-      saved: a pytree whose leaves have a `shape`, as saved, or are numbers or texts.
-      wanted: the requested tree. Its leaves with a `shape` are compared, and texts are
-        requested for texts alone; `...` and None skip a leaf.
+      step_path: the source of `saved`, for the message.
+      saved: the saved pytree, whose leaves have a `shape`, or are numbers or strings.
+      wanted: the requested tree. Shapes must be equal, and strings must be requested
+        as such; `...` and None skip a leaf.
     """
     before = {path: _form(leaf) for path, leaf in _leaves(saved).items()}
     now: dict[str, str] = {}
@@ -194,7 +187,7 @@ def check_same_tree(step_path: str, saved: Any, wanted: Any) -> None:
             continue
         now[path] = _form(leaf)
         if now[path] == _NUMBER and before.get(path) != _TEXT:
-            # Orbax decides which arrays and numbers it makes a number of.
+            # Orbax decides what it can restore as a number.
             now[path] = before.get(path, "a leaf")
         elif before.get(path) == _NUMBER:
             before[path] = _form(np.zeros(()))
@@ -207,7 +200,7 @@ def _form(leaf: Any) -> str:
     if isinstance(leaf, type) or not hasattr(leaf, "shape"):
         return _NUMBER
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        # Typed random keys are saved as the numbers that they consist of.
+        # Typed random keys are saved as their data.
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     return str(list(leaf.shape))
 
@@ -222,11 +215,10 @@ def _leaves(tree: Any, *, with_none: bool = False) -> dict[str, Any]:
 
 
 def read_parts(path: epath.Path) -> dict[str, Any]:
-    """The checkpointables of a step by name; of arrays, their metadata.
+    """Describes the checkpointables of a step, by name, as Orbax v1 does.
 
-    A part is described as Orbax v1 does. Its own function does not describe trees with
-    a bool, so that of v0 reads all trees. JSON is its own description. Other parts,
-    and those that cannot be read, have None.
+    Orbax v1's function fails for trees with a bool, so that of v0 reads trees. JSON is
+    its own description. Other parts, and unreadable ones, are None.
 
     Raises:
       CheckpointError: if Orbax cannot read the step.
@@ -270,10 +262,10 @@ def _described(leaf: Any) -> Any:
 
 
 def arrays(step_path: epath.PathLike, name: str) -> list[LeafSummary]:
-    """A line for each leaf of the checkpointable `name` of a step.
+    """Summarizes each leaf of the checkpointable `name` of a step.
 
-    Orbax reads them. It cannot read S3-compatible stores other than Amazon's: there the
-    step's manifests list them, without shardings.
+    Orbax reads them. It cannot read S3-compatible stores other than Amazon's; there the
+    leaves come from the step's manifests, without shardings.
     """
     path, below = storage.absolute(step_path), f"{name}/"
     tree = read_parts(path).get(name) or {}
@@ -289,7 +281,7 @@ def arrays(step_path: epath.PathLike, name: str) -> list[LeafSummary]:
 
 
 def steps(directory: epath.PathLike) -> dict[int, epath.Path]:
-    """The complete steps below `directory`, in order."""
+    """The complete steps in `directory`, ascending."""
     root = storage.absolute(directory)
     numbers = sorted(filter(str.isdigit, records.names(root)), key=int)
     paths = (root / number for number in numbers)
@@ -297,7 +289,7 @@ def steps(directory: epath.PathLike) -> dict[int, epath.Path]:
 
 
 def _summary(path: str, leaf: Any, sharding: str) -> LeafSummary:
-    # The metadata of numbers and texts are the values themselves.
+    # The metadata of a number or string is its value.
     array = np.asarray(leaf) if isinstance(leaf, int | float | str) else leaf
     return LeafSummary(
         path=path,
@@ -314,7 +306,7 @@ def _sharding(leaf: Any) -> str:
     if metadata is None or spec is None:
         return "one device"
     sizes = zip(metadata.axis_names, np.ravel(metadata.shape).tolist(), strict=True)
-    # The mesh axes of one dim, as people write them in a PartitionSpec.
+    # The mesh axes of each dim, as in a PartitionSpec.
     dims = [axes if isinstance(axes, str) else "+".join(axes or "-") for axes in spec]
     over = ", ".join(f"{axis}={size}" for axis, size in sizes)
     return f"[{', '.join(dims) or 'whole'}] over {over}"

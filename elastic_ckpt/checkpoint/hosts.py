@@ -1,9 +1,9 @@
 """The hosts of a world, which a checkpointer drives by calls.
 
-A call (`core.calls`) is a method of a host that all hosts run, or the first, and the
-driver goes on with the answers. Every process of a multi-controller world is a driver
-(`InEveryProcess`); one controller of many hosts is the only driver of them, through
-the sidecar.
+A call (`core.calls`) is a method that all hosts, or only the first, run; the driver
+continues with the answers. In a multi-controller world every process is a driver
+(`InEveryProcess`). A single controller is the only driver of its hosts, through the
+sidecar.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from elastic_ckpt.core.allgather import Allgather
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step import StepId
 
-# How long a host that leaves after an error waits for the others to do so.
+# How long a host that leaves after an error waits for the others to leave.
 _LEAVING_SECS = 10.0
 
 AnswerT = TypeVar("AnswerT")
 P = ParamSpec("P")
-# A method that `calls.call` decorates, of whichever class.
+# A method that `calls.call` decorates, of any class.
 Method = Callable[Concatenate[Any, P], AnswerT]
 
 
@@ -40,7 +40,7 @@ class Hosts(Protocol):
 
     @property
     def own(self) -> int:
-        """The number of the host whose paths mean the same to this process."""
+        """The number of the host whose paths this process uses."""
 
     @property
     def num_hosts(self) -> int:
@@ -53,39 +53,39 @@ class Hosts(Protocol):
     def all(
         self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
     ) -> list[AnswerT]:
-        """Calls a method of every host, and returns the answers in their order.
+        """Calls a method of every host, and returns the answers in order of host.
 
-        Calls of one name and channel (`calls.Call`) come from one thread at a time, in
-        the same order in all processes that drive the world.
+        Calls of one name and channel (`calls.Call`) must come from one thread at a
+        time, in the same order in all drivers.
 
         Raises:
-          HostsFailedError: if it failed on any host.
+          HostsFailedError: if the call failed on any host.
           ReplacedError: if another start has continued the run.
         """
 
     def first(
         self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
     ) -> AnswerT:
-        """Calls a method of host 0 alone, and returns its answer.
+        """Calls a method of only host 0, and returns its answer.
 
         Raises:
-          HostsFailedError: if it failed.
+          HostsFailedError: if the call failed.
           ReplacedError: if another start has continued the run.
         """
 
     def share(self, name: str, value: AnswerT) -> list[AnswerT]:
-        """Passes a value of each driver to all drivers, in their order.
+        """Returns the values of all drivers, in order.
 
         Args:
-          name: of the values, as calls have one; see `all` for their order.
-          value: a dataclass that `codec` encodes, or JSON.
+          name: names the exchange as a call is named; see `all` for the order.
+          value: this driver's value: a dataclass that `codec` encodes, or JSON.
         """
 
     def capture(self, step_id: StepId, trees: Mapping[str, Any]) -> CapturedIn:
-        """Copies what the devices of every host hold."""
+        """Copies the values that the devices of every host hold."""
 
     def opened(self) -> Contents:
-        """The contents of the step that is open (`HostReader.open_step`)."""
+        """The contents of the open step (`HostReader.open_step`)."""
 
     def check(
         self,
@@ -93,55 +93,43 @@ class Hosts(Protocol):
         components: Sequence[str],
         others: Mapping[str, OtherTree],
     ) -> int:
-        """Selects what `read` reads of the step that is open.
+        """Selects what `read` reads from the open step.
 
         Args:
-          trees: that are wanted; the step has all of their leaves, in their shapes.
-          components: that are wanted.
-          others: by name, trees of another layout. They are read at once, and from
-            persistent storage, if hosts are other processes.
+          trees: the wanted trees; the step has all of their leaves, in their shapes.
+          components: the wanted components.
+          others: trees of a different layout, by name. If hosts are other processes,
+            this reads them at once, from persistent storage.
 
         Returns:
           The bytes that this process has read at once.
 
         Raises:
-          HostsFailedError: if it has no such component.
+          HostsFailedError: if the step has no such component.
         """
 
     def read(self, components: Sequence[str]) -> list[ReadParts]:
-        """Reads and verifies on all hosts what `check` has selected.
-
-        Args:
-          components: that are wanted.
+        """Makes all hosts read and verify what `check` selected.
 
         Raises:
           HostsFailedError: if no good copy of a part is left.
         """
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
-        """The trees and those of other layouts, made of what the hosts read last.
+        """Builds the trees, and those of other layouts, from what the hosts have read.
 
-        The step is closed then (`HostReader.close_step`).
+        Closes the step (`HostReader.close_step`).
         """
 
     def are_leaving(self, error: BaseException) -> bool:
-        """Whether all drivers leave because of errors, so that they can do so together.
-
-        Args:
-          error: of this driver.
-        """
+        """Whether all drivers leave at once, so that they can do so together."""
 
     def close(self) -> None:
         """Releases the hosts."""
 
 
 class InEveryProcess:
-    """The hosts of a multi-controller world: each process drives, and has one host.
-
-    Args:
-      own: the host of this process.
-      messages: between the processes.
-    """
+    """The hosts of a multi-controller world, one in each process, which also drives."""
 
     is_apart = False
 
@@ -162,7 +150,7 @@ class InEveryProcess:
             call.limit_secs,
             call.order,
         )
-        # Equal answers are one object, which is decoded once.
+        # Equal answers are one object: decode it once.
         distinct = {id(each): each for each in answers}
         decoded = {n: call.decode_answer(each) for n, each in distinct.items()}
         return [decoded[id(each)] for each in answers]
@@ -222,7 +210,7 @@ class InEveryProcess:
     def are_leaving(self, error: BaseException) -> bool:
         """See `Hosts`."""
         if self.num_hosts > 1 and _is_of_devices(error):
-            # A host is gone, or has left a computation.
+            # A host is gone, or has left a computation: do not wait for it.
             return False
         try:
             self._messages.gather("leaving", None, timeout_secs=_LEAVING_SECS)

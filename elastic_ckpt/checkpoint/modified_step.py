@@ -1,7 +1,7 @@
 """Edits numbers in the pytrees of a step.
 
-A new value is exact or refused: an integer does not become a fraction, and a float does
-not overflow.
+A new value must be exact: an integer cannot become a fraction, and a float cannot
+overflow.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Edit(NamedTuple):
 
     Attributes:
       path: its path with the name of the tree, `state/opt_state/learning_rate`.
-      text: the new value, or the factor.
-      is_factor: whether the present value is multiplied by it.
+      text: the new value, or a factor.
+      is_factor: whether to multiply the present value by it.
     """
 
     path: str
@@ -52,7 +52,7 @@ class StoredFiles:
         return asyncio.sleep(0)
 
     async def save(self, directory: Created) -> Awaitable[None]:
-        """Returns the writer of the files."""
+        """Returns an awaitable that writes the files."""
 
         async def write() -> None:
             path = await directory.await_creation()
@@ -63,15 +63,10 @@ class StoredFiles:
 
 
 def edit(name: str, tree: Any, change: Edit) -> tuple[Any, str]:
-    """Makes an edit in a pytree.
-
-    Args:
-      name: of the tree.
-      tree: which stays as it is.
-      change: the edit.
+    """Applies an edit to a copy of a pytree.
 
     Returns:
-      The new tree, and what changed, in words.
+      The new tree, and a line about the change.
 
     Raises:
       CheckpointError: if there is no such number, or it cannot have the new value.
@@ -126,6 +121,6 @@ def _plain(array: np.ndarray) -> Any:
 def _is_number(value: Any) -> bool:
     if isinstance(value, bool | int | float):
         return True
-    # The dtype of random keys is none of NumPy's.
+    # Random keys have a dtype that is not NumPy's.
     dtype = getattr(value, "dtype", None)
     return isinstance(dtype, np.dtype) and dtype.kind in "iufbV" and value.size == 1

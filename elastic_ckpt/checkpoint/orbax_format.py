@@ -1,4 +1,4 @@
-"""The files that Orbax v1 writes beside the values of a checkpoint.
+"""The files that Orbax v1 writes next to the values of a checkpoint.
 
     _CHECKPOINT_METADATA              handlers by part, times, custom metadata
     <part>/_METADATA                  the tree of a pytree, and the kinds of its leaves
@@ -7,8 +7,8 @@
     <part>/array_metadatas/process_0  chunks of its JAX arrays, kinds of random keys
     metrics/metrics                   what policies rank steps by
 
-Orbax describes none of this and offers no function for it. Files are compared with
-Orbax's own, tree by tree, in the tests; what loads them is stock Orbax.
+Orbax neither documents these files nor offers a function that writes them. The tests
+compare them with Orbax's own, tree by tree, and load them with stock Orbax.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _METRICS = "metrics"
 
 
 class SavedArray(jax.ShapeDtypeStruct):
-    """An abstract array of a step that was saved; its devices may not exist any more.
+    """An abstract array of a saved step; its devices may no longer exist.
 
     Args:
-      shape: of the whole array.
-      dtype: of its elements.
-      saved_sharding: as `sharding_metadata` describes it; None if the array was on one
+      shape: the shape of the whole array.
+      dtype: the dtype of its elements.
+      saved_sharding: described as by `sharding_metadata`; None if the array was on one
         device.
     """
 
@@ -60,14 +60,14 @@ class SavedArray(jax.ShapeDtypeStruct):
 
 
 def entries(tree: Any) -> list[tuple[KeyPath, Any]]:
-    """The leaves of a tree, and its nodes without children: Orbax notes those too."""
+    """The leaves of a tree, and its empty nodes, which Orbax records too."""
     return jax.tree.leaves_with_path(
         tree, is_leaf=lambda node: jax.tree.structure(node).num_nodes == 1
     )
 
 
 def key_name(key: Any) -> tuple[bool, str]:
-    """Whether a key is the place of an item in a sequence, and its name in Orbax."""
+    """Whether a key is an index in a sequence, and its name in Orbax."""
     is_item = isinstance(
         key, jax.tree_util.SequenceKey | jax.tree_util.FlattenedIndexKey
     )
@@ -92,15 +92,15 @@ def metadata_files(
     """The files of a step that Orbax adds to the values, by path.
 
     Args:
-      checkpointables: pytrees by name. In place of a JAX array may stand a
-        `jax.ShapeDtypeStruct` with its sharding.
+      checkpointables: pytrees by name. A `jax.ShapeDtypeStruct` with a sharding may
+        replace a JAX array.
       components: the names of other parts, `StatefulCheckpointable`s to Orbax.
-      chunks: by the path of a leaf, the shape of its chunks; of typed random keys, of
+      chunks: the shape of the chunks of each leaf, by path; for typed random keys, of
         their data.
-      init_timestamp_nsecs: when its save began, since 1970.
-      commit_timestamp_nsecs: when it was committed, since 1970.
+      init_timestamp_nsecs: when its save began, in nanoseconds since 1970.
+      commit_timestamp_nsecs: when it was committed, in nanoseconds since 1970.
       metrics: for policies that rank steps; None if it was not evaluated.
-      custom: metadata that the user added, JSON.
+      custom: the user's metadata, JSON.
 
     Raises:
       CheckpointError: if a leaf is of a type that Orbax does not save.
@@ -127,7 +127,7 @@ def metadata_files(
 
 
 def handler_name(name: str) -> str:
-    """The name on disk of a handler of Orbax v1, such as `PyTreeHandler`.
+    """The name that Orbax v1 stores for a handler, such as `PyTreeHandler`.
 
     Raises:
       CheckpointError: if this version of Orbax has no such handler.
@@ -146,13 +146,8 @@ def tree_files(
 ) -> dict[str, bytes]:
     """The files that Orbax adds to the values of a tree, by path in its directory.
 
-    Args:
-      checkpointable: the name of the tree.
-      tree: one of the `checkpointables` of `metadata_files`.
-      chunks: see there.
-
     Raises:
-      CheckpointError: see there.
+      CheckpointError: as `metadata_files`.
     """
     listed, arrays, shardings, strings = {}, [], {}, {}
     for key_path, leaf in entries(tree):
@@ -201,13 +196,10 @@ def tree_files(
 
 
 def strings_file(named: Mapping[str, str]) -> dict[str, Any]:
-    """The content of `_strings.json`: a name is the JSON pointer to its text.
-
-    Args:
-      named: texts by the name of their leaf.
+    """The content of `_strings.json`: a name is a JSON pointer to its string.
 
     Raises:
-      CheckpointError: if a text would lie inside of another.
+      CheckpointError: if a string would be inside of another.
     """
     content: dict[str, Any] = {}
     for name, text in named.items():
@@ -219,7 +211,7 @@ def strings_file(named: Mapping[str, str]) -> dict[str, Any]:
             node = node.setdefault(part, {}) if isinstance(node, dict) else node
         if not isinstance(node, dict) or last in node:
             raise errors.CheckpointError(
-                f"the text {name!r} would be saved inside of another in Orbax's"
+                f"the string {name!r} would be saved inside of another in Orbax's"
                 " _strings.json; rename a key with a '/' or '~'"
             )
         node[last] = text
@@ -230,15 +222,15 @@ _EMPTY = {list: "List", tuple: "Tuple", dict: "Dict", None: "None"}
 
 
 def is_jax(leaf: Any) -> bool:
-    """Whether a leaf is an array of JAX, or its abstract form."""
+    """Whether a leaf is a JAX array, or its abstract form."""
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
 def leaf_kind(leaf: Any, path: str) -> str:
-    """Orbax's name of the type of a leaf or empty node.
+    """Orbax's name for the type of a leaf or empty node.
 
     Raises:
-      CheckpointError: if Orbax does not save it; it names `path`.
+      CheckpointError: if Orbax does not save it; the message names `path`.
     """
     if is_jax(leaf):
         return "jax.Array"
@@ -255,19 +247,19 @@ def leaf_kind(leaf: Any, path: str) -> str:
         )
     if isinstance(leaf, Mapping):
         return _EMPTY[dict]
-    # Empty named tuples, such as optax's EmptyState, are nothing to Orbax.
+    # Orbax records empty named tuples, such as optax's EmptyState, as None.
     return _EMPTY.get(type(leaf), _EMPTY[None])
 
 
 def _sharding(leaf: Any) -> dict[str, Any] | None:
-    # None of shardings that Orbax notes nothing of.
+    # None for shardings that Orbax does not record.
     sharding, described = leaf.sharding, getattr(leaf, "saved_sharding", None)
     if isinstance(sharding, NamedSharding):
         described = sharding_metadata(sharding)
     if described is not None:
         spec = list(described["partition_spec"])
         if is_key(leaf):
-            # Its data has one more dim, which is whole everywhere.
+            # Its data has one more dim, which is not sharded.
             while spec and spec[-1] is None:
                 spec.pop()
             spec.append(None)

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Response(Generic[T]):
-    """The result of a call that goes on in the background, as Orbax's `AsyncResponse`.
+    """The result of a call in the background, like Orbax's `AsyncResponse`.
 
     Args:
       doing: completed when the call is done.
@@ -25,11 +25,11 @@ class Response(Generic[T]):
         """Waits for the call to end, and returns its result.
 
         Args:
-          timeout: the most seconds to wait; None waits without a limit.
+          timeout: the most seconds to wait; None sets no limit.
 
         Raises:
           Exception: the error of the call, if it failed.
-          TimeoutError: if it has not ended in time; it goes on.
+          TimeoutError: if it has not ended in time; the call continues.
         """
         if timeout is None:
             background.wait([self._doing])
@@ -49,12 +49,12 @@ class SaveResponse(Response[bool]):
     """A save in the background; its result is whether the step was committed.
 
     With a local tier, a step is committed once it is in the RAM of all hosts; without
-    one, once it is in persistent storage. A step that was given up, after an error that
-    an event describes, has the result False.
+    one, once it is in persistent storage. The result is False if the save was abandoned
+    after an error, which an event describes.
 
     Args:
-      committed: completed when the step is committed or given up.
-      is_stored: waits for all stages; whether the step is in persistent storage.
+      committed: completed when the step is committed or abandoned.
+      is_stored: waits for all stages; returns whether the step is in storage.
     """
 
     def __init__(
@@ -64,10 +64,9 @@ class SaveResponse(Response[bool]):
         self._is_stored = is_stored
 
     def durable(self) -> bool:
-        """Waits until the step is stored, and returns whether it is.
+        """Waits for copies and the backup, if the step gets them.
 
-        That is after copies to peers and the backup, if the step has them. Every
-        process of the run calls it.
+        Every process of the run must call it.
 
         Returns:
           Whether the step is in persistent storage.
@@ -75,7 +74,7 @@ class SaveResponse(Response[bool]):
         return self.result() and self._is_stored()
 
     def on_complete(self, callback: Callable[[bool], Any]) -> None:
-        """Calls `callback(committed)` from a background thread, after an error too."""
+        """Calls `callback(committed)` from a background thread, even after an error."""
         self._doing.add_done_callback(
             lambda done: callback(done.exception() is None and done.result())
         )

@@ -1,17 +1,17 @@
-"""Restore: all hosts read one step, the newest one that is readable.
+"""Restore: all hosts read the newest readable step.
 
-    find          the newest step that is complete by what hosts and storage have
-    open_step     all hosts have the table of the step
-    describe      what is in it, without values
-    Restorer      checks what is requested, and for trees of another layout, how it is
-                  read; lets hosts read and repair; loads components; makes the arrays
+    find          finds the newest step that hosts and storage have completely
+    open_step     gives all hosts the table of the step
+    describe      describes its content, without values
+    Restorer      checks the request; makes hosts read and repair; loads components;
+                  builds the arrays
 
 No value is returned, and no component is loaded, before every host has read and
 verified all of its part: if one cannot, all hosts read the step before. If a component
-of one host cannot be loaded, the restore fails on all hosts.
+cannot be loaded on one host, the restore fails on all hosts.
 
-The rules for trees of another layout lie above this room, and come as `Relayout`. A
-tree that the step has as it is requested is restored without them.
+Reading a tree that was saved in a different layout is up to `Relayout`, which comes
+from a room above.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class StepNotFoundError(errors.CheckpointError, ocp.training.errors.StepNotFound
 
 
 def step_number(step: Any) -> int:
-    """The number of a step: an integer of any type, or what has one as its `step`.
+    """The number of a step, which is an integer of any type, or has one as its `step`.
 
     Raises:
-      CheckpointError: if it is no integer at or above 0.
+      CheckpointError: if it is not an integer of at least 0.
     """
     number = getattr(step, "step", step)
     try:
@@ -88,8 +88,7 @@ class SearchOutcome:
 
     Attributes:
       checkpoint: the step; None if none is complete.
-      newest_save: of all steps that there are; empty if there are none.
-      problem: why there is none.
+      newest_save: the newest save of any step; empty if there are none.
     """
 
     checkpoint: CheckpointMetadata | None = None
@@ -116,20 +115,19 @@ def find(
     without: Mapping[StepId, str] = types.MappingProxyType({}),
     own_line: Line | None = None,
 ) -> SearchOutcome:
-    """Looks for the newest complete step, or for a certain one.
+    """Searches for a step, or for the newest complete one.
 
     Args:
-      hosts: of the world.
-      step: None for the newest.
+      hosts: the hosts of the world.
+      step: the step; None for the newest.
       emit: called when newer steps are passed over, and for peers that refuse.
-      without: why steps and saves proved to be unreadable.
+      without: steps and saves that proved to be unreadable, and why.
       own_line: the line that the caller has saved to.
 
     Raises:
-      StepNotFoundError: if no tier has a certain step.
-      CheckpointError: if a certain step is not complete, there may be one in storage
-        that is out of reach, or a later version of elastic_ckpt has saved the newest
-        one.
+      StepNotFoundError: if no tier has the requested step.
+      CheckpointError: if the requested step is not complete, none was found but storage
+        is out of reach, or a later version of elastic_ckpt has saved the newest step.
     """
     number = None if step is None else step_number(step)
     hosts.all(HostReader.offer_saves)
@@ -152,7 +150,7 @@ def find(
             listed = "; ".join(list(passed_over.values())[: errors.MOST_NAMED])
             problem = errors.CheckpointError(
                 f"no step is complete in any tier: {listed}; bring back a host that has"
-                " the missing parts, or begin a new run in another directory"
+                " the missing parts, or start a new run in another directory"
             )
         elif found is None:
             problem = StepNotFoundError(f"{survey.nothing}; save a step first")
@@ -196,14 +194,10 @@ def _not_found(
 
 
 def describe(hosts: Hosts, checkpoint: CheckpointMetadata) -> CheckpointMetadata:
-    """The contents of a step, by the names of its checkpointables.
-
-    Args:
-      hosts: of the world.
-      checkpoint: the step.
+    """Adds a description of its checkpointables to a step.
 
     Raises:
-      HostsFailedError: if it is not complete any more.
+      HostsFailedError: if the step is no longer complete.
     """
     if checkpoint.save:
         hosts.all(HostReader.open_step, checkpoint.step_id)
@@ -220,7 +214,7 @@ def describe(hosts: Hosts, checkpoint: CheckpointMetadata) -> CheckpointMetadata
 
 
 def _held(contents: Contents) -> dict[str, Any]:
-    # What a step has, as Orbax describes it.
+    # The contents of a step, as Orbax describes them.
     trees = structure.saved_trees(contents)
     described = jax.tree.map(
         lambda leaf: "string" if isinstance(leaf, str) else leaf, trees
@@ -228,25 +222,24 @@ def _held(contents: Contents) -> dict[str, Any]:
     return dict.fromkeys(contents.components) | described
 
 
-# Matches a layout, as users give it, with a saved tree of this name before a value is
-# read; `elastic_ckpt.universal.loading` does. It gets the contents of the step (None
-# for one of another program), the name, the requested tree and the layout. It returns a
-# function that reads the tree into its shardings: from the boxes of the open step, or
-# from the path of the saved tree in persistent storage. A layout that does not fit is a
-# ConfigError.
+# Matches a user's layout with a saved tree, before values are read (implemented by
+# `elastic_ckpt.universal.loading`). Takes the contents of the step (None for one of
+# another program), the name of the tree, the requested tree and the layout. Returns a
+# function that reads the tree into its shardings, from the boxes of the open step or
+# from the path of the saved tree in persistent storage. Raises a ConfigError if the
+# layout does not fit.
 Relayout = Callable[
     [Contents | None, str, Any, Any], Callable[[VerifiedReader | epath.Path], Any]
 ]
 
 
 class Restored(NamedTuple):
-    """A step that was restored.
+    """A restored step.
 
     Attributes:
       search: the outcome of the search for it.
-      components: that it has, whether they were requested or not; none if Orbax alone
+      components: all of its components, whether requested or not; none if Orbax alone
         saved it.
-      parts: what was requested, by name.
     """
 
     search: SearchOutcome
@@ -258,13 +251,12 @@ class Restorer:
     """Restores some pytrees and components of a step; all hosts call it alike.
 
     Args:
-      hosts: of the world.
-      relayout: reads the trees that differ.
+      relayout: reads trees whose saved layout differs.
       emit: called with the sources of the values, and with problems.
-      wanted: by name, abstract trees and components.
-      partial: whether trees may lack leaves that were saved.
-      layout: relates the leaves of saved trees with those of requested ones that differ
-        from them; None if no tree may differ.
+      wanted: abstract trees and components, by name.
+      partial: whether the requested trees may omit saved leaves.
+      layout: maps the leaves of saved trees to those of requested ones; None if no tree
+        may differ.
     """
 
     def __init__(
@@ -289,14 +281,13 @@ class Restorer:
         """Restores a step.
 
         Args:
-          step: None takes the newest complete one; if it proves to be unreadable, the
-            one before.
-          newest: the outcome of the last search of the hosts, if it was for that step
-            and still holds.
+          step: the step; None takes the newest complete one or, if that proves to be
+            unreadable, the one before it.
+          newest: the outcome of the last search for the newest step, if it still holds.
 
         Raises:
           CheckpointError: if there is no such step, it is of another model, or no good
-            copy of a part of it is left.
+            copy of one of its parts is left.
           ConfigError: if the layout does not fit.
         """
         with metrics.CHECKPOINT_LOAD.timed():
@@ -312,9 +303,9 @@ class Restorer:
                 try:
                     components, make = self._read(checkpoint)
                 except (errors.CheckpointError, errors.ConfigError) as error:
-                    # All drivers have this error; hosts may hold what they have read.
+                    # All drivers get this error; hosts drop what they have read.
                     self._hosts.all(HostReader.close_step)
-                    # An older step does not fit the request either.
+                    # Otherwise the request is wrong, also for an older step.
                     fits = isinstance(error, errors.HostsFailedError)
                     if not fits or step is not None:
                         raise
@@ -325,8 +316,8 @@ class Restorer:
     def _read(
         self, checkpoint: CheckpointMetadata
     ) -> tuple[frozenset[str], Callable[[], dict[str, Any]]]:
-        # Has all hosts read and verify what is wanted. Returns all components of the
-        # step, and what makes the wanted values.
+        # Makes all hosts read and verify what is wanted. Returns all components of the
+        # step, and a function that builds the wanted values.
         hosts = self._hosts
         hosts.all(HostReader.open_step, checkpoint.step_id)
         contents = hosts.opened()
@@ -344,7 +335,7 @@ class Restorer:
         try:
             read_here = hosts.check(asked.read, stateful, others)
         except errors.HostsFailedError as error:
-            # An older step would not have it either: the request is wrong.
+            # The request is wrong, also for an older step.
             raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
         answers = hosts.read(stateful)
         num_bytes = {
@@ -362,7 +353,7 @@ class Restorer:
         num_bytes: Mapping[str, int],
         answers: Sequence[ReadParts],
     ) -> dict[str, Any]:
-        # Makes what hosts have read, once bad copies of it are repaired.
+        # Repairs bad copies, then builds what hosts have read.
         hosts = self._hosts
         bad = tuple(copy for each in answers for copy in each.bad)
         for each in bad:
@@ -405,10 +396,10 @@ class Restorer:
                     storage.remove(path)
 
     def _restore_foreign(self, checkpoint: CheckpointMetadata) -> dict[str, Any]:
-        # Steps that Orbax alone saved have no digests.
+        # Orbax alone saved the step, without digests.
         path = checkpoint.path
         assert path is not None
-        why = "plain Orbax saved it, and its values cannot be verified"
+        why = "plain Orbax saved it, so its values cannot be verified"
         storage_cause.report(self._emit, "persistent", checkpoint.step, why)
         others = self._of_layout(
             foreign_steps.read_parts(path),
@@ -436,7 +427,7 @@ class Restorer:
     def _of_layout(
         self, saved: Mapping[str, Any], make: Callable[[str, Any], T]
     ) -> dict[str, T]:
-        # Those of the trees that are of another layout than the saved ones.
+        # The trees whose saved layout differs, by name.
         if self._layout is None:
             return {}
         return self._on_all(
@@ -463,14 +454,15 @@ class Restorer:
         if checkpoint.path is None:
             raise errors.CheckpointError(
                 f"step {checkpoint.step} was saved in another layout and is only in the"
-                " RAM of other processes; under one controller a layout can read only"
-                " steps in persistent storage. Restore it as it was saved, and save it"
-                " with force=True"
+                " RAM of other processes; under one controller, only steps in"
+                " persistent storage can be read through a layout. Restore it as it was"
+                " saved, and save it with force=True"
             )
         return read(checkpoint.path / name)
 
     def _on_all(self, name: str, work: Callable[[], T]) -> T:
-        # No host waits for one that has failed. An older step is no remedy.
+        # Makes an error fail all hosts, which would otherwise wait. An older step would
+        # not help.
         try:
             result = work()
         except Exception as error:

@@ -1,8 +1,8 @@
 """Saves and restores the state and the data state of a run.
 
-A step is named by the number of steps done. It holds the checkpointables `state`
-(weights, optimizer, step counter), `data` (the data state), and, if the run has any,
-`callbacks` (their states).
+A step's number is the number of steps done. It contains the checkpointables `state`
+(weights, optimizer, step counter), `data` (the data state), and, if the run has
+callbacks, `callbacks` (their states).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.retention import BestN
 from elastic_ckpt.tiers import preserved
 
-# The directory of the steps in that of a run.
+# The directory of the steps, in the directory of a run.
 DIRECTORY = layout.STEPS
 STATE = "state"
 DATA = "data"
@@ -33,23 +33,23 @@ class Callbacks(Protocol):
     """The callbacks of a run, whose states are saved as a component."""
 
     def get_state(self) -> Any:
-        """Their states."""
+        """The states to save."""
 
     def set_state(self, state: Any) -> None:
-        """Restores their states."""
+        """Restores the states."""
 
     def begin_anew(self) -> None:
-        """Continues a step without states of callbacks."""
+        """Starts over, as the step has no states of callbacks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Saved:
-    """The steps that a run saves besides those that are due in its tiers.
+    """The steps that a run saves in addition to those that are due in its tiers.
 
     Attributes:
-      at_end: whether the last step is.
+      at_end: whether to save the last step.
       best: ranks evaluations; a step that is better than all before is saved to
-        storage. None saves none for its evaluation.
+        storage. None disables this.
       in_background: whether training continues before a step is committed.
     """
 
@@ -60,15 +60,12 @@ class Saved:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class RunSaver:
-    """Saves and restores a run; every host makes one, and all call it alike.
+    """Saves and restores a run; all hosts must make the same calls.
 
     Attributes:
-      checkpointer: over the tiers.
-      saved: the steps to save besides those that are due.
-      data: the data iterator.
-      callbacks: None if the run has none.
+      saved: the steps to save in addition to those that are due.
       last_step: the step that ends the run, once it is saved.
-      best_step: whose evaluation was better than all before.
+      best_step: the step whose evaluation was better than all before.
     """
 
     checkpointer: HostsCheckpointer
@@ -91,12 +88,12 @@ class RunSaver:
         *,
         data: ocp.StatefulCheckpointable | None = None,
     ) -> Any:
-        """Returns the state of a step, and sets the data and the callbacks to it.
+        """Restores a step: returns its state, and sets the data and the callbacks.
 
         Args:
-          abstract_state: its shapes, dtypes and shardings.
+          abstract_state: the shapes, dtypes and shardings of the state.
           step: a complete step; by default the newest.
-          data: receives the data state in place of the data iterator.
+          data: receives the data state instead of the data iterator.
 
         Raises:
           CheckpointError: if the step is of another model, or none can be read.
@@ -108,7 +105,7 @@ class RunSaver:
     def _load(
         self, step: int | CheckpointMetadata | None, wanted: dict[str, Any]
     ) -> dict[str, Any]:
-        # With the callbacks, which older steps may lack.
+        # Adds the callbacks, which older steps may lack.
         if self.callbacks is not None:
             if CALLBACKS in self.checkpointer.checkpointables_metadata(step).metadata:
                 wanted[CALLBACKS] = component.Component(self.callbacks)
@@ -119,10 +116,10 @@ class RunSaver:
         )
 
     def restore_data(self, step: int) -> bool:
-        """Sets the data iterator and the callbacks, not the state, to `step`.
+        """Restores the data and the callbacks, but not the state, from `step`.
 
         Returns:
-          Whether it could be read.
+          Whether the step could be read.
         """
         try:
             self._load(step, {DATA: self.data})
@@ -132,7 +129,7 @@ class RunSaver:
         return True
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records the metrics of an evaluation of `step`, which may also be saved."""
+        """Records an evaluation of `step`, which is also saved if it is the best."""
         best = self.saved.best
         before = None if best is None else self._evaluations()
         if best is not None and before is not None:
@@ -142,15 +139,15 @@ class RunSaver:
         self.checkpointer.record_metrics(step, metrics)
 
     def begin_anew(self) -> None:
-        """Goes back to before the first step; `save_again` makes that step 0."""
+        """Rolls back to before the first step, which `save_again` saves as step 0."""
         self.checkpointer.begin_anew()
         if self.callbacks is not None:
             self.callbacks.begin_anew()
 
     def save_again(self, step: int, state: Any) -> None:
-        """Saves the step that was gone back to, in every tier, and waits for it.
+        """Saves the step that was rolled back to, in every tier, and waits for it.
 
-        The run continues from it, with the present data state, even if it crashes now.
+        From now on a restart continues from it, with the present data state.
 
         Raises:
           CheckpointError: if it could not be saved.
@@ -170,29 +167,29 @@ class RunSaver:
         )
         if saving is None or not saving.result():
             raise errors.CheckpointError(
-                f"step {step}, which the run has gone back to, could not be saved, so"
-                " a restart would continue from a later one; find the reason in the"
+                f"step {step}, which the run has rolled back to, could not be saved,"
+                " so a restart would continue from a later one; find the reason in the"
                 " `degraded` events of the run, make room, and start the run again"
             )
         if evaluated is not None:
-            # The new save is of the same state.
+            # The evaluation also holds for the new save, of the same state.
             self.checkpointer.record_metrics(step, evaluated)
         self.checkpointer.wait()
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        """Whether to save `step`, which has just been computed."""
+        """Whether to save `step`, which was just computed."""
         if last and self.saved.at_end:
             return not self.checkpointer.is_durable(step)
         return self.checkpointer.should_save(step) or self._is_kept(step)
 
     def save(self, step: int, state: Any, *, last: bool) -> None:
-        """Saves `state` and the data state as `step`; the last one to every tier."""
+        """Saves `state` and the data state as `step`; the last step to every tier."""
         self.last_step = step if last else None
-        # A run that had already ended saves its last step again.
+        # A run that had ended before saves its last step again.
         overwrite = last and self.latest_step == step
         with metrics.CHECKPOINT_SAVE_BLOCK.timed():
             if self._is_kept(step):
-                # A backup that is late is skipped for that of a later step.
+                # Otherwise a late backup could be skipped for that of a later step.
                 self.checkpointer.wait()
             saving = self.checkpointer.save_checkpointables_async(
                 step,
@@ -207,7 +204,7 @@ class RunSaver:
         return step == self.best_step
 
     def _evaluations(self) -> dict[int, dict[str, Any]] | None:
-        # None if storage is out of reach, or there is none.
+        # None if there is no storage, or it is out of reach.
         try:
             return self.checkpointer.evaluations()
         except errors.CheckpointError as error:
@@ -215,9 +212,9 @@ class RunSaver:
             return None
 
     def close(self) -> None:
-        """Waits for all tiers, a late backup too; a second call does nothing.
+        """Waits for all tiers, including a late backup; a second call does nothing.
 
-        If the run goes on in another world, it waits for RAM alone.
+        If the run continues in another world, waits only for RAM.
 
         Raises:
           CheckpointError: if the step that ends the run is not in persistent storage.
@@ -234,10 +231,10 @@ class RunSaver:
 
 
 def close(checkpointer: HostsCheckpointer, *, last_step: int | None) -> None:
-    """Waits for all tiers, a late backup too, and releases the hosts.
+    """Waits for all tiers, including a late backup, and releases the hosts.
 
     Args:
-      checkpointer: that the run has saved to.
+      checkpointer: the checkpointer of the run.
       last_step: the step that ends the run; None if the run did not save it.
 
     Raises:
@@ -246,27 +243,22 @@ def close(checkpointer: HostsCheckpointer, *, last_step: int | None) -> None:
     """
     with checkpointer:
         is_stored = last_step is None or checkpointer.is_durable(last_step)
-        # The end of the block raises with the cause, if a step that was due is missing.
+        # Leaving the block raises the cause if a step that was due is missing.
     if not is_stored:
         raise errors.CheckpointError(
             f"step {last_step}, the last of the run, is not in persistent storage and"
             " would be lost with the hosts; find the reason in the messages above or"
-            " in the `degraded` events of the run, and start the run again to save the"
-            " step"
+            " in the `degraded` events of the run, and start the run again to save it"
         )
 
 
 def preserve_newest(checkpointer: HostsCheckpointer, *, up_to: int) -> int | None:
-    """Preserves the newest step in persistent storage up to a step; all hosts call it.
+    """Pins the newest step up to `up_to` in persistent storage; all hosts call it.
 
-    A backup that has begun is waited for: the step in it may be that one.
-
-    Args:
-      checkpointer: over the tiers.
-      up_to: the step after which the copies of the state were equal.
+    Waits for a backup in progress, which may be of that step.
 
     Returns:
-      The step, to the primary host; None if there is none, or no storage.
+      The pinned step, on the primary host; None if there is none.
     """
     stored = stored_before(checkpointer, up_to + 1)
     if stored is None or not topology.is_primary():
@@ -274,7 +266,7 @@ def preserve_newest(checkpointer: HostsCheckpointer, *, up_to: int) -> int | Non
     try:
         preserved.pin(str(stored.path))
     except (errors.CheckpointError, *bucket_clients.failures()) as error:
-        logging.error("step %d could not be preserved: %s", stored.step, error)
+        logging.error("step %d could not be pinned: %s", stored.step, error)
         return None
     return stored.step
 

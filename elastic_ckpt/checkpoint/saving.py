@@ -21,20 +21,19 @@ from elastic_ckpt.steps.step import Line, StepId
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Saving:
-    """A step that was captured.
+    """A captured step.
 
     Attributes:
-      step_id: the step.
-      write_components: has them write their files.
+      description: describes it for retention and persistent storage.
+      began_secs: when its save began, on the monotonic clock.
       back_up: whether it goes to persistent storage.
-      overwrite: whether other saves of the step are removed from there.
-      description: for retention and persistent storage.
-      path: the directory that it has in persistent storage; None without such a tier.
-      began_secs: when it was begun, on the monotonic clock.
-      is_last_of_world: whether the run goes on in another world, which makes its
-        copies and its backup.
+      overwrite: whether it replaces other saves of the step there.
+      write_components: makes the components write their files.
+      path: its directory in persistent storage; None without such a tier.
+      is_last_of_world: whether the run continues in another world, which makes the
+        step's copies and backup.
       is_copied_at_once: whether the save is done only once its copies are made.
-      stateful: its components, by name; of a step that a world before has saved, none.
+      stateful: its components, by name; none if an earlier world saved it.
       stored: set when the step is in persistent storage.
     """
 
@@ -57,12 +56,12 @@ class Saving:
 
     @property
     def line(self) -> Line:
-        """The line that it is saved to."""
+        """The line that the step is saved to."""
         return Line(save=self.step_id.save, parents=self.description.contents.parents)
 
     @property
     def kinds(self) -> dict[str, str]:
-        """By the path of a leaf or the name of a component, what this host saves."""
+        """What this host saves, by the path of a leaf or the name of a component."""
         kinds = {
             name: str(each) if isinstance(each, Component) else "component"
             for name, each in self.stateful.items()
@@ -70,7 +69,7 @@ class Saving:
         return self.description.kinds(kinds)
 
     def difference(self, hosts: Hosts, notes: Sequence[HostNotes]) -> str | None:
-        """The first part that hosts save differently, by their notes."""
+        """A message about the first part that hosts save differently; None if none."""
         if len({each.parts_digest for each in notes}) == 1:
             return None
         path, kinds = _differing(hosts.share("parts", self.kinds), missing="nothing")
@@ -85,10 +84,10 @@ class Saving:
         )
 
     def complete(self, hosts: Hosts) -> tuple[Saving, dict[str, str]]:
-        """Leaves out, on all hosts, optional components that one of them cannot save.
+        """Leaves out, on all hosts, optional components that any of them cannot save.
 
         Returns:
-          The step without them; and by name, why one was left out.
+          The step without them, and why each was left out, by name.
         """
         why: dict[str, str] = {}
         optional = {
@@ -97,7 +96,7 @@ class Saving:
             if isinstance(each, Component) and not each.required
         }
         problems = {n: c.save_problem or "" for n, c in optional.items()}
-        # Of several hosts that cannot, the first is named.
+        # If several hosts cannot save a component, the first is named.
         of_hosts = [*enumerate(hosts.share("left_out", problems) if problems else ())]
         for number, of_host in reversed(of_hosts):
             why |= {n: f"host {number}: {each}" for n, each in of_host.items() if each}
@@ -109,9 +108,9 @@ class Saving:
         return dataclasses.replace(self, description=description), why
 
     def write_files(self) -> str | None:
-        """Has the components write their files; why they could not, if they could not.
+        """Makes the components write their files; returns why they could not, or None.
 
-        Any error is one of all hosts, which would wait for this one.
+        Any error must fail all hosts, which would otherwise wait for this one.
         """
         try:
             self.write_components()
@@ -122,12 +121,7 @@ class Saving:
         return None
 
     def contents(self, written: Sequence[Written], *, is_due: bool) -> Contents:
-        """The contents of its manifests, but for the arrays.
-
-        Args:
-          written: by all hosts.
-          is_due: see `Contents`.
-        """
+        """The contents of its manifests, without the arrays."""
         files = {path: size for each in written for path, size in each.files.items()}
         return dataclasses.replace(
             self.description.contents,
@@ -137,14 +131,10 @@ class Saving:
         )
 
     def diverged(self, hosts: Hosts, written: Sequence[Written]) -> str | None:
-        """The first part that hosts have written with different values.
-
-        Args:
-          hosts: of the world.
-          written: by all hosts.
+        """A message about the first part that hosts wrote differently; None if none.
 
         Raises:
-          HostsFailedError: if a host cannot tell.
+          HostsFailedError: if a host does not report its digests.
         """
         shared, _ = _differing([each.shared for each in written])
         if not shared:
@@ -154,7 +144,7 @@ class Saving:
         numbers = sorted(number for some in holders.values() for number in some)
         return (
             f"{part} has different values at the hosts"
-            f" {', '.join(map(str, numbers))}: a device or memory of one of them is"
+            f" {', '.join(map(str, numbers))}: a device or the memory of one of them is"
             " faulty, or hosts computed different values; the step is not saved"
         )
 
@@ -162,7 +152,7 @@ class Saving:
 def _differing(
     of_hosts: Sequence[Mapping[str, str]], missing: str | None = None
 ) -> tuple[str, dict[str, list[int]]]:
-    # The first name for which hosts have different texts, and the hosts of each text.
+    # The first name for which hosts have different texts, with the hosts of each text.
     for name in sorted(set().union(*of_hosts)):
         hosts: dict[str, list[int]] = {}
         for number, of_host in enumerate(of_hosts):

@@ -13,15 +13,15 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.core import clock, preemption
 from elastic_ckpt.tiers.choices import Chosen
 
-# The most steps between two comparisons of clocks, if clocks decide.
+# The most steps between two comparisons of clocks.
 _MOST_STEPS = 16
 
 
 class BackupClock:
-    """Whether a backup is due because of the time since the last one.
+    """Decides when a backup is due by time.
 
     Args:
-      every_minutes: between two backups; None if only steps count.
+      every_minutes: the time between two backups; None if only steps count.
       since_secs: the time since the last backup, which an earlier world may have made.
     """
 
@@ -32,7 +32,7 @@ class BackupClock:
         self._began_secs = clock.monotonic() - since_secs
 
     def begin_again(self) -> None:
-        """Notes that a backup begins now."""
+        """Restarts the time, as a backup begins."""
         self._began_secs = clock.monotonic()
 
     def passed_secs(self) -> float:
@@ -40,7 +40,7 @@ class BackupClock:
         return clock.monotonic() - self._began_secs
 
     def is_due(self) -> bool:
-        """Whether it is time for a backup."""
+        """Whether a backup is due."""
         return self.passed_secs() >= self.every_secs
 
 
@@ -49,11 +49,9 @@ class Schedule:
     """Decides which tiers are due at a step, the same in every process of a world.
 
     Attributes:
-      chosen: the tiers.
-      clock: of backups.
       agree: returns the values of host 0, in every process.
-      stored: the steps that a policy is given: that from which the run goes on, if any,
-        and those that were to be stored since, ascending.
+      stored: the steps that a policy sees, ascending: the one that the run resumed
+        from, if any, and those that were due in storage since.
     """
 
     chosen: Chosen
@@ -65,12 +63,7 @@ class Schedule:
     _next_look: int = 0
 
     def note_save(self, step: Any, *, back_up: bool) -> None:
-        """Notes that a save was begun.
-
-        Args:
-          step: with its number, time and metrics.
-          back_up: whether it goes to persistent storage.
-        """
+        """Notes that a save has begun."""
         if back_up:
             self.stored.append(step)
         if self.chosen.local is None:
@@ -78,12 +71,7 @@ class Schedule:
         self._is_time, self._next_look = False, 0
 
     def is_due(self, step: Any, *, is_saving: bool) -> bool:
-        """Whether any tier is due.
-
-        Args:
-          step: as for `note_save`.
-          is_saving: whether a save is under way.
-        """
+        """Whether any tier is due."""
         local, persistent = self.chosen.local, self.chosen.persistent
         if any(t and t.every and step.step % t.every == 0 for t in (local, persistent)):
             return True
@@ -96,17 +84,17 @@ class Schedule:
     ) -> bool:
         """Whether a step that is saved goes to persistent storage.
 
-        It does if storage has become due since the last backup, at this step or before:
-        a caller may save none of the steps at which it is. So does each step when the
-        job is about to be preempted.
+        It does if a backup became due since the last one, at this step or before: the
+        caller need not save the steps at which it was. So does each step when the job
+        is about to be preempted.
 
-        Beside a local tier, minutes are counted by the stages of a save.
+        With a local tier, the stages of a save count the minutes.
 
         Args:
-          step: as for `note_save`.
-          is_saving: whether a save is under way.
-          is_left: whether the run goes on in another world, so that the signal to leave
-            means no preemption.
+          step: the step, with its number, time and metrics.
+          is_saving: whether a save is in progress.
+          is_left: whether the run continues in another world, so that a signal to end
+            is not a preemption.
         """
         persistent = self.chosen.persistent
         if persistent is None:
@@ -123,7 +111,7 @@ class Schedule:
         if preempted:
             return True
         if every is not None:
-            # Also if it was at a step before, which a caller may not have saved.
+            # The caller may not have saved the step at which it was due.
             is_overdue = step.step // every > self._backed_up() // every
             return is_overdue or step.step % every == 0
         return self.chosen.local is None and self._has_time_passed(step.step)
@@ -132,14 +120,14 @@ class Schedule:
         return self.stored[-1].step if self.stored else 0
 
     def _is_preempted(self, step: Any) -> bool:
-        # The memory of hosts is lost with the machines.
+        # With the machines, the steps in RAM would be lost.
         return preemption.reached(step.step, multihost.reached_preemption)
 
     def _has_time_passed(self, step: int) -> bool:
         if not self._is_time and step >= self._next_look:
             passed_secs = self.clock.passed_secs()
             step_secs = passed_secs / max(1, step - self._backed_up())
-            # Half of what is left: steps may become slower.
+            # Only half of what is left, since the time per step may change.
             left = (self.clock.every_secs - passed_secs) / (2 * max(step_secs, 1e-6))
             skipped = int(min(_MOST_STEPS, max(1, left)))
             self._is_time, skipped = self.agree(self.clock.is_due(), skipped)

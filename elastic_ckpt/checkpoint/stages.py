@@ -1,20 +1,20 @@
-"""The stages of a save: background threads that process one step at a time each.
+"""The stages of a save: background threads that each process one step at a time.
 
 * commit: hosts write the step to their RAM disks; it exists when all have written it
 * replicate: hosts copy parts from each other, and remove steps that are not needed
-* back up: hosts write their shares of a checkpoint in persistent storage
+* back up: hosts write their shares of a checkpoint to persistent storage
 
 Without a local tier there is one stage: hosts write their shares to persistent storage
 from the captured memory, and the step exists when all have written theirs.
 
-A save waits until the one before is committed. Copies and backups that are late skip
-steps, and never delay the training: the newest step that waits stands for those before
-it, and comes next when another is saved or the run ends. Failures are reported and
-retried in the same way. A step that is due in storage and does not fit into RAM is
+A save waits until the previous one is committed. Late copies and backups never delay
+training; they skip steps instead: the newest step that waits replaces earlier ones, and
+is processed when another step is saved or the run ends. Failures are reported and
+retried in the same way. A step that is due in storage but does not fit into RAM is
 uploaded from the captured memory; no other step is committed until that is done.
 
-After a restore, the copies of the step and its backup, if the worlds before owe them,
-are the first work of their stages.
+After a restore, the stages first make the copies and the backup of the restored step,
+if earlier worlds did not.
 
 Every process of a world runs the same stages in the same order. When a save begins,
 hosts exchange whatever depends on time, such as whether a stage is idle.
@@ -64,14 +64,13 @@ _NOT_REMOVED = "older steps were not removed"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Readiness:
-    """What each process tells the others when a save begins.
+    """What each process reports to the others when a save begins.
 
     Attributes:
-      notes: of the step.
       can_copy: whether no copies are being made; a stage begins when all hosts can.
       can_back_up: whether no backup is being made.
-      is_time: whether a backup is due by the clock; that of host 0 counts.
-      is_behind: whether storage lacks a step that was due, likewise.
+      is_time: whether a backup is due by the clock; host 0 decides.
+      is_behind: whether storage lacks a step that was due; host 0 decides.
     """
 
     notes: HostNotes
@@ -84,13 +83,10 @@ class Readiness:
 class Stage:
     """Runs one piece of work at a time, in a thread.
 
-    The thread is a daemon: at exit a program must not wait for hosts that are gone.
-
-    Args:
-      name: of the thread.
+    The thread is a daemon: at exit, a program must not wait for hosts that are gone.
 
     Attributes:
-      doing: its last work, unless that was waited for.
+      doing: its last work, unless `wait` has waited for it.
     """
 
     def __init__(self, name: str) -> None:
@@ -103,7 +99,7 @@ class Stage:
         return all(each.done() for each in self.doing)
 
     def start(self, work: Callable[[], T]) -> futures.Future[T]:
-        """Begins `work` once the work before has ended, also if that failed."""
+        """Starts `work` once the previous work has ended or failed."""
         before = self.doing
 
         def next_work() -> T:
@@ -115,9 +111,9 @@ class Stage:
         return doing
 
     def wait(self) -> None:
-        """Returns when its work has ended, also if it failed."""
+        """Returns when its work has ended or failed."""
         background.wait(self.doing)
-        # Its results are not kept. After an interruption (Ctrl-C) it still has them.
+        # Drops the results, unless the wait was interrupted (Ctrl-C).
         self.doing = []
 
 
@@ -125,17 +121,12 @@ class SaveStages:
     """Takes captured steps through their stages.
 
     Args:
-      hosts: of the world.
-      chosen: the tiers.
-      clock: of backups.
-      world: among those of the run.
       emit: called for each event, in the threads of the stages.
-      writer: of storage; None if this program does not write there.
+      writer: writes to storage; None if this program does not write there.
 
     Attributes:
       committed: the newest step that was committed here; None before the first, and
         after a restore.
-      committing: the stage that commits.
     """
 
     def __init__(
@@ -158,41 +149,41 @@ class SaveStages:
         self._makes_copies = hosts.num_hosts > 1 and bool(peers and peers.copies)
         self.committing = Stage("commit")
         self._copy_stage, self._backup_stage = Stage("replicate"), Stage("back-up")
-        # The first save does not wait until leftovers are removed, but until it is
-        # known whether a world before owes copies and a backup.
+        # The first save does not wait for the removal of leftovers, but until it is
+        # known whether earlier worlds left copies or a backup undone.
         self._cleaning, self._looking = Stage("clean"), Stage("look")
-        # The steps that are due in storage and not there. RAM keeps one that was to be
-        # backed up, the newest: it stands for those before it, and so does a newer one
-        # in storage.
+        # The steps that are due in storage but not there. RAM keeps only the newest:
+        # its backup, or that of any later step, settles the earlier ones.
         self._lock = threading.Lock()
         self._due: set[StepId] = set()
         self._newest: Saving | None = None
-        # What keeps a step from storage; the newest failure of storage itself, and when
-        # the first one was since it took all that it was given.
+        # Why a step is not in storage; the newest failure of storage itself, and when
+        # storage began to fail.
         self._why: dict[int, str] = {}
         self._failure = ""
         self._failing_secs: float | None = None
         self._uploading: StepId | None = None
-        # The newest step if its copies are not begun, and the newest that has them.
+        # The newest step if its copies are not begun, and the newest with copies.
         self._uncopied: CheckpointMetadata | None = None
         self._covered: StepId | None = None
         # The steps that are pinned or being read on any machine.
         self._preserved: tuple[int, ...] = ()
-        # What copies lacked when it was last reported; and a count that each save
-        # lowers: a save without copies is reported only once it is 0.
+        # The shortfalls of copies that were last reported; and a count that each save
+        # lowers: saves without copies are reported only while it is 0.
         self._lacking: set[str] = set()
         self._num_uncopied = 0
-        # Removes leftovers of crashed worlds; None once that is done.
+        # Removes leftovers of crashed worlds; None once done.
         self._clean: Callable[[], None] | None = None
         # Set once another start of the run has continued it.
         self._replaced: errors.ReplacedError | None = None
-        # Whether a stage failed otherwise than hosts report it, and no save since.
+        # Whether a stage failed in a way that hosts do not report, and no save
+        # succeeded since.
         self._is_broken = False
         # Whether the next step that is committed is the first of a line.
         self._begins_line = False
 
     def go_on_from(self, restored: StepId | None) -> None:
-        """Notes that a step was restored: it is kept until a newer one has copies."""
+        """Notes that a step was restored; keeps it until a newer one has copies."""
         self.committed = self._uncopied = None
         self._covered, self._begins_line = restored, True
         step = 0 if restored is None else restored.step
@@ -208,15 +199,15 @@ class SaveStages:
         return number
 
     def check(self) -> None:
-        """Raises a ReplacedError if a stage found that another start continues."""
+        """Raises a ReplacedError if another start has continued the run."""
         if self._replaced is not None:
             raise self._replaced
 
     def begin(self, saving: Saving) -> futures.Future[bool]:
-        """Begins to commit a step, when the one before is done.
+        """Starts to commit a step, once the previous one is done.
 
         Returns:
-          A future of True if the step was committed, and False if it was given up.
+          A future of whether the step was committed; False if its save was abandoned.
         """
         return self._start(
             self.committing,
@@ -226,12 +217,12 @@ class SaveStages:
         )
 
     def clean(self, step_id: StepId) -> None:
-        """Begins to remove leftovers of crashed worlds from persistent storage.
+        """Starts to remove leftovers of crashed worlds from persistent storage.
 
         If storage is out of reach, the next backup does it.
 
         Args:
-          step_id: the step that the world goes on from, with the save of its own steps.
+          step_id: the step that the world resumes from, with the save of its own steps.
         """
         step, restored = step_id.step, self._covered
 
@@ -247,16 +238,16 @@ class SaveStages:
             self._start(self._cleaning, "persistent", step, clean, what)
 
     def catch_up(self, restored: CheckpointMetadata) -> None:
-        """Begins to finish what worlds before could not.
+        """Starts to finish what earlier worlds could not.
 
-        A world that was left or killed may leave the step that is restored with fewer
-        copies than it should have, and steps that were due in storage without their
-        backup. This world makes the copies, and then the backup of the restored step.
+        The restored step may lack copies, and steps that were due in storage may lack
+        their backup, because an earlier world ended or was killed. This world makes the
+        copies, then the backup of the restored step.
         """
         step_id = restored.step_id
 
         def look() -> None:
-            # Hosts that have no part of the step learn where the others are.
+            # Hosts without a part of the step learn which hosts have them.
             if not all(self._hosts.all(HostReader.hold, step_id)):
                 return
             self._start(
@@ -283,24 +274,24 @@ class SaveStages:
                 "peer",
                 restored.step,
                 look,
-                "what earlier worlds have left is not done: ",
+                "the work that earlier worlds left is not done: ",
             )
 
     def end(self) -> None:
-        """Waits; raises a CheckpointError if storage lacks a step that was due."""
+        """Waits; raises a NotStoredError if storage lacks a step that was due."""
         self.wait()
-        # A second end of the run finds none.
+        # A second call finds none.
         late, due, self._due = self._newest, sorted(self._due), set()
         if not due:
             return
         newest, several = due[-1], ""
         if due[1:]:
             several = f", like {len(due) - 1} before it since step {due[0].step}"
-        remedy = "start the run once more while the hosts' RAM has the step"
+        remedy = "start the run again while the hosts' RAM has the step"
         if late is None or late.step_id < newest:
             remedy = (
-                "save it again: no tier has it, and a start goes on from the"
-                " newest step that was saved"
+                "save it again: no tier has it, and a start resumes from the newest"
+                " step that was saved"
             )
         why = self._why.get(newest.step, self._failure) or "its backup was not made"
         advice = storage_cause.advice(why)
@@ -312,7 +303,7 @@ class SaveStages:
         )
 
     def wait(self) -> None:
-        """Returns when all stages are done, with late copies and a late backup too."""
+        """Returns when all stages are done, including late copies and a late backup."""
         for stage in (
             self.committing,
             self._cleaning,
@@ -327,7 +318,7 @@ class SaveStages:
         late = self._late
         if late is not None:
             logging.warning("the backup of step %d is made now", late.step)
-            # It may lack what only a peer has that hosts leave alone for a while.
+            # Its parts may only be on peers that hosts still skip after a failure.
             clock.sleep(max(self._hosts.all(HostWorld.secs_until_peers_are_asked)))
             self._begin_backup(late)
             self._backup_stage.wait()
@@ -337,7 +328,7 @@ class SaveStages:
 
     @property
     def _late(self) -> Saving | None:
-        # The step in RAM that waits for its backup, or is being uploaded.
+        # The step in RAM that waits for its backup or is being uploaded.
         late = self._newest
         if late is None or not any(each <= late.step_id for each in [*self._due]):
             return None
@@ -349,7 +340,7 @@ class SaveStages:
         self._record(metrics.CHECKPOINT_BACKLOG, len(self._due))
 
     def _copy(self) -> None:
-        # Begins the copies of the newest step, unless they were begun.
+        # Starts the copies of the newest step, unless they were started before.
         committed, self._uncopied = self._uncopied, None
         if committed is None:
             return
@@ -364,8 +355,8 @@ class SaveStages:
     def _start(
         self, stage: Stage, tier: str, step: int, work: Callable[[], T], what: str = ""
     ) -> futures.Future[T]:
-        # The training gets the error of a stage only as an event, and through the
-        # response of the save.
+        # Training sees the error of a stage only as an event, and in the response of
+        # the save.
         def guarded() -> T:
             try:
                 return work()
@@ -385,9 +376,9 @@ class SaveStages:
         return stage.start(guarded)
 
     def _commit(self, saving: Saving) -> bool:
-        # Hosts that share a machine leave its cores to those that still capture.
         self._looking.wait()
         hosts = self._hosts
+        # Also a barrier: while a host still captures, others on its machine wait.
         of_hosts = hosts.share(
             "ready",
             Readiness(
@@ -420,7 +411,7 @@ class SaveStages:
             for name, why in left_out.items():
                 why = f"it is saved without the optional component {name!r}: {why}"
                 self._degraded(self._tier, saving.step, why)
-        # Of all hosts alike, it is reported by one.
+        # A difference is the same for all hosts; one reports it.
         problem = saving.write_files() or (None if hosts.own else difference)
         try:
             components = tuple(saving.description.contents.components)
@@ -432,7 +423,7 @@ class SaveStages:
     def _keep(
         self, saving: Saving, written: Sequence[Written], ready: Readiness
     ) -> bool:
-        # Commits what hosts have written; whether that was done.
+        # Commits what hosts have written; returns whether it did.
         self._preserved = tuple({n for each in written for n in each.preserved})
         contents = saving.contents(written, is_due=saving.back_up or ready.is_behind)
         differing = saving.diverged(self._hosts, written)
@@ -448,18 +439,16 @@ class SaveStages:
         full = full or lacking_room(written)
         if full:
             if self.committed is not None and ready.can_copy:
-                # An older step may have been kept because newer ones lack copies.
+                # Older steps may be kept only because newer ones lack copies.
                 self._covered = None
                 self._collect(self.committed)
             why = errors.HostsFailedError(full)
             is_last = saving.is_last_of_world and self._has_storage
-            # It stands for those before, unless one of them is being uploaded.
+            # It replaces earlier steps that are due, unless one is being uploaded.
             is_late = ready.is_behind and ready.can_back_up
             if not (saving.back_up or is_last or is_late):
                 return self._give_up(saving, f"it was not saved: {why}")
-            self._degraded(
-                "local", saving.step, f"{why}; it goes to storage without RAM"
-            )
+            self._degraded("local", saving.step, f"{why}; it goes straight to storage")
         if full or not self._in_ram:
             return self._store(saving, contents, functools.partial(commit, False))
         commit(True)
@@ -481,8 +470,8 @@ class SaveStages:
     def _store(
         self, saving: Saving, contents: Contents, hold: Callable[[], object]
     ) -> bool:
-        # Stores a step from the memory that it was captured in, and `hold` keeps.
-        # Hosts upload one step at a time.
+        # Uploads a step from the captured memory, which `hold` keeps; one step at a
+        # time.
         self._backup_stage.wait()
         self._cleaning.wait()
         self._add_due(saving.step_id)
@@ -503,30 +492,30 @@ class SaveStages:
             custom_metadata=saving.description.custom_metadata,
             commit_timestamp_nsecs=1_000_000 * contents.time_ms,
         )
-        # RAM may hold nothing of it that could be copied.
+        # The step may not be in RAM, so that there is nothing to copy.
         self._uncopied, self._is_broken = None, False
         secs = clock.monotonic() - saving.began_secs
         metrics.CHECKPOINT_SAVE.record(secs)
         self._emit("saved", step=saving.step, secs=secs)
-        # Then storage has the new line even if all memory is lost before its first
-        # backup. An overwritten step stays valid until its own backup, due at once.
+        # Records the new line, in case all memory is lost before its first backup. An
+        # overwritten step stays valid until its own backup, which is due at once.
         if self._begins_line and not saving.overwrite:
             self._attempt(
                 "persistent",
                 saving.step,
-                "old steps may count",
+                "steps that the run rolled back may still count",
                 functools.partial(self.claim, saving.line),
             )
 
     def _begin_others(self, saving: Saving, ready: Readiness) -> None:
         # Copies that are slower than saves are reported once, and again only after two
-        # saves in a row got theirs: the count is lowered before it is looked at.
+        # successive saves got theirs.
         self._num_uncopied = max(self._num_uncopied - 1, 0)
         if ready.can_copy:
             self._copy()
         elif self._makes_copies:
             if not self._num_uncopied:
-                why = "copies of an earlier step are not done; it gets none yet"
+                why = "copies of an earlier step are not done, so it gets none yet"
                 self._degraded("peer", saving.step, why)
             self._num_uncopied = 3
         if ready.can_back_up and (saving.back_up or ready.is_behind):
@@ -535,12 +524,12 @@ class SaveStages:
             self._newest = saving
             self._not_taken(
                 saving.step,
-                "the backup of an earlier step is not done; it comes next; save less"
+                "the backup of an earlier step is not done; this one is next; save less"
                 " often, or use faster storage",
             )
 
     def _make_copies(self, committed: CheckpointMetadata) -> bool:
-        # Copies parts of a step between hosts; whether none failed.
+        # Copies parts of a step between hosts; returns whether none failed.
         step, began_secs = committed.step, clock.monotonic()
         try:
             offered = self._hosts.all(HostCopies.offer, committed.step_id)
@@ -550,7 +539,7 @@ class SaveStages:
             self._degraded("peer", step, str(error))
             return False
         problems = [why for each in taken for why in each.problems]
-        # A lack that persists is reported once.
+        # A persistent shortfall is reported once.
         reasons = dict.fromkeys([*itertools.chain(*shortfalls), *problems])
         fresh = [why for why in reasons if why not in self._lacking]
         for why in fresh[: errors.MOST_NAMED]:
@@ -563,8 +552,8 @@ class SaveStages:
         self._record(metrics.CHECKPOINT_COPY, num_bytes)
         self._record(metrics.CHECKPOINT_COPY_SECS, secs)
         copies = sum(each.copies for each in taken)
-        # No event says that a step is safe which lacks copies, or that a restored one
-        # has those that it had.
+        # No event says that a step that lacks copies is safe, or that a restored step
+        # still has its copies.
         is_safe = not problems and min(num_machines) >= 2
         if is_safe and (copies or self.committed is not None):
             self._emit(
@@ -573,8 +562,7 @@ class SaveStages:
         return not problems
 
     def _collect(self, committed: CheckpointMetadata) -> None:
-        # Removes older steps if this one has its copies; otherwise keeps the newest of
-        # them that has.
+        # Removes older steps, except the newest one with copies if this one has none.
         late = self._late
         needed = (self._covered, self._uploading, late.step_id if late else None)
         in_flight = tuple(each for each in needed if each is not None)
@@ -592,7 +580,7 @@ class SaveStages:
         )
 
     def _begin_backup(self, saving: Saving) -> None:
-        # Backs up a step in RAM, once its copies are made.
+        # Backs up a step from RAM, once its copies are made.
         self._newest = saving
         self._clock.begin_again()
         self._uploading = saving.step_id
@@ -607,7 +595,7 @@ class SaveStages:
     def _upload(
         self, saving: Saving, hold: Callable[[], object] = lambda: None
     ) -> bool:
-        # Uploads a step from RAM, or as it was captured; whether storage has taken it.
+        # Uploads a step from RAM, or as captured; returns whether it is stored.
         hosts, step_id, step = self._hosts, saving.step_id, saving.step
         began_secs = clock.monotonic()
         try:
@@ -638,12 +626,12 @@ class SaveStages:
             self._degraded("persistent", step, f"{_NOT_REMOVED}: {why}")
         bad = list(dict.fromkeys(why for _, of_host in answers for why in of_host))
         if bad:
-            why = f"{errors.first_of(bad)}; it was backed up from elsewhere"
+            why = f"{errors.first_of(bad)}; it was backed up from other copies"
             self._degraded("local", step, why)
         return True
 
     def _note_stored(self, step_id: StepId) -> None:
-        # Storage has recovered, unless newer steps wait that it has not taken.
+        # Storage has recovered, unless it has failed to take newer steps.
         with self._lock:
             stored = {each for each in self._due if each <= step_id}
             self._due -= stored
@@ -661,7 +649,7 @@ class SaveStages:
             )
 
     def _not_taken(self, step: int, why: str) -> None:
-        # Storage has not taken a step that is due there.
+        # Storage lacks a step that is due there.
         self._failure = self._why[step] = why
         self._failing_secs = self._failing_secs or time.monotonic()
         self._degraded("persistent", step, why)
@@ -669,19 +657,18 @@ class SaveStages:
     def _attempt(
         self, tier: str, step: int, what: str, call: Callable[[], object]
     ) -> None:
-        # Makes a call, and goes on if hosts fail, and reports it.
+        # Makes a call; if hosts fail, reports it and continues.
         try:
             call()
         except errors.HostsFailedError as error:
             self._degraded(tier, step, f"{what}: {error}")
 
     def _degraded(self, tier: str, step: int, why: str) -> None:
-        # Reports a failure that the run survives.
         logging.warning("step %d, %s tier: %s", step, tier, why)
         self._record(metrics.CHECKPOINT_FAILURES, 1)
         storage_cause.report(self._emit, tier, step, why)
 
     def _record(self, metric: metrics.Metric, value: float) -> None:
-        # Values of all hosts are recorded once.
+        # Only one host records a value that all share.
         if self._hosts.own == 0:
             metric.record(value)

@@ -4,27 +4,27 @@ Manifests have the structure as text:
 
     {"shardings": [...], "trees": {"state": {"w": "array 0", "opt": ["int", null]}}}
 
-An object is a dict (a named tuple, a dataclass), a list a list or tuple, null is None,
-and a text is a leaf: its kind, and what it takes to make it again.
+An object is a dict, named tuple or dataclass; a list is a list or tuple; null is None;
+and a string is a leaf: its kind, and what is needed to create it.
 
-    array, array 3              an array of JAX, under the sharding with this number
-    key threefry2x32            a typed random key; behind it, maybe, its sharding
-    numpy                       an array of NumPy
+    array, array 3              a JAX array, with the number of its sharding
+    key threefry2x32            a typed random key, which may also have a sharding
+    numpy                       a NumPy array
     bool, int, float            a number
-    text hello                  a text
+    text hello                  a string
     ()                          a tuple without elements
 
-FORMAT.md in `steps` is the page of the format.
+FORMAT.md in `steps` describes the format.
 
-A requested tree of a restore is matched with the saved one (`resolve`). It has, in the
-place of each leaf, the form to restore it in: an abstract array, a number or its type,
-or `str`; `...` or None, for which nothing is read and which stay; or an array type, for
-an array as it was saved.
+`resolve` matches the tree that a restore requests with the saved one. In the place of
+each leaf, the request has the form to restore it in: an abstract array, a number or its
+type, or `str`; `...` or None, for which nothing is read and which stay; or an array
+type, for an array as it was saved.
 
-A step that RAM accepts and Orbax rejects could never be backed up. So a save rejects,
-before anything is captured, what Orbax rejects: leaves of other types, and trees
-without a leaf. It also rejects two leaves that Orbax would write under one name, since
-one would be lost, and trees that manifests cannot describe.
+A step that fits in RAM but that Orbax rejects could never be backed up. So a save
+rejects, before anything is captured, what Orbax rejects: leaves of other types, and
+trees without a leaf. It also rejects two leaves that Orbax would write under one name,
+since one would be lost, and trees that manifests cannot describe.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ from elastic_ckpt.tiers.ram import ram_disk
 T = TypeVar("T")
 Chunks = Mapping[str, Sequence[int]]
 
-# What the texts of leaves without values stand for; the numbers are of any value.
+# What leaves without values are restored as; a number may have any value.
 _NUMBERS = (bool, int, float)
 _PLAIN = {"bool": False, "int": 0, "float": 0.0, "()": ()}
-# The texts of the empty nodes that Orbax notes.
+# How manifests write the empty nodes that Orbax records.
 _EMPTY = {"List": [], "Tuple": "()", "Dict": {}, "None": None}
-# The errors of parsing a text that is not a structure.
+# What parsing raises for a text that is not a structure.
 _NO_STRUCTURE = (
     AttributeError,
     IndexError,
@@ -73,7 +73,7 @@ _NO_STRUCTURE = (
 )
 
 
-# Names of Orbax's own, and of files that lie beside the directories of checkpointables.
+# Names that Orbax reserves, and files next to the directories of checkpointables.
 _RESERVED = frozenset(
     {
         "AUTO",
@@ -86,8 +86,8 @@ _RESERVED = frozenset(
         ram_disk.RESERVED,
     }
 )
-# The text of the structure of trees that were checked, by it and their leaves: the
-# states of a run differ in their values alone.
+# Caches the text of checked trees, by their structure and leaves: the states of a run
+# mostly differ only in their values.
 _MOST_KNOWN = 64
 _known: dict[Any, str] = {}
 
@@ -97,9 +97,9 @@ class HostNotes:
     """Notes that hosts may have made differently; those of host 0 count.
 
     Attributes:
-      metrics: that the step is saved with, as JSON text; None if there are none.
-      custom_metadata: that a user added, as JSON text; None if there is nothing.
-      parts_digest: of `StepDescription.kinds`, which may not differ.
+      metrics: the metrics of the step, as JSON; None if there are none.
+      custom_metadata: the user's metadata, as JSON; None if there is none.
+      parts_digest: the digest of `StepDescription.kinds`, which must not differ.
     """
 
     metrics: str | None
@@ -112,9 +112,9 @@ class StepDescription:
     """A step without its values.
 
     Attributes:
-      trees: pytrees by name, with abstract arrays, and any number for a number.
-      contents: as in its manifests; before it is written, without its leaves.
-      init_timestamp_nsecs: when its save began, since 1970.
+      trees: pytrees by name, with abstract arrays, and any value for a number.
+      contents: as in its manifests; without leaves before it is written.
+      init_timestamp_nsecs: when its save began, in nanoseconds since 1970.
     """
 
     trees: Mapping[str, Any]
@@ -131,7 +131,7 @@ class StepDescription:
         custom_metadata: Mapping[str, Any] | None,
         parents: Sequence[StepId] = (),
     ) -> StepDescription:
-        """Describes the trees and components; holds no reference to an array.
+        """Describes trees and components, without references to arrays.
 
         Raises:
           CheckpointError: if a leaf cannot be saved, or metrics or custom metadata are
@@ -175,43 +175,31 @@ class StepDescription:
 
     @property
     def metrics(self) -> Any:
-        """The metrics that it was saved with; None if there are none."""
+        """The metrics of the step; None if there are none."""
         return json.loads(self.contents.metrics or "null")
 
     @property
     def custom_metadata(self) -> Any:
-        """The metadata that a user added; None if there is nothing."""
+        """The user's metadata; None if there is none."""
         return json.loads(self.contents.custom_metadata or "null")
 
     def host_notes(self, kinds: Mapping[str, str]) -> HostNotes:
-        """The notes that hosts compare, or that those of host 0 replace.
-
-        Args:
-          kinds: of what this host saves.
-        """
+        """This host's notes, with a digest of `kinds`."""
         contents, parts_digest = self.contents, digest.json_digest(dict(kinds))
         return HostNotes(contents.metrics, contents.custom_metadata, parts_digest)
 
     def kinds(self, components: Mapping[str, str]) -> dict[str, str]:
-        """By the path of a leaf or the name of a component, what this host saves.
-
-        Args:
-          components: by name, what they are.
-        """
+        """What this host saves, by the path of a leaf or the name of a component."""
         leaves = _with_none(self.trees).items()
         return {path: _kind(leaf) for path, leaf in leaves} | dict(components)
 
     def changed(self, **fields: Any) -> StepDescription:
-        """This step with other fields of its contents."""
+        """This step with some fields of its contents changed."""
         contents = dataclasses.replace(self.contents, **fields)
         return dataclasses.replace(self, contents=contents)
 
     def files(self, chunks: Chunks) -> dict[str, str]:
-        """The files that Orbax adds to the values, by path, as of now.
-
-        Args:
-          chunks: by the path of a leaf, the shape of its chunks.
-        """
+        """The files that Orbax adds to the values, by path, committed now."""
         files = orbax_format.metadata_files(
             self.trees,
             self.contents.components,
@@ -225,10 +213,10 @@ class StepDescription:
 
 
 def json_of_user(what: str, value: Mapping[str, Any]) -> str:
-    """The JSON of metrics or metadata that a user gives.
+    """Encodes a user's metrics or metadata as JSON.
 
     Raises:
-      CheckpointError: if it is not JSON; the message begins with `what`.
+      CheckpointError: if that is impossible; the message begins with `the <what>`.
     """
     try:
         text = storage.canonical_json(dict(value)).decode()
@@ -236,13 +224,13 @@ def json_of_user(what: str, value: Mapping[str, Any]) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise errors.CheckpointError(
             f"the {what} {str(value)[:200]} are not JSON ({error}); give plain numbers,"
-            " such as float(loss), texts, lists and dicts"
+            " such as float(loss), strings, lists and dicts"
         ) from None
     return text
 
 
 def to_json(checkpointables: Mapping[str, Any]) -> str:
-    """The structure of some trees, of which leaves may be abstract."""
+    """The structure of some trees, whose leaves may be abstract."""
     shardings: dict[NamedSharding, int] = {}
     structures = {
         name: _structure(tree, shardings) for name, tree in checkpointables.items()
@@ -252,7 +240,7 @@ def to_json(checkpointables: Mapping[str, Any]) -> str:
 
 
 def _checked_json(abstract: Mapping[str, Any]) -> str:
-    # As `to_json`, of trees that can be saved.
+    # As `to_json`; rejects trees that cannot be saved.
     leaves = jax.tree.leaves(abstract)
     named = [each if orbax_format.is_jax(each) else repr(each) for each in leaves]
     key = (trees.structure_text(abstract), *named)
@@ -263,7 +251,7 @@ def _checked_json(abstract: Mapping[str, Any]) -> str:
             _known.clear()
         try:
             _known[key] = to_json(abstract)
-        except Exception as error:  # raised by the nodes of a user's library
+        except Exception as error:  # by nodes of a user's library
             raise errors.CheckpointError(
                 f"the structure of {sorted(abstract)} cannot be saved"
                 f" ({type(error).__name__}: {error}); give trees of dicts, lists and"
@@ -273,10 +261,10 @@ def _checked_json(abstract: Mapping[str, Any]) -> str:
 
 
 def saved_trees(contents: Contents) -> dict[str, Any]:
-    """The trees that were saved, by name, with abstract leaves.
+    """The saved trees, by name, with abstract leaves.
 
-    Arrays have the sharding that they were saved under, if all of its devices exist.
-    Texts are texts, and numbers any number of their type.
+    Arrays have their saved sharding, if all of its devices exist. Strings have their
+    values, and numbers any value of their type.
 
     Raises:
       CheckpointError: if the manifests describe them in an unsupported way.
@@ -289,7 +277,7 @@ def _trees(
     sharding: Callable[[Mapping[str, Any]], T],
     array: Callable[[tuple[int, ...], Any, T | None], Any],
 ) -> dict[str, Any]:
-    # Makes the trees, and arrays in them under what `sharding` makes of descriptions.
+    # `sharding` and `array` create the shardings and arrays of the trees.
     saved = {leaf.path: leaf for leaf in contents.leaves}
     try:
         structure = json.loads(contents.trees)
@@ -324,14 +312,14 @@ def _on_devices(
     shape: tuple[int, ...], dtype: Any, sharding: NamedSharding | None
 ) -> jax.ShapeDtypeStruct:
     if sharding is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        # The numbers that a key consists of have one more dim.
+        # A key's data has one more dim.
         spec = PartitionSpec(*sharding.spec[: len(shape)])
         sharding = NamedSharding(sharding.mesh, spec)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def _sharding(described: Mapping[str, Any]) -> NamedSharding | None:
-    # None if a device of it does not exist any more.
+    # None if one of its devices no longer exists.
     metadata = v0.metadata.NamedShardingMetadata.from_deserialized_dict(dict(described))
     try:
         return metadata.to_jax_sharding()
@@ -340,7 +328,7 @@ def _sharding(described: Mapping[str, Any]) -> NamedSharding | None:
 
 
 def _structure(node: Any, shardings: dict[NamedSharding, int]) -> Any:
-    # Node by node, as Orbax names its keys. The numbers of shardings are noted.
+    # Recurses node by node, with keys named as in Orbax. Adds to `shardings`.
     below = jax.tree.leaves_with_path(node, is_leaf=lambda each: each is not node)
     if not below or not below[0][0]:
         return _leaf(node, shardings)
@@ -358,16 +346,15 @@ def _check_name(name: str) -> None:
     refused = name in ("", ".", "..") or "/" in name or name in _RESERVED
     if refused or is_manifest_name(name) or not _is_unicode(name):
         raise errors.CheckpointError(
-            f"the name {name!r} cannot be used for a checkpointable: it becomes the"
-            f" name of a directory, and {sorted(_RESERVED)} are reserved; choose"
-            " another name"
+            f"the name {name!r} cannot be used for a checkpointable: it would name a"
+            f" directory, and {sorted(_RESERVED)} are reserved; choose another name"
         )
 
 
 def _check_tree(checkpointable: str, tree: Any) -> None:
     if not jax.tree.leaves(tree) and not tree:
         raise errors.CheckpointError(
-            f"{checkpointable!r} is empty, and Orbax does not save it; leave it out"
+            f"{checkpointable!r} is empty, so Orbax does not save it; leave it out"
         )
     paths: dict[str, str] = {}
     texts: dict[str, str] = {}
@@ -377,7 +364,7 @@ def _check_tree(checkpointable: str, tree: Any) -> None:
         name = orbax_format.array_name(key_path)
         if not _is_unicode(f"{name}{leaf}" if kind == "string" else name):
             raise errors.CheckpointError(
-                f"the name or the text of the leaf {path!r} is not Unicode, and no tier"
+                f"the name or string of the leaf {path!r} is not Unicode, so no tier"
                 " can store it; change it"
             )
         if kind in _EMPTY:
@@ -386,7 +373,7 @@ def _check_tree(checkpointable: str, tree: Any) -> None:
         if prefix in paths:
             raise errors.CheckpointError(
                 f"the leaves {paths[prefix]!r} and {path!r} would both be saved as"
-                f" {name!r} in Orbax, and one of them lost; rename a key with a '.'"
+                f" {name!r} in Orbax, so one would be lost; rename a key with a '.'"
             )
         paths[prefix] = path
         if kind == "string":
@@ -394,7 +381,7 @@ def _check_tree(checkpointable: str, tree: Any) -> None:
     orbax_format.strings_file(texts)
 
 
-# From step to step an array mostly has the same sharding.
+# An array mostly has the same sharding in every step.
 _struct = functools.lru_cache(maxsize=2**17)(jax.ShapeDtypeStruct)
 
 
@@ -427,14 +414,14 @@ def _leaf(leaf: Any, shardings: dict[NamedSharding, int]) -> Any:
 
 
 def _is_of_all_hosts(sharding: Any) -> bool:
-    # Arrays on one host's devices only have another name on each host.
+    # The sharding of an array on a single host's devices differs between hosts.
     return isinstance(sharding, NamedSharding) and (
         topology.num_hosts() == 1 or not sharding.is_fully_addressable
     )
 
 
 def _key(leaf: Leaf, impl: str) -> tuple[tuple[int, ...], Any]:
-    # The last dims are the numbers of which a key consists.
+    # The last dims are a key's data.
     one = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
     numbers = jax.eval_shape(jax.random.key_data, one)
     return leaf.shape[: len(leaf.shape) - len(numbers.shape)], one.dtype
@@ -446,18 +433,18 @@ def _is_unicode(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AskedTrees:
-    """Requested trees.
+    """Requested trees, by name.
 
     Attributes:
-      read: by name, the trees that hosts read; None in the place of other leaves.
-      given: by name, the same trees with the leaves that are not read.
+      read: the leaves that hosts read; None in the place of others.
+      given: all requested leaves.
     """
 
     read: Mapping[str, Any]
     given: Mapping[str, Any]
 
     def filled(self, made: Mapping[str, Any]) -> dict[str, Any]:
-        """The requested trees, with the values that hosts read for `self.read`."""
+        """The requested trees, with the values that hosts have read."""
         return jax.tree.map(
             lambda given, read, value: given if read is None else value,
             dict(self.given),
@@ -478,11 +465,11 @@ def resolve(
     """Determines what hosts read for the requested trees.
 
     Args:
-      asked: trees by name; None takes a whole tree as it was saved.
-      contents: of the step.
+      asked: trees by name; None requests a whole tree as it was saved.
+      contents: the contents of the step.
       step: its number.
-      partial: whether saved leaves may be left out.
-      may_add: whether leaves that were not saved then stay as they are given.
+      partial: whether the request may omit saved leaves.
+      may_add: whether, if `partial`, leaves that were not saved stay as given.
 
     Raises:
       CheckpointError: if the step lacks a leaf, or has it in another form; it names the
@@ -494,7 +481,7 @@ def resolve(
         there = sorted({*saved, *contents.components})
         raise errors.CheckpointError(
             f"step {step} contains no pytrees named {missing}; it contains {there}."
-            " Restore those, and each component with an object that can load it"
+            " Request those, and for each component an object that can load it"
         )
     abstract = {n: saved[n] if tree is None else tree for n, tree in asked.items()}
     leaves = _with_none(saved)
@@ -505,7 +492,7 @@ def resolve(
     structure = jax.tree.structure(abstract, is_leaf=_is_none)
     given = structure.unflatten([stays for stays, _ in resolved.values()])
     read = structure.unflatten([form for _, form in resolved.values()])
-    # By path, the shapes of leaves, and texts as such.
+    # The shapes of leaves, by path; "text" for strings.
     texts = {path: "text" for path, leaf in leaves.items() if isinstance(leaf, str)}
     there = texts | {leaf.path: str(list(leaf.shape)) for leaf in contents.arrays}
     now = dict.fromkeys(texts.keys() & resolved.keys(), "text")
@@ -527,7 +514,7 @@ def _is_none(node: Any) -> bool:
 
 
 def _with_none(named: Mapping[str, Any]) -> dict[str, Any]:
-    # By path; None counts as a leaf.
+    # The leaves by path, including None.
     leaves = jax.tree.leaves_with_path(dict(named), is_leaf=_is_none)
     return {trees.leaf_path(keys[0].key, keys[1:]): leaf for keys, leaf in leaves}
 
@@ -539,16 +526,16 @@ def _resolved(
     *,
     may_add: bool,
 ) -> tuple[Any, Any]:
-    # The placeholder of a leaf until the hosts have read, and what they read for it.
+    # What stands for a leaf until hosts have read, and what they read for it.
     if leaf is None or leaf is ...:
         return leaf, None
     if was is None:
-        # It is named where that is an error.
+        # If that is an error, `check_same_model` names it.
         return leaf, None if may_add else leaf
     if isinstance(was, str) != (leaf is str or isinstance(leaf, str)):
         raise errors.CheckpointError(
             f"{path} was saved as {was!r} and cannot be restored as {leaf!r}; request"
-            " `str` for texts, and only for texts"
+            " `str` for strings, and only for strings"
         )
     if isinstance(was, str):
         return was, None
@@ -556,7 +543,7 @@ def _resolved(
 
 
 def _form(path: str, leaf: Any, was: Any) -> Any:
-    # What is requested of an array or number that was saved.
+    # The abstract leaf to read for a saved array or number.
     if isinstance(leaf, type):
         if issubclass(leaf, bool | int | float):
             return leaf(0)
@@ -572,9 +559,9 @@ def _form(path: str, leaf: Any, was: Any) -> Any:
         leaf = jax.ShapeDtypeStruct(shape, dtype)
     if trees.is_key(leaf) and trees.is_key(was) and leaf.dtype != was.dtype:
         raise errors.CheckpointError(
-            f"{path} is a random key that was saved as {was.dtype}, and was requested"
-            f" as {leaf.dtype}, which gives other numbers; make it with the"
-            " implementation that was saved (jax_default_prng_impl)"
+            f"{path} is a random key that was saved as {was.dtype}, but was requested"
+            f" as {leaf.dtype}, which gives different numbers; request it with the"
+            " saved implementation (jax_default_prng_impl)"
         )
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
         # Without a requested sharding an array keeps the saved one.

@@ -3,17 +3,16 @@
     state/params/w/zarr.json         an array, `params/w` of the checkpointable `state`
     state/params/w/c/0/1             one of its chunks: a box of it, a fragment
     data/shards-00000-00063.json.gz  a file of the component `data`
-    manifest-<host id>               what a host holds of all this; written last
+    manifest-<host id>               lists what a host holds; written last
 
-An array is in zarr v3: uncompressed, little-endian, each chunk with its CRC-32C behind
-its values. So a chunk's values start at byte 0 of its file with the same layout as in
-memory, any zarr reader detects damage, and the directories of all hosts together are
-one array. In an Orbax checkpoint the same chunks lie in OCDBT, under Orbax's names
+Arrays are in zarr v3: uncompressed, little-endian, with a CRC-32C after the values of
+each chunk. So a chunk's values start at byte 0 of its file with the same layout as in
+memory, any zarr reader detects damage, and the directories of all hosts together form
+one array. In an Orbax checkpoint the same chunks are in OCDBT, under Orbax's names
 (`persistent`).
 
-Boxes are cut into chunks of bounded size: reads, verification, transfers and repairs
-work on one chunk at a time, and a host that needs a part of a box reads little more
-than that part.
+Boxes are cut into chunks of bounded size: hosts read, verify, transfer and repair one
+chunk at a time, and a host that needs a part of a box reads little more than that part.
 
 Spec: https://zarr-specs.readthedocs.io/en/latest/v3/core/index.html
 """
@@ -29,13 +28,13 @@ from collections.abc import Iterator, Sequence
 from elastic_ckpt.core import boxes, digest, errors, storage
 from elastic_ckpt.steps.manifest import Leaf
 
-# The directory of the steps in that of a run.
+# The directory of the steps, in the directory of a run.
 STEPS = "checkpoints"
 # The checksum follows the values in a chunk's file.
 CHECKSUM_BYTES = 4
-# Larger shards are cut, which bounds the extra memory of a reader.
+# Larger shards are cut, to bound the extra memory of a reader.
 CHUNK_BYTES = 64 * 2**20
-# The most of a name that file systems take is 255 bytes.
+# File systems take names of up to 255 bytes.
 _NAME_BYTES = 200
 
 
@@ -45,7 +44,7 @@ def leaf_directory(path: str) -> str:
 
 
 def part_file(leaf: Leaf, box: boxes.Box) -> str:
-    """The file of a part in a RAM disk, relative to the step's directory."""
+    """The file of a part on a RAM disk, relative to the step's directory."""
     if leaf.is_file:
         return leaf.path
     return f"{leaf_directory(leaf.path)}/{chunk_key(box, leaf.chunk)}"
@@ -62,13 +61,14 @@ def chunk_shape(
 ) -> tuple[int, ...]:
     """The shape of the chunks of an array whose shards have the shape `shard`.
 
-    It divides the shard's in each dim. The first dims are cut first, so that chunks lie
-    in one piece in a shard's memory wherever the sizes of dims allow it.
+    It divides the shard's shape. The first dims are cut first, so that chunks are
+    contiguous in a shard's memory wherever the sizes of dims allow it.
 
     Args:
       shard: at least 1 in each dim.
-      item_bytes: of an element.
-      chunk_bytes: the most of a chunk, unless an element is larger or a dim is prime.
+      item_bytes: the size of an element.
+      chunk_bytes: the most bytes of a chunk, unless an element is larger or a dim is
+        prime.
     """
     chunk = list(shard)
     for dim, size in enumerate(shard):
@@ -83,13 +83,13 @@ def cut(box: boxes.Box, chunk: Sequence[int]) -> Iterator[boxes.Box]:
     """The chunks of a shard's `box`, in C order.
 
     Raises:
-      CheckpointError: if the box does not lie on the grid of the chunks.
+      CheckpointError: if the box is not aligned with the grid of chunks.
     """
     sides = [*zip(box.start, box.stop, chunk, strict=True)]
     if any(start % size or stop % size for start, stop, size in sides):
         raise errors.CheckpointError(
             f"the shard {box} does not consist of chunks of the shape {tuple(chunk)}:"
-            " shards of one array have to be of one shape; choose a sharding that"
+            " all shards of an array must have one shape; choose a sharding that"
             " divides the array"
         )
     for start in itertools.product(*(range(*side) for side in sides)):
@@ -99,7 +99,7 @@ def cut(box: boxes.Box, chunk: Sequence[int]) -> Iterator[boxes.Box]:
 
 
 def array_metadata(leaf: Leaf) -> dict[str, storage.Json]:
-    """The `metadata` of TensorStore's `zarr3` driver for an array."""
+    """The `metadata` of an array for TensorStore's `zarr3` driver."""
     return {
         "shape": list(leaf.shape),
         "data_type": leaf.dtype,
@@ -116,14 +116,14 @@ def array_metadata(leaf: Leaf) -> dict[str, storage.Json]:
 
 
 def _largest_divisor(number: int, most: int) -> int:
-    # The smaller factor of a pair is at most the root: dims have 1e8 elements.
+    # Only up to the root, since dims may have 1e8 elements.
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return max(n for n in (*low, *(number // n for n in low)) if n <= most)
 
 
 @functools.lru_cache(maxsize=2**16)
 def _safe(part: str) -> str:
-    # A unique file name for `part` that cannot point outside of its directory.
+    # A unique file name for `part` that cannot leave its directory.
     quoted = urllib.parse.quote(part, safe=" ,()[]{}@+=$!'") or "%"
     if quoted.startswith("."):
         quoted = f"%2E{quoted[1:]}"
@@ -133,5 +133,5 @@ def _safe(part: str) -> str:
 
 
 def slice_directory(base: str, number: int) -> str:
-    """The RAM disk of one of the slices that share a machine."""
+    """The RAM disk of one of several slices on a machine."""
     return f"{base}/slice-{number}"

@@ -1,14 +1,14 @@
 """Manifests: what holders have of a step; only a manifest makes a part exist.
 
 A part is a box of a leaf, with the digest of its values. A file of a component (data
-state, random numbers, whatever a run has) is a leaf, too: the array of its bytes. Where
-a part lies follows from its leaf, its box and its holder.
+state, random numbers) is a leaf, too: the array of its bytes. Where a part is stored
+follows from its leaf, its box and its holder.
 
-A manifest lists the whole step (every leaf, every component), so that parts that nobody
-holds are detected as missing, and the parts that its holders have. That of one holder
-is a file in the step's directory, `manifest-<host id>`, written last and atomically,
-and anew when copies from peers have arrived. That of several holders is what hosts tell
-each other. Both are the same bytes (FORMAT.md).
+A manifest lists the whole step (every leaf, every component), so that missing parts are
+detected, and the parts that its holders have. A manifest of one holder is a file in the
+step's directory, `manifest-<host id>`, written last and atomically, and rewritten when
+copies from peers have arrived. Hosts exchange manifests of several holders, in the same
+format (FORMAT.md).
 
 Glossary: n parts, r the most dims that a leaf has.
 """
@@ -39,12 +39,12 @@ from elastic_ckpt.core import (
 from elastic_ckpt.steps.step import StepId
 
 VERSION = 1
-# A host's own memory is its local tier, and to all others it is the peer tier.
+# A host's memory is its local tier, and the peer tier of all other hosts.
 Tier = Literal["local", "persistent"]
 # The id of a host, and the name of its manifest in a step's directory.
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FILE_NAME = re.compile(rf"manifest-{_ID.pattern}")
-# Errors that other content raises when it is decoded.
+# What decoding raises for content that is not a manifest.
 _OTHER = (
     *(AttributeError, KeyError, IndexError, OverflowError),
     *(RecursionError, TypeError, ValueError),
@@ -56,12 +56,12 @@ class Leaf:
     """An array of the state, or a file of a component.
 
     Attributes:
-      path: its place in the step, unique there: in the tree of the checkpointable that
-        its first part names, or in the step's directory.
-      shape: of the whole array; of a file, its length.
-      dtype: its name, such as `bfloat16`; of a file, `uint8`.
-      chunk: the shape of all of its parts, at least 1 in each dim.
-      is_file: whether it is a file.
+      path: its unique path in the step: the name of a checkpointable and the path in
+        its tree, or for a file, the path in the step's directory.
+      shape: the shape of the whole array; for a file, its length.
+      dtype: the name, such as `bfloat16`; for a file, `uint8`.
+      chunk: the shape of each part, at least 1 in each dim.
+      is_file: whether it is a file of a component.
     """
 
     path: str
@@ -83,7 +83,7 @@ class Leaf:
 
     @property
     def part(self) -> str:
-        """The name of the checkpointable that it is of."""
+        """The name of its checkpointable."""
         return self.path.partition("/")[0]
 
     @property
@@ -96,7 +96,7 @@ class Leaf:
         return self.path if self.is_file else f"{self.path}{box}"
 
     def num_bytes(self, box: boxes.Box) -> int:
-        """Bytes of the values of a box."""
+        """The size of the values of a box."""
         return box.volume * np.dtype(self.dtype).itemsize
 
 
@@ -105,17 +105,18 @@ class Contents:
     """The contents of a whole step, the same in all of its manifests.
 
     Attributes:
-      leaves: the arrays, ordered by path, and then the files of components, likewise.
-      components: their names, ordered; one may have no files.
-      time_ms: when it was committed, since 1970, by the clock of host 0.
+      leaves: first the arrays, then the files of components, each ordered by path.
+      components: the names, ordered; a component may have no files.
+      time_ms: when it was committed, in milliseconds since 1970, by the clock of
+        host 0.
       metrics: JSON of the metrics that retention may rank it by; None if it was not
-        evaluated. It is kept as text, which is equal to itself also if a loss is NaN.
-      parents: the steps, with their saves, from which the saves of its line went on,
-        oldest first (see `step.Line`); empty before the first restore.
+        evaluated. Text compares equal to itself even if a loss is NaN.
+      parents: the steps at which its line continued under a later save, oldest first
+        (see `step.Line`); empty before the first restore.
       trees: JSON of the structure of the trees (FORMAT.md).
-      custom_metadata: JSON of the user's metadata of the step; None if there is none.
-      is_due: whether storage is to have the step, or lacked one that was due before
-        it, so that a later world backs it up if this one cannot.
+      custom_metadata: JSON of the user's metadata; None if there is none.
+      is_due: whether the step was due in storage, or storage lacked an earlier step
+        that was; a later world backs it up if this one cannot.
     """
 
     leaves: tuple[Leaf, ...]
@@ -134,7 +135,7 @@ class Contents:
 
     @functools.cached_property
     def files(self) -> Mapping[str, int]:
-        """The numbers of the leaves that are files, by path."""
+        """The leaves that are files: their numbers, by path."""
         return {leaf.path: n for n, leaf in enumerate(self.leaves) if leaf.is_file}
 
     @functools.cached_property
@@ -145,21 +146,21 @@ class Contents:
         return boxes.Boxes.from_boxes(whole, rank=rank).stop
 
     def num_bytes(self, parts: Parts) -> np.ndarray:
-        """The bytes of each of some parts, int64 `[n]`."""
+        """The size of each part, int64 `[n]`."""
         of_leaf = [np.dtype(each.dtype).itemsize for each in self.leaves]
         return parts.boxes.volumes * np.array(of_leaf, np.int64)[parts.leaf]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Host:
-    """A machine, or its agent, that holds parts of steps.
+    """A host that holds parts of steps.
 
     Attributes:
-      id: lasts as long as its memory does; letters, digits and `._-`. In a RAM disk it
-        is that of the machine's memory and a slot, `<machine>.<slot>`.
-      number: that of its process when it saved; for people only.
-      domains: the failure domains that it is in, by kind: `host` (the machine, if
-        several agents share one), `rack`, `slice`, `zone`.
+      id: lasts as long as its memory does; letters, digits and `._-`. On a RAM disk it
+        is `<machine>.<slot>`: the id of the machine's memory, and a slot.
+      number: the number of its process when it saved; for people only.
+      domains: its failure domains, by kind: `host` (the machine, if hosts share one),
+        `rack`, `slice`, `zone`.
     """
 
     id: str
@@ -173,7 +174,7 @@ class Host:
 
     @property
     def slot(self) -> str:
-        """The slot that it has in the machine's RAM disk."""
+        """Its slot on the machine's RAM disk."""
         return self.id.rpartition(".")[2]
 
 
@@ -181,10 +182,8 @@ class Holder(NamedTuple):
     """A host that holds parts, and where.
 
     Attributes:
-      host: the host.
-      tier: the tier in which it keeps them.
-      url: of its agent, or of the step's directory in persistent storage; empty if its
-        machine is one of the world.
+      url: the URL of its agent, or of the step's directory in persistent storage; empty
+        if its machine is in the world.
     """
 
     host: Host
@@ -196,12 +195,12 @@ class Parts(NamedTuple):
     """Parts as columns.
 
     Attributes:
-      holder: of each part, the number of its holder, int64 `[n]`.
+      holder: the number of each part's holder, int64 `[n]`.
       leaf: the number of its leaf, int64 `[n]`.
-      start: of its box, int64 `[n, r]`; 0 in dims that the leaf lacks.
-      stop: likewise; 1 in dims that the leaf lacks.
-      digest: `core.digest.values_digest` of its values, uint64 `[n, 2]`: the 16 bytes
-        as they lie in memory.
+      start: the start of its box, int64 `[n, r]`; 0 in dims that the leaf lacks.
+      stop: the stop of its box, int64 `[n, r]`; 1 in dims that the leaf lacks.
+      digest: the 16 bytes of `core.digest.values_digest` of its values, uint64
+        `[n, 2]`.
     """
 
     holder: np.ndarray
@@ -214,7 +213,7 @@ class Parts(NamedTuple):
     def of_rows(
         cls, rows: Iterable[tuple[int, boxes.Box, bytes]], contents: Contents
     ) -> Parts:
-        """Parts of one holder, sorted: the leaf, the box, and the digest of each."""
+        """The parts of one holder, sorted, from the leaf, box and digest of each."""
         ordered = sorted(rows)
         held = boxes.Boxes.from_boxes(
             [box for _, box, _ in ordered], rank=contents.shapes.shape[1]
@@ -235,7 +234,7 @@ class Parts(NamedTuple):
         return boxes.Boxes(start=self.start, stop=self.stop)
 
     def take(self, rows: np.ndarray) -> Parts:
-        """Some of them."""
+        """The parts in `rows`."""
         return Parts(*(column.take(rows, axis=0) for column in self))
 
 
@@ -244,12 +243,7 @@ class Manifest:
     """What some holders have of one save of a step.
 
     Attributes:
-      run: the identity of the run.
-      step_id: the step, and which save of it; manifests of different saves are never
-        mixed.
-      contents: of the whole step.
-      holders: that have the parts.
-      parts: that they have.
+      step_id: the step; manifests of different saves are never mixed.
     """
 
     run: str
@@ -273,12 +267,12 @@ class Manifest:
         ]
 
     def at(self, tier: Tier, url: str = "") -> Manifest:
-        """The same, found in a tier at an agent."""
+        """The same manifest, as found in a tier, at an agent."""
         holders = tuple(Holder(each.host, tier, url) for each in self.holders)
         return dataclasses.replace(self, holders=holders)
 
     def to_bytes(self) -> bytes:
-        """Encodes it; `parse` reads that."""
+        """Encodes it for `parse`."""
         contents = json.dumps(codec.encode(self.contents), separators=(",", ":"))
         holder, leaf, start, stop, digests = self.parts
         columns = np.vstack(
@@ -296,10 +290,10 @@ class Manifest:
 
     @classmethod
     def parse(cls, content: bytes) -> Manifest:
-        """The manifest that `to_bytes` encoded, checked.
+        """Decodes and checks what `to_bytes` encoded.
 
         Raises:
-          UnreadableError: if it is cut short, altered, of another version, or not a
+          UnreadableError: if it is truncated, altered, of another version, or not a
             manifest.
         """
         fields, blobs = checked_blobs.parse(content, what="manifest", version=VERSION)
@@ -345,20 +339,21 @@ class Manifest:
 
     @classmethod
     def merged(cls, manifests: Sequence[Manifest]) -> Manifest:
-        """One manifest of the holders of several, at least one.
+        """Merges at least one manifest into a manifest of all their holders.
 
         Raises:
-          CheckpointError: if they are of different runs, steps, saves or contents.
+          CheckpointError: if they differ in run, step, save or contents.
         """
         first = manifests[0]
         for each in manifests:
             if not each.is_alike(first):
                 raise errors.CheckpointError(
                     f"the manifest of host {each.host.id!r} (run {each.run!r}, step"
-                    f" {each.step_id.step}, save {each.step_id.save!r}) lists another"
-                    f" step than that of host {first.host.id!r} (run {first.run!r},"
-                    f" step {first.step_id.step}, save {first.step_id.save!r}); remove"
-                    " the one that does not belong there"
+                    f" {each.step_id.step}, save {each.step_id.save!r}) lists a"
+                    f" different step than that of host {first.host.id!r} (run"
+                    f" {first.run!r}, step {first.step_id.step}, save"
+                    f" {first.step_id.save!r}); remove the one that does not belong"
+                    " there"
                 )
         before = np.cumsum([0, *(len(each.holders) for each in manifests)])
         several = [
@@ -373,7 +368,7 @@ class Manifest:
 
     def is_alike(self, other: Manifest) -> bool:
         """Whether both list the same save of the same step, with the same contents."""
-        # Contents that were parsed are mostly the same object, which compares at once.
+        # Parsed contents are mostly the same object, so that comparing is immediate.
         own = (self.run, self.step_id, self.contents)
         return own == (other.run, other.step_id, other.contents)
 
@@ -389,7 +384,7 @@ def is_manifest_name(name: str) -> bool:
 
 
 def write_manifest(step_directory: epath.PathLike, saved: Manifest) -> None:
-    """Writes a manifest; the parts that it lists have to be durable already."""
+    """Writes a manifest; the parts that it lists must be durable already."""
     path = os.path.join(step_directory, manifest_name(saved.host.id))
     storage.write_atomic(path, saved.to_bytes())
 
@@ -398,9 +393,9 @@ def read_manifest(path: epath.PathLike, *, run: str, step: int) -> Manifest:
     """The manifest of a host at `path`.
 
     Args:
-      path: as `manifest_name` names it.
-      run: that it has to be of.
-      step: that it has to be of.
+      path: a path that ends in its `manifest_name`.
+      run: the expected run.
+      step: the expected step.
 
     Raises:
       LaterVersionError: if a later version of elastic_ckpt wrote it.
@@ -414,25 +409,26 @@ def read_manifest(path: epath.PathLike, *, run: str, step: int) -> Manifest:
             return saved
         problem = (
             f"is that of run {saved.run!r}, step {saved.step_id.step} and host"
-            f" {saved.host.id!r}, not of run {run!r}, step {step} and its own name"
+            f" {saved.host.id!r}, but run {run!r}, step {step} and the host in its name"
+            " were expected"
         )
     except FileNotFoundError:
         problem = "is missing"
     except checked_json.LaterVersionError as error:
         raise checked_json.LaterVersionError(
-            f"manifest {path} {error}, or move the directory of the step away to do"
-            " without it"
+            f"manifest {path} {error}, or move the directory of the step away to"
+            " continue without it"
         ) from None
     except checked_json.UnreadableError as error:
         problem = str(error)
     raise errors.CheckpointError(
         f"manifest {path} {problem}; what it lists counts as lost: restore it from a"
-        " copy, or remove it to do without"
+        " copy, or remove it"
     )
 
 
 def grouped(manifests: Iterable[Manifest]) -> list[list[Manifest]]:
-    """Manifests of one step in groups that list the same, the newest save first."""
+    """Groups the manifests of a step by save and contents, newest save first."""
     groups: list[list[Manifest]] = []
     for each in manifests:
         alike = next((group for group in groups if each.is_alike(group[0])), [])
@@ -443,7 +439,7 @@ def grouped(manifests: Iterable[Manifest]) -> list[list[Manifest]]:
 
 
 def escaped(key: str) -> str:
-    """A key of a tree as a part of a leaf's path, in which `/` joins the parts."""
+    """Escapes a key of a tree for a leaf's path, in which `/` joins keys."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
@@ -453,7 +449,7 @@ def _unescaped(part: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _contents(text: bytes) -> Contents:
-    # All hosts of a step list the same: it is made once, and is the same object.
+    # Equal on all hosts of a step, so it is decoded once.
     contents = codec.decode(Contents, json.loads(text))
     places = [(leaf.is_file, leaf.path) for leaf in contents.leaves]
     names = [leaf.path.split("/") for leaf in contents.leaves if leaf.is_file]
@@ -467,7 +463,7 @@ def _contents(text: bytes) -> Contents:
                 and np.dtype(leaf.dtype).itemsize >= 0
                 for leaf in contents.leaves
             ),
-            # A path of a peer must not lead out of the step's directory.
+            # A peer's path must not leave the step's directory.
             "the paths of files": not any({"", ".", ".."} & {*name} for name in names),
             "the components": {name[0] for name in names} <= {*contents.components},
             "what is JSON": all(

@@ -1,18 +1,17 @@
-"""Decides who copies and who uploads what some hosts hold.
+"""Decides which hosts copy and upload an item, without communication.
 
-Both are functions of the holders of an item, which the sharding names, and of the hosts
-of the world: no host has to ask another.
+Both follow from the holders of an item, which the sharding determines, and from the
+hosts of the world.
 
-Hosts stand on a circle, failure domain behind failure domain. The distant copy of an
-item goes to the host one largest domain further on. If no domain has more than half of
-the hosts, that is a permutation of them which leaves every domain: each host receives
-as much as it sends. The hosts of a larger domain take turns with those outside. Close
-copies go to the next hosts of the domain.
+Hosts stand on a circle, ordered by failure domain. The distant copy of an item goes to
+the host that is as many places ahead as the largest domain has hosts. If no domain has
+more than half of the hosts, this is a permutation that maps every host out of its
+domain: each host receives as much as it sends. The hosts of a larger domain share the
+hosts outside in turn. Close copies go to the next hosts of the domain.
 
-Failure domains are written as text, `rack=r7;zone=us-east5-a`, in configs and
-environments. A config applies to all hosts; an environment variable names the domains
-of one host. A Kubernetes pod gets its zone in this way (`configs/deploy`), and others
-from its node's agent.
+Failure domains are text, `rack=r7;zone=us-east5-a`, in configs, which apply to all
+hosts, and in an environment variable, which applies to one host. A Kubernetes pod gets
+its zone from the variable (`configs/deploy`), and other domains from its node's agent.
 
 Glossary: i items, m copies.
 """
@@ -34,20 +33,16 @@ from elastic_ckpt.steps.manifest import Host
 
 Holders = tuple[int, ...]
 DOMAINS_VARIABLE = "ELASTIC_CKPT_DOMAINS"
-# The kinds of domain of which `domain_kinds` chooses by default.
+# The kinds of domain that `domain_kinds` chooses from by default.
 DEFAULT_DOMAIN = "zone;block;rack;slice"
 _MOST_SHARE = 0.6
 
 
 def parse_domains(text: str, *, what: str) -> dict[str, str]:
-    """Parses the names of domains, by kind; a kind without a name is left out.
-
-    Args:
-      text: pairs, separated by `;`.
-      what: the setting whose value it is, for messages.
+    """Parses `kind=name;kind=name` into names by kind, without those that are empty.
 
     Raises:
-      ConfigError: if the text has another form.
+      ConfigError: if the text is malformed; it names the setting `what`.
     """
     pairs = [pair for pair in text.split(";") if pair]
     wrong = [pair for pair in pairs if pair.find("=") < 1]
@@ -61,7 +56,7 @@ def parse_domains(text: str, *, what: str) -> dict[str, str]:
 
 
 def domains_of_environment() -> dict[str, str]:
-    """Returns the domains that this host's environment names.
+    """Returns this host's domains according to its environment.
 
     Raises:
       ConfigError: as `parse_domains`.
@@ -70,19 +65,19 @@ def domains_of_environment() -> dict[str, str]:
 
 
 def domain_kinds(hosts: Sequence[Host], kinds: str) -> tuple[str, str]:
-    """Chooses the kinds of failure domain that one copy of everything is outside of.
+    """Chooses the kinds of failure domain that one copy of everything must leave.
 
-    The larger the kind, the greater the loss that is survived. But if most hosts were
-    in one domain, the copies of all of them would fill the memory of the few outside.
+    The larger the kind, the larger the loss that a run survives. But if most hosts were
+    in one domain, their copies would fill the memory of the few outside.
 
     Args:
-      hosts: of a world.
+      hosts: of the world.
       kinds: from large to small, separated by `;`.
 
     Returns:
-      The first kind of which every host has a domain, and no domain more than
-      `_MOST_SHARE` of the hosts, or the last kind if there is none; and the last kind,
-      if it is another one of which each host has a domain, or else an empty text.
+      The outer kind: the first that every host has and whose largest domain has at most
+      `_MOST_SHARE` of the hosts, otherwise the last. And the inner kind: the last, or
+      an empty text if that is the outer one or some host lacks it.
     """
     listed = kinds.split(";")
     outer = inner = listed[-1]
@@ -96,14 +91,14 @@ def domain_kinds(hosts: Sequence[Host], kinds: str) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How many copies, and what may fail at once.
+    """How many copies to make, and what may fail at once.
 
     Attributes:
       copies: holders of each item besides the host that saved it, on other machines.
-      domain: the kind of failure domain that comes and goes as a whole.
-      inner: a smaller kind that does, too; empty if there is none.
-      assume_data_parallelism: nothing is copied, for models whose copies would not fit
-        into memory; what data parallelism alone leaves at risk is reported.
+      domain: the kind of failure domain that is lost as a whole.
+      inner: a smaller kind that is also lost as a whole; empty if there is none.
+      assume_data_parallelism: makes no copies, for models too large to be copied;
+        `Placement.shortfalls` lists what that leaves at risk.
     """
 
     copies: int = 2
@@ -119,9 +114,9 @@ class Placement(NamedTuple):
       item: the number of the item of each copy, int64 `[m]`.
       source: the host that sends it, int64 `[m]`.
       target: the host that receives it, int64 `[m]`.
-      shortfalls: what items lack even after all copies, a sentence each, the same on
-        hosts with parts that lack the same.
-      num_machines: the fewest that then have an item; 0 if one has no holder.
+      shortfalls: a sentence for each thing that items lack even after all copies; hosts
+        whose items lack the same have equal sentences.
+      num_machines: the fewest machines that then have an item; 0 if one has no holder.
     """
 
     item: np.ndarray
@@ -134,20 +129,16 @@ class Placement(NamedTuple):
 class Owners:
     """The hosts of a world, as holders of items.
 
-    A host without the label `host`, which names its machine, counts as a machine of its
-    own; without another one it is in the domain of all hosts without it: no guarantee
-    goes beyond the labels.
-
-    Args:
-      hosts: by number.
-      policy: how many copies, and where.
+    A host without the label `host`, which names its machine, counts as a separate
+    machine. Hosts without some other label count as one domain of that kind. No
+    guarantee goes beyond the labels.
     """
 
     def __init__(self, hosts: Sequence[Host], policy: Policy) -> None:
         self._policy = policy
         self._domain = [host.domains.get(policy.domain, "") for host in hosts]
         self._machine = [host.domains.get("host", host.id) for host in hosts]
-        # Without an inner kind each host is apart from all others.
+        # Without an inner kind each host is a domain by itself.
         self._inner = [
             host.domains.get(policy.inner, "" if policy.inner else host.id)
             for host in hosts
@@ -161,10 +152,10 @@ class Owners:
         self.copies = functools.cache(self._copies)
 
     def place(self, holders: Sequence[Holders], num_bytes: np.ndarray) -> Placement:
-        """The fewest copies that give every item its holders.
+        """Plans the fewest copies that satisfy the policy for every item.
 
         Args:
-          holders: of each item, ascending.
+          holders: of each item, the numbers of its hosts, ascending.
           num_bytes: of each item, int64 `[i]`.
         """
         policy, senders = self._policy, shares(holders, num_bytes)
@@ -173,7 +164,7 @@ class Owners:
             for of_item, sender in zip(holders, senders, strict=True)
         ]
         item = np.repeat(np.arange(len(copies)), [len(each) for each in copies])
-        # The items of one set are alike.
+        # Items with equal holders get equal copies.
         pairs = zip(holders, copies, strict=True)
         after = {(*of_item, *more) for of_item, more in pairs}
         domains = {self._count(self._domain, each) for each in after}
@@ -182,9 +173,9 @@ class Owners:
         lacks = {
             "a holder in this world: until the next step is saved, only machines"
             " outside of it have them": 0 in machines,
-            f"a distant holder: they are in one {policy.domain} of {len(self._sizes)}"
-            " alone, and are lost with it; add one, or save them to the persistent"
-            " tier": policy.copies > 0 and 1 in domains,
+            f"a distant holder: they are all in one {policy.domain} of"
+            f" {len(self._sizes)}, and would be lost with it; add another, or save to"
+            " the persistent tier": policy.copies > 0 and 1 in domains,
             f"copies: they are on fewer than {policy.copies + 1} machines, of"
             f" {num_machines}; add machines, or ask for fewer copies": any(
                 0 < number <= policy.copies for number in machines
@@ -199,7 +190,7 @@ class Owners:
         )
 
     def _copies(self, holders: Holders, source: int) -> Holders:
-        # The hosts that copy what `holders` hold, of which `source` sends.
+        # The hosts that copy from `source` an item that `holders` have.
         policy, held = self._policy, [*holders]
         for _ in range(0 if policy.assume_data_parallelism else policy.copies):
             leaves = self._count(self._domain, held) < 2 <= len(self._sizes)
@@ -208,8 +199,8 @@ class Owners:
         return tuple(held[len(holders) :])
 
     def _next(self, held: Sequence[int], source: int, *, leaves: bool) -> Sequence[int]:
-        # The next holder: if possible in a domain without one, or in that of the
-        # source, and in an inner domain without one. Empty if all machines have it.
+        # The next holder. It prefers a new domain if the copy `leaves`, otherwise the
+        # source's domain, and a new inner domain. Empty if all machines have the item.
         machines, domains, inner = (
             {of[host] for host in held}
             for of in (self._machine, self._domain, self._inner)
@@ -230,8 +221,7 @@ class Owners:
         return best
 
     def _after(self, source: int, *, leaves: bool) -> Iterator[int]:
-        # All hosts from the one that follows `source`, or from the one that its distant
-        # copy goes to.
+        # All hosts, starting after `source`, or at the target of its distant copy.
         circle, domain = self._circle, self._domain[source]
         place, size = self._place[source], self._sizes[domain]
         begin, count, turn = place + 1, len(circle), 0
@@ -250,13 +240,13 @@ class Owners:
 def shares(holders: Sequence[Holders], num_bytes: np.ndarray) -> list[int]:
     """Which holder of each item uploads it, or sends its copies.
 
-    The items of one set of holders lie on a line of bytes, in their order. Holder k of
-    n takes those whose middle lies in the k-th n-th of the line. So the shares of all
-    holders are equal, up to the largest item, whatever the order of sizes.
+    The items of each set of holders are concatenated. Holder k of n takes those whose
+    middle byte lies in the k-th n-th. So all holders have equal shares, up to the size
+    of one item, whatever the order of sizes.
 
     Args:
-      holders: of each item. A host needs to give all items that it holds itself, and
-        no others.
+      holders: of each item. A host has to list all items that it holds itself, and
+        may omit others.
       num_bytes: of each item, int64 `[i]`.
 
     Returns:

@@ -1,11 +1,11 @@
-"""Read plans: which parts of which saved boxes make the boxes that hosts need now.
+"""Read plans: how a host assembles the boxes that it needs from saved boxes.
 
-A wanted box is cut into pieces, its intersections with saved boxes, and each element is
-in one piece. A piece has all holders of its saved box, in the order in which to try
-them: the reader's own local tier, close peers, distant peers, persistent storage. A
-later holder is used if a read from an earlier one fails its check. Among holders that
-are equally near, a hash of reader, box and holder decides (rendezvous hashing: Thaler,
-Ravishankar 1998), so that readers spread over them without coordination.
+A wanted box is cut into pieces, its intersections with saved boxes, so that each
+element is in one piece. A reader tries the holders of a saved box in order: its own
+local tier, close peers, distant peers, persistent storage. It goes to the next one if
+the values fail their check. Among holders that are equally near, a hash of reader, box
+and holder decides (rendezvous hashing: Thaler, Ravishankar 1998), so that readers
+spread over them without coordination.
 
 Glossary: w wanted boxes, p pieces, r the most dims of a leaf.
 """
@@ -22,18 +22,18 @@ from elastic_ckpt.core import box_cover, box_join, boxes, columns, digest, error
 from elastic_ckpt.steps.manifest import Contents, Holder, Host
 from elastic_ckpt.steps.table import StepTable
 
-# From the nearest holder on.
+# Nearest first.
 NEARNESS = ("local", "close", "distant", "persistent")
 LOCAL, CLOSE, DISTANT, PERSISTENT = range(4)
 _HASH_BITS, _NEARNESS_BITS = 20, 2
 
 
 class Wanted(NamedTuple):
-    """Boxes that a host requests, such as those of its shards under a new sharding.
+    """Boxes that a host requests, such as its shards under a new sharding.
 
     Attributes:
-      leaf: the number of the leaf of each, int64 `[w]`.
-      boxes: `[w, r]`, padded as in `Parts`.
+      leaf: the number of each box's leaf, int64 `[w]`.
+      boxes: the boxes, `[w, r]`, padded as in `Parts`.
     """
 
     leaf: np.ndarray
@@ -43,10 +43,10 @@ class Wanted(NamedTuple):
     def from_boxes(
         cls, wanted: Iterable[tuple[str, boxes.Box]], *, contents: Contents
     ) -> Wanted:
-        """Makes columns of the path of a leaf, and a box, each.
+        """Converts pairs of a leaf's path and a box to columns.
 
         Raises:
-          CheckpointError: if the step has no such leaf, or it has another shape.
+          CheckpointError: if the step has no such leaf, or a box is outside of it.
         """
         listed = list(wanted)
         numbers = {leaf.path: number for number, leaf in enumerate(contents.leaves)}
@@ -59,7 +59,7 @@ class Wanted(NamedTuple):
             if len(box.start) != len(whole.start) or not boxes.contains(whole, box):
                 raise errors.CheckpointError(
                     f"{path}{box} is outside of what was saved, {path}{whole}; restore"
-                    " it with the shape that it was saved with"
+                    " it with its saved shape"
                 )
         return cls(
             leaf=np.array([numbers[path] for path, _ in listed], np.int64),
@@ -70,12 +70,11 @@ class Wanted(NamedTuple):
 
 
 class Read(NamedTuple):
-    """One piece.
+    """How to read one piece.
 
     Attributes:
-      piece: in global coordinates.
-      into: where the piece goes in the wanted box.
-      out_of: where the piece lies in the saved box.
+      into: where it goes in the wanted box.
+      out_of: where it lies in the saved box.
     """
 
     piece: boxes.Box
@@ -84,18 +83,13 @@ class Read(NamedTuple):
 
 
 class ReadPlan:
-    """The pieces that a host reads; it does not depend on which hosts saved the step.
-
-    Args:
-      near: the holders of a complete step, as the host sees them.
-      wanted: its boxes.
+    """The pieces that a host reads, independent of which hosts saved the step.
 
     Attributes:
-      table: of the step that is read.
-      wanted: the requested boxes.
-      of_wanted: the wanted box that each piece is of, ascending, int64 `[p]`.
-      item: the saved box that it is cut out of, int64 `[p]`.
-      pieces: in global coordinates, `[p, r]`, padded as in `Parts`.
+      of_wanted: the wanted box of each piece, ascending, int64 `[p]`.
+      item: the saved box that each piece is cut from, int64 `[p]`.
+      pieces: the boxes of the pieces in global coordinates, `[p, r]`, padded as in
+        `Parts`.
 
     Raises:
       CheckpointError: if the step is not complete.
@@ -118,7 +112,7 @@ class ReadPlan:
         )
 
     def read(self, number: int) -> Read:
-        """One piece."""
+        """How to read a piece."""
         of_wanted, item = self.of_wanted[number], self.item[number]
         rank = len(self.table.leaf(item).shape)
         piece = self.pieces.box(number, rank=rank)
@@ -134,15 +128,13 @@ class Nearness:
     """The nearness of holders to a reader, and the order among equally near ones.
 
     Args:
-      table: of the step.
-      reader: the host.
-      domain: the kind of failure domain inside of which a peer is close.
+      domain: the kind of failure domain within which a peer is close.
 
     Attributes:
-      table: as given.
-      of_holders: LOCAL to PERSISTENT of each holder.
-      nearest: that of the nearest holder of each item.
-      holders: of all items, in the rows of the table, in the order to ask them.
+      of_holders: the nearness of each holder, LOCAL to PERSISTENT.
+      nearest: the nearness of the nearest holder of each item.
+      holders: the holder of each row of the table, reordered within each item to the
+        order in which to try them.
     """
 
     def __init__(
@@ -159,13 +151,13 @@ class Nearness:
         name = np.array(names, np.uint64)[table.holder]
         own = np.array(digest.name_hash(reader.id), np.uint64)
         chance = digest.mixed(own, item, name) >> np.uint64(64 - _HASH_BITS)
-        # One number a row, which sorts fastest.
+        # Sorting one number per row is fastest.
         key = item << np.uint64(_NEARNESS_BITS)
         key = (key | of_rows) << np.uint64(_HASH_BITS) | chance
         self.holders = table.holder[np.argsort(key, kind="stable")]
 
     def holders_of(self, item: int) -> list[int]:
-        """The holders of an item, by number, in the order to ask them."""
+        """The numbers of the holders of an item, in the order to try them."""
         first = self.table.first_row
         return self.holders[first[item] : first[item + 1]].tolist()
 
@@ -182,7 +174,7 @@ def _nearness(holder: Holder, reader: Host, domain: str) -> int:
 def _pieces(
     wanted: Wanted, leaf: int, near: Nearness
 ) -> tuple[np.ndarray, np.ndarray, boxes.Boxes]:
-    # For one leaf: the wanted box and the saved box of each piece, and the piece.
+    # Of one leaf: each piece's wanted box, saved box, and bounds.
     table = near.table
     asked, held = np.flatnonzero(wanted.leaf == leaf), table.of_leaf(leaf)
     first, second = box_join.overlaps(wanted.boxes.take(asked), table.boxes.take(held))
@@ -193,7 +185,7 @@ def _pieces(
     )
     if leaf not in table.overlapping:
         return of_wanted, item, shared
-    # Each shared part adds the elements that none before it covers.
+    # Each overlap contributes the elements that no earlier one covers.
     numbers, given = [], []
     earlier: dict[int, list[int]] = collections.defaultdict(list)
     for number in np.lexsort([-shared.volumes, near.nearest[item]]).tolist():

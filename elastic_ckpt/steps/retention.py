@@ -1,9 +1,9 @@
 """Retention: which steps a tier removes by a policy, and which it always keeps.
 
-A policy is any object with Orbax's `should_preserve`: those of
-`orbax.checkpoint.v1.training.preservation_policies` fit as they are (`LatestN`,
-`EveryNSteps`, `EveryNSeconds`, `BestN`, `CustomSteps`, and `AnyPreservationPolicy` over
-some of them). Orbax itself is not imported, because the sidecar does not have it.
+A policy is any object with Orbax's `should_preserve`. Those in
+`orbax.checkpoint.v1.training.preservation_policies` work as they are: `LatestN`,
+`EveryNSteps`, `EveryNSeconds`, `BestN`, `CustomSteps`, and combinations with
+`AnyPreservationPolicy`. Orbax is not imported here: the sidecar does not have it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ class HeldStep:
     """A step in one tier, with the fields of Orbax's `PolicyCheckpointInfo`.
 
     Attributes:
-      step: the training step.
-      time_ms: when it was saved, since 1970.
+      time_ms: when it was saved, in milliseconds since 1970.
       metrics: the values it is ranked by; None if it was not evaluated.
-      complete: whether storage has all of it, or in RAM, whether the manifest of this
-        host can be read; None if what would tell could not be read, so that it is kept.
-      save: which save of it.
+      complete: in storage, whether all of it is there; in RAM, whether this host's
+        manifest is readable. None if that is unknown, so that the step is kept.
     """
 
     step: int
@@ -45,7 +43,7 @@ class HeldStep:
 
     @property
     def time(self) -> datetime.datetime:
-        """When it was saved, with a time zone."""
+        """When it was saved, in UTC."""
         return datetime.datetime.fromtimestamp(self.time_ms / 1000, datetime.UTC)
 
 
@@ -69,18 +67,19 @@ def steps_to_delete(
 ) -> list[int]:
     """The steps that a tier removes, oldest first.
 
-    Independent of the policy, these stay: the newest step that is complete in this
-    tier, the newest that is complete in all tiers together, all later steps (one of
-    them may become complete), those of which too little could be read, and those in
-    flight or preserved. The policy receives only complete steps, so that `LatestN(3)`
-    keeps three that can be restored; older incomplete steps are removed.
+    Whatever the policy says, these stay: the newest step that is complete in this tier;
+    the newest that is complete in all tiers together, and all later steps, one of which
+    may become complete; steps whose completeness is unknown; and those that are in
+    flight or preserved. The policy sees only complete steps, so `LatestN(3)` keeps
+    three that can be restored; older incomplete steps are removed.
 
     Args:
       held: the steps of the tier, without abandoned ones.
-      policy: which complete steps to keep besides.
-      newest_complete: by `search` over all tiers; None if there is none.
+      policy: decides which other complete steps to keep.
+      newest_complete: the newest step that is complete in all tiers together; None if
+        there is none.
       in_flight: steps that are being written, uploaded, sent or read.
-      preserved: by hand, or because another tier depends on them.
+      preserved: steps that are pinned, or that another tier depends on.
     """
     ordered = sorted(held, key=lambda step: step.step)
     whole = [step for step in ordered if step.complete]
@@ -93,7 +92,7 @@ def steps_to_delete(
     return [
         step.step
         for step in ordered
-        # Without a complete step nothing replaces these.
+        # If no step is complete, nothing replaces the others.
         if step.step not in kept and step.step < (newest_complete or 0)
     ]
 
@@ -102,11 +101,11 @@ def steps_to_delete(
 class BestN:
     """A preservation policy that keeps the `n` best steps by a metric.
 
-    Unlike Orbax's policy of this name it does not keep every step that was never
-    evaluated: one without the metric, or with NaN or infinity, is not among the best.
-    Of steps with equal metrics the oldest is the best, so that a step is replaced by a
-    better one only. A step is ranked once its metric is known; until then, other
-    policies or a lease of the program that evaluates it keep it.
+    Unlike Orbax's policy of this name, it does not keep every step that was never
+    evaluated: a step without the metric, or with NaN or infinity, is not among the
+    best. Of steps with equal metrics the oldest is the best, so that only a better step
+    replaces one. Until a step's metric is known, only other policies or a lease of the
+    program that evaluates it keep the step.
 
     Attributes:
       n: how many steps to keep.
@@ -124,12 +123,12 @@ class BestN:
 
     def __post_init__(self) -> None:
         if self.n < 0:
-            raise errors.ConfigError(f"BestN({self.n}): give a number that is not < 0")
+            raise errors.ConfigError(f"BestN({self.n}): give a number of at least 0")
 
     def should_preserve(
         self, checkpoints: Sequence[Any], *, context: Any = None
     ) -> Sequence[bool]:
-        """Whether each of `checkpoints`, in ascending order, is among the best."""
+        """Whether each of `checkpoints`, ordered by step, is among the best."""
         del context
         ranks = [self.rank(each.metrics) for each in checkpoints]
         ordered = sorted(
@@ -139,11 +138,7 @@ class BestN:
         return [(rank, number) in best for number, rank in enumerate(ranks)]
 
     def rank(self, metrics: Mapping[str, Any] | None) -> float | None:
-        """The rank of a step, lower for a better one; None if it is not among them.
-
-        Args:
-          metrics: those of the step; None if it was not evaluated.
-        """
+        """The rank of a step, lower if better; None without a finite metric."""
         value: Any = (metrics or {}).get(self.metric)
         if type(value) not in (int, float) or not math.isfinite(value):
             return None
@@ -155,20 +150,18 @@ def best_step(
 ) -> int | None:
     """The best complete step by a metric that was saved with it or recorded later.
 
-    Every process of the run calls it.
+    Every process of the run must call it.
 
     Args:
-      checkpointer: ours or Orbax's: its `checkpoints`, ascending, have a `step` and
-        `metrics`, and are ranked.
+      checkpointer: ours or Orbax's; ranks its `checkpoints` by their `metrics`.
       metric: the name of the metric.
       higher_is_better: True for an accuracy, False for a loss.
 
     Returns:
-      The number of the step, the oldest of equal ones; None if no step has the metric
-      as a finite number.
+      The number of the step, the oldest of equals; None if no step has a finite value.
 
     Raises:
-      CheckpointError: if steps have metrics, and none of them has this one.
+      CheckpointError: if steps have metrics, but none has this one.
     """
     policy = BestN(1, metric=metric, higher_is_better=higher_is_better)
     steps = checkpointer.checkpoints
@@ -186,12 +179,12 @@ def best_step(
 def with_evaluations(
     steps: Sequence[Any], evaluated: Mapping[int, Mapping[str, Any]]
 ) -> list[Any]:
-    """Saved steps with the metrics that were recorded for them, before or after a save.
+    """Adds to saved steps the metrics that were recorded for them.
 
     Args:
-      steps: ascending, dataclasses with `step` and `metrics`.
-      evaluated: recorded metrics by training step: they count for the saved step of
-        this number, otherwise for the newest before; the nearest counts.
+      steps: dataclasses with `step` and `metrics`, ascending.
+      evaluated: recorded metrics by training step. They count for the saved step of
+        that number, otherwise for the newest before; of several the nearest counts.
     """
     ranked = []
     for each, after in itertools.zip_longest(steps, steps[1:]):

@@ -1,10 +1,9 @@
-"""Search: the newest step of which all parts are reachable somewhere.
+"""Searches for the newest step whose parts are all reachable.
 
-A step counts in any mixture of tiers and holders, on the present hosts, independent of
-the hosts that saved it. Manifests of different saves of a step are kept apart, because
-a run that repeated a step may have computed other bits. Only as many steps are looked
-at as are needed, the newest first. Abandoned steps are found only by their
-numbers.
+The parts may come from any mix of tiers and holders, and the present hosts need not be
+those that saved the step. Manifests of different saves of a step are never mixed: a run
+that repeated the step may have computed different bits. The search starts at the newest
+step and looks at no more than it needs. Abandoned steps are found only by number.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from elastic_ckpt.steps.step import Line, StepId
 
 # A broken peer may list hundreds of saves that it does not have.
 _MOST_TRIED = 300
-_NO_MANIFEST = "has no manifest that can be read"
+_NO_MANIFEST = "has no readable manifest"
 
 
 class Examined(Protocol):
-    """A save of a step that somebody has looked at."""
+    """A save of a step that was examined."""
 
     @property
     def step_id(self) -> StepId:
@@ -38,7 +37,7 @@ class Examined(Protocol):
 
     @property
     def problem(self) -> str | None:
-        """Why it cannot be read, a sentence; None if it is complete."""
+        """A sentence why it cannot be read; None if it is complete."""
         ...
 
 
@@ -49,8 +48,8 @@ class Looked(NamedTuple, Generic[ExaminedT]):
     """What was found of a step.
 
     Attributes:
-      saves: of the step, the newest first.
-      problems: manifests that could not be had or read, and why, a sentence each.
+      saves: of the step, newest first.
+      problems: a sentence for each manifest that could not be read.
     """
 
     saves: Sequence[ExaminedT]
@@ -62,7 +61,7 @@ class Outcome(NamedTuple, Generic[ExaminedT]):
 
     Attributes:
       found: None if no step is complete.
-      passed_over: by step, newest first, what is wrong with those that are newer.
+      passed_over: what is wrong with each newer step, newest first.
     """
 
     found: ExaminedT | None
@@ -73,14 +72,15 @@ class Search(Generic[ExaminedT]):
     """A search for steps.
 
     Args:
-      saves: the steps that may be there, with their saves where these are known; the
-        newest save is among them.
-      look: looks at a step; it is asked once for each.
-      lines: that no manifest contains: the caller's, and those recorded in storage.
-      without: why steps and saves proved to be unreadable.
+      saves: the steps that may exist, with their saves where known; the newest save is
+        among them.
+      look: examines a step; called once for each.
+      lines: lines that no manifest may contain: the caller's, and those recorded in
+        storage.
+      without: steps and saves that proved to be unreadable, and why.
 
     Attributes:
-      line: of the newest save.
+      line: the line of the newest save.
 
     Raises:
       LaterVersionError: if a later version of elastic_ckpt has saved the newest one in
@@ -112,8 +112,8 @@ class Search(Generic[ExaminedT]):
         """The newest complete step.
 
         Raises:
-          LaterVersionError: if a later version of elastic_ckpt has saved one that is
-            newer in storage: an older step would abandon it.
+          LaterVersionError: if a later version of elastic_ckpt has saved a newer one in
+            storage, which resuming from an older step would abandon.
         """
         passed_over: dict[int, str] = {}
         for step in reversed(self._steps):
@@ -124,7 +124,7 @@ class Search(Generic[ExaminedT]):
         return Outcome(None, passed_over)
 
     def complete_steps(self) -> list[ExaminedT]:
-        """The steps that are complete, ascending."""
+        """The complete steps, ascending."""
         complete = []
         for step in self._steps:
             with contextlib.suppress(checked_json.LaterVersionError):
@@ -132,17 +132,15 @@ class Search(Generic[ExaminedT]):
         return [found for found in complete if found is not None]
 
     def lacks(self, step: int) -> bool:
-        """Whether all could be read, and nothing is there of `step`."""
+        """Whether `step` does not exist; False if that is unknown."""
         return step not in self._steps and not self._look(step).problems
 
     def of_step(self, step: int, save: str = "") -> ExaminedT:
-        """The complete save of `step`, the last of several.
-
-        An abandoned one is taken if there is no other.
+        """The newest complete save of `step`, abandoned only if there is no other.
 
         Args:
-          step: the step.
-          save: the only one that counts; empty for all.
+          step: the number of the step.
+          save: the only save that counts; empty for all.
 
         Raises:
           CheckpointError: if there is none; the message names the missing parts and the
@@ -165,8 +163,8 @@ class Search(Generic[ExaminedT]):
     def _examined(
         self, step: int, save: str = "", *, abandoned: bool = False
     ) -> tuple[ExaminedT | None, str]:
-        # The complete save of a step, or what is wrong with it; neither if it has no
-        # saves but others.
+        # The complete save of a step, or what is wrong with it; neither if the step
+        # only has saves that do not count here.
         looked = self._look(step)
         of_line = [
             each

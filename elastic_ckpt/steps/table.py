@@ -1,9 +1,8 @@
-"""The table of a step: the parts that holders have, and whether they are all of it.
+"""The table of a step: which holder has which parts, and whether any are missing.
 
-An item is a box of a leaf that some holder has, once; replicas are one item with
-several holders. Everything that is decided about a step (whether it is complete,
-copies, read plans) is arithmetic over these columns, so that 1e6 boxes of 1e4 hosts
-take seconds.
+An item is a distinct box of a leaf; replicas are one item with several holders. All
+decisions about a step (whether it is complete, copies, read plans) are arithmetic over
+these columns, so that 1e6 boxes of 1e4 hosts take seconds.
 
 Glossary: i items, n rows (an item at a holder), r the most dims of a leaf.
 """
@@ -22,28 +21,20 @@ from elastic_ckpt.steps.manifest import Holder, Host, Leaf, Manifest, Parts
 
 
 class StepTable:
-    """The union of manifests of one save of a step.
-
-    Args:
-      manifests: at least one.
+    """The union of one or more manifests of one save of a step.
 
     Attributes:
-      manifest: of all holders.
-      run: the identity of the run.
-      step_id: the step, and which save of it.
-      contents: of the step.
-      holders: of all manifests, in their order.
-      items: a part of each item, in the order of leaves and bounds, `[i]`.
-      boxes: of the items, `[i, r]`.
-      num_bytes: of each item, int64 `[i]`.
+      items: one part of each item, ordered by leaf and bounds, `[i]`.
+      boxes: the boxes of the items, `[i, r]`.
+      num_bytes: the size of each item, int64 `[i]`.
       first_row: the rows of item k are `first_row[k]` to `first_row[k + 1]`, int64
         `[i + 1]`.
-      item: of each row, ascending, int64 `[n]`.
-      holder: of each row, ascending in an item, int64 `[n]`.
-      diverged: the items whose holders do not have the same values, int64.
+      item: the item of each row, ascending, int64 `[n]`.
+      holder: the holder of each row, ascending within an item, int64 `[n]`.
+      diverged: the items whose holders have different values, int64.
 
     Raises:
-      CheckpointError: if they are of different runs, steps, saves or contents.
+      CheckpointError: if the manifests differ in run, step, save or contents.
     """
 
     def __init__(self, manifests: Sequence[Manifest]) -> None:
@@ -91,12 +82,12 @@ class StepTable:
         return self.manifest.parts.digest[self._row[row]].tobytes()
 
     def holders_of(self, item: int) -> list[int]:
-        """The numbers of the holders of an item, ascending."""
+        """The holders of an item, ascending."""
         rows = slice(self.first_row[item], self.first_row[item + 1])
         return self.holder[rows].tolist()
 
     def holder_sets(self, hosts: Sequence[Host]) -> list[tuple[int, ...]]:
-        """Which of some hosts have each item in their local tiers, ascending."""
+        """For each item, which of `hosts` have it in their local tiers, ascending."""
         numbers = {host.id: number for number, host in enumerate(hosts)}
         host = np.array(
             [
@@ -110,7 +101,7 @@ class StepTable:
         ]
 
     def held_by(self, counts: Callable[[Holder], bool]) -> StepTable:
-        """The table of the parts that some of the holders have, of the same holders."""
+        """The table of the same holders, with only the parts of those that count."""
         is_counted = np.array([counts(each) for each in self.holders], bool)
         rows = self.manifest.parts
         parts = rows.take(np.flatnonzero(is_counted[rows.holder]))
@@ -122,7 +113,7 @@ class StepTable:
 
     @functools.cached_property
     def gaps(self) -> Mapping[int, boxes.Boxes]:
-        """By the number of a leaf, the disjoint boxes that no holder has, `[., r]`."""
+        """The disjoint boxes that no holder has, by leaf, `[., r]`."""
         shapes = self.contents.shapes
         tiled = box_cover.tiled(shapes, self.items.leaf, self.boxes)
         of_leaves = {
@@ -136,7 +127,7 @@ class StepTable:
 
     @functools.cached_property
     def overlapping(self) -> frozenset[int]:
-        """The leaves of which saved boxes share elements."""
+        """The leaves whose saved boxes overlap."""
         sizes = np.prod(self.contents.shapes, axis=1)
         for leaf, gaps in self.gaps.items():
             sizes[leaf] -= gaps.volumes.sum()
@@ -145,7 +136,7 @@ class StepTable:
 
     @functools.cached_property
     def complete(self) -> bool:
-        """Whether all of it can be read, and in one way only."""
+        """Whether all parts can be read, without a contradiction."""
         return not (self.gaps or len(self.diverged))
 
     def problem(self) -> str:
@@ -154,7 +145,7 @@ class StepTable:
         return f"step {self.step_id.step} in {tiers} {self.lacking()}"
 
     def lacking(self) -> str:
-        """The end of `problem`: the missing parts, or that holders disagree."""
+        """The end of `problem`: which parts are missing or differ between holders."""
         leaves, problems = self.contents.leaves, []
         named = [
             leaves[leaf].name_of(gaps.box(n, rank=len(leaves[leaf].shape)))
@@ -169,7 +160,7 @@ class StepTable:
         diverged = self.diverged.tolist()
         if diverged:
             problems.append(
-                f"has different values at different holders of {len(diverged)} parts:"
+                f"has different values at the holders of {len(diverged)} parts:"
                 f" [{errors.first_of(map(self.name, diverged))}]"
             )
         return ", and ".join(problems)

@@ -1,1 +1,1 @@
-"""The tiers: where the bytes of steps lie, and how they are read there."""
+"""The tiers: where the bytes of steps are stored, and how they are read."""

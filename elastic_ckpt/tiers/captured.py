@@ -1,4 +1,4 @@
-"""A captured state: what a process holds of it in host memory until it is written."""
+"""A captured state: a process's part of it, in host memory until it is written."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Part = tuple[str, Box]
 
 
 class OnDevice(Protocol):
-    """Values that are on a device, and are fetched when they are needed."""
+    """Values on a device, fetched when they are needed."""
 
     @property
     def nbytes(self) -> int:
         """Their size."""
 
     def fetch(self) -> np.ndarray:
-        """The values, in host memory that is freed with them."""
+        """Copies the values to host memory, which is freed with them."""
 
 
 Values = np.ndarray | OnDevice
 
 
 def fetched(values: Values) -> np.ndarray:
-    """The values in host memory."""
+    """Returns the values in host memory."""
     return values if isinstance(values, np.ndarray) else values.fetch()
 
 
@@ -43,12 +43,12 @@ class CapturedLeaf(NamedTuple):
     """The part of an array that this process holds.
 
     Attributes:
-      leaf: the whole array.
-      shard_shape: that all shards of it have, here and elsewhere.
+      shard_shape: the shape of every shard, here and elsewhere.
       boxes: each chunk that is here, once, with its values; an array without elements
         has none.
-      files: of chunks whose values lie in a file of the RAM disk already.
-      holders: the numbers of the hosts that hold a shard, ascending; None for all.
+      files: the files of chunks whose values are on the RAM disk already.
+      holders: returns the numbers of the hosts that hold a shard, ascending; None for
+        all.
     """
 
     leaf: Leaf
@@ -58,7 +58,7 @@ class CapturedLeaf(NamedTuple):
     holders: Callable[[Box], Holders | None] = lambda _: None
 
     def shard(self, chunk: Box) -> Box:
-        """The shard that a chunk is of."""
+        """The shard that contains a chunk."""
         start = tuple(
             at - at % max(1, size)
             for at, size in zip(chunk.start, self.shard_shape, strict=True)
@@ -68,7 +68,7 @@ class CapturedLeaf(NamedTuple):
 
 
 def chunked(leaf: Leaf, shard_shape: tuple[int, ...]) -> Leaf:
-    """A leaf with the shape of its chunks, at least 1 in each dim."""
+    """`leaf` with the shape of its chunks, at least 1 in each dim."""
     chunk = tuple(max(1, size) for size in leaf.shape)
     if 0 not in leaf.shape:
         item_bytes = np.dtype(leaf.dtype).itemsize
@@ -80,14 +80,11 @@ class Captured:
     """The part of a state that this process holds; it owns the arrays until `release`.
 
     Args:
-      parts: of every array of the state, ordered by path.
+      parts: the part of every array of the state, ordered by path; dropped by
+        `release`.
       on_release: called by the first `release`.
-      is_lent: whether some values are still those of the caller's arrays, which must
-        not be donated before the release.
-
-    Attributes:
-      parts: as given; none after `release`.
-      is_lent: as given.
+      is_lent: whether some values are still in the caller's arrays, which must not be
+        donated before the release.
     """
 
     def __init__(
@@ -103,7 +100,7 @@ class Captured:
 
     @classmethod
     def joined(cls, several: Sequence[Captured]) -> Captured:
-        """One of several that were captured one after the other."""
+        """Joins several captures of parts of one state."""
 
         def release() -> None:
             for each in several:
@@ -128,7 +125,7 @@ class Captured:
 
     @property
     def file_bytes(self) -> int:
-        """The size of the files that values lie in already."""
+        """The size of the files that already contain values."""
         return sum(
             len(file.memory) for part in self.parts for file in part.files.values()
         )
@@ -161,8 +158,8 @@ class CapturedSource(NamedTuple):
     """What a host has captured, as a `source.Source`.
 
     Attributes:
-      directory: a name for it.
-      values: of the parts; not to be released while they are read.
+      directory: a name for messages.
+      values: the values of the parts; must not be released while they are read.
     """
 
     directory: str

@@ -1,4 +1,4 @@
-"""The tiers of a checkpointer, as values: where, how often, and what to keep."""
+"""The tiers of a checkpointer as values: where to save, how often, and what to keep."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POLICY = "one of Orbax's preservation_policies, such as LatestN(3)"
 
 
 class SaveDecisionPolicy(Protocol):
-    """Decides whether a step is saved, as Orbax's `save_decision_policies`."""
+    """Decides whether a step is saved, like Orbax's `save_decision_policies`."""
 
     def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
         """Whether `step` is saved; every process must decide alike."""
@@ -63,11 +63,11 @@ class Local(Tier):
         ones. A policy that ranks steps sees the metrics they were saved with; those
         that `record_metrics` adds later rank only the steps in storage. A step that is
         due in storage stays until that step or a later one is there.
-      limit_bytes: the most bytes that the directory may hold; by default the size of
+      limit_bytes: the most bytes that the directory may take; by default the size of
         its file system.
       pinned_bytes: the most pinned host memory that a save takes on GPUs and TPUs. A
-        state of at most this size is sent there at once; the devices copy a larger one
-        in their own memory, if it has room, and the training goes on at once, too.
+        state of at most this size is copied there at once; a larger one is copied in
+        the devices' memory, if it has room. In both cases training continues at once.
 
     Raises:
       ConfigError: if a setting is invalid, or the directory is in a bucket.
@@ -98,14 +98,14 @@ class Peers(Tier):
     """The peer tier: hosts keep copies of each other's parts in their RAM.
 
     Attributes:
-      copies: how many other hosts keep what a host saved; one that has saved an equal
+      copies: how many other hosts keep what a host saved; a host that saved an equal
         replica counts.
       assume_data_parallelism: copies nothing, because each slice already has the whole
         model; for models too large to be kept twice.
       domain: kinds of failure domain that may be lost as a whole, largest first,
-        separated by `;`. One copy is kept outside of the saving host's domain, of the
-        first kind that every host has and whose largest domain has at most 60 % of the
-        hosts; if there is none, of the last kind.
+        separated by `;`. One copy is kept outside of the saving host's domain. The kind
+        is the first that every host has and whose largest domain has at most 60 % of
+        the hosts, otherwise the last.
       domains: the names of this host's failure domains by kind, such as
         `{"rack": "r7"}`, in addition to `slice`, `host` and those in the environment
         variable `ELASTIC_CKPT_DOMAINS` (`rack=r7;zone=us-east5-a`).
@@ -117,10 +117,10 @@ class Peers(Tier):
         everything.
       secret_file: a file with the secret of the run, which the backup hosts have too;
         None lets the hosts agree on a secret.
-      max_bytes_per_sec: the most bytes a second of copies to this host; None sets no
-        limit.
-      timeout_secs: a peer that sends nothing for so long is regarded as failed, and is
-        not asked for three times as long.
+      max_bytes_per_sec: the most bytes per second that this host receives in copies;
+        None sets no limit.
+      timeout_secs: a peer that sends nothing for this long counts as failed, and is not
+        asked again for three times as long.
       tls: the files for encryption; None sends in plain text.
 
     Raises:
@@ -151,8 +151,8 @@ class Peers(Tier):
         if self.backups and self.secret_file is None:
             raise errors.ConfigError(
                 "Peers(backups=...) needs secret_file (peer_secret_file in a"
-                " configuration): backup hosts are in no world, in which hosts agree on"
-                " a secret; give a file that they have, too"
+                " configuration): backup hosts are in no world, so that they cannot"
+                " agree on a secret with the others; give a file that they have, too"
             )
 
 
@@ -167,21 +167,21 @@ class Persistent(Tier):
     Attributes:
       directory: a local path, an NFS mount or the URI of an object store.
       every: steps between two saves. If the loop does not save the step that is due,
-        the next one that it saves takes its place.
-      every_minutes: minutes between two saves. Beside a local tier, the next step that
-        is saved there is the one that goes to storage.
+        the next step that it saves takes its place.
+      every_minutes: minutes between two saves. With a local tier, the next step that is
+        saved there is the one that goes to storage.
       save_decision_policy: one of Orbax's policies.
       keep: the steps to keep, as one of Orbax's preservation policies; by default all.
-      capture: where a step without a RAM disk that holds it is kept until it is in
-        storage: in a copy in the memory of the `host`, or on the `device`s, while the
-        training goes on; or nowhere, and the save has to `wait`. `auto` takes the
-        devices of accelerators if they have room, otherwise the host if it has, and
-        logs it if the training has to wait. In all of them at most 512 MiB pass through
-        the host's memory at a time.
+      capture: where a step that is not on a RAM disk is kept until it is in storage: as
+        a copy in the memory of the `host` or of the `device`s, while training
+        continues, or nowhere, so that training has to `wait`. `auto` takes accelerators
+        if they have room, otherwise the host if it has room; if neither has, it logs
+        that training has to wait. At most 512 MiB pass through the host's memory at a
+        time.
 
     Raises:
-      ConfigError: if a setting is invalid. If none or several of the three are given, a
-        checkpointer that writes raises it.
+      ConfigError: if a setting is invalid. A checkpointer that writes also raises it
+        unless exactly one of the three intervals is given.
     """
 
     directory: epath.PathLike
@@ -212,8 +212,6 @@ class Chosen:
 
     Attributes:
       local: the local tier; without it there is a persistent one, and no peers.
-      peers: the peer tier.
-      persistent: the persistent tier.
       is_read_only: whether nothing is written, so that another program may write.
       read_ram: the directory of a RAM disk that is only read; None if there is none.
     """
@@ -228,12 +226,8 @@ class Chosen:
     def from_choices(cls, tiers: Sequence[Tier], *, read_only: bool = False) -> Chosen:
         """The tiers by their kinds.
 
-        Args:
-          tiers: at most one of each kind.
-          read_only: whether nothing will be saved, so that storage needs no interval.
-
         Raises:
-          ConfigError: if they are no tiers, or do not fit together.
+          ConfigError: if these are not tiers, or do not fit together.
         """
         local = next((each for each in tiers if isinstance(each, Local)), None)
         peers = next((each for each in tiers if isinstance(each, Peers)), None)
@@ -272,7 +266,7 @@ class Chosen:
         return cls(local=local, peers=peers, persistent=persistent)
 
     def for_reading(self) -> Chosen:
-        """The same tiers for a program that reads beside the one that writes.
+        """The same tiers for a program that reads while another one writes.
 
         It takes no slot of the RAM disk, and asks no peers.
         """
@@ -286,13 +280,13 @@ class Chosen:
 
     @property
     def run(self) -> str:
-        """The name of the local tier's directory, or of the persistent one's."""
+        """The name of the local directory; without a local tier, the persistent one."""
         tier = self.local or self.persistent
         assert tier is not None
         return storage.absolute(tier.directory).name
 
     def ram_directory(self) -> str:
-        """The directory of the RAM disk; without a local tier, a name for a new one."""
+        """The directory of the RAM disk; without a local tier, a new path."""
         if self.local is not None:
             return os.fspath(self.local.directory)
         return working_directory.new_path()
@@ -315,7 +309,7 @@ def _check_positive(choice: Tier, *names: str) -> None:
 
 
 def _make_absolute(choice: Any, *names: str) -> None:
-    # A program may change its directory.
+    # The program may change its working directory.
     _check(choice, "a path", lambda path: os.fspath(path).strip(), *names)
     for name in names:
         path = getattr(choice, name)

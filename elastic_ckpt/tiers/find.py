@@ -1,4 +1,4 @@
-"""Finds steps in tiers that this process can reach."""
+"""Finds steps in the tiers that this process can reach."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class FoundStep:
     """A save of a step, and where to read it.
 
     Attributes:
-      table: its parts and their holders.
-      sources: of the holders, in their order.
+      sources: one for each holder, in their order.
     """
 
     table: StepTable
@@ -52,7 +51,7 @@ def search(
     lines: Collection[Line] = (),
     without: Mapping[StepId, str] = types.MappingProxyType({}),
 ) -> Search[FoundStep]:
-    """A search for steps in some tiers; see `steps.search`."""
+    """Prepares a search for steps in some tiers; see `steps.search`."""
     return Search(
         saves(tiers),
         lambda step: looked(offered(tiers, step)),
@@ -62,10 +61,10 @@ def search(
 
 
 def of_save(tiers: Sequence[Tier], step_id: StepId) -> FoundStep:
-    """The save of a step that another host found to be complete.
+    """Finds a save of a step that another host found to be complete.
 
     Raises:
-      CheckpointError: if it is not complete by what this host can reach.
+      CheckpointError: if this host cannot reach all of it.
     """
     there = looked(offered(tiers, step_id.step))
     found = next((each for each in there.saves if each.step_id == step_id), None)
@@ -74,23 +73,23 @@ def of_save(tiers: Sequence[Tier], step_id: StepId) -> FoundStep:
     missing = f"step {step_id.step}, save {step_id.save}, is not reachable"
     problems = "; ".join([found.problem or "" if found else missing, *there.problems])
     raise errors.CheckpointError(
-        f"{problems}, as far as this host can reach; look at its network"
+        f"{problems}, as far as this host can reach; check its network"
     )
 
 
 def of_each(tiers: Sequence[Tier], ask: Callable[[Tier], T]) -> list[T]:
-    """Asks tiers at the same time: some are peers, which may fail slowly."""
+    """Asks all tiers at the same time: some are peers, which may fail slowly."""
     with background.pool(max(1, min(_MOST_THREADS, len(tiers))), "tiers") as pool:
         return list(pool.map(ask, tiers))
 
 
 def saves(tiers: Sequence[Tier]) -> set[StepId]:
-    """The saves that some tiers know; see `Tier.known_saves`."""
+    """The saves that any of some tiers knows; see `Tier.known_saves`."""
     return set().union(*of_each(tiers, lambda tier: tier.known_saves()))
 
 
 def offered(tiers: Sequence[Tier], step: int) -> Offered:
-    """What some tiers have of a step."""
+    """What some tiers together have of a step."""
     several = of_each(tiers, lambda tier: tier.offers(step))
     return Offered(
         [copy for each in several for copy in each.copies],
@@ -99,7 +98,7 @@ def offered(tiers: Sequence[Tier], step: int) -> Offered:
 
 
 def looked(there: Offered) -> Looked[FoundStep]:
-    """The saves of a step that tiers have, the newest first."""
+    """The saves of a step that tiers have, newest first."""
     sources = {id(saved): source for saved, source in there.copies}
     found = [
         FoundStep(StepTable(group), [sources[id(each)] for each in group])

@@ -1,9 +1,9 @@
 """Steps that retention must keep: pinned by hand, or held by a reader for a while.
 
-A pin is an empty file `preserve` in a step's directory, in persistent storage, where
-Orbax looks at no such file, or in a RAM disk. A hold is a file
-`<root>/holds/<step>-<save>` in a RAM disk; its time of modification is when it ends. In
-the RAM disk of one host both count for the step on all hosts.
+A pin is an empty file `preserve` in a step's directory, on a RAM disk or in persistent
+storage, where Orbax ignores it. A hold is a file `<root>/holds/<step>-<save>` on a RAM
+disk; it ends at its modification time. On one host's RAM disk both apply to the step on
+all hosts.
 """
 
 from __future__ import annotations
@@ -22,26 +22,22 @@ _HOLDS = "holds"
 
 
 def is_preserved(step_directory: epath.PathLike) -> bool:
-    """Whether retention must keep the step there."""
+    """Whether a step is pinned."""
     return (epath.Path(step_directory) / FILE).exists()
 
 
 def pin(step_directory: epath.PathLike) -> None:
-    """Keeps a step whatever the preservation policy, until `unpin`.
+    """Keeps a step, whatever the preservation policy, until `unpin`.
 
     Args:
-      step_directory: the directory of the step in storage or on a RAM disk; on one
-        host's RAM disk, it counts for the step on all hosts.
+      step_directory: the directory of the step in storage, or on one host's RAM disk,
+        for the step on all hosts.
     """
     storage.write_atomic(epath.Path(step_directory) / FILE, b"")
 
 
 def unpin(step_directory: epath.PathLike) -> None:
-    """Leaves a step that was pinned to the preservation policy again.
-
-    Args:
-      step_directory: as for `pin`; not an error if the step is not pinned.
-    """
+    """Leaves a step to the preservation policy again, whether it was pinned or not."""
     storage.remove(epath.Path(step_directory) / FILE)
 
 
@@ -49,9 +45,9 @@ def hold(root: epath.PathLike, name: str, secs: int) -> None:
     """Keeps a step in the RAM of all hosts, for a reader that may be killed.
 
     Args:
-      root: of the RAM disk of one of them.
+      root: the RAM disk of one host.
       name: `<step>-<save>`.
-      secs: for which it is kept from now on.
+      secs: how long to keep it from now on.
     """
     until = time.time() + secs
     path = os.path.join(root, _HOLDS, name)
@@ -60,7 +56,7 @@ def hold(root: epath.PathLike, name: str, secs: int) -> None:
 
 
 def held(root: epath.PathLike) -> set[int]:
-    """The steps that readers hold in a RAM disk; removes holds that are over."""
+    """The steps that readers hold on a RAM disk; removes expired holds."""
     steps = set()
     for path in pathlib.Path(root, _HOLDS).glob("[0-9]*-*"):
         # Another process may remove it meanwhile.

@@ -1,7 +1,7 @@
 """Sources: one holder's parts of one step.
 
-A host's own RAM disk, a peer's, and persistent storage are read alike. A source returns
-bytes as it read them: the caller compares them with the manifest's digests.
+A host's own RAM disk, a peer's, and persistent storage have one interface. A source
+returns unverified bytes: the caller compares them with the manifest's digests.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps.manifest import Leaf, Manifest
 from elastic_ckpt.steps.step import StepId
 
-# A piece of this size fits into a processor's cache: processing it directly after the
-# read takes a third of the time that it takes later.
+# A piece of this size fits into a processor's cache: processing it right after the read
+# takes a third of the time.
 PIECE_BYTES = 256 * 2**10
 OnPiece = Callable[[memoryview], object]
 
 
 class ReadError(Exception):
-    """Bytes of a file cannot be read from a holder; the message has no subject."""
+    """Bytes cannot be read from a holder; the message is a sentence without subject."""
 
 
 class RefusedError(ReadError):
-    """The holder does not take the run's secret; as `ReadError`."""
+    """The holder rejects the run's secret; as `ReadError`."""
 
 
 class RepairError(Exception):
-    """A bad copy was not replaced; the message has no subject."""
+    """A bad copy was not replaced; the message is a sentence without subject."""
 
 
 def ignored(piece: memoryview) -> None:
@@ -41,7 +41,7 @@ def ignored(piece: memoryview) -> None:
 
 
 class Source(Protocol):
-    """Reads parts of one step at one holder; any number of threads may call it."""
+    """Reads parts of one step from one holder; any number of threads may call it."""
 
     @property
     def directory(self) -> str:
@@ -53,18 +53,18 @@ class Source(Protocol):
         """Fills `into` with a part, or with the first bytes of it.
 
         Args:
-          leaf: the leaf.
-          box: of the part, one that the holder has.
-          into: writable and contiguous. If it is longer than the values, the rest is
-            what lies behind them.
-          on_piece: called with each part of `into`, in order, once it is read.
+          leaf: the leaf of the part.
+          box: the box of the part, which the holder must have.
+          into: writable and contiguous. If it is longer than the values, the rest gets
+            the bytes stored after them.
+          on_piece: called with each piece of `into`, in order, once it is read.
 
         Returns:
-          The length of what the part is stored in, in bytes.
+          The bytes that are stored for the part.
 
         Raises:
           ReadError: if the part is missing or too short, or the holder does not answer;
-            what `into` holds then is undefined.
+            the content of `into` is undefined then.
         """
 
 
@@ -73,7 +73,7 @@ class MappedSource(Source, Protocol):
     """A source in the memory of this machine."""
 
     def mapped(self, leaf: Leaf, box: Box) -> np.ndarray:
-        """The values of a part where they lie, uint8, not to be written.
+        """Maps the values of a part, uint8, read-only.
 
         They may change once the step is removed.
 
@@ -84,15 +84,15 @@ class MappedSource(Source, Protocol):
 
 @runtime_checkable
 class RepairableSource(Source, Protocol):
-    """A source in a slot of a RAM disk that this process does not own."""
+    """A source in a RAM disk's slot that this process does not own."""
 
     def put_right(self, leaf: Leaf, box: Box, content: bytes) -> None:
-        """Replaces a bad copy by what was saved, atomically.
+        """Replaces a bad copy, atomically.
 
         Args:
-          leaf: the leaf.
-          box: of the part.
-          content: all bytes of its file; they are compared with its manifest first.
+          leaf: the leaf of the part.
+          box: the box of the part.
+          content: all bytes of its file, which are first compared with its manifest.
 
         Raises:
           RepairError: if it was not replaced.
@@ -101,12 +101,10 @@ class RepairableSource(Source, Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leftover:
-    """A step that was not committed: it is being written, or was cut short.
+    """An uncommitted step: it is being written, or its save was interrupted.
 
     Attributes:
-      step: its number.
-      save: that writes it; None if the directory's name does not contain it.
-      path: of the directory.
+      save: the save that writes it; None if the directory's name does not contain it.
     """
 
     step: int
@@ -115,12 +113,7 @@ class Leftover:
 
 
 class Copy(NamedTuple):
-    """What one holder has of a save of a step.
-
-    Attributes:
-      manifest: of one holder.
-      source: where to read the parts.
-    """
+    """What one holder has of a save of a step."""
 
     manifest: Manifest
     source: Source
@@ -130,8 +123,8 @@ class Offered(NamedTuple):
     """The parts of a step that a tier holds.
 
     Attributes:
-      copies: of all saves of the step.
-      problems: manifests that could not be had or read, and why, a sentence each.
+      copies: what its holders have of all saves of the step.
+      problems: a sentence for each manifest that could not be read.
     """
 
     copies: Sequence[Copy]
@@ -142,13 +135,13 @@ class Tier(Protocol):
     """A tier of storage that steps are restored from."""
 
     def known_saves(self) -> Sequence[StepId]:
-        """The steps that may be there, with their saves; an unknown one is empty.
+        """The steps that the tier may have, with their saves; empty if unknown.
 
         The newest save is among them.
         """
 
     def offers(self, step: int) -> Offered:
-        """The parts of a step, of all its saves, as the manifests list them.
+        """The parts of all saves of a step, as the manifests list them.
 
         Raises:
           LaterVersionError: if a later version of elastic_ckpt wrote it in storage.

@@ -1,7 +1,7 @@
-"""A part of a step as it lies in a file: its size, its checks, and the bytes to write.
+"""The bytes of a part of a step in a file, and how they are checked.
 
-The values of a chunk have their CRC-32C behind them (`layout`); the file of a component
-has nothing behind its content.
+The values of a chunk are followed by their CRC-32C (`layout`); a file of a component
+is stored as it is.
 """
 
 from __future__ import annotations
@@ -17,34 +17,32 @@ DIFFERS = "is not what was saved: its digest differs"
 
 
 def damage(stored: np.ndarray, leaf: Leaf, named: bytes) -> str | None:
-    """The problem of the bytes of a part; None if they are as they were saved.
+    """The end of a sentence about what is wrong with a part's bytes; None if nothing.
 
     Args:
       stored: all bytes of the part, uint8.
-      leaf: that it is of.
-      named: the digest of its values.
-
-    Returns:
-      The end of a sentence.
+      leaf: the leaf of the part.
+      named: the expected digest of its values.
     """
     values = stored if leaf.is_file else stored[: -layout.CHECKSUM_BYTES]
     if digest.values_digest(values) != named:
         return DIFFERS
     if not leaf.is_file and checksum(values) != stored[len(values) :].tobytes():
         return (
-            "has right values, and a wrong CRC-32C behind them: zarr readers refuse it"
+            "has the right values, but a wrong CRC-32C after them: zarr readers refuse"
+            " it"
         )
     return None
 
 
 def content(leaf: Leaf, values: np.ndarray) -> bytes:
-    """The bytes of a part in a file: its values in C order, and their checksum."""
+    """The bytes to store for a part: its values in C order, and their checksum."""
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     return flat.tobytes() if leaf.is_file else flat.tobytes() + checksum(flat)
 
 
 def checksum(values: np.ndarray) -> bytes:
-    """The CRC-32C behind the values of a chunk, as zarr's codec `crc32c` has it."""
-    # It does not take memory that can be written.
+    """The CRC-32C after the values of a chunk, as zarr's codec `crc32c` writes it."""
+    # google_crc32c does not accept writable memory.
     read_only = np.frombuffer(values.data.toreadonly(), np.uint8)
     return google_crc32c.value(read_only).to_bytes(layout.CHECKSUM_BYTES, "little")

@@ -104,7 +104,7 @@ def test_steps_that_orbax_alone_saved_are_found_and_told_as_unverified(make, tmp
     # Steps of Orbax are abandoned, too.
     assert stored(tmp_path) == steps_of(checkpointer) == [3, 4]
     event, *_ = recorded.named("degraded")
-    assert event["why"] == "plain Orbax saved it, and its values cannot be verified"
+    assert event["why"] == "plain Orbax saved it, so its values cannot be verified"
 
 
 def test_restored_values_stay_when_files_are_used_again(make, tmp_path):
@@ -400,5 +400,5 @@ def test_a_program_that_fails_and_closes_nothing_loses_no_save(tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert 3 in stored(tmp_path)
-    assert ended.stderr.count("was not closed, and its saves are finished now") == 1
+    assert ended.stderr.count("was not closed; finishing its saves now") == 1
     assert ended.stderr.count("Traceback") == 1

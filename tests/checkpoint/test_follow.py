@@ -71,7 +71,10 @@ def test_steps_in_ram_are_followed_but_for_those_that_are_gone(tmp_path):
             tiered_steps.save(checkpointer, 3, 4)
             spoil(tmp_path, 4)
             check(next(steps), 3)
-        for path, said in ((wrong, f"secret in {wrong}"), (absent, "holds no secret")):
+        for path, said in (
+            (wrong, f"secret in {wrong}"),
+            (absent, "does not contain a secret"),
+        ):
             with pytest.raises(errors.RunError, match=said):
                 next(followed(tmp_path, secret_file=path))
         # Before it was loaded once, nothing shows what is read of a step.

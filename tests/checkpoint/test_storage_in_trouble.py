@@ -104,7 +104,7 @@ def test_what_does_not_fit_into_ram_is_stored_if_it_is_due(make, breaks, ram):
     told = recorded.named("degraded")
     if ram:
         assert all("limit 100 bytes" in each["why"] for each in told[:3])
-        assert "without RAM" in told[1]["why"]
+        assert "straight to storage" in told[1]["why"]
     else:
         assert [(each["tier"], each["step"]) for each in told] == [("persistent", 4)]
     check(make(ram="other"), 5)

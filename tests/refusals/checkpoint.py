@@ -72,7 +72,7 @@ REFUSALS = {
         validation="quick",
     ),
     "nodes of no processes": component(
-        "processes_per_node from 1 on", {}, "per_node", processes_per_node=0
+        "processes_per_node from 1", {}, "per_node", processes_per_node=0
     ),
     "a group without a mesh": component(
         r"takes \['axis', 'mesh'\] .* given {'axis': 'data'}",
@@ -84,14 +84,14 @@ REFUSALS = {
         "are in 2 groups",
     ),
     "a group that cuts a host": group(
-        r"share it over another axis of \('data', 'model', 'pipe'\), too, or",
+        r"share it over another axis of \('data', 'model', 'pipe'\), or",
         ["data"],
         **{"hosts": CUBE // 2, "host": 1},
     ),
     "an unknown axis": group("does not fit the mesh", ["rows"]),
     "an axis twice": group("does not fit the mesh", ["data", "data"]),
     "a host outside of the mesh": group("host 9 are in 0 groups", ["data"], host=9),
-    "an unknown rule": component("on_resize='keep' is no rule", 0, on_resize="keep"),
+    "an unknown rule": component("on_resize='keep' is not a rule", 0, on_resize="keep"),
     "a seed that is a text": row(rng.Rng)("one typed key", "7"),
     "a seed of two keys": Refusal(
         lambda _: rng.Rng(jax.random.split(jax.random.key(0))), "one typed key"

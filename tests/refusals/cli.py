@@ -136,13 +136,13 @@ REFUSALS = {
         secret="long-enough-for-a-secret",
     ),
     "agent of a missing directory": verb(
-        "none cannot be served at .* name the directory of the RAM disk of a run",
+        "none cannot be served at .* give the directory of a run.s RAM disk",
         *("agent", "DIR/none"),
         error=errors.ElasticCkptError,
     ),
     "agent with a short secret": on_files(
         verb(
-            "secret is missing, or holds no secret",
+            "secret is missing, or does not contain a secret",
             "agent",
             "DIR",
             *SECRET,
@@ -151,7 +151,7 @@ REFUSALS = {
         secret="too short",
     ),
     "domains of an agent of no node": verb(
-        "--domains, .* are for the agent of a node; add --node",
+        "--domains, .* are for a node.s agent; add --node",
         *("agent", "DIR", "--domains", "rack=r7"),
         error=errors.ElasticCkptError,
     ),

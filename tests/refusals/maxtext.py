@@ -136,7 +136,7 @@ REFUSALS = {
         multi_tier_checkpointing_backup_interval_minutes=3,
     ),
     "a RAM directory that cannot be made": run(
-        "/proc/x.* cannot be made .*local_checkpoint_directory",
+        "/proc/x.* cannot be created .*local_checkpoint_directory",
         code=1,
         enable_multi_tier_checkpointing=True,
         local_checkpoint_directory="/proc/x",

@@ -111,7 +111,7 @@ REFUSALS = {
             local_checkpoint_period=2,
             multi_tier_checkpointing_backup_interval_steps=4,
         ),
-        "the RAM directory /proc/x.* cannot be made .*; set local_check",
+        "the RAM directory /proc/x.* cannot be created .*; set local_check",
         errors.ElasticCkptError,
         writes=True,
     ),

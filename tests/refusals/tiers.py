@@ -76,7 +76,7 @@ def _setting(kind, given):
 
 def _secrets(text):
     refused = row(_secret, error=errors.RunError, writes=True)
-    return refused("holds no secret", text)
+    return refused("does not contain a secret", text)
 
 
 chosen = row(lambda *tiers: choices.Chosen.from_choices(list(tiers)))

@@ -135,7 +135,7 @@ def test_what_items_lack_is_told_with_the_remedy():
     placement = placed(slices(4), [(0,), (), ()], copies=2)
     lost, alone = placement.shortfalls
     assert lost.startswith("parts lack a holder in this world: until the next")
-    assert alone.startswith("parts lack a distant holder: they are in one slice")
+    assert alone.startswith("parts lack a distant holder: they are all in one slice")
     assert placement.num_machines == 0
 
 

@@ -115,7 +115,7 @@ def test_a_step_whose_replicas_have_other_values_is_not_complete():
     other = replica.parts._replace(digest=replica.parts.digest + np.uint64(1))
     outcome = newest([*four(), dataclasses.replace(replica, parts=other)])
     assert outcome.passed_over == {
-        30: "step 30 in local has different values at different holders of 2 parts:"
+        30: "step 30 in local has different values at the holders of 2 parts:"
         " [params/w[4:6, 0:4], data/shard-00001.json]"
     }
 

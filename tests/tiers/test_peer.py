@@ -152,7 +152,7 @@ def test_a_bad_manifest_is_a_problem_beside_others(root, url, client, monkeypatc
     monkeypatch.setattr(peer, "MOST_MANIFEST_BYTES", 100)
     copies, (problem,) = peer.Peer(url, client, served.RUN).offers(30)
     assert copies == []
-    assert "at most 100 are taken" in problem
+    assert "at most 100 are accepted" in problem
 
 
 def test_a_list_that_is_none_is_a_problem_and_connections_are_kept(client):
@@ -211,10 +211,10 @@ def test_a_peer_that_is_silent_or_gone_costs_its_time_once_and_is_then_left_alon
         with ScriptedPeer(b"") as silent, client_of(timeout_secs=0.5) as hasty:
             assert "timed out" in problem(hasty, silent.url, act)
             for again in (read, act, read):
-                assert "is left alone for" in problem(hasty, silent.url, again)
+                assert "is skipped for" in problem(hasty, silent.url, again)
             assert len(silent.connections) == 1
     with client_of() as other:
-        for why in ("refused", "is left alone for"):
+        for why in ("refused", "is skipped for"):
             assert why in problem(other, silent.url)
 
 

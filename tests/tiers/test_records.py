@@ -164,7 +164,7 @@ def test_a_lost_record_is_not_renewed(tmp_path, monkeypatch, caplog):
             assert problem is away
         held.give_back()
         assert records.read(held.path).secs == 600.0
-    assert "is not written: " in caplog.text
+    assert "was not written: " in caplog.text
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_a_step_is_leased_while_the_block_runs(root, first):
 
 
 def test_a_step_that_is_removed_or_not_there_is_not_leased(root, first, tmp_path):
-    why = "being removed; name PERSISTENT_DIRECTORY"
+    why = "being removed; give PERSISTENT_DIRECTORY"
     gone = pytest.raises(leases.StepGoneError, match=why)
     # The world that announced it is killed then.
     killed = leases.removing(root, [1], line_of(OLD), watch={})

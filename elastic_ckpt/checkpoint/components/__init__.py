@@ -1,1 +1,1 @@
-"""Components: state of a run other than weights and batches, and how it is shared."""
+"""Components: state of a run other than weights and batches, and how hosts share it."""

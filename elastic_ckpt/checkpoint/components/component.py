@@ -8,8 +8,8 @@
 | `per_node` | one for each node (machine) | the first host on it | the hosts on it |
 | `per_group` | one for each group along mesh axes | its first host | its hosts |
 
-States are found by their numbers or coordinates: a host that has another number than
-before loads the state of its place in the world or mesh, not the file that it wrote.
+States are found by number or coordinates: a host whose number has changed loads the
+state of its place in the world or mesh, not the file that it wrote.
 
 It wraps a pytree, or an object with `get_state` and `set_state`, or with `state_dict`
 and `load_state_dict`, and is a `StatefulCheckpointable` of Orbax: it goes into the same
@@ -20,10 +20,10 @@ dict as weights and batches, in our checkpointer and in Orbax's own.
     checkpointer.load_checkpointables(None, {"state": abstract, "schedule": step})
     step.state["lr"]
 
-Saving and loading contain no collective and no barrier: which host writes which file
-follows from host numbers and the mesh alone, so a host that is missing
-delays no other. (Only the first use of `per_node` without `processes_per_node` has the
-hosts tell each other which machine they are on.)
+Saving and loading need no collectives or barriers: which host writes which file follows
+from host numbers and the mesh alone, so a missing host delays no other. (Only the first
+use of `per_node` without `processes_per_node` makes hosts exchange which machine they
+are on.)
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ REPLICATED = "replicated"
 PER_HOST = "per_host"
 PER_NODE = "per_node"
 PER_GROUP = "per_group"
-# Of the names of states, of which there may be several.
+# Prefixes of the names of states that are numbered.
 _PREFIXES = {PER_HOST: "rank", PER_NODE: "node"}
 Pattern = Literal["global", "replicated", "per_host", "per_node", "per_group"]
 
@@ -70,20 +70,21 @@ FILE = "component.json"
 VERSION = 1
 _WHAT = "description of a component"
 ERROR, RESET, FROM_FIRST = "error", "reset", "from_first"
-# Of the old states and the number of new ones, makes the new states.
+# Maps the old states and the number of new ones to the new states.
 Rule = str | Callable[[list[Any], int], Sequence[Any]]
 _CHOICES = (
-    "choose on_resize='reset' (as it was made), 'from_first' (the first old state for"
-    " all), or a function (old_states, new_count) -> new states"
+    "choose on_resize='reset' (the initial state), 'from_first' (the first old state"
+    " for all), or a function (old_states, new_count) -> new states"
 )
-# Linux gives each boot of a machine an id, which its containers share.
+# The id that Linux gives to each boot of a machine, which containers share.
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 # How long hosts wait for each other's machines.
 _PATIENCE_SECS = 60.0
 
-# How an object gives and takes its state, in the order in which these are tried.
+# The methods that get and set an object's state, in the order of preference.
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
-# The options of each sharing, and of a function, whose states are not compared.
+# The options of each sharing, and of a function; the states of the latter are not
+# compared.
 _TAKES = {
     GLOBAL: (),
     REPLICATED: ("validation",),
@@ -96,15 +97,15 @@ _OF_FUNCTION = ("axis", "mesh", "processes_per_node")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Description:
-    """The content of `component.json`, which host 0 writes beside the states.
+    """The content of `component.json`, which host 0 writes next to the states.
 
     Attributes:
       pattern: how the component was shared.
-      axes: of the mesh, of a group.
-      states: the names of all states, in order; the file of one is `<name>.npz`.
+      axes: the mesh axes of a group.
+      states: the names of all states, in order; their files are `<name>.npz`.
       hosts: how many hosts there were.
       kind: the class of the state, for people.
-      on_resize: the rule that it was declared with, for people.
+      on_resize: the declared rule, for people.
       required: whether it was declared as required, for people.
     """
 
@@ -117,7 +118,7 @@ class Description:
     required: bool
 
     def to_bytes(self) -> bytes:
-        """The content of the file."""
+        """Encodes it for the file."""
         return checked_json.to_bytes(dict(vars(self)), version=VERSION)
 
     @classmethod
@@ -125,7 +126,7 @@ class Description:
         """Reads it from the directory of a component.
 
         Raises:
-          CheckpointError: if it is missing or cannot be read; it names the file.
+          CheckpointError: if the file is missing or unreadable; the message names it.
         """
         return encoding.read(
             directory / FILE,
@@ -143,10 +144,10 @@ class Sharing:
 
     Attributes:
       pattern: see `Pattern`.
-      names: of all states, in their order: by host, or by coordinates of the mesh.
-      own: the place in `names` of this host's state.
+      names: the names of all states, ordered by host or by mesh coordinates.
+      own: the index in `names` of this host's state.
       is_writer: whether this host is the first that has it.
-      axes: of a group.
+      axes: the mesh axes of a group.
     """
 
     pattern: str
@@ -162,7 +163,7 @@ class Sharing:
 
 
 class Component:
-    """State of a run other than weights and data, with the way in which hosts share it.
+    """State of a run other than weights and data, and how hosts share it.
 
         schedule = ec.components.Component({"lr": 0.1}, "global")
         checkpointer.save_checkpointables(40, {"state": state, "schedule": schedule})
@@ -171,9 +172,9 @@ class Component:
 
     Args:
       state: a pytree, or an object with `get_state` and `set_state`, or with
-        `state_dict` and `load_state_dict`. The state may contain arrays of JAX and
-        NumPy, random keys, numbers, texts, bytes, None, and dicts, lists, tuples and
-        other pytrees of these.
+        `state_dict` and `load_state_dict`. The state may contain JAX and NumPy arrays,
+        random keys, numbers, strings, bytes, None, and dicts, lists, tuples and other
+        pytrees of these.
       sharing: which hosts have a state of their own:
 
         * `"global"`: none; host 0 saves the only state, and all hosts load it
@@ -183,45 +184,44 @@ class Component:
         * `"per_node"`: each machine, whose hosts share it
         * `"per_group"`: each group of devices along `axis` of `mesh`
 
-        A function that returns one of these, the same on all hosts, is called at each
-        save and load.
+        Or a function that returns one of these, the same on all hosts; it is called at
+        each save and load.
       axis: for `"per_group"`, the name of a mesh axis, or several. Devices that differ
         only in their places on these axes share a state, as they share the result of
         `jax.lax.psum` over them: on a mesh of `data` and `model`, the state of
         `axis="data"` belongs to one place on `model`. Axes of size 1 are ignored.
-      mesh: for `"per_group"`, the mesh; each host has devices of one group only.
+      mesh: for `"per_group"`, the mesh; each host must have devices of one group only.
       processes_per_node: for `"per_node"`, how many consecutive hosts are on a machine.
-        Without it the hosts tell each other the ids of their machines, for which all of
-        them need to make the component.
+        Without it the hosts exchange the ids of their machines, so that all of them
+        must create the component.
       validation: for `"replicated"`, the level of `validate` at which the states of all
-        hosts are compared when they are saved: `"quick"`, `"tensor"` or `"full"`. A
-        difference is reported by the event `replicas_differ`; the step is saved all the
-        same. Only `ec.Checkpointer` compares.
-      on_resize: what to load if the saved states are those of another number of hosts,
-        machines or groups, or of another sharing:
+        hosts are compared when they are saved: `"quick"`, `"tensor"` or `"full"`. The
+        event `replicas_differ` reports a difference, but the step is saved. Only
+        `ec.Checkpointer` compares.
+      on_resize: what to load if the number of hosts, machines or groups, or the
+        sharing, is different from what was saved:
 
         * `"error"`: nothing; the error lists these choices
-        * `"reset"`: the state that the component was made with
+        * `"reset"`: the state that the component was created with
         * `"from_first"`: the first of the saved states, on every host
         * a function `(old_states, new_count) -> new_states`, with lists in the order of
           hosts, machines or groups; all hosts call it with the same arguments
       required: whether a step without this component is an error. An optional component
-        that raises when it is saved is left out of the step, with a warning in the log;
-        `ec.Checkpointer` leaves it out on all hosts, and emits an event.
+        that raises an error when it is saved is left out of the step, with a warning in
+        the log; `ec.Checkpointer` leaves it out on all hosts, and emits an event.
 
     Attributes:
-      state: the object, or the pytree, which is saved next, or was loaded last.
+      state: the object, or the pytree that is saved next, or was loaded last.
       sharing: as given.
       on_resize: as given.
       required: as given.
       validation: as given.
       save_problem: why the last save left it out; None if it did not.
       save_timeout_secs: how long `ec.Checkpointer` waits for it in a save, at most 240;
-        then the save of the step fails. A load waits as long, and then fails on all
-        hosts.
+        then the save of the step fails. A load waits as long, then fails on all hosts.
 
     Raises:
-      ConfigError: if there is no such sharing, rule or level; if the mesh has no such
+      ConfigError: if there is no such sharing, rule or level, the mesh has no such
         axis, or this host is in several groups.
     """
 
@@ -241,7 +241,7 @@ class Component:
     ) -> None:
         if not callable(on_resize) and on_resize not in (ERROR, RESET, FROM_FIRST):
             raise errors.ConfigError(
-                f"on_resize={on_resize!r} is no rule; leave it out ('error'), or"
+                f"on_resize={on_resize!r} is not a rule; leave it out ('error'), or"
                 f" {_CHOICES}"
             )
         check_level(validation)
@@ -250,7 +250,7 @@ class Component:
         self.required = required
         self.validation: Level = validation
         self.save_problem: str | None = None
-        # The state of the last save, until it was compared with those of other hosts.
+        # The state of the last save, until it is compared with those of other hosts.
         self.taken: Any = None
         self.sharing = sharing
         _check_given(
@@ -280,18 +280,18 @@ class Component:
         return self.validation != "none" and topology.num_hosts() > 1
 
     def __str__(self) -> str:
-        # In words that hosts compare.
+        # Hosts compare this text.
         kind = "component" if self.required else "optional component"
-        # What a function returns is known when the state is taken.
+        # A function's result is known only when the state is taken.
         sharing = "computed" if callable(self.sharing) else self.sharing
         compared = ", compared between hosts" if self.is_compared else ""
         return f"{kind}, {sharing}{compared}"
 
     def present(self) -> Sharing:
-        """The names of the states that the hosts have now, and which is this host's.
+        """The states that the hosts have now, and which is this host's.
 
         Raises:
-          ConfigError: if `sharing` is a function, and returns no sharing.
+          ConfigError: if `sharing` is a function that does not return a sharing.
         """
         given, each = self.sharing, self._processes_per_node
         pattern = given() if callable(given) else given
@@ -318,7 +318,7 @@ class Component:
         return self._methods()[0]()
 
     def put(self, values: Any) -> None:
-        """Sets the pytree or the object to values that `get` has returned."""
+        """Sets the pytree or the object to values that `get` returned."""
         self._methods()[1](values)
 
     def _methods(self) -> tuple[Callable[[], Any], Callable[[Any], object]]:
@@ -342,22 +342,22 @@ class Component:
 
         async def write() -> None:
             path = await directory.await_creation()
-            # Each state is released once it is written. Others may have a problem.
+            # Releases each state once it is written. Another host may have a problem.
             while writes and self.save_problem is None:
                 writes.pop()(path)
 
         return write()
 
     async def load(self, directory: epath.Path) -> Awaitable[None]:
-        """Loads the state in `directory`; it is set when the awaitable is returned.
+        """Loads the state in `directory` before it returns the awaitable.
 
-        Otherwise Orbax would wrap an error in one about another handler.
+        Otherwise Orbax would wrap errors in one about a different handler.
         """
         self.put(self.read(directory))
         return asyncio.sleep(0)
 
     def read(self, directory: epath.PathLike) -> Any:
-        """Reads the values for this host that are saved in `directory`.
+        """Reads this host's values from `directory`.
 
         Raises:
           CheckpointError: if they cannot be read, or the hosts have other states than
@@ -382,14 +382,14 @@ class Component:
         *,
         read: Callable[[int], Any],
     ) -> Any:
-        """Chooses the values for this host from saved states, of any program.
+        """Chooses this host's values from saved states, of any program.
 
         Args:
           name: the name of the component, for messages.
-          pattern: the sharing under which they were saved, for messages.
+          pattern: the saved sharing, for messages.
           states: the names of the saved states, in order; if the hosts have others now,
             `on_resize` decides.
-          read: reads the values of the state at an index of `states`.
+          read: reads the state at an index of `states`.
 
         Raises:
           CheckpointError: as `read`.
@@ -407,13 +407,13 @@ class Component:
             if not callable(rule):
                 raise errors.CheckpointError(
                     f"it was saved {pattern} with {len(states)} states"
-                    f" ({errors.first_of(states)}), and there are {count} now"
+                    f" ({errors.first_of(states)}), but there are {count} now"
                     f" ({errors.first_of(now.names)}); {_CHOICES}"
                 )
             new = rule([read(n) for n in range(len(states))], count)
             if len(new) != count:
                 raise errors.CheckpointError(
-                    f"the function of on_resize returned {len(new)} states for {count}"
+                    f"the function on_resize= returned {len(new)} states for {count}"
                     " places; return a list with one state for each"
                 )
             return new[now.own]
@@ -421,9 +421,9 @@ class Component:
             raise errors.CheckpointError(f"component {name!r}: {error}") from None
 
     def _take(self) -> list[Callable[[epath.Path], None]]:
-        # Takes the state, and returns what writes the files of this host.
+        # Takes the state, and returns functions that write this host's files.
         sharing = self.present()
-        # On all hosts: a user's object may ask all of them for its state.
+        # On all hosts: a user's object may need all of them to get its state.
         values = self.get()
         writes: list[Callable[[epath.Path], None]] = []
         if sharing.is_writer or self.is_compared:
@@ -436,7 +436,7 @@ class Component:
         if topology.this_host() == 0:
             rule: Any = self.on_resize
             if not isinstance(rule, str):
-                # A partial function has the name of its class.
+                # For a partial function, the name of its class.
                 name = getattr(rule, "__qualname__", type(rule).__qualname__)
                 rule = f"{rule.__module__}.{name}"
             content = Description(
@@ -458,7 +458,7 @@ def _check_given(sharing: Any, **options: Any) -> None:
     if takes is None:
         raise errors.ConfigError(
             f"sharing={sharing!r} of a component: give one of {[*_TAKES]}, or a"
-            " function that returns one"
+            " function that returns one of them"
         )
     needs_mesh = "axis" in given or sharing == PER_GROUP
     is_whole = "mesh" in given or not needs_mesh
@@ -469,13 +469,13 @@ def _check_given(sharing: Any, **options: Any) -> None:
     ):
         raise errors.ConfigError(
             f"a component with sharing={sharing!r} takes {[*takes]} (axis with mesh,"
-            f" processes_per_node from 1 on), and was given {given}"
+            f" processes_per_node from 1), but was given {given}"
         )
 
 
 @functools.cache
 def _nodes() -> tuple[str, ...]:
-    # The machine of each host, asked once: hosts on one machine are on one node.
+    # The machine of each host, exchanged once.
     try:
         own = _BOOT_ID.read_text().strip()
     except OSError:
@@ -485,12 +485,12 @@ def _nodes() -> tuple[str, ...]:
 
 
 def of_nodes(pattern: str, nodes: Sequence[object], *, host: int) -> Sharing:
-    """A state for each node, numbered by the first host on it.
+    """A state for each node, in order of the first host on it.
 
     Args:
       pattern: any but PER_GROUP. A node is all hosts, a host, or a machine.
-      nodes: of each host, the node that it is on.
-      host: this one.
+      nodes: the node of each host.
+      host: the number of this host.
     """
     first = {node: nodes.index(node) for node in nodes}
     order = sorted(first.values())
@@ -515,14 +515,14 @@ def per_group(
     """A state for each group of hosts along some axes of a mesh.
 
     Args:
-      mesh_hosts: of each device of the mesh, its host.
-      axis_names: of the mesh.
+      mesh_hosts: the host of each device of the mesh.
+      axis_names: the axes of the mesh.
       axes: devices that differ only in these share a state, as they share the result of
         `jax.lax.psum` over them.
-      host: this one.
+      host: the number of this host.
 
     Raises:
-      ConfigError: if the mesh has no such axis, or this host is in no group or several.
+      ConfigError: if the mesh lacks an axis, or this host is not in exactly one group.
     """
     unknown = [axis for axis in axes if axis not in axis_names]
     if unknown or not axes or len(set(axes)) < len(axes):
@@ -547,9 +547,9 @@ def per_group(
         raise errors.ConfigError(
             f"the devices of host {host} are in {len(groups)} groups of"
             f" axis={tuple(axes)!r} ({errors.first_of(names[n] for n, _ in groups)}),"
-            " and a host has one state: share it over another axis of"
-            f" {tuple(axis_names)}, too, or make the mesh from devices of every host,"
-            " those of each in one group"
+            " but a host can have only one state: also share it over another axis of"
+            f" {tuple(axis_names)}, or make a mesh of the devices of all hosts in which"
+            " those of each are in one group"
         )
     ((own, is_writer),) = groups
     return Sharing(

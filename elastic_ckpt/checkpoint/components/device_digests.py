@@ -1,15 +1,15 @@
-"""Digests of what each device holds of arrays, computed on the devices themselves.
+"""Digests of each device's parts of arrays, computed on the devices themselves.
 
-The parts that the devices of this process hold are taken for the replicas of an array
-on a mesh of these devices, and a program runs on all of them (`jax.shard_map`), so that
-each part is read where it lies. One program digests all arrays. It is compiled once for
-their shapes, and asks no other process.
+The parts on the devices of this process are treated as the replicas of an array on a
+mesh of these devices, and a program runs on all of them (`jax.shard_map`), so that each
+part is read in place. One program digests all arrays. It is compiled once for their
+shapes, and involves no other process.
 
-A digest is a sum modulo 2**32 over the words of a part. Each word is added to a number
-that depends on its position, and the sum goes through a one-to-one function of 32 bits
-(a multiplication by an odd number between two xor-shifts, as in the finaliser of
-MurmurHash3). So a change of one word, of one bit for example, always changes the
-digest; changes of several words, as of a swap, are missed with a probability of about
+A digest is a sum modulo 2**32 over the words of a part. A number that depends on its
+position is added to each word, and the result goes through a bijection of 32 bits (a
+multiplication by an odd number between two xor-shifts, as in the finaliser of
+MurmurHash3). So a change of one word, for example of one bit, always changes the
+digest; changes of several words, such as a swap, are missed with a probability of about
 2**-32. Only integers are added, so the order of a sum does not matter.
 """
 
@@ -35,7 +35,7 @@ _MULTIPLIER = 0x85EBCA6B
 
 
 def is_readable(leaf: Any) -> bool:
-    """Whether a leaf is an array in the memory of devices, not in that of the host."""
+    """Whether a leaf is an array in device memory, not in host memory."""
     if not isinstance(leaf, jax.Array):
         return False
     device = next(iter(leaf.sharding.addressable_devices))
@@ -45,14 +45,14 @@ def is_readable(leaf: Any) -> bool:
 def look(
     arrays: Mapping[int, jax.Array], *, is_sample: bool
 ) -> dict[int, Mapping[int, str]]:
-    """The digests of the parts of arrays that the devices of this process hold.
+    """Digests the parts of arrays on the devices of this process.
 
     Args:
-      arrays: by number, of any dtypes and shardings.
-      is_sample: whether of about a thousand elements of each part, or of all bits.
+      arrays: arrays of any dtypes and shardings, by number.
+      is_sample: whether to digest about a thousand elements of each part, not all bits.
 
     Returns:
-      For each array, by the id of the device, in hex.
+      For each array, the digests in hex, by the id of the device.
     """
     groups: dict[tuple[jax.Device, ...], dict[int, list[Any]]] = {}
     for number, array in arrays.items():
@@ -76,18 +76,18 @@ def look(
 
 
 def host_sample(values: np.ndarray) -> np.ndarray:
-    """The elements of `values` that a sample of them consists of."""
+    """A sample of the elements of `values`."""
     return np.ascontiguousarray(values[_sample(values.shape)])
 
 
 def differing(leaf: Any) -> Mapping[int, int]:
-    """How many elements of a device's part of an array differ from other replicas.
+    """Counts the elements of each device's part of an array that differ from replicas.
 
-    All processes that share the array call this alike.
+    All processes that share the array must call this.
 
     Returns:
-      By the id of each device of the mesh; nothing unless the leaf is on one that all
-      hosts share.
+      The number, by the id of each device of the mesh; empty unless the leaf is on a
+      mesh that all hosts share.
     """
     is_on_mesh = is_readable(leaf) and hasattr(leaf.sharding, "mesh")
     if not is_on_mesh or (leaf.is_fully_addressable and topology.num_hosts() > 1):
@@ -99,7 +99,7 @@ def differing(leaf: Any) -> Mapping[int, int]:
         differ = jnp.zeros(part.shape, bool)
         for words in _bits(part):
             unequal = lax.pmin(words, axes) != lax.pmax(words, axes)
-            # 64 bits are two words of an element.
+            # An element of 64 bits has two words.
             differ |= unequal.reshape((*part.shape, -1)).any(axis=-1)
         return lax.all_gather(differ.sum(dtype=jnp.uint32), mesh.axis_names)
 
@@ -130,7 +130,7 @@ def _compiled(mesh: Mesh, *, is_sample: bool) -> Callable[[Any], jax.Array]:
 
 
 def part_digest(part: jax.Array) -> jax.Array:
-    """The digest of an array that one device holds, a uint32; to be traced."""
+    """The digest of an array on one device, a uint32; to be traced."""
     digest = jnp.uint32(0)
     for number, words in enumerate(_bits(part)):
         words = words + _positions(words.shape, number)
@@ -140,7 +140,7 @@ def part_digest(part: jax.Array) -> jax.Array:
 
 
 def _positions(shape: tuple[int, ...], number: int) -> jax.Array | np.uint32:
-    # The number of each element times an odd number, modulo 2**32.
+    # The index of each element times an odd number, modulo 2**32.
     positions: Any = np.uint32(number << 16)
     for dim in range(len(shape)):
         stride = _STRIDE * math.prod(shape[dim + 1 :]) % 2**32
@@ -150,7 +150,7 @@ def _positions(shape: tuple[int, ...], number: int) -> jax.Array | np.uint32:
 
 
 def _bits(part: jax.Array) -> list[jax.Array]:
-    # The bits of an array as uint32; 64 bits are two, in one more dim.
+    # The bits of an array as uint32; 64-bit elements are two, in one more dim.
     if jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key):
         part = jax.random.key_data(part)
     if jnp.issubdtype(part.dtype, jnp.complexfloating):
@@ -164,6 +164,6 @@ def _bits(part: jax.Array) -> list[jax.Array]:
 
 
 def _sample(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    # About as many elements of each dim, spread over it.
+    # About as many elements in each dim, evenly spaced.
     most = max(1, int(_SAMPLE ** (1 / max(1, len(shape)))))
     return tuple(slice(None, None, -(-size // most) or 1) for size in shape)

@@ -1,24 +1,24 @@
-"""The state of a component as JSON and arrays, and the file of it.
+"""The state of a component as JSON and arrays, and its file.
 
     null, true, 3, 0.5, "text"              as they are
     [..]                                    a list
     {"tuple": [..]}, {"dict": [[key, value], ..]}
-    {"float": "7ff8000000000000"}           a float that JSON lacks, by its bits
+    {"float": "7ff8000000000000"}           a float that JSON lacks, as its bits
     {"bytes": "AAE="}                       in base64
-    {"numpy": 0}, {"scalar": 0}             an array or a scalar of NumPy
-    {"array": 0}                            an array of JAX
+    {"numpy": 0}, {"scalar": 0}             a NumPy array or scalar
+    {"array": 0}                            a JAX array
     {"key": 0, "impl": "threefry2x32"}      an array of typed random keys
     {"node": "module.Class", "children": [[name, value], ..]}
                                             another node of a pytree
 
-The numbers are those of the arrays. A node of another class, such as a named tuple of
-optax, is made from the node that the current state has in its place: nothing is
-imported or unpickled by name.
+The numbers refer to arrays. A node of another class, such as a named tuple of optax, is
+built from the node that the current state has in its place: nothing is imported or
+unpickled by name.
 
 The file is an npz archive. Its entry `state` is a `checked_json` file as bytes; the
-entries `0`, `1`, .. are the arrays. Types that NumPy's format lacks, such as bfloat16,
+entries `0`, `1`, ... are the arrays. Types that NumPy's format lacks, such as bfloat16,
 are stored as unsigned integers of their size. The comment at the end of the archive is
-the digest of all bytes before it. FORMAT.md is the page of the format.
+the digest of all bytes before it. FORMAT.md describes the format.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from jax.sharding import SingleDeviceSharding
 from elastic_ckpt.core import checked_json, digest, errors, storage
 
 VERSION = 1
-# Stands for the current state where it lacks the place of a saved value.
+# Stands for the current state where it lacks a saved value.
 _NOTHING = object()
 _WHAT = "state of a component"
 _DIGEST_LENGTH = 32
@@ -51,8 +51,8 @@ class Encoded(NamedTuple):
     """A state at one moment.
 
     Attributes:
-      tree: its structure, JSON, with the values that are no arrays.
-      arrays: the others, copies in host memory.
+      tree: its structure, with all values that are not arrays.
+      arrays: copies of its arrays in host memory.
     """
 
     tree: storage.Json
@@ -60,38 +60,38 @@ class Encoded(NamedTuple):
 
 
 def encode(state: Any) -> Encoded:
-    """Takes a state: later changes of it, or of its arrays, have no effect.
+    """Encodes a copy of a state, which later changes do not affect.
 
     Raises:
-      CheckpointError: if a value cannot be saved; it names the value's path.
+      CheckpointError: if a value cannot be saved; the message names its path.
     """
     arrays: list[np.ndarray] = []
     return Encoded(_encoded(state, "", arrays), arrays)
 
 
 def decode(encoded: Encoded, current: Any = None) -> Any:
-    """Makes the state that `encode` took; it may share the arrays of `encoded`.
+    """Decodes a state, which may share the arrays of `encoded`.
 
     Args:
-      encoded: the state.
-      current: a state of the same structure, from which nodes of other classes and the
-        shardings of arrays are taken.
+      encoded: the result of `encode`.
+      current: a state of the same structure, which provides nodes of other classes and
+        the shardings of arrays.
 
     Raises:
-      CheckpointError: if `current` does not have a node that is needed.
+      CheckpointError: if `current` lacks a node.
     """
     return _decoded(encoded.tree, current, "", encoded.arrays)
 
 
 def write(path: epath.Path, encoded: Encoded) -> None:
-    """Writes the file of a state, whole or not at all, without a copy of its values."""
+    """Writes the file of a state atomically, without copying its values."""
     with storage.atomic_path(path) as temporary, open(temporary, "w+b") as file:
         dump(encoded, file)
 
 
 def dump(encoded: Encoded, file: IO[bytes]) -> None:
-    """Writes the content of the file; the same bytes for the same state."""
-    # Types of other packages, which NumPy would store without a name.
+    """Writes the content of the file; equal states have equal bytes."""
+    # The names of other packages' types, which NumPy would not store.
     dtypes = [
         each.dtype.name if each.dtype.isbuiltin == 2 else "" for each in encoded.arrays
     ]
@@ -112,10 +112,10 @@ def dump(encoded: Encoded, file: IO[bytes]) -> None:
 
 
 def load(file: IO[bytes]) -> Encoded:
-    """The state in the content of a file.
+    """Reads the state in a file.
 
     Raises:
-      UnreadableError: if it is cut short, altered, or of another version.
+      UnreadableError: if the file is truncated, altered, or of another version.
     """
     value = _file_digest(file)
     if value != file.read(_DIGEST_LENGTH + 1):
@@ -134,14 +134,15 @@ def load(file: IO[bytes]) -> Encoded:
 
 
 def read(path: epath.Path, parse: Callable[[IO[bytes]], Any] = load) -> Any:
-    """The content of a file of a component.
+    """Reads a file of a component.
 
     Args:
       path: the file.
-      parse: what reads it; by default the state that it holds.
+      parse: parses the file; by default as a state.
 
     Raises:
-      CheckpointError: if the file is missing or `parse` rejects it; it names the file.
+      CheckpointError: if the file is missing or `parse` rejects it; the message names
+        the file.
     """
     try:
         with path.open("rb") as file:
@@ -157,14 +158,14 @@ def read(path: epath.Path, parse: Callable[[IO[bytes]], Any] = load) -> Any:
 
 
 def type_name(value: Any) -> str:
-    """The class of a value with its module, for people."""
+    """The class of a value, with its module."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def on_host(value: Any) -> Any:
-    """A copy of an array or random key in host memory; another value as it is."""
+    """Copies an array or random key to host memory; returns any other value."""
     if isinstance(value, jax.Array):
-        # Of a replicated one every host has all: no other one takes part.
+        # Every host has all of a replicated array, so that no other host is needed.
         local = value if value.is_fully_addressable else value.addressable_data(0)
         is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
         value = np.asarray(jax.random.key_data(local) if is_key else local)
@@ -183,8 +184,8 @@ def _file_digest(file: IO[bytes]) -> bytes:
 
 
 def _entry(archive: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    # NumPy has Python parse the shape and the dtype, which CPython 3.11 now and then
-    # fails to do while another thread does it (python/cpython#106905).
+    # NumPy uses Python's parser for shape and dtype, which sometimes fails in CPython
+    # 3.11 while another thread uses it (python/cpython#106905).
     for _ in range(_MOST_ATTEMPTS):
         with contextlib.suppress(SystemError):
             return archive[name]
@@ -230,7 +231,7 @@ def _array(value: Any, path: str, number: int) -> dict[str, storage.Json]:
     if not (value.is_fully_addressable or value.is_fully_replicated):
         raise errors.CheckpointError(
             f"the state{path} is an array whose parts are on several hosts, which"
-            " belongs with the weights: save it in a pytree beside the components"
+            " belongs to the weights: save it in a pytree, not in a component"
         )
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         return {"key": number, "impl": str(jax.random.key_impl(value))}
@@ -253,7 +254,7 @@ def _below(path: str, name: str) -> str:
 def _refused(path: str, what: str) -> errors.CheckpointError:
     return errors.CheckpointError(
         f"the state{path} is {what}, which a component cannot save; its values may be"
-        " arrays, numbers, texts, bytes, None, and dicts, lists, tuples or pytrees of"
+        " arrays, numbers, strings, bytes, None, and dicts, lists, tuples or pytrees of"
         " them; give the object get_state and set_state that return and take these"
     )
 
@@ -289,9 +290,9 @@ def _decoded(node: Any, current: Any, path: str, arrays: Sequence[np.ndarray]) -
             if type_name(current) != node["node"] or list(children) != names:
                 now = "nothing" if current is _NOTHING else f"a {type_name(current)}"
                 raise errors.CheckpointError(
-                    f"the state{path} was saved as a {node['node']} with {names}, and"
-                    f" the current state has {now} with {list(children)} there; make"
-                    " the state with the same classes and fields before it is loaded"
+                    f"the state{path} was saved as a {node['node']} with {names}, but"
+                    f" the current state has {now} with {list(children)} there; create"
+                    " the state with the same classes and fields before loading it"
                 )
             made = [
                 below(child, children, name, _below(path, name))

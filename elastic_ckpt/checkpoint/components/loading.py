@@ -1,8 +1,8 @@
 """Loads the components of a step, strictly or not, with a summary.
 
 Every component is read and decoded, and the hosts compare the outcome, before any is
-set. So if one host cannot read a component, a strict load fails on all of them, with
-the same error, and nothing has changed.
+set. So if one host cannot read a component, a strict load fails on all hosts with the
+same error, and changes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Summary:
 
     Attributes:
       step: the training step.
-      loaded: the components and trees that were loaded, by name.
+      loaded: the loaded components and trees, by name.
       skipped: why others were left as they are, by name.
       failed: why others could not be loaded, by name.
     """
@@ -52,13 +52,10 @@ class Summary:
 
 
 def named(components: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Makes a dict of components, in which no name may occur twice.
-
-    Args:
-      components: a mapping, or pairs of a name and a component.
+    """Makes a dict of components.
 
     Raises:
-      ConfigError: if names occur twice; it lists them all.
+      ConfigError: if names occur twice; it lists all of them.
     """
     given: Any = components.items() if isinstance(components, Mapping) else components
     pairs = list(given)
@@ -66,7 +63,7 @@ def named(components: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
         raise errors.ConfigError(
-            f"several components are called {doubled}; give each another name"
+            f"several components are called {doubled}; give each a name of its own"
         )
     return dict(pairs)
 
@@ -79,19 +76,20 @@ def load(
     strict: bool = True,
     ignore: Collection[str] = (),
 ) -> Summary:
-    """Loads components, and trees beside them, from a step: all of them or none.
+    """Loads components, and trees with them, from a step: all of them or none.
 
     Components are set once all of them were read on all hosts. Objects of other
-    classes, such as batches, set themselves as they are read. Every process calls it.
+    classes, such as batches, set themselves as they are read. Every process must call
+    it.
 
     Args:
       checkpointer: ours or Orbax's.
       components: components by name, or pairs of a name and a component; also abstract
-        trees and other checkpointables, as `load_checkpointables` takes them.
+        trees and other checkpointables, as for `load_checkpointables`.
       step: the number of the step; None takes the newest.
-      strict: whether it is an error if a required component is missing or cannot be
-        loaded on any host, or if the step has a component that is not requested.
-        Otherwise the summary of that host lists it.
+      strict: raises an error if a required component is missing or cannot be loaded on
+        any host, or if the step has a component that is not requested. Otherwise only
+        the summary of that host lists it.
       ignore: names of components of the step that need not be requested.
 
     Raises:
@@ -107,7 +105,7 @@ def load(
         name: _Read(
             each.read
             if isinstance(each, Component)
-            # A checkpointer waits longer for all components of a host.
+            # A checkpointer waits longer than this for all components of a host.
             else functools.partial(
                 component_io.load, each, limit_secs=component_io.SAVE_TIMEOUT_SECS
             )
@@ -116,11 +114,11 @@ def load(
         if isinstance(each, ocp.StatefulCheckpointable)
     }
     skipped = {
-        name: "the step has it: ask for it, or name it in ignore="
+        name: "the step has it: request it, or name it in ignore="
         for name, tree in held.metadata.items()
         if tree is None and name not in wanted and name not in ignore
     }
-    unknown = [f"{name!r} was not asked for: {why}" for name, why in skipped.items()]
+    unknown = [f"{name!r} was not requested: {why}" for name, why in skipped.items()]
     failed: dict[str, str] = {}
     for name in [name for name in wanted if name not in there]:
         why = f"step {held.step} has no such part; it has {sorted(held.metadata)}"
@@ -140,14 +138,14 @@ def load(
         if of_host:
             raise errors.CheckpointError(
                 f"step {held.step}: {errors.HostsFailedError(of_host)}; or load what"
-                " there is with strict=False"
+                " is possible with strict=False"
             )
 
     check()
     first = {**there, **stateful}
     loaded = checkpointer.load_checkpointables(step, first) if first else {}
     if step is None:
-        # Ours may have gone back to an earlier step.
+        # Our checkpointer may have fallen back to an earlier step.
         held = checkpointer.latest or held
     check()
     for name, each in stateful.items():
@@ -167,15 +165,15 @@ def load(
 
 @dataclasses.dataclass(eq=False)
 class _Read:
-    # Reads a component without setting it, or has another object set itself, and keeps
-    # an error: the other parts are read all the same.
+    # Reads a component without setting it, or makes another object set itself. Keeps an
+    # error, so that the other parts are still read.
 
     read: Callable[[epath.Path], Any]
     problem: str | None = None
     values: Any = None
 
     async def save(self, directory: Any) -> Awaitable[None]:
-        """Never called; Orbax recognizes a checkpointable by this method too."""
+        """Never called; Orbax recognizes a checkpointable also by this method."""
         raise NotImplementedError
 
     async def load(self, directory: epath.Path) -> Awaitable[None]:

@@ -10,7 +10,7 @@ import jax
 from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.core import digest, errors
 
-# The first number folded into the key, so that no two kinds of keys are equal.
+# The first number that is folded into the key, so that kinds of keys never coincide.
 _NEXT, _SHARD, _NAME = range(3)
 _LOW = 2**32 - 1
 
@@ -18,8 +18,8 @@ _LOW = 2**32 - 1
 class Rng(Component):
     """A component with a global random key, from which all other keys are derived.
 
-    They depend on a name, a logical shard or their turn, never on the number of a host,
-    so that a run continues with the same keys on any number of hosts.
+    They depend on a name, a logical shard or a count, never on a host's number, so that
+    a run continues with the same keys on any number of hosts.
 
         rng = ec.components.Rng(seed=0)
         dropout = rng.for_name("dropout", step)
@@ -40,11 +40,11 @@ class Rng(Component):
             key.dtype, jax.dtypes.prng_key
         )
         if not is_key or key.shape:
-            # Arrays are shown in several lines.
+            # An array's repr has several lines.
             shown = " ".join(repr(seed).split())
             raise errors.ConfigError(
                 f"Rng takes a number or one typed key, not {shown}; make a key with"
-                " jax.random.key, or of an old one with jax.random.wrap_key_data"
+                " jax.random.key, or from an old key with jax.random.wrap_key_data"
             )
         super().__init__({"key": key, "taken": 0}, "global", required=required)
 
@@ -54,9 +54,9 @@ class Rng(Component):
         return self.state["key"]
 
     def next(self) -> jax.Array:
-        """The next key; all hosts call it alike.
+        """The next key, which no earlier call returned; all hosts must call it alike.
 
-        No earlier call returned it, as the number of calls is saved.
+        The number of calls is saved.
         """
         taken = self.state["taken"]
         self.state = {**self.state, "taken": taken + 1}

@@ -1,19 +1,19 @@
 """Validation of values that should be equal: replicas on devices, values of hosts.
 
-A copy in the memory of a device can change without an error being raised (silent
-corruption): one replica then trains on other weights than the others, and which of them
-is saved is chance. `validate` compares the copies of each leaf of a tree:
+A copy in device memory can change without an error (silent corruption): then one
+replica trains on different weights than the others, and it is chance which of them is
+saved. `validate` compares the copies of each leaf of a tree:
 
-* of a JAX array, the devices that hold the same box of it according to its sharding
-* of an array whose devices are all of one process in a world of several, and of values
-  of NumPy and Python, the hosts, each of which has the whole value
+* of a JAX array, between the devices that have the same box of it by its sharding
+* of an array on devices of a single process in a world of several, and of NumPy and
+  Python values, between the hosts, each of which has the whole value
 
-Each device digests what it holds (`device_digests`), and hosts exchange digests through
+Each device digests its parts (`device_digests`), and hosts exchange digests through
 JAX's coordination service: first one for all boxes that the same hosts hold; if those
-differ, the digests of the boxes. So an agreement costs bytes.
+differ, one for each box. So equal copies cost only a few bytes.
 
-A box with a single holder is compared with nothing, and not read. Elements that differ
-are counted by the devices, of arrays with a difference alone.
+A box with a single holder is not read. Devices count differing elements only of arrays
+with a difference.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _MOST_FINDINGS = 100
 
 
 class Holder(NamedTuple):
-    """The memory that a copy is in.
+    """The memory that has a copy.
 
     Attributes:
       host: the number of the host.
-      device: the id of the device in JAX; -1 for the memory of the host.
+      device: JAX's id of the device; -1 for the memory of the host.
     """
 
     host: int
@@ -62,23 +62,21 @@ class Holder(NamedTuple):
         return f"{device}host {self.host}"
 
 
-# A copy of a box of a leaf, by its number in the tree: who holds it, and its content,
-# which is equal for copies that are equal.
+# A copy of a box: the number of its leaf in the tree, the box, its holder, and a digest
+# of its content.
 _Copy: TypeAlias = tuple[int, boxes.Box, Holder, str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A part of a leaf whose copies should be equal and are not.
+    """A part of a leaf whose copies should be equal but differ.
 
     Attributes:
-      leaf: the path of the leaf, such as `opt_state/1/0/mu/embedding`; empty if the
-        trees of the hosts differ in more than one leaf.
+      leaf: the path of the leaf, such as `opt_state/1/0/mu/embedding`.
       box: the part of the leaf, such as `[0:64, 0:32]`; empty for the whole value.
-      groups: hosts and devices by the copy that they hold, those with equal copies
-        together; the largest group comes first.
-      differing: the number of elements that differ; None if they were not compared.
-      why: in what the copies differ, if not in their values.
+      groups: the holders, grouped by equal copies; the largest group comes first.
+      differing: the number of elements that differ; None if they were not counted.
+      why: how the copies differ, if not in their values.
     """
 
     leaf: str
@@ -89,12 +87,12 @@ class Finding:
 
     @property
     def is_certain(self) -> bool:
-        """Whether one group is the largest, so that the others are the suspects."""
+        """Whether a single group is the largest, so that the others are suspects."""
         return len(self.groups[0]) > len(self.groups[1])
 
     @property
     def suspects(self) -> tuple[Holder, ...]:
-        """The holders outside of the largest group; all if no group is the largest."""
+        """The holders outside of the largest group; all if several are the largest."""
         return tuple(sorted(itertools.chain(*self.groups[self.is_certain :])))
 
     @property
@@ -116,7 +114,7 @@ class Finding:
             return (
                 f"{part} of {who} differs from {len(self.groups[0])} equal copies{more}"
             )
-        return f"{part} differs between {who}, and either may be right{more}"
+        return f"{part} differs between {who}, and any of them may be right{more}"
 
 
 def validate(
@@ -129,14 +127,16 @@ def validate(
 
     Levels:
       none: compares nothing.
-      quick: the structure of the tree, and about a thousand elements of each part.
-      tensor: the structure, and a digest of each part. A changed bit is always found.
-      full: as tensor, and if copies of an array on a mesh differ, counts the elements
-        that differ between its replicas. They cross the network between the devices,
-        an array at a time; each device needs memory for two more copies of its part.
+      quick: compares the structure of the tree, and about a thousand elements of each
+        part.
+      tensor: compares the structure, and a digest of each part. A single changed bit is
+        always found.
+      full: as tensor; and if copies of an array on a mesh differ, counts the elements
+        that differ. The values cross the network between the devices, an array at a
+        time, and each device needs memory for two more copies of its part.
 
     Args:
-      tree: a pytree of arrays of JAX and NumPy, numbers, texts and bytes.
+      tree: a pytree of JAX and NumPy arrays, numbers, strings and bytes.
       level: see above.
       timeout_secs: how long hosts wait for each other.
 
@@ -158,12 +158,12 @@ def compared(
     kind: str,
     timeout_secs: float = 600.0,
 ) -> list[Finding]:
-    """As `validate`, from a thread of its own.
+    """As `validate`, for calls from different threads.
 
     Args:
       tree: see `validate`.
       level: see `validate`.
-      kind: of the values that hosts exchange: calls of one kind come from one thread.
+      kind: names the exchange; calls of one kind must come from one thread.
       timeout_secs: see `validate`.
     """
     check_level(level)
@@ -201,7 +201,7 @@ def compared(
     ][:_MOST_FINDINGS]
     counts: dict[str, Mapping[int, int]] = {}
     if level == "full":
-        # In one order on all hosts.
+        # In the same order on all hosts.
         paths = dict.fromkeys(path for path, *_ in found)
         counts = {path: device_digests.differing(leaves[path]) for path in paths}
     return [
@@ -216,14 +216,14 @@ def compared(
 
 
 def check_level(level: str) -> None:
-    """Raises a ConfigError unless it is a level of `validate`."""
+    """Raises a ConfigError unless `level` is a level of `validate`."""
     if level not in LEVELS:
         raise errors.ConfigError(f"level={level!r}; choose one of {', '.join(LEVELS)}")
 
 
 def _structure_finding(of_hosts: Sequence[Mapping[str, str]]) -> Finding:
-    # The first leaf that only some hosts have, or have as another kind: by path, the
-    # type, shape and dtype at each host.
+    # The first leaf that some hosts lack, or have with a different type, shape or
+    # dtype.
     listed = {
         path: [kinds.get(path, "missing") for kinds in of_hosts]
         for path in sorted(set().union(*of_hosts))
@@ -235,7 +235,7 @@ def _structure_finding(of_hosts: Sequence[Mapping[str, str]]) -> Finding:
 
 
 def _groups(contents: Iterable[tuple[str, Holder]]) -> Groups:
-    # Holders of equal contents; the largest group first.
+    # Groups holders by content; the largest group comes first.
     groups: dict[str, list[Holder]] = {}
     for content, holder in sorted(contents):
         groups.setdefault(content, []).append(holder)
@@ -252,13 +252,12 @@ def _kind(path: str, leaf: Any) -> str:
         return type(leaf).__name__
     raise errors.CheckpointError(
         f"leaf {path!r} is a {type(leaf).__name__}, which cannot be compared; take it"
-        " out of the tree, or replace it by arrays, numbers or texts"
+        " out of the tree, or replace it by arrays, numbers or strings"
     )
 
 
 def _copies(leaves: list[Any], *, is_sample: bool) -> Mapping[str, list[_Copy]]:
-    # The copies of this host that have others to be compared with, by the hosts that
-    # hold those.
+    # This host's copies of boxes with several holders, by the hosts of all holders.
     held = [
         _held(leaf.sharding, leaf.shape)
         if isinstance(leaf, jax.Array)
@@ -282,8 +281,8 @@ def _copies(leaves: list[Any], *, is_sample: bool) -> Mapping[str, list[_Copy]]:
 
 
 def _digests(copies: Sequence[_Copy]) -> list[str]:
-    # Of the least and of the greatest content of each box: they differ if its copies
-    # differ here already.
+    # Digests of the least and of the greatest content of each box, which differ if
+    # copies differ on this host.
     ordered = sorted((f"{leaf} {box}", content) for leaf, box, _, content in copies)
     return [digest.json_digest(dict(each)) for each in (ordered, ordered[::-1])]
 
@@ -292,8 +291,8 @@ def _digests(copies: Sequence[_Copy]) -> list[str]:
 def _held(
     sharding: Sharding | None, shape: tuple[int, ...]
 ) -> tuple[tuple[Holder, boxes.Box, str], ...]:
-    # Who holds a box that has other holders, of this host; and the hosts that hold it.
-    # Each host has values without a sharding, and arrays on its devices alone.
+    # This host's holders of boxes that have several, with the hosts of each box. Every
+    # host has values without a sharding, and arrays on only its own devices.
     num_hosts = topology.num_hosts()
     if sharding is None:
         own = Holder(topology.this_host(), -1), boxes.whole(()), "hosts"
@@ -310,7 +309,7 @@ def _held(
 
 
 def _in_host_memory(value: Any, *, is_sample: bool) -> dict[int, str]:
-    # The digests of what is there, by device.
+    # The digests of a value in host memory, by device.
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         value = np.frombuffer(repr(value).encode(), np.uint8)
     shards = value.addressable_shards if isinstance(value, jax.Array) else ()

@@ -1,8 +1,8 @@
 """Decides when copies are compared, and reports what differs.
 
 The state is compared before saves and at intervals. Replicated components are compared
-in each save: host 0 writes the state for all, so a host whose state differs would lose
-it silently, and all hosts would continue from a state that perhaps only host 0 had.
+in each save: host 0 writes the state for all, so a host with a different state would
+lose it silently, and all hosts would continue from a state that maybe only host 0 had.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from elastic_ckpt.core import errors, events, metrics, topology
 class ValidationSchedule:
     """Validates the state of a run before saves, at intervals, or both.
 
-    With the first finding the newest saved step from before it is preserved, so that
-    retention does not leave only steps of which the copies differed.
+    The first finding pins the newest step that was saved before it, so that retention
+    does not leave only steps whose copies differed.
 
     Attributes:
       level: how closely copies are compared.
-      at_saves: whether before each save.
-      interval: steps between two further comparisons; 0 makes none.
+      at_saves: whether to compare before each save.
+      interval: steps between additional comparisons; 0 makes none.
       stops: whether a finding ends the run, before the step is saved.
       emit: called for each finding, and after each validation.
       preserve: called on all hosts with the step after which all copies were equal;
-        preserves the newest saved step up to it, and returns it, if there is one.
-      equal_step: the step after which all copies were equal last, such as one that was
-        restored; None once it is preserved.
+        pins the newest saved step up to it, and returns that, if there is one.
+      equal_step: the last step after which all copies were equal, such as a restored
+        one; None once it is preserved.
     """
 
     level: validation.Level
@@ -47,12 +47,7 @@ class ValidationSchedule:
     equal_step: int | None = None
 
     def is_due(self, step: int, *, is_saving: bool) -> bool:
-        """Whether to validate now that `step` steps are done.
-
-        Args:
-          step: the number of steps done.
-          is_saving: whether the step is saved next.
-        """
+        """Whether to validate after `step` steps."""
         is_at_interval = self.interval > 0 and step % self.interval == 0
         return is_at_interval or (is_saving and self.at_saves)
 
@@ -64,10 +59,10 @@ class ValidationSchedule:
         Args:
           step: the number of steps done.
           state: the tree of weights and optimizer.
-          components: by name, values that all hosts compute alike.
+          components: values that all hosts compute alike, by name.
 
         Raises:
-          RunError: if copies differ and the run is to stop then.
+          RunError: if copies differ and `stops` is set.
         """
         began_secs = time.monotonic()
         findings = [
@@ -89,11 +84,11 @@ class ValidationSchedule:
             )
         if findings and self.stops:
             raise errors.RunError(
-                f"after step {step} copies differ that should be equal:"
+                f"after step {step} copies that should be equal differ:"
                 f" {findings[0]} ({len(findings)} in all, see `replicas_differ` in the"
                 " run's events); the step is not saved. Check the memory of these"
-                " hosts, and start the run again without them: it continues from the"
-                " newest saved step. replica_validation_action=warn goes on instead"
+                " hosts, and start the run again without them: it resumes from the"
+                " newest saved step. replica_validation_action=warn continues instead"
             )
         before = self.equal_step if findings else None
         kept = None if before is None else self.preserve(before)
@@ -124,14 +119,9 @@ def report(
 
 
 def compare(step: int, components: Mapping[str, Any], *, emit: events.Emit) -> None:
-    """Compares the states that a save has taken of replicated components.
+    """Compares the states that a save has taken from replicated components.
 
-    All hosts call it alike.
-
-    Args:
-      step: that is saved.
-      components: of the step, by name.
-      emit: called on the first host, for each difference.
+    All hosts must call it.
 
     Raises:
       RunError: if a host did not answer in time.
@@ -144,7 +134,7 @@ def compare(step: int, components: Mapping[str, Any], *, emit: events.Emit) -> N
     if not compared:
         return
     level = max((e.validation for e in compared.values()), key=validation.LEVELS.index)
-    # A host that could not take its state fails the save on all hosts.
+    # If a host could not take its state, the save fails on all hosts.
     lacking = {"problem": "its state could not be taken"}
     states = {n: lacking if e.taken is None else e.taken for n, e in compared.items()}
     for component in compared.values():

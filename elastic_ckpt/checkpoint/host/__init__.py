@@ -1,1 +1,1 @@
-"""The part of one host in a save, a backup and a restore."""
+"""One host's part in a save, a backup and a restore."""

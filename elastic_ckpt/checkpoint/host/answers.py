@@ -19,20 +19,20 @@ class CheckpointMetadata:
 
     Attributes:
       step: the training step.
-      save: the id of this save, as a step may be saved again after the run went back to
-        an earlier one; empty if Orbax alone saved it.
-      line: the history of the step: `(step, save)` of each save from which the run
-        continued to reach it, oldest first, and its own at the end. That of a run that
-        began without a step is `(0, "")`.
-      path: its directory in persistent storage; None if it was found in RAM alone.
-      metrics: those it was saved with; None if there are none.
+      save: the id of this save, as a step may be saved again after the run rolled back
+        to an earlier one; empty if Orbax alone saved it.
+      line: the history of the step: `(step, save)` of each save that the run resumed
+        from to reach it, oldest first, and its own at the end. A run that started
+        without a step has `(0, "")`.
+      path: its directory in persistent storage; None if it was found only in RAM.
+      metrics: the metrics it was saved with; None if there are none.
       custom_metadata: as the user saved it; None if there is none.
       commit_timestamp_nsecs: when it was committed, in nanoseconds since 1970.
-      init_timestamp_nsecs: when its save began, in nanoseconds since 1970; None if that
-        is not known.
-      metadata: abstract leaves in place of values: of the requested pytree, or a dict
-        of all checkpointables by name, in which a component is None. The leaf of a text
-        is `"string"`. Orbax's own metadata if Orbax alone saved the step; None if the
+      init_timestamp_nsecs: when its save began, in nanoseconds since 1970; None if
+        unknown.
+      metadata: the requested pytree with abstract leaves, or such trees for all
+        checkpointables by name, in which a component is None. The leaf of a string is
+        `"string"`. Orbax's own metadata if Orbax alone saved the step; None if the
         steps were only listed.
     """
 
@@ -58,12 +58,12 @@ class CheckpointMetadata:
 
     @property
     def commit_timestamp(self) -> datetime.datetime | None:
-        """When it was committed, in UTC; None if that is not known."""
+        """When it was committed, in UTC; None if unknown."""
         return None if self.commit_timestamp_nsecs is None else self.time
 
     @property
     def init_timestamp(self) -> datetime.datetime | None:
-        """When its save began, in UTC; None if that is not known."""
+        """When its save began, in UTC; None if unknown."""
         nsecs = self.init_timestamp_nsecs
         return None if nsecs is None else _time(nsecs)
 
@@ -73,7 +73,6 @@ class Candidate:
     """A save of a step, as host 0 has examined it; a `steps.search.Examined`.
 
     Attributes:
-      checkpoint: its description.
       problem: why it cannot be read; None if it is complete.
     """
 
@@ -93,14 +92,14 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Survey:
-    """What there is to search, by what all hosts and storage have.
+    """What all hosts and storage have to search.
 
     Attributes:
-      saves: the steps that may be there, as `Search` takes them.
-      lines: that are recorded in storage.
+      saves: the steps that may exist, for `Search`.
+      lines: the lines that are recorded in storage.
       out_of_reach: why storage cannot be searched; None if it can, or there is none.
-      refusing: peers that may have steps and refuse this run, a sentence each.
-      nothing: why there may be no step, a sentence.
+      refusing: a sentence for each peer that may have steps but refuses this run.
+      nothing: the beginning of a sentence that says why there is no step.
     """
 
     saves: tuple[StepId, ...]
@@ -115,9 +114,9 @@ class ReadParts:
     """What a host has read of a step.
 
     Attributes:
-      num_bytes: of arrays, by nearness of their holders.
-      directory: in which each component has a directory with its files.
-      bad: the copies that the host has found to be bad.
+      num_bytes: the bytes that were read, by nearness of the holder.
+      directory: contains a directory with the files of each component.
+      bad: the copies that the host found to be bad.
     """
 
     num_bytes: Mapping[str, int]

@@ -1,7 +1,7 @@
 """A host's share of a checkpoint in persistent storage, from what is in memory.
 
-A backup goes through `begin`, `back_up` and `commit`, which also removes the steps that
-are no longer kept there. Before the first one of a world comes `clean`.
+A backup goes through `begin`, `back_up` and `commit`, which also removes steps that are
+no longer kept there. Before the first backup, a world calls `clean`.
 """
 
 from __future__ import annotations
@@ -36,22 +36,18 @@ from elastic_ckpt.tiers.persistent import (
     upload,
 )
 
-# The saves of our worlds (`HostWorld.new_save`); programs with Orbax alone use others.
+# The saves of our worlds (`HostWorld.new_save`); Orbax alone uses other names.
 _SAVE = re.compile(r"\d{15}")
-# Each thread has one batch in memory, and what TensorStore makes of it: with them a
-# backup takes at most 2 * _THREADS * _BATCH_BYTES = 512 MiB, whatever it backs up.
+# Each thread has one batch and TensorStore's copy of it in memory, so that a backup
+# takes at most 2 * _THREADS * _BATCH_BYTES = 512 MiB.
 _THREADS = 4
 _BATCH_BYTES = layout.CHUNK_BYTES
-# Small parts are written together, but all threads have some of them.
+# Small parts are written together, but not so many that threads have nothing to do.
 _BATCH_ITEMS = 2048
 
 
 class HostBackup:
-    """Backs up what one host has.
-
-    Args:
-      world: the host among the others; with persistent storage.
-    """
+    """Backs up one host's share, in a world with persistent storage."""
 
     def __init__(self, world: HostWorld) -> None:
         assert world.root is not None
@@ -66,18 +62,14 @@ class HostBackup:
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def clean(self, save: str, restored: StepId | None) -> tuple[tuple[int, str], ...]:
-        """Removes leftovers of crashed uploads; host 0 of a world that has claimed it.
+        """Removes leftovers of crashed uploads; called on host 0 after the claim.
 
-        No other world commits any more, so those of older saves are dead. That of the
-        step that the world goes on from stays: its upload is continued. Also records
-        the agents of this world, by which others find its steps in RAM.
-
-        Args:
-          save: of this world.
-          restored: the step that it goes on from.
+        No earlier world can commit any more, so uploads of older saves are dead. An
+        upload of the step that the world resumes from stays, and is continued. Also
+        records the agents of this world, by which others find its steps in RAM.
 
         Returns:
-          The steps whose saves were interrupted, with the paths that were removed.
+          The steps whose saves were interrupted, with the removed paths.
         """
         world, removed = self._world, []
         if world.chosen.local is not None:
@@ -98,12 +90,12 @@ class HostBackup:
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def owed(self, step_id: StepId) -> Contents | None:
-        """The contents of a step that this host holds; None if storage has it.
+        """The contents of a step in memory that storage lacks but was due to get.
 
-        Also None if the step was not due there.
+        None if storage has it, or it was not due there.
 
         Raises:
-          CheckpointError: if it holds nothing of it.
+          CheckpointError: if the step is not in this host's memory.
         """
         contents = self._world.holding(step_id).found.table.contents
         is_there = self.holds(step_id) or step_id in self._root.set_aside_steps()
@@ -111,18 +103,15 @@ class HostBackup:
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def begin(self, step_id: StepId, claim: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of the chunks of each array of a step, by its path.
+        """Prepares a backup; called on host 0 before the others start.
 
-        Host 0 runs this first.
-
-        Args:
-          step_id: the step.
-          claim: the number of this world.
+        Returns:
+          The shape of the chunks of each array, by path.
         """
         contents = self._saved_step(step_id).contents
         self._check(claim)
         if self._root.in_place:
-            # The upload would overwrite the present files.
+            # Otherwise the upload would overwrite the present files.
             retries.call(
                 f"setting aside what step {step_id.step} replaces",
                 lambda: self._arrange(contents, step_id),
@@ -133,16 +122,11 @@ class HostBackup:
     def back_up(self, step_id: StepId, claim: int) -> tuple[int, tuple[str, ...]]:
         """Writes this host's share of a step to persistent storage.
 
-        Everything is verified before: a bad copy of this host is read from another
-        holder, and repaired. What an upload that was cut short has written stays.
-
-        Args:
-          step_id: the step.
-          claim: the number of this world.
+        Verifies everything first: replaces a bad copy by that of another holder, and
+        repairs it if it is this host's. Keeps what an interrupted upload has written.
 
         Returns:
-          The bytes of the share; and copies in RAM that were bad and were read
-          elsewhere, a sentence each.
+          The bytes of the share, and a sentence for each bad copy.
 
         Raises:
           CheckpointError: if no good copy of a part is left, or storage fails.
@@ -154,7 +138,7 @@ class HostBackup:
         uploading.begin()
         reader = VerifiedReader(held.found)
         everyone = tuple(range(len(world.hosts)))
-        # After a change of hosts, parts may be in the memory of idle machines alone.
+        # After a change of hosts, parts may only be on idle machines.
         sets = [of_item or everyone for of_item in held.holders]
         parts: dict[int, upload.Part] = {}
         for item, owner in enumerate(owners.shares(sets, table.num_bytes)):
@@ -180,15 +164,10 @@ class HostBackup:
     def commit(
         self, step_id: StepId, orbax_files: Mapping[str, str], claim: int
     ) -> str:
-        """Makes a checkpoint of what all hosts have uploaded; host 0 does it.
-
-        Args:
-          step_id: the step.
-          orbax_files: the texts of the files that Orbax adds to the values, by path.
-          claim: the number of this world.
+        """Commits what all hosts have uploaded; called on host 0.
 
         Returns:
-          Why older steps were not removed; empty if they were, or are kept.
+          Why older steps were not removed; empty if there was no problem.
 
         Raises:
           CheckpointError: if it cannot be committed.
@@ -209,25 +188,20 @@ class HostBackup:
             make_way=make_way,
         )
         line = Line(save=step_id.save, parents=saved.contents.parents)
-        # The step is there whatever comes now.
+        # The step is committed, even if this fails.
         collected = allgather.outcome(lambda: self.collect(line, step_id.step))
         return collected.get("failed", "")
 
     def collect(self, line: Line, step: int) -> None:
         """Removes steps that are no longer kept, after a commit.
 
-        Also finishes the removals of worlds that were killed meanwhile. Keeps the
-        newest complete step, those that are preserved by hand or leased, and those that
-        plain Orbax or another run saved. Steps that were set aside go once the line has
-        passed them.
-
-        Args:
-          line: of the save that was committed.
-          step: the training step.
+        Also finishes removals of worlds that were killed. Keeps the newest complete
+        step, pinned and leased ones, and those that plain Orbax or another run saved.
+        Removes steps that were set aside once the line has passed them.
         """
         root, tier, keep = self._root, self._tier, self._keep
         for each in root.leftovers():
-            # Of uploads of this world that failed.
+            # Failed uploads of this world.
             if each.step < step and each.save == line.save:
                 storage.remove(each.path)
         passed = [
@@ -244,7 +218,7 @@ class HostBackup:
                 held,
                 keep or retention.BestN(0),
                 newest_complete=max(whole, default=None),
-                # Uploads lie elsewhere until they are committed.
+                # Uploads are in other directories until they are committed.
                 in_flight=(),
                 preserved=tier.preserved() if held else (),
             )
@@ -260,13 +234,10 @@ class HostBackup:
 
     @calls.call()
     def holds(self, step_id: StepId) -> bool:
-        """Whether that save of a step is committed to persistent storage.
-
-        Args:
-          step_id: the step.
+        """Whether persistent storage has this save of a step.
 
         Raises:
-          CheckpointError: if storage cannot be reached.
+          CheckpointError: if storage is out of reach.
         """
         step, save = step_id
         return self._root.is_committed(step) and (
@@ -275,16 +246,12 @@ class HostBackup:
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def remove(self, step: int, line: Line) -> bool:
-        """Removes all saves of a step from persistent storage; whether there were any.
+        """Removes all saves of a step from storage; returns whether there were any.
 
         A step that Orbax alone saved stays.
 
-        Args:
-          step: the training step.
-          line: of the world that removes it.
-
         Raises:
-          CheckpointError: if a program reads it under a lease.
+          CheckpointError: if a program reads the step under a lease.
         """
         root = self._root
         with leases.removing(root, {step}, line, watch=self._leases, replaced=step):
@@ -296,9 +263,9 @@ class HostBackup:
         """Records the metrics of an evaluation; see `run_files`.
 
         Args:
-          step_id: the step, and the save of its line that it is of at least: a line
-            does not tell whether a step was saved again under its next one.
-          metrics: JSON text.
+          step_id: the step, and the least save that it can have: the line does not show
+            whether the step was saved again under the next one.
+          metrics: a JSON object.
         """
         _, there = persistent_root.committed(self._root.final(step_id.step))
         evaluation = run_files.Evaluation(
@@ -311,14 +278,14 @@ class HostBackup:
 
     @calls.call()
     def evaluations(self, line: Line) -> tuple[tuple[int, str], ...]:
-        """The training steps of a line with metrics; see `run_files`."""
+        """The evaluated training steps of a line; see `run_files.evaluations`."""
         return tuple(run_files.evaluations(self._root, line, run=self._world.run))
 
     @calls.call()
     def secs_since_backup(self) -> float:
-        """The time since the newest step was committed in storage, in seconds.
+        """The time since storage got its newest step, in seconds.
 
-        Before the first one it is that since the first world of the run was claimed; 0
+        Before the first step, the time since the first world of the run was claimed. 0
         if neither is known, or storage is out of reach.
         """
         now_nsecs = clock.time_ns()
@@ -356,7 +323,7 @@ class HostBackup:
 
 
 def _batches(items: Sequence[int], sizes: np.ndarray) -> Iterator[Sequence[int]]:
-    # Runs of items that are written together.
+    # Slices of items to write together.
     begin = num_bytes = 0
     for end, item in enumerate(items):
         is_full = num_bytes + sizes[item] > _BATCH_BYTES or end - begin == _BATCH_ITEMS

@@ -1,22 +1,22 @@
-"""Capture: a copy of what this process holds of a state, from which a save is written.
+"""Capture: copies this process's part of a state, from which a save is written.
 
-The trainer is blocked only for this copy: digests and copies for peers are made from
-it, beside the training. There is one way for each kind of array:
+Training is blocked only for this copy: digests and copies for peers are made from it,
+in the background. There is one way for each kind of array:
 
-* Values in host memory (NumPy, JAX on CPUs) are copied by threads into files of the RAM
-  disk, which become those of the step (`ram.chunk_files`), or, if the step goes to
-  storage alone, into memory.
+* Threads copy values in host memory (NumPy, JAX on CPUs) into files of the RAM disk,
+  which become files of the step (`ram.chunk_files`), or, if the step goes only to
+  storage, into memory.
 * Accelerators send to pinned host memory by themselves. A state that fits into
-  `pinned_bytes` is sent at once. Of a larger one the devices make a copy if they have
-  room, from which the writer fetches one chunk after the other. In both cases the
-  trainer waits for nothing but the calls.
+  `pinned_bytes` is sent at once. A larger one is copied on the devices, if they have
+  room, and the writer fetches one chunk of the copy after another. In both cases
+  training only waits for the calls.
 * If the devices have no room, their values are fetched in waves and copied like those
   in host memory.
 
-Where a state that goes to storage alone finds no memory either, it is lent: the trainer
-must not donate it before the save is done.
+If there is no memory, either, for a state that goes only to storage, the state is lent:
+the trainer must not donate it before the save is done.
 
-Replicas on devices of one process are copied once; other processes copy theirs, because
+Replicas on devices of one process are copied once; each process copies its own, because
 replicas count as holders.
 """
 
@@ -55,7 +55,7 @@ from elastic_ckpt.tiers.ram.local import LocalHost
 
 Whole = np.ndarray | np.generic | int | float | bool
 
-# The dtypes of JAX that TensorStore's zarr v3 arrays store bit by bit.
+# The JAX dtypes that TensorStore's zarr v3 arrays store bit by bit.
 STORABLE = frozenset(
     {
         "bfloat16",
@@ -85,30 +85,30 @@ STORABLE = frozenset(
         "uint8",
     }
 )
-# Of these JAX has several elements in a byte, and files have one.
+# JAX packs several elements of these into a byte; files do not.
 _PACKED = frozenset({"float4_e2m1fn", "int2", "int4", "uint2", "uint4"})
 _ALIGNMENT_BYTES = 64
-# Small chunks are copied into memory; of more than so many bytes, the larger ones are
-# not.
+# Small chunks are copied into memory. If they exceed this size in total, the larger
+# ones get files, too.
 _MOST_SMALL_BYTES = 2**27
 _LEAST_OF_MANY_BYTES = 2**16
-# What is left to the rest of the process, and on a device to its programs, at least.
+# The least memory to leave for the rest of the process, and on a device for programs.
 _SPARE_BYTES = 2**29
-# As much is in host memory that devices send, and as much that is being copied.
+# Devices send so much to host memory while as much is being copied.
 _WAVE_BYTES = 2**27
 _MOST_PLACES = 2**17
 _PINNED = "pinned_host"
 
 
 class Shards(NamedTuple):
-    """The shards that a host holds of an array that other code has assembled.
+    """A host's shards of an array that other code has assembled.
 
     Attributes:
-      leaf: the whole array.
-      shard_shape: that all shards of it have, here and elsewhere.
-      boxes: each that is here, once, with its values.
+      shard_shape: the shape of every shard, here and elsewhere.
+      boxes: each box that is here, once, with its values.
       kept: whether no other code changes the values, so that they need no copy.
-      holders: the numbers of the hosts that hold a box, ascending; None for all.
+      holders: returns the numbers of the hosts that hold a box, ascending; None for
+        all.
       is_far: whether the values are on accelerators.
     """
 
@@ -125,9 +125,9 @@ Value = jax.Array | Whole | Shards
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Chunk:
-    # A chunk of a shard and the shard: an array of NumPy, or one of JAX on a single
-    # accelerator (`is_far`). `within` is its place there if there are several. Its
-    # values, once they are captured, and the file that they are in.
+    # A chunk of a shard. `source` is the shard: a NumPy array, or a JAX array on a
+    # single accelerator (`is_far`). `within` is the chunk's place there, if it has
+    # several. `values` are set once captured, and `file` if they are in a file.
     box: boxes.Box
     source: Any
     within: tuple[slice, ...] | None
@@ -138,17 +138,17 @@ class _Chunk:
 
 
 class Memory:
-    """Memory that captures of one host take their copies in, one after the other.
+    """Memory for one host's captures, one after the other.
 
     Args:
-      files: of the RAM disk that steps are saved to; None if they go to storage alone.
-      where: the place of values that get no file; see `Persistent.capture`.
-      num_threads: that copy at a time; by default half of the processors, at most 8.
+      files: files of the RAM disk; None if steps go only to storage.
+      where: the place for values without a file; see `Persistent.capture`.
+      num_threads: how many threads copy; by default half of the processors, at most 8.
       pinned_bytes: the most pinned memory that a state is sent to as a whole.
 
     Attributes:
-      notice: why the training waits for the last capture; empty if it does not, or was
-        told before.
+      notice: why training waits for the last capture; empty if it does not, or this was
+        reported before.
     """
 
     def __init__(
@@ -167,9 +167,9 @@ class Memory:
         self.notice = ""
         self._is_told = False
         self._pool = host_memory.Pool()
-        # Of the last copy on each device, which its peak of used memory may include.
+        # The size of the last copy on each device, which may be part of its peak usage.
         self._copied_bytes: collections.Counter[jax.Device] = collections.Counter()
-        # By path, where an array was when it was captured last: mostly it still is.
+        # The place of each array in the last capture, by path, which rarely changes.
         self._places: dict[str, ArrayPlace] = {}
 
     def place(self, path: str, array: jax.Array) -> ArrayPlace:
@@ -199,7 +199,7 @@ class Memory:
             for chunk, sent in zip(chunks, _to_pinned(chunks) or (), strict=False):
                 chunk.values = _Later(sent, None, chunk.num_bytes, is_far=False)
         elif where == "device" or (where == "auto" and self._fit(chunks)):
-            # By one program on each device.
+            # With one program on each device.
             of_devices: dict[Sharding, dict[int, jax.Array]] = {}
             for chunk in chunks:
                 of_device = of_devices.setdefault(chunk.source.sharding, {})
@@ -212,9 +212,9 @@ class Memory:
                 chunk.values = _Later(copy, chunk.within, chunk.num_bytes)
         elif where == "auto":
             self._tell(
-                "its devices have no room for a copy of the state, and more than"
-                f" pinned_bytes={self._pinned_bytes} are to be sent: the training waits"
-                " while they are fetched"
+                "its devices have no room for a copy of the state, which is larger than"
+                f" pinned_bytes={self._pinned_bytes}: training waits while it is"
+                " fetched"
             )
 
     def take_files(self, chunks: Sequence[_Chunk]) -> None:
@@ -231,7 +231,7 @@ class Memory:
                     chunk.file = self._files.take(chunk.num_bytes)
 
     def lacks(self, num_bytes: int) -> bool:
-        """Whether there is no memory for chunks without a file, which are then lent."""
+        """Whether chunks without a file must be lent, because memory is short."""
         if self._where != "auto" or self._pool.has(num_bytes):
             return self._where == "wait"
         free = host_memory.available_bytes()
@@ -239,16 +239,16 @@ class Memory:
             return False
         self._tell(
             f"the host has {free} bytes of memory left, too few for a copy of"
-            f" {num_bytes} bytes: the training waits until they are in storage"
+            f" {num_bytes} bytes: training waits until they are in storage"
         )
         return True
 
     def take(self, num_bytes: int) -> np.ndarray:
-        """One piece of memory: the last one of this size, whose pages are warm."""
+        """Takes one piece of memory; prefers the last one, whose pages are warm."""
         return self._pool.take(num_bytes)
 
     def give_back(self, files: Iterable[ChunkFile], piece: np.ndarray) -> None:
-        """Releases what was taken; files that became part of a step stay."""
+        """Releases memory and files; files that became part of a step stay."""
         self._pool.give_back(piece)
         self.discard(files)
 
@@ -259,7 +259,7 @@ class Memory:
             self._files.discard(file)
 
     def _fit(self, chunks: Iterable[_Chunk]) -> bool:
-        # Whether devices tell that they have room for a copy beside their programs.
+        # Whether devices report room for a copy in addition to their programs.
         of_devices: collections.Counter[jax.Device] = collections.Counter()
         for chunk in chunks:
             of_devices.update(dict.fromkeys(chunk.source.devices(), chunk.num_bytes))
@@ -277,13 +277,13 @@ class Memory:
 
 
 def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
-    """Copies what this process holds of a state; arrays may be donated afterwards.
+    """Copies this process's part of a state; arrays may be donated afterwards.
 
     Args:
-      leaves: by path: arrays of JAX under any sharding, typed random keys (their data
-        is captured), values that are whole in every process (arrays of NumPy and
-        numbers), and `Shards`.
-      memory: for the copies, which gets it back when they are released.
+      leaves: JAX arrays under any sharding, typed random keys (whose data is captured),
+        values that are whole in every process (NumPy arrays and numbers), and `Shards`,
+        by path.
+      memory: for the copies, which return it when they are released.
 
     Raises:
       CheckpointError: if a leaf is of another type, or of a dtype that no tier stores;
@@ -298,7 +298,7 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
         memory.take_files(rest)
         bare = [chunk for chunk in rest if chunk.file is None]
         num_bytes = sum(_aligned(chunk.num_bytes) for chunk in bare)
-        # Whoever lends `Shards` does not wait for a save.
+        # A caller that passes `Shards` cannot wait for a save.
         given = [value for value in leaves.values() if isinstance(value, Shards)]
         is_waited_for = bool(bare) and all(each.kept for each in given)
         is_lent = is_waited_for and memory.lacks(num_bytes)
@@ -314,18 +314,18 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
         raise
     return Captured(
         [_captured(part, of_leaf) for part, of_leaf in here],
-        # Of the files alone: chunks view arrays, which a step could not reuse then.
+        # Only the files: chunks refer to arrays, which could not be reused then.
         on_release=functools.partial(memory.give_back, _files(rest), piece),
         is_lent=is_lent,
     )
 
 
 def prepare(leaves: Mapping[str, Value], own: LocalHost, pinned_bytes: int) -> None:
-    """Makes pages in the background for the first capture of such a state.
+    """Prepares memory in the background for the first capture of a state.
 
     Args:
-      leaves: as for `capture`; what cannot be captured is left out.
-      own: the host that saves it.
+      leaves: as for `capture`; those that cannot be captured are skipped.
+      own: the host that saves the state.
       pinned_bytes: as for `Memory`.
     """
     chunks: list[_Chunk] = []
@@ -339,27 +339,27 @@ def prepare(leaves: Mapping[str, Value], own: LocalHost, pinned_bytes: int) -> N
     if place is not None:
         num_bytes = min(pinned_bytes, sum(chunk.num_bytes for chunk in far))
         zeros = np.zeros(num_bytes, np.uint8)
-        # JAX keeps what it has pinned for the next.
+        # JAX keeps pinned memory for later use.
         background.in_thread(lambda: jax.device_put(zeros, place), name="pinned memory")
 
 
 def numbers(value: Any) -> Any:
-    """Returns `value`, or the numbers of a typed random key."""
+    """Returns `value`, or the data of typed random keys."""
     if isinstance(value, jax.Array) and _is_key(value.dtype):
         return jax.random.key_data(value)
     return value
 
 
 def leaf_of(path: str, value: jax.Array | Whole) -> Leaf:
-    """Returns the leaf of `value`, independent of its elements.
+    """Describes the leaf `value`, without its elements.
 
     Raises:
       CheckpointError: as `capture`.
     """
     if not isinstance(value, jax.Array | np.ndarray | np.generic | int | float):
         raise errors.CheckpointError(
-            f"leaf {path!r} is a {type(value).__name__}, and a state has arrays and"
-            " numbers; take it out of the state, or save it as a separate"
+            f"leaf {path!r} is a {type(value).__name__}, but a state has only arrays"
+            " and numbers; take it out of the state, or save it as a separate"
             " checkpointable"
         )
     array = value if isinstance(value, jax.Array) else np.asarray(value)
@@ -377,8 +377,8 @@ def _files(chunks: Iterable[_Chunk]) -> list[ChunkFile]:
 
 
 def _copy(chunks: Sequence[_Chunk], piece: np.ndarray, num_threads: int) -> None:
-    # Copies chunks into their files, or one after the other into a piece of memory.
-    # Devices send them in waves, one while the wave before is copied.
+    # Copies chunks into their files, or one after another into a piece of memory.
+    # Devices send them in waves, one while the previous one is copied.
     sent_bytes = itertools.accumulate(each.num_bytes * each.is_far for each in chunks)
     waves = itertools.groupby(
         zip(chunks, sent_bytes, strict=True), lambda each: each[1] // _WAVE_BYTES
@@ -412,22 +412,22 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _near(chunk: _Chunk | _Later) -> Any:
-    # A chunk in host memory, or on its way there; what it is a part of must not be
-    # donated before.
+    # A chunk in host memory, or on its way there; its source must not be donated until
+    # it has arrived.
     if not chunk.is_far:
         return _part(chunk.source, chunk.within)
     sent = _to_pinned([chunk])
     if sent is not None:
         return sent[0]
-    # JAX keeps what it fetched with an array: here, with the clone.
+    # JAX keeps fetched values with their array, so this fetches a clone.
     clone = _part(chunk.source, chunk.within).clone()
     clone.copy_to_host_async()
     return clone
 
 
 def _to_pinned(chunks: Sequence[_Chunk | _Later]) -> list[jax.Array] | None:
-    # Copies of chunks in pinned memory, to which a GPU sends at the speed of its bus,
-    # 26 times that of a copy to ordinary memory (H100); None if there is none.
+    # Copies of chunks in pinned memory; None if there is none. A GPU sends there at the
+    # speed of its bus, 26 times as fast as to ordinary memory (H100).
     parts = [_part(chunk.source, chunk.within) for chunk in chunks]
     places = [_pinned(part) for part in parts]
     if None in places:
@@ -435,7 +435,7 @@ def _to_pinned(chunks: Sequence[_Chunk | _Later]) -> list[jax.Array] | None:
     try:
         return jax.device_put(parts, places, may_alias=False)
     except jax.errors.JaxRuntimeError:
-        # Others may have locked all that may be locked.
+        # Others may have locked all lockable memory.
         return None
 
 
@@ -448,8 +448,8 @@ def _pinned(shard: jax.Array) -> Sharding | None:
 
 
 class _Later(NamedTuple):
-    # A part of an array, its bytes, and whether it is on an accelerator, or in host
-    # memory or on its way there; see `captured.OnDevice`.
+    # A part of an array that is on an accelerator (`is_far`), or in host memory or on
+    # its way there; a `captured.OnDevice`.
     source: Any
     within: tuple[slice, ...] | None
     nbytes: int
@@ -462,7 +462,7 @@ class _Later(NamedTuple):
 def _part(shard: Any, within: tuple[slice, ...] | None) -> Any:
     if within is None or isinstance(shard, np.ndarray):
         return shard if within is None else shard[within]
-    # In memory of its own on the device.
+    # Copied to separate memory on the device.
     start = [each.start for each in within]
     return _sliced(shard, start, tuple(each.stop - each.start for each in within))
 
@@ -484,8 +484,8 @@ def _copied(shards: list[jax.Array]) -> list[jax.Array]:
 def _cut(
     dtype: str, shard_shape: tuple[int, ...]
 ) -> tuple[int, tuple[tuple[boxes.Box, tuple[slice, ...] | None], ...]]:
-    # The bytes of a chunk, and the chunks of a shard, each with its place there; no
-    # place if it is the whole.
+    # The size of a chunk, and the chunks of a shard with their places in it; None if
+    # the chunk is the whole shard.
     item_bytes = np.dtype(dtype).itemsize
     chunk = layout.chunk_shape(shard_shape, item_bytes=item_bytes)
     whole = boxes.whole(shard_shape)
@@ -496,7 +496,7 @@ def _cut(
 
 
 def _held(path: str, value: Value, memory: Memory) -> tuple[CapturedLeaf, list[_Chunk]]:
-    # What is here of a leaf, once without replicas.
+    # This process's chunks of a leaf, without replicas.
     shards, chunks = _shards(path, value, memory), []
     for box, shard in shards.boxes:
         num_bytes, cut = _cut(shards.leaf.dtype, box.shape)
@@ -527,13 +527,13 @@ def _shards(path: str, value: Value, memory: Memory) -> Shards:
         place = memory.place(path, value)
         shard = numbers(value).addressable_data
         holders, is_far = place.holders, place.is_far
-        # Keeping JAX's object instead would cost rounds of garbage collection.
+        # Not JAX's shard object, which would cost rounds of garbage collection.
         held = [
             (box, shard(number) if is_far else np.asarray(shard(number)))
             for number, box in place.boxes
         ]
         return Shards(place.leaf, place.shard_shape, held, False, holders, is_far)
-    # In this machine's byte order, which is that of the files.
+    # In this machine's byte order, which the files have, too.
     leaf = leaf_of(path, value)
     array = np.asarray(value, np.dtype(leaf.dtype))
     held = [(boxes.whole(array.shape), array)] if array.size else []
@@ -544,12 +544,11 @@ class ArrayPlace(NamedTuple):
     """A leaf, and how this host's part of it is cut.
 
     Attributes:
-      sharding: of the array.
-      shape: of the array; its numbers have one dim more if it is a random key.
-      dtype: of the array.
-      leaf: of its numbers.
-      shard_shape: likewise.
-      boxes: those that are here, and the first shard with each.
+      shape: the shape of the array; the data of a random key has one more dim.
+      leaf: the leaf of its data.
+      shard_shape: the shape of the shards of its data.
+      boxes: the boxes that are here, each with the number of the first shard that has
+        it.
       is_far: whether the shards are on accelerators.
     """
 
@@ -565,13 +564,13 @@ class ArrayPlace(NamedTuple):
         """The hosts that hold a shard; None if each has the whole array."""
         if self.sharding.is_fully_addressable:
             return None
-        # The numbers of a random key are its last dimension.
+        # The data of a random key has one more dim.
         rank = len(self.shape)
         whole = boxes.Box(start=shard.start[:rank], stop=shard.stop[:rank])
         return _hosts(self.sharding, self.shape)[whole]
 
 
-# The shards of an array are asked for one after the other.
+# A small cache is enough: the shards of an array are requested one after another.
 @functools.lru_cache(maxsize=16)
 def _hosts(sharding: Sharding, shape: tuple[int, ...]) -> dict[boxes.Box, Holders]:
     return {

@@ -1,8 +1,8 @@
-"""Files of components that live in a controller apart from the hosts' memory.
+"""The files of components in a controller that does not share the hosts' memory.
 
-Components beside the hosts write their files there, and these do not pass through the
-controller. A component of plain Python is in the controller, and so are its files. They
-are small, and are arguments and answers of calls of host 0.
+A component of plain Python lives in the controller, and so do its files. They are
+small, and are passed as arguments and answers of calls of host 0. (Components on the
+hosts write their files there, without the controller.)
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from elastic_ckpt.core import storage
 
 
 def read(directory: epath.PathLike) -> dict[str, bytes]:
-    """The content of the files below a directory, by path."""
+    """Reads the files below a directory, by path."""
     top = pathlib.Path(directory)
     files = [path for path in top.rglob("*") if path.is_file()]
     return {str(path.relative_to(top)): path.read_bytes() for path in files}
 
 
 def write(directory: epath.PathLike, files: Mapping[str, bytes]) -> None:
-    """Writes files below a directory, which is made if it is missing."""
+    """Writes files below a directory, which is created if it is missing."""
     made = storage.make_directory(directory)
     for path, content in files.items():
         storage.write_atomic(made / path, content)

@@ -1,8 +1,8 @@
 """A host's part in making copies: it offers its parts to hosts, and takes theirs.
 
-Who copies a part is a function of its holders (`steps.owners`), so each host knows what
-it sends: it leaves every target a message with the parts meant for it (`offer`). The
-targets read the messages and the parts, check them, and write their manifests (`take`).
+Who copies a part follows from its holders (`steps.owners`), so each host knows what it
+sends: it leaves a message for each target that lists the parts meant for it (`offer`).
+The targets read the messages and the parts, check them, and write manifests (`take`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic_ckpt.tiers.ram.local import LocalHost
 from elastic_ckpt.tiers.source import ReadError
 
 _THREADS = 4
-# Holders of a part that are asked, the sender first.
+# How many holders of a part may be tried, the sender first.
 _MOST = 3
 _MESSAGE = "copies-"
 
@@ -34,9 +34,9 @@ class Replicated:
 
     Attributes:
       copies: how many.
-      num_bytes: of them.
-      problems: copies that could not be fetched, or are bad at a holder, a sentence
-        each with the reason.
+      num_bytes: their size.
+      problems: a sentence for each copy that could not be fetched, or is bad at a
+        holder.
     """
 
     copies: int = 0
@@ -45,28 +45,24 @@ class Replicated:
 
 
 class HostCopies:
-    """Makes the copies that one host takes.
-
-    Args:
-      world: the host among the others.
-    """
+    """Makes the copies that one host takes."""
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
 
     @calls.call()
     def offer(self, step_id: StepId) -> tuple[tuple[int, ...], tuple[str, ...], int]:
-        """Leaves each other host the list of the parts that it is to copy from here.
+        """Leaves for each target a list of the parts to copy from this host.
 
         Returns:
-          The hosts to which this one sends some; what its parts lack even after all
-          copies, a sentence each; and the fewest machines that then have a part, 0 if
-          one has no holder.
+          The targets; a sentence for each thing that this host's parts lack even after
+          all copies; and the fewest machines that then have a part, 0 if one has no
+          holder.
         """
         world, held = self._world, self._world.holding(step_id)
         table = held.found.table
         placed = world.owners.place(held.holders, table.num_bytes)
-        # All hosts have read those of the copies before.
+        # All hosts have read the messages of the previous copies.
         world.mail.remove(_MESSAGE)
         sent = placed.source == world.number
         targets = np.unique(placed.target[sent]).tolist()
@@ -87,7 +83,7 @@ class HostCopies:
 
         Args:
           step_id: the step.
-          targets: by the number of each host, those that it has left a message.
+          targets: for each host, in order of number, its targets.
 
         Raises:
           CheckpointError: if copies do not fit.
@@ -99,7 +95,7 @@ class HostCopies:
                     world.mail.read(sender, f"{_MESSAGE}{world.number}")
                 )
                 if message.step_id != step_id:
-                    raise ReadError("is that of another step")
+                    raise ReadError("is that of a different step")
                 offered.append(message)
             except (ReadError, checked_json.UnreadableError) as error:
                 problems.append(f"the parts of host {sender}: the list {error}")
@@ -118,13 +114,14 @@ def fetch(
     """Fetches parts of a step, a few at a time, and writes them to a RAM disk.
 
     Args:
-      own: this host's part of the RAM disk.
-      found: the step; of the holders of a part the first sends it, or else the next.
-      items: that are fetched; None for all.
-      is_partial: whether parts are committed if others cannot be fetched.
+      own: this host's slot of the RAM disk.
+      found: the step, with the holders of each part in the order in which to try them.
+      items: the items to fetch; None for all.
+      is_partial: whether to commit parts even if others cannot be fetched.
 
     Raises:
-      CheckpointError: if they do not fit, or cannot be fetched and are not partial.
+      CheckpointError: if the parts do not fit, or without `is_partial`, if any cannot
+        be fetched.
     """
     table, reader = found.table, VerifiedReader(found)
     listed = list(range(len(table)) if items is None else items)
@@ -140,16 +137,16 @@ def fetch(
 
     sizes, problems = [], []
     with background.pool(_THREADS, "copy") as pool:
-        # Its threads bound what is in memory: a copy is kept before the next begins.
+        # The threads bound what is in memory: each stores a copy before the next.
         for got in futures.as_completed([pool.submit(take, item) for item in listed]):
             try:
                 sizes.append(got.result())
             except errors.CheckpointError as error:
                 problems.append(str(error))
-    # What fails one write fails those after it.
+    # Without repetitions: what fails one write fails those after it.
     problems = list(dict.fromkeys([*problems, *map(str, reader.bad)]))
     is_enough = is_partial or len(sizes) == len(listed)
-    # A share may be empty, and is complete then.
+    # A backup host's share may be empty, which is complete.
     if is_enough and (sizes or not is_partial):
         writer.commit()
     else:

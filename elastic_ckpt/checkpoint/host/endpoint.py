@@ -1,13 +1,13 @@
-"""A host: it joins its world by three calls, and then has the parts of its work.
+"""A host, which joins its world by three calls and then has the parts for its work.
 
-introduce    the facts that the others need before this host has a slot
-join         it takes a slot of its machine, adopts the secret, starts the agent
-connect      it is connected to the others, and has its parts: what it does for
-             saves (`HostSaver`), copies, backups and restores
+introduce    returns the facts that the others need before this host has a slot
+join         takes a slot of the machine, adopts the secret, starts the agent
+connect      connects to the others, and creates the parts: for saves (`HostSaver`),
+             copies, backups and restores
 
-`join` makes these calls of all hosts of a new world, which agree on slots and on a
-secret. All of it passes through the coordination service alone, the secret too: it is
-on no command line, in no log, and not on the network that arrays take.
+The function `join` makes these calls on all hosts of a new world, and chooses their
+slots and secret. All of this passes only through the coordination service: the secret
+is on no command line, in no log, and not on the network that arrays take.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from elastic_ckpt.tiers.ram import local, machine, ram_disk
 if TYPE_CHECKING:
     from elastic_ckpt.checkpoint.hosts import Hosts
 
-# Makes more parts of a host, by the names of their classes, of those that it has.
+# Creates more parts of a host, by class name, from those that it has.
 MoreParts = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
@@ -47,14 +47,12 @@ class Introduction:
     """The facts that other hosts need before this one has a slot.
 
     Attributes:
-      machine: the id of the machine's memory.
-      secret: of the run, if the machine has one.
-      fresh_secret: for a run without one.
-      agents: that this machine has recorded; see `run_files`.
+      secret: the run's secret, if the machine has one.
+      fresh_secret: a new secret, for a run without one.
+      agents: the agents that this machine has recorded; see `run_files`.
       now_secs: the time, in seconds since 1970.
-      fresh_identity: the name of an identity, for a run without one.
-      disk: the RAM disk of the machine.
-      stored: the persistent storage, on host 0; None if there is none.
+      fresh_identity: a new name, for a run without an identity.
+      stored: on host 0, the persistent storage; None if there is none.
     """
 
     machine: str
@@ -67,7 +65,7 @@ class Introduction:
     stored: run_files.Place | None
 
     def last_secs(self) -> float:
-        """When the machine was last in a world, by its record; 0 if it has none."""
+        """When the machine was last in a world, by its record; 0 without one."""
         return max((each.secs for each in self.agents.values()), default=0.0)
 
 
@@ -75,8 +73,7 @@ class HostEndpoint:
     """A host, on which calls run.
 
     Args:
-      config: of the host.
-      more_parts: makes the parts that a transport adds.
+      more_parts: creates the parts that a transport adds.
     """
 
     def __init__(
@@ -101,7 +98,7 @@ class HostEndpoint:
         )
 
     def part(self, name: str) -> Any:
-        """The part of a class, by its name; most need a world that is joined."""
+        """The part with a class name; most exist only once the world is joined."""
         assert name in self._parts, f"{name}: the host has not joined its world"
         return self._parts[name]
 
@@ -133,13 +130,8 @@ class HostEndpoint:
     ) -> tuple[Host, agent.Address | None]:
         """Takes a slot of the machine, adopts the secret, and starts the agent.
 
-        Args:
-          slots: of each host, by number.
-          shared_secret: of the run.
-          identity: of the run; None if it is not known.
-
         Returns:
-          The host as manifests name it; and the address of the machine's agent, None
+          The host as manifests name it, and the address of the machine's agent: None
           for slots after the first, and in a world of one host without peers.
         """
         config, disk = self._config, self._disk
@@ -179,16 +171,11 @@ class HostEndpoint:
     def connect(
         self, hosts: tuple[Host, ...], agents: Mapping[str, run_files.Seen]
     ) -> None:
-        """Connects to the other hosts.
-
-        Args:
-          hosts: of the world, by number.
-          agents: the addresses of the agents of their machines, and of idle ones; see
-            `run_files`.
-        """
+        """Connects to the other hosts."""
         config, own, disk = self._config, self._own, self._disk
         assert own is not None
-        # Only now: hosts that are alive have their slots, so none of theirs is cleaned.
+        # Only now, when live hosts have locked their slots, so that these are not
+        # cleaned.
         own.clean()
         run_files.write_agents(disk.root, run_files.RunAgents(config.run, agents))
         peers = config.peer_tier
@@ -200,10 +187,9 @@ class HostEndpoint:
         )
         self._resources.callback(client.close)
         world = HostWorld(config, own=own, hosts=hosts, client=client, agents=agents)
-        # The messages of this host.
         self._resources.callback(world.mail.remove, "")
         saver = HostSaver(world)
-        # What components wrote of a step that is not finished.
+        # Components' files of an unfinished step.
         self._resources.callback(storage.remove, saver.staging)
         parts: list[Any] = [world, saver, HostCopies(world), HostReader(world)]
         if world.root is not None:
@@ -213,7 +199,7 @@ class HostEndpoint:
 
     @calls.call()
     def close(self) -> None:
-        """Releases all that the host's process has; what was saved stays."""
+        """Releases the host's resources; saved steps stay."""
         self._resources.close()
 
 
@@ -221,21 +207,21 @@ def join(hosts: Hosts, *, writer: claims.Writer | None = None) -> None:
     """Joins `hosts` to a world, in which they can read each other's RAM.
 
     Args:
-      hosts: of the world.
-      writer: of storage; it begins when all of them have their slots. None if they do
-        not write there.
+      hosts: all hosts of the world.
+      writer: writes to storage, and begins when all hosts have their slots; None if
+        they do not write there.
 
     Raises:
       HostsFailedError: if a host cannot take part, with the reason.
       RunError: if the RAM disk of a host has steps of another run.
     """
     introduced = hosts.all(HostEndpoint.introduce)
-    # Idle machines have that of the newest world. A machine that was in none may have
-    # another, which its agent has made.
+    # Idle machines have the secret of the newest world. A machine that was in no world
+    # may have a different one, created by its agent.
     known = [each for each in introduced if each.secret] or introduced
     newest = max(known, key=Introduction.last_secs)
     shared = newest.secret or newest.fresh_secret
-    # The slot of a host is how many hosts before it are on the same machine.
+    # A host's slot is the number of hosts before it on the same machine.
     counts: collections.Counter[str] = collections.Counter()
     slots = []
     for each in introduced:

@@ -1,17 +1,17 @@
-"""Reports pass up a tree of hosts to host 0, and a step's table down to all of them.
+"""Passes reports up a tree of hosts to host 0, and a step's table down to all of them.
 
     offer      each host, after those below it, offers what it and they hold
-    merged     host 0 has what all hosts hold
-    post       host 0 gives all hosts something
+    merged     is what all hosts hold, on host 0
+    post       gives something from host 0 to all hosts
     take       each host, after the one above it, takes and passes on what host 0 gives
 
 All hosts finish one of these before any begins the next. A host reads at most `FAN_IN`
-messages of hosts below it and one of the host above it, however many hosts there are.
-If the agent of a host does not answer, the hosts around it are asked in its place: only
-what it holds itself is missing.
+messages from hosts below it and one from the host above it, however many hosts there
+are. If the agent of a host does not answer, the hosts below or above it are asked
+instead: only what it holds itself is missing.
 
-What hosts tell each other are files in `hosts/<slot>/messages/` of their RAM disks,
-which agents serve as they serve steps.
+Messages are files in `hosts/<slot>/messages/` on the RAM disks, which agents serve like
+steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 _VERSION = 1
 _MOST_BYTES = 2**31
 _REPORT = "exchange-report"
-# What host 0 gives in a restore.
+# The message of host 0 in a restore.
 GIVEN = "exchange-given"
 
 
@@ -44,10 +44,9 @@ class Report:
     """What hosts have.
 
     Attributes:
-      manifests: of steps, one for all holders that list the same.
-      problems: manifests and messages that could not be read, a sentence each.
-      saves: steps with their saves.
-      refusing: the urls of agents that do not take the run's secret.
+      manifests: manifests of steps, merged for all holders with the same contents.
+      problems: a sentence for each manifest or message that could not be read.
+      refusing: the URLs of agents that reject the run's secret.
       silent: the numbers of hosts whose reports could not be read.
     """
 
@@ -59,7 +58,7 @@ class Report:
 
     @classmethod
     def merged(cls, reports: Sequence[Report]) -> Report:
-        """All that several reports contain."""
+        """Merges several reports."""
         groups = manifest.grouped(_joined(each.manifests for each in reports))
         return cls(
             manifests=[Manifest.merged(group) for group in groups],
@@ -70,17 +69,17 @@ class Report:
         )
 
     def to_bytes(self) -> bytes:
-        """Encodes it; `parse` reads that."""
+        """Encodes it for `parse`."""
         rest: Any = codec.encode(dataclasses.replace(self, manifests=()))
         blobs = [each.to_bytes() for each in self.manifests]
         return checked_blobs.to_bytes(rest, blobs, version=_VERSION)
 
     @classmethod
     def parse(cls, content: bytes) -> Report:
-        """The report that `to_bytes` encoded.
+        """Decodes what `to_bytes` encoded.
 
         Raises:
-          ValueError: if it is something else.
+          ValueError: if `content` is not a report.
         """
         fields, blobs = checked_blobs.parse(content, what="report", version=_VERSION)
         rest = codec.decode(cls, fields, name="the report")
@@ -91,10 +90,7 @@ class Exchange:
     """The messages of one host, and its part in exchanges with all, one at a time.
 
     Args:
-      disk: of its machine.
-      hosts: of the world, by number.
-      number: of this host.
-      endpoint: the agent of a machine of the world, by the id of the machine.
+      endpoint: returns the agent of a machine of the world, by the machine's id.
 
     Attributes:
       merged: on host 0, what all hosts have offered.
@@ -113,11 +109,11 @@ class Exchange:
         self.merged = Report()
 
     def post(self, name: str, content: bytes) -> None:
-        """Leaves a message, in place of one of that name."""
+        """Leaves a message, replacing one of the same name."""
         storage.write_atomic(self._messages(self._number) / name, content)
 
     def read(self, host: int, name: str) -> bytes:
-        """The message that a host has left.
+        """Reads a message of a host.
 
         Raises:
           ReadError: if there is none, or the host cannot be reached.
@@ -133,7 +129,7 @@ class Exchange:
             raise ReadError(f"cannot be read: {path} is missing") from None
 
     def remove(self, prefix: str) -> None:
-        """Removes the messages of this host whose names begin so."""
+        """Removes this host's messages whose names begin with `prefix`."""
         # The directory stays: another exchange may be about to post there.
         for path in self._messages(self._number).glob(f"{prefix}*"):
             storage.remove(path)
@@ -147,7 +143,7 @@ class Exchange:
             self.merged = report
 
     def take(self, name: str) -> bytes:
-        """What host 0 posts by a name, which this host passes on.
+        """Takes a message that host 0 has posted, and passes it on.
 
         Raises:
           ReadError: if no host above has it.
@@ -175,7 +171,7 @@ class Exchange:
             return Report.merged([report, *below])
 
     def _of(self, host: int) -> Report:
-        # What a host has offered; or else what those below it have.
+        # What a host has offered, otherwise what those below it have.
         try:
             return Report.parse(self.read(host, _REPORT))
         except (ReadError, ValueError) as error:

@@ -1,14 +1,14 @@
 """A host's part in a restore: what it has, the search, and what it reads.
 
-    offer_saves, survey    the steps that hosts and storage have
-    offer, examine         the parts of one of them, until one is complete
-    open_step              every host has the table of the step
-    select, read           each host plans its reads, and reads
-    repair                 bad copies are put right
+    offer_saves, survey    list the steps that hosts and storage have
+    offer, examine         look at the parts of each step, until one is complete
+    open_step              gives every host the table of the step
+    select, read           plan and do each host's reads
+    repair                 repairs bad copies
 
 What hosts have goes up to host 0, which reads the manifests in storage; the table of
-the step goes down to all (`exchange`). A host that it does not reach, or of a world
-without agents, reads the manifests itself.
+the step goes down to all hosts (`exchange`). A host that does not get it, or whose
+world has no agents, reads the manifests itself.
 """
 
 from __future__ import annotations
@@ -57,17 +57,13 @@ from elastic_ckpt.tiers.source import Offered, ReadError, Tier
 
 
 class HostReader:
-    """Reads what one host needs.
-
-    Args:
-      world: the host among the others.
-    """
+    """Reads what one host needs."""
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
         self._exchange = world.mail
-        # On host 0: storage as it was listed for the search, the saves of agents as
-        # they were reported, what steps of Orbax alone count as, and those examined.
+        # On host 0: storage as listed for the search, the saves that steps of Orbax
+        # alone count as, what hosts have reported, and the examined steps.
         self._storage: Tier | None = None
         self._foreign: Mapping[int, str] = {}
         self._reported = Report()
@@ -78,7 +74,7 @@ class HostReader:
 
     @calls.call(order="up")
     def offer_saves(self) -> None:
-        """Offers the steps for which this host answers; see `Exchange.offer`."""
+        """Offers the steps that this host reports on; see `Exchange.offer`."""
         world, peers = self._world, self._own_idle_peers
         if self._world.passes:
             saves = {*world.disk.known_saves(self._slots()), *find.saves(peers)}
@@ -87,7 +83,7 @@ class HostReader:
 
     @calls.call()
     def survey(self) -> Survey:
-        """What all hosts and storage have; host 0 tells."""
+        """What all hosts and storage have; called on host 0."""
         world = self._world
         self._examined, self._reported = {}, self._exchange.merged
         self._storage, self._foreign, out_of_reach = None, {}, None
@@ -98,7 +94,7 @@ class HostReader:
                 self._foreign, self._storage = tier.foreign_saves(), tier
             except errors.CheckpointError as error:
                 out_of_reach = str(error)
-        # Host 0 answers for the machines of hosts that are silent, too.
+        # Host 0 also reports on the idle machines of silent hosts.
         idle = world.idle_peers(self._reported.silent)
         ram = idle if world.passes else world.ram_tiers
         known = {*self._reported.saves, *find.saves(ram), *stored}
@@ -124,7 +120,7 @@ class HostReader:
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def examine(self, step: int) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
-        """The saves of a step, and problems, by what all hosts and storage have.
+        """The saves of a step that all hosts and storage have, and problems.
 
         Raises:
           LaterVersionError: if a later version of elastic_ckpt wrote it in storage.
@@ -143,9 +139,9 @@ class HostReader:
 
     @calls.call()
     def complete_steps(self) -> tuple[CheckpointMetadata, ...]:
-        """The steps that are complete, ascending, without those that are abandoned.
+        """The complete steps, ascending, without abandoned ones.
 
-        Those that Orbax alone saved are among them.
+        Includes those that Orbax alone saved.
         """
         survey = self.survey()
         if survey.out_of_reach is not None:
@@ -162,7 +158,7 @@ class HostReader:
 
     @calls.call(order="down", limit_secs=calls.LONG_SECS)
     def open_step(self, step_id: StepId) -> None:
-        """Opens a step for reading, and passes its table on.
+        """Opens a step for reading, and passes its table on to other hosts.
 
         Raises:
           CheckpointError: if it is not complete in the tiers that this host can reach.
@@ -180,7 +176,7 @@ class HostReader:
             if found is not None and found.step_id != step_id:
                 found = None
         if found is None:
-            # It was not searched for, or does not arrive.
+            # It was not searched for, or did not arrive.
             found = find.of_save(self._world.tiers, step_id)
         domain = self._world.copy_policy.domain
         near = Nearness(found.table, self._world.own.host, domain=domain)
@@ -188,7 +184,7 @@ class HostReader:
 
     @calls.call()
     def opened(self) -> Contents:
-        """The contents of the step that was opened."""
+        """The contents of the open step."""
         return self._opened().reader.table.contents
 
     def select(
@@ -201,8 +197,8 @@ class HostReader:
 
         Args:
           wanted: the leaves that this host needs, in their saved shapes.
-          components: that are wanted.
-          others: by name, trees of another layout.
+          components: the wanted components.
+          others: trees of a different layout, by name.
 
         Returns:
           The saved dtypes of the leaves, by path.
@@ -225,7 +221,7 @@ class HostReader:
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def read(self, components: tuple[str, ...]) -> ReadParts:
-        """Reads and verifies all that is selected; see `read_leaves`, `materialise`."""
+        """Reads and verifies all selected parts; see `read_leaves`, `materialise`."""
         self.read_leaves()
         return self.materialise(components)
 
@@ -233,7 +229,7 @@ class HostReader:
         """Reads and verifies the selected leaves of the step.
 
         Args:
-          paths: of the leaves to read; None for all that is selected.
+          paths: the leaves to read; None for all selected leaves.
 
         Raises:
           CheckpointError: if no good copy of a part is left.
@@ -242,7 +238,7 @@ class HostReader:
         wanted = [
             each for each in restoring.wanted if paths is None or each.path in paths
         ]
-        # What was read before is on the devices.
+        # Frees what was read before, which is on the devices.
         restoring.placed = {}
         restoring.placed = verified_read.read_leaves(
             restoring.reader, wanted, maps=not self._world.chosen.is_read_only
@@ -268,18 +264,18 @@ class HostReader:
                 for item in reader.of_leaf(number):
                     content = reader.values(item).tobytes()
                 storage.write_atomic(self._files() / leaf.path, content)
-        # No step of that search is opened once more.
+        # No step of the search will be opened again.
         self._examined = {}
         bad = tuple(dict.fromkeys(reader.bad))
         return ReadParts(num_bytes=read_bytes, directory=str(self._files()), bad=bad)
 
     @calls.call()
     def files(self, component: str) -> dict[str, bytes]:
-        """The content of the files that were materialised of a component, by path."""
+        """The materialised files of a component, by path."""
         return component_files.read(self._files() / component)
 
     def arrays(self, of_trees: Mapping[str, Any]) -> dict[str, Any]:
-        """Makes the trees of the values that were read; those of other layouts, too."""
+        """Builds all trees, also those of other layouts, from the values read."""
         made = self.made()
         rebuilt = {
             name: trees.rebuilt(tree, name, made) for name, tree in of_trees.items()
@@ -291,7 +287,7 @@ class HostReader:
         return arrays
 
     def made(self) -> dict[str, Any]:
-        """Makes the leaves that were read last of their placed boxes, by path."""
+        """Builds the leaves that were read last from their placed boxes, by path."""
         restoring = self._opened()
         return {
             leaf.path: leaf.join(restoring.placed[leaf.path])
@@ -301,12 +297,9 @@ class HostReader:
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def repair(self, bad: tuple[BadCopy, ...]) -> tuple[str, ...]:
-        """Repairs bad copies of the step that was read: this host's, and idle ones.
+        """Repairs bad copies of the step that was read.
 
-        Each bad copy of no host of the world is repaired by one host of it.
-
-        Args:
-          bad: copies that any host detected.
+        Each host repairs its own, and a share of those on idle machines.
 
         Returns:
           The names of the repaired parts.
@@ -323,16 +316,16 @@ class HostReader:
 
     @calls.call()
     def close_step(self) -> None:
-        """Releases the step that is open, its values and messages."""
+        """Releases the open step, its values and messages."""
         self._release()
         self._exchange.end()
 
     @calls.call()
     def hold(self, step_id: StepId) -> bool:
-        """Makes a step that was read one that hosts copy and back up.
+        """Makes hosts copy and back up a step that was read.
 
         Returns:
-          Whether it is whole in the memory of machines.
+          Whether the step is completely in RAM.
         """
         last, self._last = self._last, None
         if last is None or last.step_id != step_id:
@@ -348,7 +341,7 @@ class HostReader:
         return [] if self._storage is None else [self._storage]
 
     def _slots(self) -> set[int]:
-        # A host answers for its slot; in the first slot of a machine also for those
+        # A host reports on its slot; the host in a machine's first slot also on slots
         # that no host of the world has.
         own, disk = self._world.own.slot, self._world.disk
         others = [slot for slot in disk.slots() if slot != own] if own == 0 else []
@@ -356,7 +349,7 @@ class HostReader:
         return {own, *(slot for slot in others if disk.host_id(slot) not in ids)}
 
     def _answers_for(self, step: int) -> Offered:
-        # Idle machines are dealt to hosts.
+        # Each host reports on some of the idle machines.
         own = self._world.disk.offers(step, slots=self._slots())
         idle = find.offered(self._own_idle_peers, step)
         return Offered([*own.copies, *idle.copies], [*own.problems, *idle.problems])
@@ -364,7 +357,7 @@ class HostReader:
     def _looked(
         self, manifests: Sequence[Manifest], problems: list[str]
     ) -> Looked[FoundStep]:
-        # The saves of a step that hosts have told of.
+        # The saves of a step that hosts have reported.
         saves = []
         for group in manifest.grouped(manifests):
             try:
@@ -379,7 +372,7 @@ class HostReader:
     def _candidates(
         self, step: int, saves: Iterable[FoundStep]
     ) -> tuple[Candidate, ...]:
-        # The newest first; one that Orbax alone saved is complete.
+        # Newest first; a step that Orbax alone saved is complete.
         found = [Candidate(self._described(each), each.problem) for each in saves]
         if step in self._foreign:
             assert self._world.persistent is not None
@@ -423,9 +416,9 @@ class HostReader:
     def _refused(self, url: str) -> str:
         known = secret.path(self._world.disk.root)
         return (
-            f"{url} does not take the secret in {known}, so nothing that it may hold of"
-            " this run is restored; copy that file from a machine of the run, for"
-            " example the agent's, and start again"
+            f"{url} does not take the secret in {known}, so any parts of this run there"
+            " are not restored; copy that file from a machine of the run, for example"
+            " the agent's, and start again"
         )
 
     def _release(self) -> None:
@@ -435,7 +428,7 @@ class HostReader:
         storage.remove(self._files())
 
     def _files(self) -> epath.Path:
-        # Under one controller the path has to be the same on all machines.
+        # Under one controller, the path must be the same on all machines.
         slot = self._world.disk.host_directory(self._world.own.slot)
         return slot / ram_disk.RESTORED
 

@@ -44,10 +44,11 @@ class CapturedIn(NamedTuple):
     """A step that was captured on a host.
 
     Attributes:
-      directory: in which components write their files, each below its name.
-      is_lent: whether values are still those of the caller's arrays, until the step
-        is committed.
-      notice: why the training waits for captures; empty if it does not, or was told.
+      directory: where components write their files, each below its name.
+      is_lent: whether values are still in the caller's arrays, until the step is
+        committed.
+      notice: why training waits for captures; empty if it does not, or this was
+        reported before.
     """
 
     directory: str
@@ -57,19 +58,19 @@ class CapturedIn(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Written:
-    """A step that a host has written, and not yet committed.
+    """A step that a host has written, but not yet committed.
 
     Attributes:
-      files: that components wrote on this host: their lengths by path.
-      time_ms: when, since 1970.
-      shared: a digest of each file, by its path; and of what this host holds together
-        with some other hosts, by their numbers.
+      files: the lengths of the files that components wrote on this host, by path.
+      time_ms: when it was written, in milliseconds since 1970.
+      shared: a digest of each file, by path, and of all parts that a set of hosts
+        holds, by the numbers of these hosts.
       preserved: the steps that are pinned or being read on this machine.
-      problem: why it is not in the RAM of this host; empty if it is, or has not to be.
-      machine: whose RAM it is in.
-      needs_bytes: of the first save into RAM: what its arrays take on each machine,
-        here and where this host sends copies.
-      room_bytes: likewise, what the run may take here, with what it has taken.
+      problem: why it is not in the RAM of this host; empty if it is, or need not be.
+      needs_bytes: for the first save to RAM, what the arrays and copies of this host
+        take on each machine.
+      room_bytes: for the first save to RAM, what the run may take on this machine,
+        including what it already takes.
     """
 
     files: Mapping[str, int]
@@ -83,18 +84,14 @@ class Written:
 
 
 def lacking_room(written: Sequence[Written]) -> dict[int, str]:
-    """Why steps and their copies do not fit into RAM, by the numbers of the hosts.
-
-    Args:
-      written: by all hosts.
-    """
+    """Why steps and their copies do not fit into RAM, by host."""
     needs: collections.Counter[str] = collections.Counter()
     for each in written:
         needs.update(each.needs_bytes)
     return {
         number: f"{_STEPS} steps with copies of other hosts' parts need"
         f" {_STEPS * needs[each.machine]} bytes of RAM on its machine, where this run"
-        f" can have {each.room_bytes}; raise the limit or the size of the file system,"
+        f" can use {each.room_bytes}; raise the limit or the size of the file system,"
         " or ask for fewer copies"
         for number, each in enumerate(written)
         if _STEPS * needs[each.machine] > each.room_bytes
@@ -102,13 +99,10 @@ def lacking_room(written: Sequence[Written]) -> dict[int, str]:
 
 
 class HostSaver:
-    """Saves what one host has.
-
-    Args:
-      world: the host among the others.
+    """Saves one host's part of each step.
 
     Attributes:
-      staging: the private directory in which components write.
+      staging: the private directory where components write.
     """
 
     def __init__(self, world: HostWorld) -> None:
@@ -121,11 +115,11 @@ class HostSaver:
         )
         self.staging = _staging(world)
         self._saving: dict[StepId, _Saving] = {}
-        # Of the values that were saved last.
+        # The sizes of the values that were saved last.
         self._sizes: list[int] = []
 
     def captured(self, values: Mapping[str, Value]) -> Captured:
-        """Copies what this host holds of some leaves, by their paths.
+        """Copies this host's part of some leaves, which are given by path.
 
         Raises:
           CheckpointError: if a leaf cannot be saved.
@@ -133,7 +127,7 @@ class HostSaver:
         return capture.capture(values, self._memory)
 
     def begin(self, step_id: StepId, captured: Captured) -> CapturedIn:
-        """Begins to save what was captured of all leaves."""
+        """Starts to save what was captured of all leaves."""
         storage.make_private_directory(self.staging)
         saving = _Saving(captured=captured, staging=self.staging / str(step_id))
         storage.remove(saving.staging)
@@ -142,12 +136,7 @@ class HostSaver:
 
     @calls.call()
     def put(self, step_id: StepId, files: Mapping[str, bytes]) -> None:
-        """Writes files of components of a step that is being saved.
-
-        Args:
-          step_id: the step.
-          files: by path in the step, their content.
-        """
+        """Writes files of components, by path in the step that is being saved."""
         component_files.write(self._saving[step_id].staging, files)
 
     @calls.call()
@@ -156,15 +145,10 @@ class HostSaver:
     ) -> Written:
         """Writes the captured values and the files of components.
 
-        Without a local tier their digests are taken, and nothing is written.
-
-        Args:
-          step_id: the step.
-          components: that have written their files.
-          problem: why the step cannot be written, on this driver; None if it can.
+        Without a local tier, only computes their digests.
 
         Raises:
-          CheckpointError: if an earlier problem prevents it.
+          CheckpointError: if `problem` is not None.
         """
         if problem is not None:
             raise errors.CheckpointError(problem)
@@ -226,8 +210,8 @@ class HostSaver:
         return self._shared(self._saving[step_id]).get(shared, {})
 
     def _shared(self, saving: _Saving) -> dict[str, dict[str, str]]:
-        # Digests of parts that other hosts hold too, or may have written: by the hosts
-        # that hold it or the path of a file, and then by the name of the part.
+        # Digests of parts that other hosts also hold, or may have written: by the set
+        # of hosts or the path of a file, then by the name of the part.
         holders = saving.captured.holders(num_hosts=len(self._world.hosts))
         shared: dict[str, dict[str, str]] = {}
         for (path, box), named in saving.parts.items():
@@ -251,9 +235,11 @@ class HostSaver:
 
         Args:
           step_id: the step.
-          contents: of the step, without the arrays.
-          files: of components, by path: the numbers of the hosts that have written it.
-          in_ram: to RAM; otherwise a backup reads the captured values until `abandon`.
+          contents: the contents of the step, without the arrays.
+          files: the numbers of the hosts that have written each file of a component, by
+            path.
+          in_ram: commits to RAM; otherwise a backup reads the captured values, until
+            `abandon`.
         """
         world, saving = self._world, self._saving[step_id]
         holders = saving.captured.holders(num_hosts=len(world.hosts))
@@ -295,8 +281,8 @@ class HostSaver:
             self._add_others(step_id)
 
     def _add_others(self, step_id: StepId) -> None:
-        # Where else the parts of a step are, or will be once they are copied: for this
-        # host if its own copy of one proves to be bad.
+        # Adds where else the parts of a step are, or will be once copied, in case this
+        # host's own copy proves to be bad.
         world, held = self._world, self._world.held[step_id]
         table, holders = held.found.table, held.holders
         placed = world.owners.place(holders, table.num_bytes)
@@ -310,7 +296,7 @@ class HostSaver:
 
     @calls.call()
     def abandon(self, step_id: StepId) -> None:
-        """Removes the files that this host wrote of a step, committed or not."""
+        """Removes this host's files of a step, committed or not."""
         self._world.held.pop(step_id, None)
         saving = self._saving.pop(step_id, None)
         if saving is None:
@@ -328,19 +314,19 @@ class HostSaver:
         preserved: tuple[int, ...],
         parents: tuple[StepId, ...],
     ) -> None:
-        """Removes steps that are not needed after a step is complete.
+        """Removes steps that are not needed once a step is complete.
 
         Args:
           step_id: the step.
-          in_flight: steps that are, or will be, backed up.
+          in_flight: steps that are being, or will be, backed up.
           preserved: steps that are pinned or being read on any machine.
-          parents: of the save.
+          parents: the parents of the save.
         """
         world, own = self._world, self._world.own
         assert world.chosen.local is not None
         line, held = Line(save=step_id.save, parents=parents), own.retained()
         of_line = [each for each in held if not line.abandons(each.step_id)]
-        # Of a step that was saved again the newest save counts.
+        # If a step was saved again, the newest save counts.
         of_line.sort(key=lambda each: each.save)
         newest = {each.step: each for each in of_line}
         removed = retention.steps_to_delete(
@@ -356,12 +342,12 @@ class HostSaver:
         for each in held:
             if each.step_id not in kept and each.step not in preserved:
                 own.remove(each.step_id)
-        # Listed before: a step that is being committed is not among them.
+        # In this order, so that a step that is being committed stays.
         for gone in {*world.held}.difference(own.held(), in_flight, self._saving):
             del world.held[gone]
         own.prepare(self._sizes)
         if own.slot == 0:
-            # No other host does it if the world became smaller.
+            # If the world became smaller, no host owns these slots.
             before = min([step_id, *in_flight]).step
             steps = {each.step for each in kept}
             own.remove_idle(
@@ -388,11 +374,10 @@ class HostSaver:
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Saving:
     captured: Captured
-    # Components write there, each below its name.
+    # Where components write, each below its name.
     staging: epath.Path
     writer: local.StepWriter | None = None
-    # The files of components by path, and the digests of all parts, once they are
-    # written.
+    # Once written: the files of components by path, and the digests of all parts.
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     parts: Mapping[Part, bytes] = dataclasses.field(default_factory=dict)
 
@@ -413,9 +398,9 @@ class _Saving:
 
 
 def _staging(world: HostWorld) -> epath.Path:
-    # Under one controller the path has to be the same on all hosts, whose RAM disks
-    # have the same path; hosts of one machine have different ones, or slots. Others do
-    # not know the secret.
+    # Under one controller the path must be the same on all hosts, whose RAM disks have
+    # the same path. Hosts on one machine have different RAM disks or slots. The secret
+    # keeps others from guessing the path.
     root, slot = world.disk.root, world.own.slot
     known = secret.read(secret.path(root))
     hashed = hashlib.sha256(f"{known}.{root}.{slot}".encode()).hexdigest()

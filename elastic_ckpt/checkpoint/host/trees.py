@@ -1,9 +1,9 @@
-"""Trees: the leaves of what is saved, and arrays made of boxes when it is restored.
+"""Trees: the leaves that are saved, and the arrays that a restore builds from boxes.
 
 The path of a leaf is the name of its checkpointable and its keys in that tree:
 `state/params/layers/0/kernel`. In a key, `/` is written `~1` and `~` is written `~0`.
 
-A typed PRNG key is saved as the numbers that it consists of, under one more dim.
+A typed PRNG key is saved as its data, which has one more dim.
 """
 
 from __future__ import annotations
@@ -36,12 +36,7 @@ _MOST_KNOWN = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AbstractArray:
-    """An array of NumPy without its values.
-
-    Attributes:
-      shape: of the array.
-      dtype: of the array.
-    """
+    """A NumPy array without its values."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -54,20 +49,20 @@ def leaf_path(checkpointable: str, key_path: KeyPath) -> str:
 
 
 def structure_text(tree: Any) -> str:
-    """Text that tells the structures of trees apart: their nodes, keys and other data.
+    """Text that distinguishes the structures of trees, as a key for caches.
 
-    Caches are keyed by it. The structure itself compares what the nodes of a user's
-    library hold, which may be arrays, or keys such as 1 and True.
+    Comparing the structures themselves would compare the data of a user's nodes, which
+    may be arrays, or keys such as 1 and True.
     """
     text = str(jax.tree.structure(tree))
     if "CustomNode" in text:
-        # Their data is cut short where it is long, and the keys may depend on it.
+        # JAX truncates the data of custom nodes, which may determine their keys.
         text += repr([path for path, _ in jax.tree.leaves_with_path(tree)])
     return text
 
 
 def leaves(trees: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of some trees by their paths; `None` is no leaf."""
+    """The leaves of some trees by path; `None` is not a leaf."""
     return {
         path: leaf
         for name, tree in trees.items()
@@ -76,7 +71,8 @@ def leaves(trees: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _paths(name: str, tree: Any) -> tuple[str, ...]:
-    # The same tree is saved each time, and to name its leaves takes longer than a copy.
+    # Cached: each save has the same tree, and naming its leaves takes longer than a
+    # copy.
     key = name, structure_text(tree)
     if key not in _KNOWN_PATHS:
         if len(_KNOWN_PATHS) > _MOST_KNOWN:
@@ -88,7 +84,7 @@ def _paths(name: str, tree: Any) -> tuple[str, ...]:
 
 
 def arrays(trees: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves that hosts capture: all but texts, which are in manifests."""
+    """The leaves that hosts capture: all except strings, which are in manifests."""
     return {
         path: leaf for path, leaf in leaves(trees).items() if not isinstance(leaf, str)
     }
@@ -96,15 +92,14 @@ def arrays(trees: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AskedLeaf:
-    """A leaf that a caller requests, in terms of the saved one.
+    """A requested leaf, in terms of the saved one.
 
     Attributes:
-      path: of the leaf.
-      shape: of the whole array, as saved.
-      dtype: that is wanted; None takes that in which it was saved.
+      shape: the saved shape of the whole array.
+      dtype: the wanted dtype; None takes the saved one.
       sharding: where it goes; None keeps it whole, in this process.
-      finish: makes the leaf of an array in that dtype, of JAX if it has a sharding,
-        else of NumPy.
+      finish: makes the leaf from an array of that dtype: a JAX array if there is a
+        sharding, otherwise a NumPy array.
     """
 
     path: str
@@ -119,12 +114,11 @@ class WantedLeaf:
     """The boxes of a requested leaf that this host needs, in terms of the saved one.
 
     Attributes:
-      path: of the leaf.
-      shape: of the whole array, as saved.
-      boxes: that this host needs, each once.
-      place: moves the values of a box, by its number, to where they are needed; then
-        their memory may be used for others.
-      join: makes the leaf of what `place` returned for the boxes, in their order.
+      shape: the saved shape of the whole array.
+      boxes: the boxes that this host needs, without repetitions.
+      place: moves the values of a box, given by its number, to where they are needed;
+        their memory may be reused afterwards.
+      join: makes the leaf from what `place` returned for all boxes, in order.
       is_moved: whether `place` copies the values out of the host's memory.
     """
 
@@ -136,7 +130,7 @@ class WantedLeaf:
     is_moved: bool = False
 
     def make(self, values: Sequence[np.ndarray]) -> Any:
-        """Makes the leaf of the values of all boxes, in their order."""
+        """Makes the leaf from the values of all boxes, in order."""
         return self.join([self.place(*each) for each in enumerate(values)])
 
 
@@ -145,8 +139,8 @@ def asked(abstract: Mapping[str, Any]) -> list[AskedLeaf]:
 
     A leaf is an array, a `jax.ShapeDtypeStruct` or another object with shape, dtype and
     sharding, and is placed by the sharding (on a device of this host, if it is None);
-    an object with only shape and dtype, which becomes an array of NumPy; or a number,
-    which becomes one of its type.
+    an object with only shape and dtype, which becomes a NumPy array; or a number, which
+    becomes a number of its type.
 
     Raises:
       CheckpointError: if a leaf is of another kind.
@@ -161,8 +155,9 @@ def wanted(
 
     Args:
       abstract: the trees, by name.
-      most_bytes: of a box; larger ones are made piece by piece on their device. By
-        default that bounds what devices with a memory of their own receive at a time.
+      most_bytes: the most bytes of a box; larger boxes are assembled from pieces on
+        their device. By default, bounds what devices with a memory of their own receive
+        at a time.
 
     Raises:
       CheckpointError: as `asked`.
@@ -173,13 +168,7 @@ def wanted(
 def check_same_model(
     what: str, saved: Mapping[str, str], now: Mapping[str, str]
 ) -> None:
-    """Raises an OtherModelError naming the first leaves in which two models differ.
-
-    Args:
-      what: the checkpoint, for the message.
-      saved: by the path of each leaf, what it was.
-      now: by the path of each leaf, what it is.
-    """
+    """Raises an OtherModelError naming the first leaves in which two models differ."""
     differing = [
         f"{path}: saved {saved.get(path, 'nothing')}, now {now.get(path, 'nothing')}"
         for path in sorted(saved.keys() | now.keys())
@@ -189,15 +178,15 @@ def check_same_model(
         shown = "; ".join(differing[:3])
         more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise errors.OtherModelError(
-            f"{what} is a checkpoint of another model: its tree differs from the one"
-            f" that was requested ({shown}{more}); request the saved shapes and types,"
-            " load it through a `layout`, or start a new run in another directory (with"
+            f"{what} is a checkpoint of another model: its tree differs from the"
+            f" requested one ({shown}{more}); request the saved shapes and types, load"
+            " it through a `layout`, or start a new run in another directory (with"
             " another run_name in a configuration)"
         )
 
 
 def rebuilt(tree: Any, name: str, made: Mapping[str, Any]) -> Any:
-    """`tree` with the leaves that were made for their paths."""
+    """`tree` with the leaves in `made`, by path."""
     return jax.tree.unflatten(
         jax.tree.structure(tree), [made[path] for path in _paths(name, tree)]
     )
@@ -208,7 +197,7 @@ def _asked(path: str, leaf: Any) -> AskedLeaf:
         kind, dtype = type(leaf), np.asarray(leaf).dtype
 
         def number(array: np.ndarray) -> Any:
-            # An int may be any that was saved.
+            # An int may have the value of any saved integer.
             is_wide = kind is int and array.dtype == np.uint64
             return kind(cast(path, array, array.dtype if is_wide else dtype)[()])
 
@@ -232,7 +221,7 @@ def _asked(path: str, leaf: Any) -> AskedLeaf:
     )
     if not is_key(leaf):
         return asked
-    # The numbers of which a key consists are one more dim.
+    # A key's data has one more dim.
     numbers = jax.eval_shape(jax.random.key_data, leaf)
     if isinstance(sharding, NamedSharding):
         more = [None] * (len(numbers.shape) - len(sharding.spec))
@@ -247,13 +236,13 @@ def _asked(path: str, leaf: Any) -> AskedLeaf:
 
 
 def cast(path: str, values: np.ndarray, dtype: Any) -> np.ndarray:
-    """Saved values in the dtype that was requested for a leaf.
+    """Casts saved values to the requested dtype.
 
-    Floating-point values may be rounded, but not on the way from complex to real ones.
-    No other value changes.
+    Floating-point values may be rounded, but not from complex to real. No other value
+    may change.
 
     Raises:
-      CheckpointError: if one would; it names the leaf and the value.
+      CheckpointError: if one would; the message names the leaf and the value.
     """
     if values.dtype == dtype:
         return values
@@ -264,15 +253,14 @@ def cast(path: str, values: np.ndarray, dtype: Any) -> np.ndarray:
         if is_rounded and not is_real:
             is_kept = np.isfinite(made) | ~np.isfinite(values)
         else:
-            # An integer may wrap, and wrap back.
+            # Also detects an integer that wraps both ways.
             is_kept = made.astype(values.dtype) == values
             is_kept &= (made < 0) == (values < 0)
     if not is_kept.all():
         raise errors.CheckpointError(
             f"{path.removeprefix('/')} was saved with the value {values[~is_kept][0]}"
-            f" ({values.dtype}), of which the requested {made.dtype} would make"
-            f" {made[~is_kept][0]}; request it as it was saved, and convert it in the"
-            " program"
+            f" ({values.dtype}), which would become {made[~is_kept][0]} as a requested"
+            f" {made.dtype}; request it as it was saved, and convert it in the program"
         )
     return made
 
@@ -284,7 +272,8 @@ def _with_devices(path: str, sharding: Sharding | None) -> Sharding:
         if mesh.abstract_mesh != sharding.mesh:
             raise errors.CheckpointError(
                 f"{path.removeprefix('/')} has a sharding of a mesh without devices,"
-                f" {sharding.mesh}; restore it under jax.set_mesh(mesh), as it was made"
+                f" {sharding.mesh}; restore it under the jax.set_mesh(mesh) under which"
+                " it was made"
             )
         memory_kind = sharding.memory_kind
         return NamedSharding(mesh, sharding.spec, memory_kind=memory_kind)
@@ -308,17 +297,17 @@ def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
     is_moved = any(each.platform != "cpu" for each in sharding.addressable_devices)
     (device, *_) = sharding.addressable_devices
     if sharding.memory_kind not in (None, device.default_memory().kind):
-        # Programs write into the memory of devices.
+        # Pieces can only be assembled in the default memory of devices.
         most_bytes = None
     elif most_bytes is None and is_moved:
-        # Then the file of a chunk is sent as it is.
+        # So that the file of a chunk is sent as it is.
         most_bytes = layout.CHUNK_BYTES
     pieces = [
         (box, piece)
         for box in places
         for piece in _cut(box, np.dtype(dtype).itemsize, most_bytes)
     ]
-    # On each device, of a box that is made piece by piece, what is made so far.
+    # On each device, the box that is being assembled from pieces.
     growing: dict[Sharding, jax.Array] = {}
 
     def put(number: int, values: np.ndarray) -> list[jax.Array]:
@@ -351,7 +340,7 @@ def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
 
 
 def _cut(box: boxes.Box, item_bytes: int, most_bytes: int | None) -> list[boxes.Box]:
-    # The pieces of a box, in C order: the last one ends where the box does.
+    # The pieces of a box, in C order; the last one ends where the box ends.
     if most_bytes is None or box.volume * item_bytes <= most_bytes:
         return [box]
     chunk = layout.chunk_shape(box.shape, item_bytes=item_bytes, chunk_bytes=most_bytes)
@@ -371,9 +360,9 @@ def _updated(whole: jax.Array, part: jax.Array, start: Sequence[int]) -> jax.Arr
 
 
 def as_bits(array: jax.Array) -> jax.Array:
-    """An array with small floats as integers.
+    """Casts small floats to integers of equal bits.
 
-    Compilers compute with them in wider ones, which changes bits of NaNs.
+    Compilers would compute with wider floats, which changes the bits of NaNs.
     """
     is_float = jnp.issubdtype(array.dtype, jnp.floating)
     kinds = {8: jnp.uint8, 16: jnp.uint16}
@@ -382,7 +371,7 @@ def as_bits(array: jax.Array) -> jax.Array:
 
 
 def of_bits(bits: jax.Array, dtype: np.dtype) -> jax.Array:
-    """The array of a dtype that `as_bits` was given."""
+    """Reverses `as_bits` for an array of `dtype`."""
     return bits if bits.dtype == dtype else jax.lax.bitcast_convert_type(bits, dtype)
 
 
@@ -393,8 +382,8 @@ def is_key(leaf: Any) -> bool:
 
 
 def key_impl(key: Any) -> Any:
-    """The generator of an array of typed random keys, which may be abstract."""
-    # JAX reports the implementation of keys only, and tracers are keys.
+    """The implementation of typed random keys, which may be abstract."""
+    # JAX needs an array of keys, such as a tracer.
     impls: list[Any] = []
     jax.eval_shape(lambda traced: impls.append(jax.random.key_impl(traced)), key)
     return impls[0]

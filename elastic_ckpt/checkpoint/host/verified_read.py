@@ -1,11 +1,10 @@
 """Verified reads: values are compared with their digest before anyone sees them.
 
-A copy that is missing, cut short or altered is noted, and the next holder is asked. So
-what is handed out is what was saved, or an error names it.
+If a copy is missing, truncated or altered, it is recorded, and the next holder is
+tried. So callers get what was saved, or an error that names it.
 
-A restore of the trees that were saved reads the boxes of their new shards
-(`read_leaves`). A tree of another layout is made of saved boxes, in another order, and
-not of all at a time (`OtherTree`).
+A restore of saved trees reads the boxes of their new shards (`read_leaves`). A tree of
+a different layout reads saved boxes in its own order, a few at a time (`OtherTree`).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from elastic_ckpt.tiers.source import (
 )
 
 _THREADS = 8
-# Of boxes that are read at a time, and moved to devices at a time.
+# The size of the boxes that are read, and moved to devices, at a time.
 _WINDOW_BYTES = 2**28
 _REMEDY = (
     "restore it from a copy, bring back a host that has it, or restore an older step"
@@ -49,8 +48,7 @@ class BadCopy:
 
     Attributes:
       host: the id of its holder.
-      tier: of the holder.
-      name: of the leaf and box, or file of a component, as `StepTable.name` gives it.
+      name: the leaf and box, or the file of a component, by `StepTable.name`.
       why: what is wrong, as the end of `<name> at <holder> ...`.
     """
 
@@ -72,14 +70,12 @@ class VerifiedReader:
     """Reads parts of one step from their holders; any number of threads may call it.
 
     Args:
-      step: with the sources of its holders.
-      near: in which order they are asked; None for that of the table.
+      near: the order in which to try holders; None for that of the table.
 
     Attributes:
-      table: of the step; a saved box is an item there.
-      near: as given.
+      table: the table of the step, whose items are the saved boxes.
       bad: the copies that were found to be bad.
-      read_bytes: bytes that were read and handed out, by the number of the holder.
+      read_bytes: the bytes that were read and returned, by the number of the holder.
     """
 
     def __init__(self, step: FoundStep, near: Nearness | None = None) -> None:
@@ -89,20 +85,20 @@ class VerifiedReader:
         self.read_bytes: collections.Counter[int] = collections.Counter()
 
     def holders_of(self, item: int) -> list[int]:
-        """The numbers of the holders of an item, in the order to ask them."""
+        """The numbers of the holders of an item, in the order to try them."""
         return (self.near or self.table).holders_of(item)
 
     def of_leaf(self, leaf: int) -> list[int]:
-        """The items of a leaf, by its number; the nearest first if they overlap."""
+        """The items of a leaf; the nearest first if they overlap."""
         items: list[int] = self.table.of_leaf(leaf).tolist()
         if self.near is not None and leaf in self.table.overlapping:
             items.sort(key=self.near.nearest.__getitem__)
         return items
 
     def place(self, item: int) -> str:
-        """A name of an item, which no other has: its nearest holder, leaf and bounds.
+        """A unique name of an item: its nearest holder, leaf and bounds.
 
-        It has "://" in it if the holder is reached through a network.
+        It contains "://" if the holder is reached through a network.
         """
         source = self._sources[self.holders_of(item)[0]]
         return f"{source.directory}/{self.table.name(item)}"
@@ -127,15 +123,15 @@ class VerifiedReader:
 
         Args:
           item: its number in the table.
-          memory: returns contiguous memory for so many bytes, uint8.
-          maps: whether values in the memory of this machine stay where they lie; the
-            step must not be removed while they are used.
+          memory: returns contiguous memory of a size in bytes, uint8.
+          maps: whether to map values in this machine's memory instead of copying them;
+            the step must not be removed while they are used.
 
         Returns:
           The values, uint8.
 
         Raises:
-          CheckpointError: if no holder has it as it was saved.
+          CheckpointError: if no holder has good values.
         """
         table = self.table
         leaf, box, expected = table.leaf(item), table.box(item), table.digest(item)
@@ -154,7 +150,7 @@ class VerifiedReader:
                         self.read_bytes[number] += values.nbytes
                         self.bad += tried
                     return values
-                # While a step is read it may be removed, and its files be written anew
+                # Meanwhile the step may have been removed, and its mapped files reused
                 # for another.
                 source.read_into(leaf, box, memoryview(bytearray(1)))
                 why = stored_part.DIFFERS
@@ -180,13 +176,13 @@ class VerifiedReader:
     def repair(self, bad: Collection[tuple[str, str]]) -> list[str]:
         """Rewrites bad copies on this machine, and elsewhere through agents.
 
-        What is written was read from another holder, verified.
+        They are replaced by verified values from other holders.
 
         Args:
-          bad: the ids of holders, and what they hold, as `BadCopy` names it.
+          bad: the holder's id and the name of each bad copy, as in `BadCopy`.
 
         Returns:
-          The names of the repaired items; why others were not is logged.
+          The names of the repaired items; the log says why others were not repaired.
         """
         table, mended = self.table, []
         wanted = {name for _, name in bad}
@@ -206,32 +202,32 @@ class VerifiedReader:
         return mended
 
 
-# Reads a tree of another layout than a step has, as this process needs it: from the
-# boxes of the open step in any tier, or None from persistent storage alone, for hosts
-# that are elsewhere.
+# Reads a tree that was saved in a different layout, as this process needs it: from the
+# open step in any tier, or if given None (since hosts are other processes), from
+# persistent storage.
 OtherTree = Callable[[VerifiedReader | None], Any]
 
 
 def read_leaves(
     reader: VerifiedReader, wanted: Sequence[trees.WantedLeaf], *, maps: bool = False
 ) -> dict[str, list[Any]]:
-    """Reads the requested boxes of a host, verified, and places them.
+    """Reads and verifies the boxes that a host needs, and places them.
 
-    They are read in windows, of which one is moved to the devices while the next is
-    read: what is in host memory at a time is bounded, but for leaves that stay there.
-    A saved box is read whole, since its digest is that of the whole, and once for all
-    boxes of a window that share it: straight into the wanted box where it lies there in
-    one piece. Besides the boxes themselves a saved box is in memory for each thread.
-    What is mapped is in memory once: devices receive it from there.
+    They are read in windows: one is moved to the devices while the next is read, which
+    bounds what is in host memory, except for leaves that stay there. A saved box is
+    always read whole, since its digest covers all of it, and once for all boxes of a
+    window that share it: straight into the wanted box if it is contiguous there. In
+    addition to the boxes, each thread has one saved box in memory. Mapped values are in
+    memory only once, and devices receive them from there.
 
     Args:
-      reader: of the step, for this host.
+      reader: reads the step for this host.
       wanted: the leaves that this host needs.
       maps: whether to map files in the memory of this machine; the step must not be
         removed meanwhile.
 
     Returns:
-      By the path of each leaf, its placed boxes.
+      The placed boxes of each leaf, by path.
 
     Raises:
       CheckpointError: if the step is not complete, lacks what is wanted, or no good
@@ -249,10 +245,10 @@ def read_leaves(
             coming = begin(windows[0])
             for window, following in itertools.pairwise([*windows, range(0)]):
                 (made, reads), coming = coming, begin(following)
-                # The first error ends all.
+                # The first error ends the read.
                 for each in futures.as_completed(reads):
                     each.result()
-                # A device may still receive the window before.
+                # Devices may still be receiving the previous window.
                 jax.block_until_ready(arrived)
                 arrived = []
                 for at in window:
@@ -263,14 +259,14 @@ def read_leaves(
                         arrived.append(part)
             jax.block_until_ready(arrived)
         except BaseException:
-            # What is not begun is not read.
+            # Cancels reads that have not started.
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return placed
 
 
 def planned(near: Nearness, wanted: Sequence[trees.WantedLeaf]) -> read_plan.ReadPlan:
-    """Plans the reads of a host; its boxes are those of the leaves in their order.
+    """Plans the reads of a host, of the boxes of all leaves in order.
 
     Raises:
       CheckpointError: if the step is not complete, or lacks what is wanted.
@@ -285,7 +281,7 @@ def planned(near: Nearness, wanted: Sequence[trees.WantedLeaf]) -> read_plan.Rea
 def _windows(
     plan: read_plan.ReadPlan, of_boxes: Sequence[tuple[trees.WantedLeaf, int]]
 ) -> Iterator[range]:
-    # What stays in host memory is bounded by nothing: it ends no window.
+    # Leaves that stay in host memory, which is not bounded, do not end a window.
     leaves = plan.table.contents.leaves
     first = num_bytes = 0
     for at, ((leaf, number), saved) in enumerate(
@@ -318,7 +314,7 @@ class _Windows:
     def begin(
         self, window: range
     ) -> tuple[dict[int, np.ndarray], list[futures.Future[None]]]:
-        # The boxes of a window, by number, once all is read.
+        # Returns the boxes of a window, by number, and the reads that fill them.
         plan = self._plan
         made = {at: self._empty(at) for at in window}
         bounds = np.searchsorted(plan.of_wanted, [window.start, window.stop])
@@ -341,7 +337,7 @@ class _Windows:
     def _read(
         self, item: int, numbers: Sequence[int], made: dict[int, np.ndarray]
     ) -> None:
-        # Reads a saved box for all pieces that are cut out of it.
+        # Reads a saved box for all pieces that are cut from it.
         plan, reader, whole = self._plan, self._reader, self._plan.table.box(item)
         reads = [plan.read(number) for number in numbers]
         boxes = [int(plan.of_wanted[number]) for number in numbers]
@@ -361,7 +357,7 @@ class _Windows:
         values = reader.as_array(item, reader.read(item, memory, maps=maps))
         if is_whole and maps:
             made[first] = values
-        # The first one is filled if it was the memory.
+        # If the first box was the memory, it is already filled.
         rest = slice(1 if is_whole else 0, None)
         for read, other in zip(reads[rest], targets[rest], strict=True):
             other[...] = values[read.out_of]

@@ -1,4 +1,4 @@
-"""A host among the others of its world: its RAM disk, their agents, and storage."""
+"""A host in its world: its RAM disk, the agents of the others, and storage."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from elastic_ckpt.tiers.source import ReadError, Source, Tier
 
 
 class HeldStep(NamedTuple):
-    """A step that this host copies and uploads parts of.
+    """A step whose parts this host copies and uploads.
 
     Attributes:
       found: the parts that this host knows of, and where to read them.
-      holders: of each item, the numbers of the hosts of this world that have it in
+      holders: for each item, the numbers of the hosts of this world that have it in
         memory, ascending.
     """
 
@@ -44,12 +44,10 @@ class HostConfig:
     """The configuration of a host.
 
     Attributes:
-      number: of the host in its world, from 0.
-      run: the identity of the run.
-      slice_name: the slice that it is in.
-      directory: of the RAM disk; without a local tier, a directory of this world alone
-        for files of components, removed at the end.
-      chosen: the tiers; without a peer tier hosts serve each other, and copy nothing.
+      number: its number in the world, from 0.
+      directory: the RAM disk; without a local tier, a directory of only this world for
+        files of components, removed at the end.
+      chosen: the tiers; without a peer tier, hosts serve each other but copy nothing.
     """
 
     number: int
@@ -67,27 +65,12 @@ class HostConfig:
 class HostWorld:
     """A host in a world that it has joined.
 
-    Args:
-      config: of the host.
-      own: its part of the machine's RAM disk.
-      hosts: all of the world, by number.
-      client: of the agents of other machines.
-      agents: their addresses, by machine; see `run_files`.
-
     Attributes:
-      run: the identity of the run.
-      number: of this host in its world, from 0.
-      own: this host's part of the RAM disk.
-      disk: the RAM disk of this machine.
-      hosts: all of the world, by number.
-      chosen: the tiers.
       copy_policy: how many copies of a step this world keeps in the memory of peers.
-      root: of persistent storage; None if there is none.
-      mail: of this host, and its part in exchanges with all others.
-      client: of the agents of other machines.
+      root: the steps in persistent storage; None if there is none.
+      mail: the messages of this host, and its part in exchanges with all others.
       held: the steps that this host copies or backs up.
-      agents: by machine, the URL of its agent, and when it was last seen.
-      agent_urls: the URLs alone.
+      agent_urls: the URLs of agents, by machine.
     """
 
     def __init__(
@@ -117,18 +100,18 @@ class HostWorld:
         if config.chosen.persistent is not None:
             directory = config.chosen.persistent.directory
             self.root = persistent_root.PersistentRoot.from_path(directory)
-        # Of a step in storage: its holders have one directory, and one cache.
+        # All holders of a step in storage share a directory, and so a cache.
         self._stored = functools.lru_cache(maxsize=4)(persistent_tier.StepSource)
         self._disks = [self.disk]
         read_ram = config.chosen.read_ram
         if read_ram is not None and find_machine(read_ram) is not None:
-            # That of a program that runs, or ran.
+            # Belongs to a program that runs, or ran.
             self._disks.insert(0, ram_disk.RamDisk(read_ram, run=self.run))
         self.held: dict[StepId, HeldStep] = {}
         self.client = client
         self.agents = agents
         self.agent_urls = {machine: each.url for machine, each in agents.items()}
-        # The agents of all other machines that are known.
+        # The known agents of all other machines.
         urls = dict.fromkeys([*self.agent_urls.values(), *peers.known, *peers.backups])
         urls.pop(self.agent_urls.get(self.disk.machine, ""), None)
         self._agents = list(urls)
@@ -145,10 +128,9 @@ class HostWorld:
 
     @property
     def passes(self) -> bool:
-        """Whether hosts can pass messages and read each other's RAM.
+        """Whether hosts can exchange messages and read each other's RAM.
 
-        For that all other machines need agents; hosts that keep nothing in RAM have
-        none.
+        For that all machines need agents; hosts that keep nothing in RAM have none.
         """
         reached = {self.disk.machine, *self.agent_urls}
         return len(self.hosts) > 1 and reached.issuperset(
@@ -156,10 +138,10 @@ class HostWorld:
         )
 
     def hold(self, found: FoundStep) -> bool:
-        """Has this host copy and back up parts of a step that was found.
+        """Makes this host copy and back up parts of a step that was found.
 
         Returns:
-          Whether the step is whole in the memory of machines; if not, it does not.
+          Whether the step is completely in RAM; if not, this does nothing.
         """
         table = found.table.held_by(lambda holder: holder.tier == "local")
         if table.complete:
@@ -175,25 +157,22 @@ class HostWorld:
 
     @property
     def tiers(self) -> list[Tier]:
-        """All tiers in which this host can look for steps, as they are now.
+        """All tiers in which this host can search for steps, as they are now.
 
-        Peers are asked for their lists of steps once: ask again for what is new.
+        Peers are asked for their lists of steps once: read this again for new steps.
         """
         stored = self.persistent
         return [*self.ram_tiers, *([] if stored is None else [stored])]
 
     @property
     def ram_tiers(self) -> list[Tier]:
-        """The tiers in the memory of this machine and of others, as `tiers`."""
+        """The tiers in the RAM of this machine and of others, as `tiers`."""
         return [*self._disks, *self._peers(self._agents)]
 
     def idle_peers(self, hosts: Collection[int]) -> list[peer.Peer]:
-        """Machines that no host of the world is on, for which some hosts answer.
+        """Idle machines outside of the world that `hosts` are responsible for.
 
-        As `tiers`: ask again for what is new.
-
-        Args:
-          hosts: by their numbers.
+        As for `tiers`, call this again for new steps.
         """
         machines = {host.machine for host in self.hosts}
         present = {self.agent_urls.get(machine) for machine in machines}
@@ -203,10 +182,10 @@ class HostWorld:
         )
 
     def source(self, holder: Holder, step_id: StepId) -> Source:
-        """The source of the parts that a holder has of a save of a step.
+        """The source of a holder's parts of a save of a step.
 
         Raises:
-          CheckpointError: if nothing is known of its machine.
+          CheckpointError: if no agent of its machine is known.
         """
         host, machine = holder.host, holder.host.machine
         if holder.tier == "persistent":
@@ -223,7 +202,7 @@ class HostWorld:
         return peer.PeerSource(self.client.endpoint(url), f"{host.slot}/{step_id}")
 
     def found(self, manifests: Sequence[Manifest]) -> FoundStep:
-        """A step that hosts have told of, with the sources of its holders.
+        """A step that other hosts have reported, with the sources of its holders.
 
         Raises:
           CheckpointError: as `source`.
@@ -236,13 +215,13 @@ class HostWorld:
     def listed(
         self, table: StepTable, items: np.ndarray, hosts: Sequence[Sequence[int]]
     ) -> Manifest:
-        """A list of items of a step, each at some hosts of this world.
+        """A manifest of items of a step, each at some hosts of this world.
 
         Args:
-          table: of the step.
-          items: their numbers.
-          hosts: of each item, the numbers of the hosts, in the order in which they are
-            asked.
+          table: the table of the step.
+          items: the numbers of the items.
+          hosts: for each item, the numbers of the hosts, in the order in which to try
+            them.
         """
         numbers = list(dict.fromkeys(number for some in hosts for number in some))
         place = {number: n for n, number in enumerate(numbers)}
@@ -260,30 +239,30 @@ class HostWorld:
         """The parts of a step that this host copies or backs up.
 
         Raises:
-          CheckpointError: if it has none in memory any more.
+          CheckpointError: if it no longer has any in memory.
         """
         if step_id not in self.held:
             raise errors.CheckpointError(
-                f"step {step_id.step} is not in the memory of this host any more; save"
+                f"step {step_id.step} is no longer in the memory of this host; save"
                 " another one"
             )
         return self.held[step_id]
 
     @calls.call()
     def new_save(self, after: str) -> str:
-        """A name for the saves from now on, greater as text than `after` and its own.
+        """A name for new saves, as text greater than `after` and this disk's saves.
 
         Args:
-          after: the name of the save that was found last; empty if there was none.
+          after: the newest known save; empty if there is none.
         """
-        # The time, in milliseconds, but never back: clocks of machines differ.
+        # The time in milliseconds, but always increasing: clocks of machines differ.
         known = [after, *(each.save for _, each in self.disk.all_saves())]
         newest = max((int(each) for each in known if each.isdecimal()), default=0)
         return f"{max(clock.time_ns() // 1_000_000, newest + 1):015d}"
 
     @calls.call()
     def secs_until_peers_are_asked(self) -> float:
-        """How long this host still leaves peers alone that have failed, in seconds."""
+        """How long this host still skips peers that have failed, in seconds."""
         return self.client.left_skipped_secs()
 
     def _peers(self, urls: Sequence[str]) -> list[peer.Peer]:

@@ -2,9 +2,9 @@
 
 An agent is a separate process (`agent_server`), so that a new world can read the
 machine's steps before, while and after a training process runs there. Its address is in
-`<root>/agent.json`, and it holds the lock `<root>/agent.lock`. That of a node serves
-every run's directory below one: it holds the lock there, and writes the address of each
-run into the run's directory, also in place of that of an agent of the run.
+`<root>/agent.json`, and it holds the lock `<root>/agent.lock`. A node's agent serves
+all runs below a directory: it holds the lock there, and writes each run's address to
+the run's directory, replacing that of the run's own agent.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Address:
     """The address at which an agent serves a RAM disk.
 
     Attributes:
-      url: `http://` or `https://`, host, port and `/v1/<run>`; of a node without run.
-      pid: of its process.
-      machine: the ID of the machine's memory; of a node empty.
+      url: `http://` or `https://`, host, port and `/v1/<run>`; without the run for a
+        node.
+      machine: the ID of the machine's memory; empty for a node.
       domains: the failure domains of the node, by kind.
     """
 
@@ -56,14 +56,14 @@ class Service:
     """What an agent serves, and how.
 
     Attributes:
-      root: of the RAM disk; of a node, the directory with those of its runs.
-      interface: the name or address at which others reach this machine; with TLS, that
-        of its certificate.
-      port: 0 for one that the system picks.
-      secret_file: that holds the run's secret; None for that in the RAM disk, which is
-        made if it is missing.
-      tls_certificate: a PEM file, with its chain; None for no TLS.
-      tls_key: its private key, a PEM file; None if it is in the same file.
+      root: the RAM disk; for a node, the directory with the RAM disks of its runs.
+      interface: the name or address at which others reach this machine; with TLS, the
+        one in its certificate.
+      port: the port to listen on; 0 lets the system choose.
+      secret_file: the file with the run's secret; None takes the one on the RAM disk,
+        which is created if it is missing.
+      tls_certificate: a PEM file with the certificate and its chain; None for no TLS.
+      tls_key: a PEM file with its private key; None if it is in the same file.
     """
 
     root: str
@@ -78,9 +78,9 @@ def check_url(url: object, *, what: str, needs_tls: bool = False) -> None:
     """Checks that `url` is the URL of an agent, as an agent prints it.
 
     Args:
-      url: that a person gave.
-      what: it was given as, for the message.
-      needs_tls: whether it has to be of `https://`.
+      url: the value to check.
+      what: the setting that has it, for the message.
+      needs_tls: whether it must begin with `https://`.
 
     Raises:
       ConfigError: if it is not.
@@ -102,7 +102,7 @@ def publish(root: epath.PathLike, address: Address) -> None:
 
 
 def find(root: epath.PathLike) -> Address | None:
-    """The address at which `root` is served; None if there is none or it is damaged."""
+    """The address at which `root` is served; None if it is missing or damaged."""
     try:
         return Address(**json.loads(pathlib.Path(root, ADDRESS_FILE).read_bytes()))
     except (FileNotFoundError, ValueError, TypeError):
@@ -110,11 +110,11 @@ def find(root: epath.PathLike) -> Address | None:
 
 
 def serving_directory(root: epath.PathLike) -> pathlib.Path | None:
-    """`root` or the directory of its node, whichever an agent serves now."""
+    """`root` or the directory of its node, if an agent serves it now."""
     path = pathlib.Path(root)
     for each in (path, *path.parents[:2]):
         address = find(each)
-        # Above it there may be the RAM disk of another run, too.
+        # A parent may also be the RAM disk of another run.
         is_its_own = each == path or (address is not None and not address.machine)
         if is_its_own and storage.is_locked(each / LOCK_FILE):
             return each
@@ -122,7 +122,7 @@ def serving_directory(root: epath.PathLike) -> pathlib.Path | None:
 
 
 def domains(root: epath.PathLike) -> Mapping[str, str]:
-    """The failure domains that the agent of the node names; none without one."""
+    """The failure domains according to the node's agent; empty without one."""
     directory = serving_directory(root)
     address = None if directory is None else find(directory)
     return {} if address is None else address.domains
@@ -134,15 +134,15 @@ def wait_for(root: epath.PathLike, *, within_secs: float = 60) -> Address:
     Raises:
       RunError: if it does not publish its address in time.
     """
-    # The agent of a node serves directories that have an ID.
+    # A node's agent only serves directories with an ID.
     machine_id = machine.machine_id(root)
     deadline = time.monotonic() + within_secs
     while (address := find(root)) is None or address.machine != machine_id:
         if time.monotonic() > deadline:
             raise errors.RunError(
                 f"no agent has served {os.fspath(root)} for {within_secs:g} s; look at"
-                " its log, or end it: the agent of a node needs the user of this"
-                " program"
+                " the agent's log, or end it: the agent of a node must run as the user"
+                " of this program"
             )
         time.sleep(0.01)
     return address
@@ -151,17 +151,11 @@ def wait_for(root: epath.PathLike, *, within_secs: float = 60) -> Address:
 class AgentProcess:
     """The agent that serves a RAM disk.
 
-    One that runs already is used, and outlives this process. Otherwise one is started,
-    and ends when this is closed, or when this process is killed.
-
-    Args:
-      service: what it serves.
+    A running agent is used, and outlives this process. Otherwise one is started, which
+    ends when this object is closed or this process is killed.
 
     Raises:
-      RunError: if none can be started.
-
-    Attributes:
-      address: of the agent.
+      RunError: if no agent can be started.
     """
 
     def __init__(self, service: Service) -> None:
@@ -172,15 +166,15 @@ class AgentProcess:
             if not process.stdout.readline():
                 self.close()
                 raise errors.RunError(
-                    f"the agent of {service.root} could not be started; its messages"
-                    " are in this process's standard error"
+                    f"the agent of {service.root} could not be started; see its"
+                    " messages in this process's standard error"
                 )
         self.address = wait_for(service.root)
 
     def close(self) -> None:
         """Ends the agent, if it was started here."""
         if self._process is not None:
-            # At the end of its standard input it ends.
+            # It ends when its standard input is closed.
             self._process.communicate()
 
 
@@ -189,8 +183,8 @@ def _started(service: Service) -> subprocess.Popen[str]:
     for name, value in dataclasses.asdict(service).items():
         if name != "root" and value:
             command += [f"--{name.replace('_', '-')}", str(value)]
-    # Neither Ctrl-C of a terminal nor SIGTERM to all processes of a job, Slurm's way,
-    # is for it: it serves until the last save is done. It inherits the mask.
+    # Ctrl-C in a terminal, or SIGTERM to all processes of a Slurm job, must not end the
+    # agent, which serves until the last save is done. It inherits the mask.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         return subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The program of an agent: serves RAM disks to hosts that know the secrets of the runs.
+"""The agent's program: serves RAM disks to hosts that know the secrets of the runs.
 
     elastic-ckpt agent /dev/shm/run --interface 10.0.0.7
     elastic-ckpt agent --node /mnt/runs --interface 10.0.0.7 --kubernetes-node node-7
@@ -6,24 +6,24 @@
     GET        /v1/<run>/steps                               the machine's ID and its
                                                              manifests, as JSON
     GET, HEAD  /v1/<run>/hosts/<slot>/<step>-<save>/<path>   a file, or a range of it
-    PUT        /v1/<run>/hosts/<slot>/<step>-<save>/<path>   a file in place of a bad
-                                                             copy (`ram.ram_disk`)
-    PUT        /v1/<run>/holds/<step>-<save>                 the seconds for which the
-                                                             step is kept (`preserved`)
+    PUT        /v1/<run>/hosts/<slot>/<step>-<save>/<path>   replaces a bad copy of a
+                                                             file (`ram.ram_disk`)
+    PUT        /v1/<run>/holds/<step>-<save>                 keeps the step for a time,
+                                                             in seconds (`preserved`)
 
-Every request needs the run's secret (`Authorization: Bearer ...`). The secret is in
-a file, never on a command line: others on the machine could read it. A repair that is
-refused is answered with 409 and the reason.
+Every request needs the run's secret (`Authorization: Bearer ...`). The secret is in a
+file, never on a command line, where others on the machine could read it. A refused
+repair is answered with 409 and the reason.
 
-The agent of a node serves the directory of every run on it, and sweeps them:
+A node's agent serves the directories of all runs on the node, and sweeps them:
 
     <directory>/<run>        the RAM disk of a run, or one level below, as for slices
                              that share a machine
     <directory>/agent.json   the failure domains of the node
 
-On Kubernetes a DaemonSet runs it over a memory-backed `hostPath` of the node, which the
-pods of runs mount. A pod does not get the labels of its node, but the agent may read
-them: its manifest binds its service account to a role for that.
+On Kubernetes, a DaemonSet runs it over a memory-backed `hostPath` of the node, which
+the runs' pods mount. A pod cannot see its node's labels, but the agent can read them:
+its manifest binds its service account to a role for that.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MOST_FILE_BYTES = 2**28
 # Connections at a time, and the time for the TLS handshake and the first headers.
 MOST_CONNECTIONS = 512
 HEADERS_WITHIN_SECS = 10.0
-# Clients go on elsewhere with what is cut off.
+# Clients finish interrupted transfers elsewhere.
 _ENDING_SECS = 0.1
 _OPTIONS: Mapping[str, Any] = {
     "root": {
@@ -72,7 +72,7 @@ _OPTIONS: Mapping[str, Any] = {
     "--interface": {
         "default": "127.0.0.1",
         "help": "the name or address at which other machines reach this one; with TLS,"
-        " that of the certificate",
+        " the one in the certificate",
     },
     "--port": {
         "type": option_numbers.port,
@@ -83,20 +83,18 @@ _OPTIONS: Mapping[str, Any] = {
         "help": "a file with the secret of the run; by default DIRECTORY/secret"
     },
     "--tls-certificate": {
-        "help": "a PEM file with the certificate of this machine, to encrypt"
+        "help": "a PEM file with this machine's certificate; enables TLS"
     },
     "--tls-key": {"help": "a PEM file with the private key of the certificate"},
     "--until-stdin-closes": {
         "action": "store_true",
-        "help": "end when the standard input is closed, as by the program that started"
-        " this",
+        "help": "end when the standard input is closed",
     },
 }
 _NODE_OPTIONS: Mapping[str, Any] = {
     "--node": {
         "action": "store_true",
-        "help": "serve the RAM disks of all runs in the directory, those of later pods"
-        " too",
+        "help": "serve the RAM disks of all present and future runs in the directory",
     },
     "--domains": {
         "default": "",
@@ -109,21 +107,21 @@ _NODE_OPTIONS: Mapping[str, Any] = {
     },
     "--domain-labels": {
         "default": "",
-        "help": "further labels to read, by kind of domain: rack=example.com/rack",
+        "help": "additional labels to read, by kind of domain: rack=example.com/rack",
     },
     "--remove-unused-after": {
         "type": option_numbers.positive_number,
         "metavar": "SECS",
-        "help": "remove the directory of a run that no process has used for so long",
+        "help": "remove the directory of a run that no process has used for this long",
     },
     "--max-bytes": {
         "type": option_numbers.positive_count,
-        "help": "the most bytes of all runs; above it, remove the longest unused",
+        "help": "the most bytes of all runs; above it, remove those unused the longest",
     },
 }
-# The label of each kind of domain, from large to small. Zone and region are
-# Kubernetes's well-known labels; GKE has the others on machines that are placed
-# compactly ("Schedule GKE workloads with Topology Aware Scheduling", 2026).
+# The label of each kind of domain, from large to small. Zone and region are well-known
+# labels of Kubernetes; GKE sets the others on compactly placed machines ("Schedule GKE
+# workloads with Topology Aware Scheduling", 2026).
 LABELS = {
     "region": "topology.kubernetes.io/region",
     "zone": "topology.kubernetes.io/zone",
@@ -135,9 +133,9 @@ _HOST, _PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
 _TIMEOUT_SECS = 30.0
 _REMOVED = ".removed-"
 _POLL_SECS = 0.2
-# A pod is replaced in less.
+# Replacing a pod takes less.
 _LEAST_UNUSED_SECS = 600.0
-# Names below `hosts` and `holds` in which nothing is encoded.
+# Names below `hosts` and `holds`, in which nothing is percent-encoded.
 _SAVE = "{step:[0-9]+-[0-9A-Za-z]+}"
 _STEP = "{slot:[0-9]+}/" + _SAVE
 _log = logging.getLogger(__name__)
@@ -168,9 +166,9 @@ def listing(root: epath.PathLike) -> dict[str, storage.Json]:
 
 
 def served(root: epath.PathLike, name: str) -> str | None:
-    """The path of the file `hosts/<name>`; None if it is no file of a step.
+    """The path of the file `hosts/<name>`; None if it is not a file of a step.
 
-    Nothing hidden is served, and nothing that links lead to.
+    Hidden files are not served, and links are not followed.
     """
     names = name.split("/")
     path = os.path.join(os.path.realpath(root), "hosts", *names)
@@ -181,14 +179,13 @@ def served(root: epath.PathLike, name: str) -> str | None:
 
 
 class _Answers:
-    """Answers requests for the RAM disks in `roots`, by the names that URLs have."""
+    """Answers requests for the RAM disks in `roots`, by their names in URLs."""
 
     def __init__(self, roots: Mapping[str, str], secret_file: str | None) -> None:
         self._roots, self._secret_file = roots, secret_file
         self._repairing = asyncio.Lock()
-        # The connections that have not shown a secret so far.
+        # Connections that have not presented a secret yet.
         self._fresh: set[asyncio.BaseProtocol] = set()
-        # What there is.
         self.app = web.Application(client_max_size=MOST_FILE_BYTES)
         self.app.add_routes(
             [
@@ -200,7 +197,7 @@ class _Answers:
         )
 
     def connection(self, server: web.Server) -> asyncio.BaseProtocol:
-        """The protocol of a new connection, which has to show a secret in time."""
+        """The protocol of a new connection, which must present a secret in time."""
         if len(server.connections) >= MOST_CONNECTIONS:
             return _Closed()
         made, loop = server(), asyncio.get_running_loop()
@@ -214,7 +211,7 @@ class _Answers:
         self._fresh.discard(made)
 
     def _root(self, request: web.Request) -> str:
-        # The RAM disk of the run, for who has its secret.
+        # The RAM disk of the run, if the request has its secret.
         root = self._roots.get(request.match_info["run"], "")
         known = root and secret.current(self._secret_file or secret.path(root))
         # A header may hold any bytes.
@@ -236,7 +233,7 @@ class _Answers:
             raise web.HTTPNotFound
         response = web.FileResponse(path)
         if request.secure:
-            # Then it is read in its chunks, not in the 16 KiB of asyncio's `sendfile`.
+            # Makes aiohttp read large chunks, not the 16 KiB of asyncio's `sendfile`.
             response.enable_compression(web.ContentCoding.identity)
         return response
 
@@ -255,7 +252,7 @@ class _Answers:
         root = self._root(request)
         secs = await request.read()
         if not secs.isdigit():
-            raise web.HTTPBadRequest(text="give the seconds as a number")
+            raise web.HTTPBadRequest(text="send the seconds as a number")
         await asyncio.to_thread(
             preserved.hold, root, request.match_info["step"], int(secs)
         )
@@ -263,7 +260,7 @@ class _Answers:
 
 
 class _Closed(asyncio.Protocol):
-    """A connection too many; its client tries again later."""
+    """Closes a connection over the limit; its client tries again later."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
@@ -276,19 +273,19 @@ async def listening(
     """Serves RAM disks, as the agent of a directory; yields the URL above their names.
 
     Args:
-      service: of the directory, which is locked meanwhile.
-      roots: of the RAM disks by name, looked up for each request.
+      service: what to serve; its directory is locked meanwhile.
+      roots: the RAM disks by name, looked up for each request.
 
     Raises:
       RunError: if the directory does not exist, another agent serves it, or the
-        interface, the port or the certificate cannot be had.
+        interface, the port or the certificate cannot be used.
     """
     root, host = service.root, service.interface
     if not os.path.isdir(root) or host in ("", "0.0.0.0", "::"):
         raise errors.RunError(
-            f"{root} cannot be served at {host!r}: name the directory of the RAM disk"
-            " of a run (local_checkpoint_directory), which has to exist, and the"
-            " address at which the other machines reach this one"
+            f"{root} cannot be served at {host!r}: give the directory of a run's RAM"
+            " disk (local_checkpoint_directory), which must exist, and the address at"
+            " which the other machines reach this one"
         )
     answers = _Answers(roots, service.secret_file)
     runner = web.AppRunner(
@@ -301,10 +298,10 @@ async def listening(
         except errors.RunError:
             raise errors.RunError(
                 f"another agent serves {root}"
-                f" ({agent.find(root) or 'it is just beginning'}); use it, or end it"
+                f" ({agent.find(root) or 'it is just starting'}); use it, or end it"
                 " first"
             ) from None
-        # What an agent has left that was killed.
+        # An agent that was killed may have left addresses.
         _forget(root)
         stack.callback(_forget, root)
         await runner.setup()
@@ -325,7 +322,7 @@ async def listening(
         except OSError as error:
             raise errors.RunError(
                 f"{service} cannot listen ({error}); give an address of this machine, a"
-                " port that is free or 0, and a certificate with its key as PEM files"
+                " free port or 0, and a certificate with its key as PEM files"
             ) from None
         stack.callback(server.close)
         at = f"[{host}]" if ":" in host else host
@@ -334,13 +331,13 @@ async def listening(
 
 
 def publish(root: str, above: str, name: str, secret_file: str | None) -> str:
-    """Makes a run's secret unless there is one, and writes where the run is served.
+    """Creates a run's secret unless it exists, and publishes the run's address.
 
     Returns:
       The URL.
 
     Raises:
-      RunError: if the secret is not private, or is none.
+      RunError: if the secret is not private or not valid.
     """
     url = f"{above}/{urllib.parse.quote(name, safe='')}"
     address = agent.Address(url=url, pid=os.getpid(), machine=machine.machine_id(root))
@@ -361,11 +358,6 @@ async def serve(
 ) -> None:
     """Serves one RAM disk until an event is set.
 
-    Args:
-      service: what to serve.
-      ended: set by another task.
-      announce: called with a line for people, which ends in the URL.
-
     Raises:
       RunError: as `listening` and `publish`.
     """
@@ -383,9 +375,9 @@ def node_domains(
     """The failure domains of a node, by kind.
 
     Args:
-      named: by whoever starts the agent; they come before those of labels.
-      node: its name in Kubernetes, whose labels count; None without Kubernetes.
-      further: labels by kind of domain, beside `LABELS` or in place of them.
+      named: domains given at the start of the agent; they override labels.
+      node: its name in Kubernetes; None without Kubernetes.
+      further: labels by kind of domain, which extend or replace `LABELS`.
 
     Raises:
       RunError: if the labels cannot be read.
@@ -402,7 +394,7 @@ def read_labels(
 
     Args:
       node: its name, `spec.nodeName` of a pod.
-      account_directory: with the token, and the authority of the API's certificate.
+      account_directory: has the token and the authority of the API's certificate.
 
     Raises:
       RunError: if they cannot be read.
@@ -425,8 +417,8 @@ def read_labels(
         raise errors.RunError(
             f"the labels of node {node} cannot be read from {host}:{port}{path}"
             f" ({error}); the service account of the pod needs the verb get on nodes,"
-            " as the manifest of the node agent has it; outside of a pod name the"
-            " domains with --domains"
+            " as in the manifest of the node agent; outside of a pod, name the domains"
+            " with --domains"
         ) from None
 
 
@@ -443,19 +435,19 @@ async def serve_node(
     """Serves the runs of a node until an event is set.
 
     Args:
-      service: its root is the directory with those of the runs.
-      ended: set by another task.
-      announce: called with a line for each event that people read.
+      service: what to serve; its root contains the directories of the runs.
+      ended: the event.
+      announce: called with lines for people.
       domains: the failure domains of the node, by kind.
-      unused_after: the seconds after which an unused run is removed; see `sweep`.
-      max_bytes: of all runs together; see `sweep`.
-      sweep_secs: between two sweeps.
+      unused_after: see `sweep`.
+      max_bytes: see `sweep`.
+      sweep_secs: the time between two sweeps.
 
     Raises:
       RunError: as `listening`.
     """
     directory = os.path.realpath(service.root)
-    # Of a run that is gone the secret is gone, too.
+    # May contain runs that are gone, whose secrets are gone, too.
     roots: dict[str, str] = {}
     announce_once = functools.cache(announce)
     async with listening(service, roots) as above:
@@ -477,13 +469,13 @@ async def serve_node(
                     announce_once(f"serving {name} at {url}")
                 except (errors.ElasticCkptError, OSError) as error:
                     roots.pop(name, None)
-                    announce_once(f"does not serve {name}, and tries again: {error}")
+                    announce_once(f"cannot serve {name}, and tries again: {error}")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), _POLL_SECS)
 
 
 def _forget(directory: str) -> None:
-    # Removes the addresses of an agent: that of its directory and, on a node, of runs.
+    # Removes the agent's addresses: for its directory and, on a node, for its runs.
     for root in [directory, *runs(os.path.realpath(directory)).values()]:
         storage.remove(os.path.join(root, agent.ADDRESS_FILE))
 
@@ -491,16 +483,16 @@ def _forget(directory: str) -> None:
 def sweep(
     directory: str, *, unused_after: float = math.inf, max_bytes: float = math.inf
 ) -> list[str]:
-    """Removes runs that no process has; returns their paths below `directory`.
+    """Removes unused runs; returns their paths below `directory`.
 
     Args:
-      directory: of a node.
-      unused_after: the seconds after its last use when a run goes. A run is in use
-        while a process has a slot of it, as sweeps see it.
-      max_bytes: of all runs together: above it, the runs that were unused the longest
-        go, but for those whose pods may just be replaced.
+      directory: the directory of a node.
+      unused_after: how many seconds after its last use to remove a run. It is in use
+        while a sweep finds that a process has one of its slots.
+      max_bytes: the most bytes of all runs together. Above it, removes the runs that
+        were unused the longest, except those that may just be waiting for a new pod.
     """
-    # Removals that a crash cut short.
+    # Finishes removals that a crash interrupted.
     for path in _below(directory, f"{_REMOVED}*"):
         storage.remove(path)
     found = []
@@ -522,8 +514,7 @@ def sweep(
             with contextlib.suppress(errors.RunError), contextlib.ExitStack() as locks:
                 for slot in pathlib.Path(root, "hosts").glob("*/"):
                     locks.enter_context(storage.exclusive_lock(slot / ram_disk.LOCK))
-                # A host that starts meanwhile finds no directory, rather than half of
-                # one.
+                # A host that starts meanwhile finds no directory, not half of one.
                 storage.rename(root, hidden)
                 storage.remove(hidden)
                 removed.append(name)
@@ -532,7 +523,7 @@ def sweep(
 
 
 def runs(directory: str) -> dict[str, str]:
-    """The directories of runs, by path below `directory`; no link is followed."""
+    """The directories of runs, by path below `directory`; links are not followed."""
     roots = {
         os.path.relpath(file.parent, directory): str(file.parent)
         for file in _below(directory, f"*/{machine.FILE}")
@@ -545,7 +536,7 @@ def runs(directory: str) -> dict[str, str]:
 
 
 def _below(directory: str, pattern: str) -> list[pathlib.Path]:
-    # A run is in the directory of its node, or one level below.
+    # Runs are in the directory of a node, or one level below.
     here = pathlib.Path(directory)
     return [*here.glob(pattern), *here.glob(f"*/{pattern}")]
 
@@ -559,7 +550,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def service_of(arguments: argparse.Namespace) -> agent.Service:
-    """What an agent with these arguments serves."""
+    """The `Service` that the arguments describe."""
     return agent.Service(
         **{
             each.name: getattr(arguments, each.name)
@@ -585,7 +576,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     elif any(getattr(arguments, name[2:].replace("-", "_")) for name in _NODE_OPTIONS):
         raise errors.ConfigError(
-            f"{', '.join(_NODE_OPTIONS)} are for the agent of a node; add --node"
+            f"{', '.join(_NODE_OPTIONS)} are for a node's agent; add --node"
         )
 
     async def main() -> None:
@@ -593,7 +584,7 @@ def run(arguments: argparse.Namespace) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, ended.set)
         if arguments.until_stdin_closes:
-            # Not `sys.stdin`, whose lock an interpreter that ends would wait for.
+            # Not `sys.stdin`: an interpreter that exits would wait for its lock.
             loop.add_reader(0, lambda: os.read(0, 4096) or ended.set())
         await serving(ended, announce=functools.partial(print, flush=True))
 

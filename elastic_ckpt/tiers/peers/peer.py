@@ -1,7 +1,7 @@
 """The peer tier: the RAM disks of other machines, read through their agents.
 
-Responses of a peer are untrusted: sizes are bounded, manifests are validated in full,
-and values are used only after the caller has compared their digests.
+A peer's responses are untrusted: sizes are bounded, manifests are fully validated, and
+values are used only after the caller has compared their digests.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from elastic_ckpt.tiers.peers.peer_client import Endpoint, PeerClient
 
 MOST_LISTING_BYTES = 4 * 2**20
 MOST_MANIFEST_BYTES = 64 * 2**20
-# Of a manifest below `hosts`.
+# The path of a manifest below `hosts`.
 _PATH = r"^[0-9]+/(0|[1-9][0-9]*)-[^/]+/[^/]+$"
-# Errors of lists that are none.
+# What decoding raises for content that is not a list.
 _OTHER = (KeyError, RecursionError, TypeError, ValueError)
 
 
 class Listed(NamedTuple):
-    """A manifest in the list of an agent; one that changes has another time."""
+    """A manifest in an agent's list; its time changes when it is rewritten."""
 
     path: Annotated[str, msgspec.Meta(pattern=_PATH)]
     size: int
@@ -39,7 +39,7 @@ class Listed(NamedTuple):
 
     @property
     def step_id(self) -> StepId:
-        """The step that it is of."""
+        """The step that it belongs to."""
         step, _, save = self.path.split("/")[1].partition("-")
         return StepId(int(step), save)
 
@@ -48,10 +48,9 @@ class Listing(NamedTuple):
     """What an agent has.
 
     Attributes:
-      machine: the ID of its memory; empty if it cannot be asked.
-      manifests: that are there.
-      problem: why the list could not be read, a sentence; empty if it was.
-      is_refused: whether the agent does not take the secret that this process has.
+      machine: the ID of its machine's memory; empty if the list could not be read.
+      problem: a sentence why the list could not be read; empty if it was.
+      is_refused: whether the agent rejects this process's secret.
     """
 
     machine: str = ""
@@ -64,7 +63,6 @@ class PeerSource:
     """The files of one step in one slot of a peer's RAM disk, a `source.Source`.
 
     Args:
-      endpoint: of its agent.
       directory: `<slot>/<step>-<save>`.
     """
 
@@ -87,24 +85,16 @@ class PeerSource:
         self._endpoint.put(self._of(leaf, box), content)
 
     def _of(self, leaf: Leaf, box: Box) -> str:
-        # A name is encoded once, and decoded once by the agent.
+        # Encoded exactly once, as the agent decodes it once.
         return urllib.parse.quote(self._path + layout.part_file(leaf, box))
 
 
 class Peer:
     """The RAM disk of one other machine at one moment, a `source.Tier`.
 
-    It is asked for its list of steps once, when that is first needed. Another object
-    asks again, and reads only manifests that are new. One that fails costs its time
-    limit once, is left alone for a while (see `peer_client`), and has no steps.
-
-    Args:
-      url: of its agent.
-      client: of this process.
-      run: whose steps are wanted.
-
-    Attributes:
-      url: as given.
+    It requests the list of steps once, when that is first needed. A new object requests
+    it again, and reads only new manifests. A failed peer costs its time limit once, is
+    then skipped for a while (see `peer_client`), and counts as having no steps.
     """
 
     def __init__(self, url: str, client: PeerClient, run: str) -> None:
@@ -124,15 +114,15 @@ class Peer:
         except _OTHER:
             return Listing(
                 problem=f"the list of steps cannot be read: {self.url} sends something"
-                " else"
+                " different"
             )
-        # Those of steps that are gone are dropped.
+        # Drops manifests that are no longer listed.
         listed, known = set(manifests), self._endpoint.manifests.items()
         self._endpoint.manifests = {name: of for name, of in known if name in listed}
         return Listing(machine, manifests)
 
     def known_saves(self) -> Sequence[StepId]:
-        """See `source.Tier`; empty if the peer fails, which `offers` then reports."""
+        """See `source.Tier`; empty if the peer fails, which `offers` reports."""
         return sorted({each.step_id for each in self.listing.manifests})
 
     def offers(self, step: int) -> source.Offered:
@@ -161,8 +151,8 @@ class Peer:
             actual = parsed.run, parsed.step_id, manifest_name(parsed.host.id)
             if actual != (self._run, listed.step_id, name):
                 raise checked_json.UnreadableError(
-                    f"is that of run, step and file {actual!r:.400}, not of run"
-                    f" {self._run!r} and the place where it is"
+                    f"is that of run, step and file {actual!r:.400}, which does not"
+                    f" match run {self._run!r} and its path"
                 )
             known[listed] = parsed
         there = known[listed].at("local", self.url)

@@ -1,10 +1,10 @@
 """An HTTP client of the agents of other machines, with pooled connections.
 
-A peer is not trusted: what it sends is bounded, callers compare every value with its
-digest, and no message has its words. A transfer that breaks continues where it stopped,
-some times. A peer that stays silent for the time limit, or cannot be reached, counts as
-absent: until three time limits have passed, calls fail at once. No redirects are
-followed, and the environment's proxies are ignored.
+Peers are not trusted: what they send is bounded, callers compare every value with its
+digest, and no message quotes them. A broken transfer is resumed where it stopped, a
+limited number of times. If a peer is silent for the time limit, or cannot be reached,
+calls fail at once until three time limits have passed. Redirects are not followed, and
+the environment's proxies are ignored.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.steps.manifest import Manifest
 from elastic_ckpt.tiers import source
 
-# The waits before a transfer without any progress is tried again. Not before the first:
-# a connection that was kept may have been closed long ago.
+# The waits before retries of a transfer without progress. The first retry is immediate:
+# a pooled connection may have been closed long ago.
 RETRY_SECS = (0.0, 0.1, 0.2, 0.4)
-# How long a peer that failed is left alone, in time limits.
+# How long a failed peer is skipped, in time limits.
 _SKIPPED_LIMITS = 3
 _MOST_CONNECTIONS = 4
 _MOST_REASON_BYTES = 1000
@@ -43,8 +43,8 @@ _STATUS: dict[int, str] = {
     http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE: "has a shorter file",
 }
 _SIZE = re.compile("bytes .*/([0-9]{1,18})")
-# Unused bandwidth is kept for this long, so that the limit costs nothing below it, and
-# a transfer never takes more at once: others get their turn in between.
+# How long unused bandwidth accumulates, so that the limit costs nothing below it; and
+# the most that a transfer takes at once, so that others get their turn.
 _BURST_SECS, _TURN_SECS = 1 / 8, 1 / 32
 T = TypeVar("T")
 
@@ -53,8 +53,8 @@ class Bandwidth:
     """A token bucket for all transfers of a process; any thread may call it.
 
     Args:
-      bytes_per_sec: above 0, perhaps infinite.
-      clock: seconds that only grow.
+      bytes_per_sec: above 0; may be infinite.
+      clock: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Bandwidth:
         )
         self._bytes_per_sec, self._clock = bytes_per_sec, clock
         self._lock = threading.Lock()
-        # When all that was taken so far will have been paid for.
+        # When the limit allows the next byte.
         self._paid = clock()
 
     def take(self, num_bytes: int) -> float:
@@ -78,21 +78,21 @@ class Bandwidth:
     def wait(self, num_bytes: int) -> None:
         """Takes `num_bytes`, and waits until the next may be taken."""
         secs = self.take(num_bytes)
-        # A sleep of 0 s takes longer than to receive the next bytes.
+        # A sleep of 0 s takes longer than receiving the next bytes.
         if secs:
             time.sleep(secs)
 
 
 class PeerClient:
-    """Reads from the agents of other machines; one a process, for any thread.
+    """Reads from the agents of other machines; one per process, for any thread.
 
     Args:
-      secret: the run's, or a function that returns the current one.
+      secret: the run's secret, or a function that returns the current one.
       tls_ca: a PEM file with the authority that signs the agents' certificates; with
-        it, agents without TLS are refused. Without it, the system's authorities.
-      timeout_secs: a peer that sends nothing for so long is absent for three times as
-        long.
-      max_bytes_per_sec: from all peers together; None without a bound.
+        it, agents without TLS are refused. Without it, the system's authorities count.
+      timeout_secs: a peer that sends nothing for this long is not asked for three times
+        as long.
+      max_bytes_per_sec: the limit for all peers together; None sets none.
 
     Raises:
       ConfigError: if the authority cannot be used.
@@ -121,29 +121,29 @@ class PeerClient:
 
     @functools.cached_property
     def tls(self) -> ssl.SSLContext:
-        """Verifies agents; made once, as reading the authorities takes a while."""
+        """Verifies agents; cached, since reading the authorities takes a while."""
         try:
             return ssl.create_default_context(cafile=self._tls_ca)
         except OSError as error:
             raise errors.ConfigError(
                 f"the certificates of peers cannot be verified with {self._tls_ca}"
-                f" ({error}); give a PEM file with that of their authority"
+                f" ({error}); give a PEM file with their authority's certificate"
             ) from None
 
     def endpoint(self, url: str) -> Endpoint:
-        """The agent at `url`, one object however often it is asked for."""
+        """The agent at `url`, always the same object."""
         return self._endpoints.get(url) or self._endpoints.setdefault(
             url, Endpoint(url, self)
         )
 
     def left_skipped_secs(self) -> float:
-        """How long until all peers that have failed are asked again."""
+        """How long until all failed peers are asked again."""
         now = time.monotonic()
         known = list(self._endpoints.values())
         return max([0.0, *(each.skipped_until - now for each in known)])
 
     def close(self) -> None:
-        """Closes all idle connections; the client is of no use then."""
+        """Closes all idle connections; the client must not be used afterwards."""
         for endpoint in list(self._endpoints.values()):
             while not endpoint.pool.empty():
                 endpoint.pool.get().close()
@@ -153,10 +153,9 @@ class Endpoint:
     """The agent at `url`; any number of threads may call it.
 
     Attributes:
-      url: as the agent prints it.
-      skipped_until: when a peer that failed is asked again, by the monotonic clock.
-      pool: of connections, which open when they are used.
-      manifests: that were read of the agent, by what it lists of them (see `peer`).
+      skipped_until: when a failed peer is asked again, by the monotonic clock.
+      pool: connections, which open when they are used.
+      manifests: the manifests read from the agent, by its list entries (see `peer`).
     """
 
     def __init__(self, url: str, client: PeerClient) -> None:
@@ -175,18 +174,18 @@ class Endpoint:
             )
 
     def read(self, path: str, *, most_bytes: int) -> bytes:
-        """The whole answer to `path`.
+        """The whole response for `path`.
 
         Raises:
-          ReadError: if it cannot be had, or has more than `most_bytes`.
+          ReadError: if the request fails, or the response exceeds `most_bytes`.
         """
 
         def read() -> bytes:
             with self._request("GET", path, http.HTTPStatus.OK) as response:
                 if response.length is None or response.length > most_bytes:
                     raise source.ReadError(
-                        f"cannot be read: {self.url} sends {response.length} bytes, and"
-                        f" at most {most_bytes} are taken"
+                        f"cannot be read: {self.url} sends {response.length} bytes, but"
+                        f" at most {most_bytes} are accepted"
                     )
                 content = response.read()
             self._client.bound.wait(len(content))
@@ -222,17 +221,17 @@ class Endpoint:
             return int(size[1])
 
         if not len(into):
-            # No range is empty.
+            # A range cannot be empty.
             return len(self.read(path, most_bytes=0))
         return self._tried(fill, lambda: done)
 
     def put(self, path: str, content: bytes) -> None:
-        """Sends what the agent is to take at `path`; tried once.
+        """Sends `content` to the agent, without retries.
 
-        An agent that is silent is left alone then, as by `read`.
+        As after `read`, a silent agent is skipped for a while.
 
         Raises:
-          RepairError: if it does not take it.
+          RepairError: if the agent does not accept it.
         """
         good = http.HTTPStatus.NO_CONTENT, http.HTTPStatus.CONFLICT
         try:
@@ -241,11 +240,11 @@ class Endpoint:
                     reason = response.read(_MOST_REASON_BYTES)
                     raise source.RepairError(reason.decode(errors="replace"))
         except (source.ReadError, *_FAILURES) as error:
-            # A connection that was kept may have been closed meanwhile.
+            # Otherwise it may just be a pooled connection that was closed meanwhile.
             if isinstance(error, TimeoutError):
                 self._skip(error)
             raise source.RepairError(
-                f"was not repaired: {self.url} does not take it ({_why(error)})"
+                f"was not repaired: {self.url} does not accept it ({_why(error)})"
             ) from None
 
     def _tried(self, attempt: Callable[[], T], progress: Callable[[], int] = int) -> T:
@@ -280,18 +279,18 @@ class Endpoint:
         body: bytes | None = None,
         **headers: str,
     ) -> Iterator[http.client.HTTPResponse]:
-        """The response of a `good` status, which the block reads to its end."""
+        # Yields a response with a `good` status, which the block must read to its end.
         headers["Authorization"] = f"Bearer {self._client.secret()}"
         connection = self.pool.get()
         try:
             if self._client.needs_tls and not self.url.startswith("https://"):
                 raise source.ReadError(
-                    f"was not asked for: {self.url} does not encrypt, and this run does"
+                    f"was not requested: {self.url} does not encrypt, and this run does"
                 )
             if time.monotonic() < self.skipped_until:
                 raise source.ReadError(
-                    f"was not asked for: {self.url} has failed ({self._reason}), and is"
-                    f" left alone for {_SKIPPED_LIMITS} time limits"
+                    f"was not requested: {self.url} has failed ({self._reason}), and is"
+                    f" skipped for {_SKIPPED_LIMITS} time limits"
                 )
             connection.request(method, self._path + path, body, headers)
             with connection.getresponse() as response:
@@ -310,7 +309,7 @@ class Endpoint:
 
 
 def _why(error: Exception) -> str:
-    # What a peer sends may be the secret, and is not in messages.
+    # A peer's words may contain the secret, so messages do not quote them.
     if isinstance(error, http.client.HTTPException) and not isinstance(error, OSError):
         return f"does not speak HTTP: {type(error).__name__}"
     return str(error)

@@ -1,7 +1,7 @@
 """The run's secret, which permits reading from the agents of its machines.
 
 It is in `<root>/secret`, readable only by its owner. The hosts of a new world agree on
-one through the coordination service, and each adopts it; the agent, which outlives
+a secret through the coordination service, and each adopts it. The agent, which outlives
 worlds, reads the file for each request.
 """
 
@@ -16,12 +16,12 @@ from etils import epath
 
 from elastic_ckpt.core import errors, storage
 
-# The characters that a header can carry; fewer than 16 could be guessed.
+# Characters that a header can carry; fewer than 16 could be guessed.
 _SECRET = re.compile(r"[!-~]{16,1024}")
 
 
 def path(root: epath.PathLike) -> str:
-    """The path of the secret of the RAM disk at `root`."""
+    """The file with the secret of the RAM disk at `root`."""
     return os.path.join(root, "secret")
 
 
@@ -34,7 +34,7 @@ def read_or_create(root: epath.PathLike) -> str:
     """The secret of the RAM disk at `root`, created by the first call.
 
     Raises:
-      RunError: if others than its owner may read or could have written it.
+      RunError: if anyone but its owner may read it or could have written it.
     """
     file = path(root)
     storage.create(file, new().encode(), mode=0o600)
@@ -43,7 +43,7 @@ def read_or_create(root: epath.PathLike) -> str:
     if not private or status.st_uid != os.geteuid():
         raise errors.RunError(
             f"{file} is not a file of mode 0600 of this user: others may know the"
-            " run's secret; remove it, and a new one is made"
+            " run's secret; remove the file, and a new one is created"
         )
     return read(file)
 
@@ -52,20 +52,20 @@ def read(file: epath.PathLike) -> str:
     """The secret in a file, which may end in a newline.
 
     Raises:
-      RunError: if it is missing or holds no secret.
+      RunError: if the file is missing or does not contain a secret.
     """
     known = current(file)
     if known is None:
         # The message must not show what was found.
         raise errors.RunError(
-            f"{file} is missing, or holds no secret: that has 16 to 1024 characters of"
-            " ASCII without spaces, such as `openssl rand -hex 32` prints"
+            f"{file} is missing, or does not contain a secret: 16 to 1024 ASCII"
+            " characters without spaces, such as `openssl rand -hex 32` prints"
         )
     return known
 
 
 def current(file: epath.PathLike) -> str | None:
-    """The secret in a file now; None while the file is missing or holds none."""
+    """The secret in a file now; None if the file is missing or contains none."""
     try:
         with open(file, encoding="ascii", errors="replace") as opened:
             text = opened.read(2048).rstrip("\n")
@@ -75,5 +75,5 @@ def current(file: epath.PathLike) -> str | None:
 
 
 def adopt(root: epath.PathLike, secret: str) -> None:
-    """Makes `secret` that of the RAM disk at `root`, for its agent too."""
+    """Makes `secret` the secret of the RAM disk at `root` and its agent."""
     storage.write_atomic(path(root), secret.encode(), mode=0o600)

@@ -1,15 +1,15 @@
 """Claims: one program at a time writes to a directory of steps, and says so in storage.
 
 A program that opens the directory to save creates the next record of `worlds/` (see
-`records`), unless the newest one is of a program that still writes. The worlds of one
-start of a run have one name, and follow each other. Another start of a run that a
-launcher starts follows at once, unless both run on one machine: whoever has the newest
-record writes, and the other finds it before it commits a step.
+`records`), unless the program of the newest one still writes. All worlds of one start
+of a run have one name, and follow each other. If a launcher starts the run again, the
+new start follows at once, unless both run on one machine: the program with the newest
+record writes, and the other one notices before it commits a step.
 
 The record has the line of its world (see `steps.step`) before anything of that line is
-saved, and until then the line of the world before. So what a replaced world still
-saves does not count, and neither does what a run went back from, even if no step of the
-new line is left.
+saved, and until then the line of the previous world. So neither what a replaced world
+still saves counts, nor what the run rolled back, even if no step of the new line is
+left.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Claimant:
     """A start of a run, which claims its worlds.
 
     Attributes:
-      name: that no other start has; by default after this process.
+      name: the unique name of the start; by default made from this process.
       has_claimed: whether an earlier world of this start was claimed.
-      owner: the process of the start, if nothing but that shows whether it is alive;
-        None if it is one of several, or a launcher starts it again.
+      owner: the process of the start, if only that shows whether the start is alive;
+        None if the start has several processes, or a launcher restarts it.
     """
 
     name: str = dataclasses.field(default_factory=records.new_start)
@@ -60,11 +60,10 @@ class Claim:
     """The claim of one world.
 
     Attributes:
-      number: of the world, from 1.
-      run: the identity of the run.
-      line: of the world's first save: the steps that it goes on from. Its save is empty
-        if no world of the run has saved anything.
-      begun_ms: when the first world of the run was claimed, since the epoch.
+      number: the number of the world, from 1.
+      line: the line of the world's first save. Its save is empty if no world of the run
+        has saved anything.
+      begun_ms: when the first world of the run was claimed, in milliseconds since 1970.
     """
 
     number: int
@@ -76,11 +75,8 @@ class Claim:
 def newest(steps: epath.PathLike) -> Claim | None:
     """The claim of the newest world; None before the first.
 
-    Args:
-      steps: the directory of the run's steps, local or in an object store.
-
     Raises:
-      CheckpointError: if the storage is out of reach, or the record cannot be read.
+      CheckpointError: if storage is out of reach, or the record cannot be read.
     """
     number, record = _records(steps).newest()
     if record is None:
@@ -98,7 +94,7 @@ def newest(steps: epath.PathLike) -> Claim | None:
 
 
 def is_replaced(steps: epath.PathLike, number: int) -> bool:
-    """Whether another start has claimed a world after the one of a number.
+    """Whether another start has claimed a world after world `number`.
 
     Raises:
       CheckpointError: as `newest`.
@@ -112,7 +108,7 @@ def check(steps: epath.PathLike, number: int) -> None:
     """Checks that the claim of a world is the newest, and was not given back.
 
     Raises:
-      ReplacedError: if another world was claimed.
+      ReplacedError: if a later world was claimed.
       CheckpointError: if the claim was given back, or is damaged.
     """
     there = _records(steps)
@@ -121,27 +117,27 @@ def check(steps: epath.PathLike, number: int) -> None:
         raise _replaced(there)
     if not own.secs:
         raise errors.CheckpointError(
-            "the checkpointer was closed before its upload was committed; save once"
-            " more"
+            "the checkpointer was closed before its upload was committed; save again"
         )
 
 
 class Writer:
     """The program that writes to a directory of steps.
 
-    Every process that drives the hosts of a run makes one, alike: that of host 0 acts,
-    and all raise what it raises.
+    Every process that drives the hosts of a run creates one with the same arguments.
+    Only that of host 0 acts, and all raise what it raises.
 
     Args:
       steps: the directory, local or in an object store.
       run: the identity of the run.
-      claimant: who claims the worlds of the run; None if nobody but this program does.
-      share: passes a value to all drivers under a name, and returns that of each; see
-        `Hosts.share`.
+      claimant: the start that claims worlds of the run; None if there is only this
+        program.
+      share: passes a value to all drivers under a name, and returns the values of all;
+        see `Hosts.share`.
       acts: whether this process is that of host 0.
 
     Attributes:
-      number: of the world that this program has claimed; 0 before.
+      number: the number of the world that this program has claimed; 0 before.
     """
 
     def __init__(
@@ -162,19 +158,19 @@ class Writer:
         )
         self._identity: run_files.Identity | None = None
         self.number = 0
-        # A backup and a commit may find at the same time that storage is back.
+        # A backup and a commit may notice at the same time that storage is back.
         self._lock = threading.Lock()
         self._held: records.Held | None = None
-        # The save of the line of the start that this one follows.
+        # The save in the record of the start that this one follows.
         self._before = ""
 
     def begin(self, identity: run_files.Identity | None = None) -> None:
-        """Becomes the writer, or leaves it to `check` if storage is out of reach.
+        """Becomes the writer, or leaves that to `check` if storage is out of reach.
 
-        May wait until the writer before has expired.
+        May wait until the previous writer's record lapses.
 
         Args:
-          identity: of the run; None if it is not known.
+          identity: of the run; None if it is unknown.
 
         Raises:
           RunError: if another program writes.
@@ -193,7 +189,7 @@ class Writer:
         self._agreed("begin", begin)
 
     def check(self) -> int:
-        """Checks, before storage is written to, that it is still this program's.
+        """Checks, before a write to storage, that this program is still the writer.
 
         Returns:
           The number of this world.
@@ -205,17 +201,18 @@ class Writer:
         return self._agreed("check", self._begin)
 
     def claim(self, line: Line) -> int:
-        """Records the line that steps are saved to from now on; as `check`.
+        """Checks, and records the line that steps are saved to from now on.
 
         Raises:
-          ReplacedError: also if another start has saved to a later line.
+          ReplacedError: as `check`, or if another start has saved to a later line.
+          HostsFailedError: as `check`.
         """
 
         def claim() -> int:
             number, held = self._begin(), self._held
             assert held is not None
             if line.save <= self._before:
-                # It was claimed after this program had looked for steps.
+                # The other start claimed it after this program had searched for steps.
                 raise _replaced(self._records)
             of_line = {"save": line.save, "parents": list(map(list, line.parents))}
             held.renew(fields={**held.record.fields, **of_line})
@@ -225,12 +222,12 @@ class Writer:
         return self._agreed("claim", claim)
 
     def close(self) -> None:
-        """Gives the record back: another program may write at once."""
+        """Gives the record back, so that another program may write at once."""
         if self._held is not None:
             self._held.give_back()
 
     def _agreed(self, name: str, act: Callable[[], int]) -> int:
-        # By name, since a backup and a commit may ask at the same time.
+        # Named, since a backup and a commit may ask at the same time.
         own = allgather.outcome(act) if self._acts else {}
         outcome = self._share(f"writer/{name}", own)[0]
         if outcome.get("kind") == errors.RunError.__name__:
@@ -239,7 +236,7 @@ class Writer:
         return self.number
 
     def _begin(self) -> int:
-        # The number of the world that this program has claimed, now or before.
+        # Claims a world unless this program already has one; returns its number.
         with self._lock:
             if self._identity is not None:
                 run_files.keep(self._steps, self._identity, is_first=self._held is None)
@@ -264,7 +261,7 @@ class Writer:
                 raise errors.RunError(
                     f"{self._steps} is being written by another live program, {before};"
                     " wait for it or stop it, write to another directory, or open this"
-                    " one with read_only=True to read beside it"
+                    " one with read_only=True to only read it"
                 )
         if before is not None and before.fields["run"] == self._run:
             fields |= before.fields
@@ -273,9 +270,9 @@ class Writer:
         record = dataclasses.replace(own, fields=fields)
         held = self._records.take(number + 1, record)
         if held is not None:
-            # Also if `close` is never called, and in children that are forked. Garbage
-            # may be collected in the thread of a client of storage, which must not wait
-            # for itself.
+            # In case `close` is never called, also in forked children. In a thread of
+            # its own, since garbage may be collected in a thread of a storage client,
+            # which must not wait for itself.
             named = {"name": "give-back"}
             util.Finalize(self, background.in_thread, [held.give_back], named)
             util.Finalize(None, held.give_back, exitpriority=0)
@@ -291,7 +288,6 @@ def _replaced(there: records.Records) -> errors.ReplacedError:
     other = "another program" if by is None else f"{by.start} ({by})"
     return errors.ReplacedError(
         f"another start of this run, {other}, has continued it in"
-        f" {there.directory.parent} as world {number}, so this one commits no step"
-        " there from now on; if you do not want the other one, end it and start the run"
-        " again"
+        f" {there.directory.parent} as world {number}, so this one commits no more"
+        " steps there; if you do not want the other one, end it and start the run again"
     )

@@ -1,15 +1,15 @@
-"""Leases: a step that another program reads is not removed meanwhile.
+"""Leases: a run does not remove a step while another program reads it.
 
     <root>/leases/<step>-<start>.json       a lease: a record (see `records`)
     <root>/leases/<step>-<save>.removing    the run is about to remove the step
 
-A reader writes a lease and then looks whether its step is being removed; the run first
-writes which steps it removes or sets aside, and then looks for leases. So at least one
-of them sees the other, and gives way: the run keeps the step, or the reader takes
-another one.
+A reader first writes a lease, then checks whether its step is being removed. The run
+first announces which steps it removes or sets aside, then checks for leases. So at
+least one of them sees the other and gives way: the run keeps the step, or the reader
+takes a different one.
 
-If a reader is killed, its step becomes removable at the first collection that finds the
-lease unchanged for one full duration; on the machine of the run, at the next one.
+If a reader is killed, its step can be removed at the first collection that finds the
+lease unchanged for its full duration; if it ran on the run's machine, at the next one.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ from elastic_ckpt.tiers.persistent.persistent_root import (
 DIRECTORY = "leases"
 DURATION_SECS = 120.0
 _LEASE, _REMOVING = ".json", ".removing"
-# The leases of a run as the host that removes steps has seen them: by path and count of
-# renewals, when they were first seen.
+# When the host that removes steps first saw each lease, by path and count of renewals.
 Watch = dict[tuple[epath.Path, int], float]
 
 
 class StepGoneError(errors.CheckpointError):
-    """The step was removed, or is being removed; there may be a newer one."""
+    """The step was or is being removed; there may be a newer one."""
 
 
 @contextlib.contextmanager
@@ -49,7 +48,7 @@ def lease(
 
     Args:
       step_path: the directory of a committed step in persistent storage.
-      duration_secs: how long the step is kept, at least, if this process is killed; the
+      duration_secs: how long the step is kept, at least, if this process is killed. The
         lease is lost if storage is out of reach for longer.
 
     Yields:
@@ -59,7 +58,7 @@ def lease(
       StepGoneError: if there is no such step, or it is being removed.
       CheckpointError: when the block ends, if the lease was lost meanwhile, so that
         files may have been removed before they were read.
-      OSError: if storage is unavailable; for a bucket, it may be its client's error.
+      OSError: if storage is unavailable; for a bucket, possibly its client's error.
     """
     if not duration_secs > 0:
         raise errors.ConfigError(
@@ -68,8 +67,8 @@ def lease(
     directory = storage.absolute(step_path)
     root = PersistentRoot.from_path(directory.parent)
     gone = StepGoneError(
-        f"{directory} is not a committed step, or is being removed; name"
-        " PERSISTENT_DIRECTORY/<step>, or take a newer one"
+        f"{directory} is not a committed step, or is being removed; give"
+        " PERSISTENT_DIRECTORY/<step>, or take a newer step"
     )
     if not directory.name.isdecimal():
         raise gone
@@ -102,13 +101,12 @@ def lease(
 
 @contextlib.contextmanager
 def leased_if_ours(path: epath.PathLike) -> Iterator[None]:
-    """Leases the step that a path lies in, if a run of this library may remove it.
+    """Leases the step that contains a path, if a run of this library may remove it.
 
-    Nothing is leased in other checkpoints, or in storage that cannot be written to: the
-    latter is logged.
+    Leases nothing in other checkpoints, or, with a warning, in read-only storage.
 
     Args:
-      path: of a step in persistent storage or a part of it, or of anything else.
+      path: a step in persistent storage, a part of one, or anything else.
 
     Raises:
       CheckpointError: as `lease`.
@@ -125,7 +123,7 @@ def leased_if_ours(path: epath.PathLike) -> Iterator[None]:
                 stack.enter_context(lease(directory))
             except bucket_clients.failures() as error:
                 logging.warning(
-                    "%s is read without a lease (%s); see that its run does not"
+                    "%s is read without a lease (%s); make sure that its run does not"
                     " remove it meanwhile",
                     directory,
                     error,
@@ -134,10 +132,10 @@ def leased_if_ours(path: epath.PathLike) -> Iterator[None]:
 
 
 def leased(root: PersistentRoot, watch: Watch) -> set[int]:
-    """The steps that are leased; files of leases that are over are removed.
+    """The leased steps; removes leases that have lapsed.
 
     Raises:
-      CheckpointError: if leases cannot be read, so that nothing may be removed.
+      CheckpointError: if a lease cannot be read, so that nothing may be removed.
     """
     files, before = _files(root, _LEASE), dict(watch)
     watch.clear()
@@ -166,11 +164,11 @@ def removing(
     """Announces removals, finishes those of earlier worlds, and yields leased steps.
 
     Args:
-      root: of the steps.
-      steps: that are to be removed or moved, unless they are leased.
-      line: of the world that does it.
-      watch: of the leases.
-      replaced: a step among them that has to go.
+      root: the directory of the steps.
+      steps: the steps to remove or move, unless they are leased.
+      line: the line of the world that removes them.
+      watch: the leases that were seen so far.
+      replaced: a step among `steps` that must go.
 
     Raises:
       CheckpointError: if `replaced` is leased, or leases cannot be read.
@@ -181,7 +179,7 @@ def removing(
         storage.write_atomic(path, b"")
     try:
         for path, step in _files(root, _REMOVING).items():
-            # Of a world that was killed meanwhile.
+            # Left by a world that was killed.
             if path.stem.partition("-")[2] < line.save:
                 if not root.is_committed(step):
                     storage.remove(root.final(step))
@@ -190,8 +188,8 @@ def removing(
         if replaced in are_leased:
             raise errors.CheckpointError(
                 f"step {replaced} in {root.path} is leased: a program is reading it;"
-                " delete or replace it when that has ended. The lease of a program that"
-                " was killed expires by itself"
+                " delete or replace it when that program has ended. If it was killed,"
+                " its lease expires by itself"
             )
         yield are_leased
     finally:
@@ -202,16 +200,16 @@ def removing(
 def arrange(
     root: PersistentRoot, line: Line, *, run: str, step: int, watch: Watch
 ) -> None:
-    """Sets aside what a line abandons, and brings back what is of it.
+    """Sets aside the steps that a line abandons, and brings back its own.
 
     An abandoned step that is leased stays where it is until a later commit.
 
     Args:
-      root: of the steps.
-      line: that `step` is about to be committed to.
+      root: the directory of the steps.
+      line: the line that `step` is about to be committed to.
       run: the identity of the run.
-      step: that will be committed; older saves of it are set aside.
-      watch: of the leases.
+      step: the step to commit; older saves of it are set aside.
+      watch: the leases that were seen so far.
 
     Raises:
       CheckpointError: if an older save of `step` is leased, or storage is out of reach.
@@ -237,7 +235,7 @@ def arrange(
 
 
 def _files(root: PersistentRoot, kind: str) -> dict[epath.Path, int]:
-    # Files of a kind, with their steps. Temporary names begin with a dot.
+    # The files of a kind, with their steps. Temporary names begin with a dot.
     directory = root.path / DIRECTORY
     return {
         directory / name: int(name.partition("-")[0])

@@ -1,8 +1,8 @@
-"""OCDBT: arrays in key-value stores, one written by each host, all together one more.
+"""OCDBT: arrays in key-value stores, one for each host, and a merged store.
 
-Each host writes zarr v3 arrays into its own store, a directory. Merging makes one store
-of many: it only writes an index, which refers to the values in the stores. This is the
-layout of Orbax's checkpoints.
+Each host writes zarr v3 arrays to its own store, a directory. The merged store is only
+an index, which refers to the values in the hosts' stores. This is the layout of Orbax's
+checkpoints.
 
 Spec: https://google.github.io/tensorstore/kvstore/ocdbt/index.html
 """
@@ -24,12 +24,12 @@ from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.tiers import stored_part
 
 _PREFIX = "ocdbt.process_"
-# The file of a store that refers to its index, and what TensorStore writes it as.
+# The file of a store that refers to its index, and its temporary name.
 MANIFEST = "manifest.ocdbt"
 NEW_MANIFEST = f"{MANIFEST}.__lock"
-# The file of an array's metadata, which our layout determines.
+# The file of an array's metadata.
 METADATA = "zarr.json"
-# Nodes of indices: without, each value that is read costs a node of each level.
+# Caches nodes of indices: otherwise each value costs a read of a node on each level.
 _CACHE_BYTES = 100 * 2**20
 # Larger chunks are encoded by TensorStore, in its threads. Opening an array takes ten
 # times as long as writing a kilobyte, so small chunks are encoded here.
@@ -42,7 +42,7 @@ def key(leaf: Leaf, box: boxes.Box) -> str:
 
 
 def array_prefix(name: str) -> str:
-    """The prefix of the keys of the array `name`, as TensorStore completes paths."""
+    """The prefix of the keys of the array `name`, as TensorStore normalizes it."""
     return f"{name}/" if name and not name.endswith("/") else name
 
 
@@ -51,10 +51,9 @@ class Chunk:
     """A chunk of a leaf, and its values.
 
     Attributes:
-      leaf: the whole array.
-      box: of the chunk; of an array without elements the whole of it, and its metadata
-        alone is written.
-      values: of the box, of the leaf's dtype.
+      box: the box of the chunk; the whole box of an array without elements, of which
+        only the metadata is written.
+      values: the values of the box, of the leaf's dtype.
     """
 
     leaf: Leaf
@@ -63,17 +62,17 @@ class Chunk:
 
 
 def store_name(host_id: str, save: str) -> str:
-    """The directory of a host's store, for one save, in that of a checkpointable.
+    """The name of a host's store for one save, in a checkpointable's directory.
 
-    Orbax numbers processes here. A number may be another host's when an upload is
-    repeated in another world, so the name stands for the host, and for the save: a
-    replaced start may still write to its own. Orbax accepts only letters and digits.
+    Orbax numbers processes here. But in another world, which may repeat an upload, a
+    number may be a different host's, and a replaced start may still write to its store.
+    So the name contains hashes of host and save. Orbax accepts only letters and digits.
     """
     return f"{_PREFIX}{digest.name_hash(f'{save}/{host_id}'):016x}"
 
 
 def new_context() -> ts.Context:
-    """A context for stores that are merged, or that are read repeatedly."""
+    """A context for stores that are merged or read repeatedly."""
     return ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": _CACHE_BYTES}})
 
 
@@ -103,16 +102,16 @@ def write(
 ) -> None:
     """Writes chunks and the metadata of their arrays, durably, in one commit.
 
-    A commit costs as much for one chunk as for thousands: many small chunks belong into
-    one call. Until it returns, TensorStore holds a copy of the values.
+    A commit costs as much for one chunk as for thousands: pass many small chunks in one
+    call. Until it returns, TensorStore holds a copy of the values.
 
     Args:
-      directory: of the store.
-      chunks: of any arrays; their values must not change meanwhile.
-      context: of all calls for one store (`new_context`).
+      directory: the directory of the store.
+      chunks: chunks of any arrays, whose values must not change meanwhile.
+      context: the same for all calls for a store (`new_context`).
 
     Raises:
-      ValueError: of TensorStore, if storage fails.
+      ValueError: by TensorStore, if storage fails.
     """
     transaction = ts.Transaction(atomic=False)
     store = open_store(directory, context).with_transaction(transaction)
@@ -136,7 +135,7 @@ def _write_large(
             "driver": "zarr3",
             "kvstore": {**spec, "path": array_prefix(chunk.leaf.name)},
             "metadata": layout.array_metadata(chunk.leaf),
-            # Chunks of zeros are stored as well: a chunk that is missing is lost.
+            # Stores chunks of zeros, too: a missing chunk means a loss.
             "store_data_equal_to_fill_value": True,
         },
         open=True,
@@ -150,13 +149,13 @@ def _write_large(
 
 
 def merge(directory: epath.Path, stores: Iterable[str]) -> None:
-    """Makes `directory` a store of all that some stores in it hold, at once.
+    """Merges stores in `directory` into one, atomically.
 
     Args:
-      directory: of a checkpointable.
+      directory: the directory of a checkpointable.
       stores: names of directories in it, which the merged store refers to.
     """
-    # Values are referred to only among stores of one context.
+    # Only stores of one context can refer to each other's values.
     context = new_context()
     transaction = ts.Transaction(atomic=True)
     merged = open_store(directory, context).with_transaction(transaction)
@@ -176,8 +175,8 @@ def store_spec(directory: epath.PathLike) -> dict[str, Any]:
     spec = {"driver": "ocdbt", "cache_pool": "cache_pool#ocdbt", "base": base}
     if not storage.is_local(directory):
         return spec
-    # Files of values have unique names and can be written in place, without
-    # a rename each: only the manifest refers to them, and it is replaced atomically.
+    # Files of values have unique names, and only the manifest, which is replaced
+    # atomically, refers to them. So they are written in place, without renames.
     in_place = {**base, "file_io_locking": {"mode": "non_atomic"}}
     return {**spec, "base": in_place, "manifest": base}
 
@@ -187,8 +186,8 @@ def base_spec(directory: epath.PathLike) -> str | dict[str, str]:
     url = os.fspath(directory)
     if storage.is_local(url):
         return {"driver": "file", "path": os.path.abspath(url) + "/"}
-    # TensorStore looks up `s3://` buckets at Amazon, and does not read the environment
-    # variables by which other clients find other stores with that protocol.
+    # TensorStore looks for `s3://` buckets at Amazon: it ignores the environment
+    # variables by which other clients find other S3-compatible stores.
     given = os.environ.get
     endpoint = given("AWS_ENDPOINT_URL_S3") or given("AWS_ENDPOINT_URL")
     if not (url.startswith("s3://") and endpoint):

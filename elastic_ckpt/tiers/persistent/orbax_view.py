@@ -1,13 +1,13 @@
-"""A committed step as stock Orbax reads it: one store of all hosts, and its JSON files.
+"""A committed step as stock Orbax reads it: the merged store, and Orbax's JSON files.
 
-We read values by their keys in the merged store. Orbax decodes them by the array's own
-metadata, and finds the arrays by its JSON files. This module checks all of these
-without Orbax.
+We read values by their keys in the merged store. Orbax finds the arrays by its JSON
+files, and decodes them by each array's metadata. This module checks these without
+Orbax.
 
     <step>/orbax-digests.json    `files`: by path in the step, XXH3-128 of the content
 
-has the digests of the JSON files, in version 1, and is written before the commit. Only
-a verification reads it; values have their digests in manifests.
+has the digests of Orbax's files, in version 1, and is written before the commit. Only
+verification reads it; the digests of values are in manifests.
 """
 
 from __future__ import annotations
@@ -30,17 +30,13 @@ _VERSION = 1
 
 
 def to_bytes(files: Mapping[str, bytes]) -> bytes:
-    """The content of the file for Orbax's `files`, by path."""
+    """The content of `FILE`, for Orbax's `files` by path."""
     listed = {path: _digest(files[path]) for path in sorted(files)}
     return checked_json.to_bytes({"files": listed}, version=_VERSION)
 
 
 class OrbaxView:
-    """A committed step as Orbax sees it; any number of threads may call it.
-
-    Args:
-      directory: of the step.
-    """
+    """A committed step as Orbax sees it; any number of threads may call it."""
 
     def __init__(self, directory: epath.Path) -> None:
         self._directory = directory
@@ -49,15 +45,9 @@ class OrbaxView:
         self._array = functools.cache(self._open)
 
     def chunk_problem(self, leaf: Leaf, box: Box, named: bytes) -> str | None:
-        """The problem of a chunk as Orbax reads it; None if there is none.
+        """What is wrong with a chunk as Orbax reads it; None if nothing.
 
-        TensorStore compares the CRC-32C behind the values, and then their digest is
-        compared.
-
-        Args:
-          leaf: an array.
-          box: of the chunk.
-          named: the digest of its values.
+        TensorStore checks the CRC-32C after the values, and this method their digest.
         """
         try:
             array = self._array(leaf)[tuple(map(slice, box.start, box.stop))]
@@ -67,13 +57,11 @@ class OrbaxView:
             first_line = str(error).partition("\n")[0][:200]
             return f"cannot be read from the merged store ({first_line})"
         if digest.values_digest(np.asarray(values)) != named:
-            return "is not what was saved: the merged store gives other values"
+            return "is not what was saved: the merged store has different values"
         return None
 
     def problems(self, contents: Contents) -> Iterator[tuple[str, str]]:
-        """The problems of what no holder lists.
-
-        These are Orbax's files, and arrays without elements.
+        """Checks what no manifest lists: Orbax's files, and arrays without elements.
 
         Yields:
           The path of a file or array, and what is wrong with it.
@@ -91,7 +79,7 @@ class OrbaxView:
                 version=_VERSION,
             )["files"]
         except (*bucket_clients.failures(), checked_json.UnreadableError) as error:
-            yield FILE, f"{error}; Orbax's own files cannot be compared"
+            yield FILE, f"{error}; Orbax's own files cannot be verified"
             return
         for path, expected in listed.items():
             try:

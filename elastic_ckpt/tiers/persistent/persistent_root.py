@@ -2,23 +2,22 @@
 
     <root>/<step>/                              a committed step
     <root>/<step>/preserve                      keeps it, regardless of policies
-    <root>/<step>.orbax-checkpoint-tmp-<save>/  one that is being uploaded, or was
-    <root>/<step>.orbax-checkpoint-tmp-<save>.aside/  a committed one, set aside
+    <root>/<step>.orbax-checkpoint-tmp-<save>/  an upload, running or interrupted
+    <root>/<step>.orbax-checkpoint-tmp-<save>.aside/  a committed step, set aside
     <root>/run.json, <root>/agents.json, <root>/evaluations/    see `run_files`
     <root>/worlds/                              who may write, see `claims`
     <root>/leases/                              see `leases`
 
-If directories can be renamed atomically, a step is written under the third name, and
-the rename commits it. Object stores have no such rename: there a step is written in its
-final directory, and a last file, `commit_success.txt`, commits it. Both are Orbax's
-ways: it lists, and cleans away, the same directories as this module does. (Orbax
-assumes that directories can be renamed on `s3://`, unless its
-`AtomicityMode.COMMIT_FILE` is set.)
+Where directories can be renamed atomically, a step is written under the third name and
+committed by the rename. Object stores have no such rename: there a step is written in
+its final directory and committed by a last file, `commit_success.txt`. Orbax does both,
+too: it lists and cleans up the same directories. (On `s3://` Orbax assumes that
+directories can be renamed, unless its `AtomicityMode.COMMIT_FILE` is set.)
 
 Before the first step of a line is committed (see `steps.step`), the steps that it
-abandons are set aside: they are whole, and under a name that Orbax does not list. Those
-of the line come back from there. Where a step lies decides nothing: killed at any
-point, all of this can be repeated.
+abandons are set aside, unchanged, under a name that Orbax does not list. Steps of the
+line are moved back from there. The location of a step decides nothing, so all of this
+can be repeated if the program is killed at any point.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from elastic_ckpt.tiers.source import Leftover
 T = TypeVar("T")
 
 COMMIT_FILE = "commit_success.txt"
-# In place of the save, in the name of a step that is being removed.
+# Replaces the save in the name of a step that is being removed.
 REMOVED = "removed"
 _VERSION = 1
 _READERS = 32
@@ -65,9 +64,8 @@ class PersistentRoot:
     """The directory of a run's steps in persistent storage.
 
     Attributes:
-      path: of the directory of all steps.
       in_place: whether a file commits a step, rather than a rename.
-      only: the one step to list; None for all.
+      only: the only step to list; None for all.
     """
 
     path: epath.Path
@@ -76,16 +74,16 @@ class PersistentRoot:
 
     @classmethod
     def from_path(cls, path: epath.PathLike) -> PersistentRoot:
-        """The root at `path`; steps are renamed on local paths and NFS mounts alone."""
+        """The root at `path`; steps are renamed only on local paths and NFS mounts."""
         root = storage.absolute(path)
         return cls(path=root, in_place=not storage.is_local(root))
 
     def final(self, step: int) -> epath.Path:
-        """The directory of a step when it is committed."""
+        """The directory of a committed step."""
         return self.path / str(step)
 
     def unfinished(self, step_id: StepId) -> epath.Path:
-        """The directory that a save of a step is uploaded into."""
+        """The directory that a save of a step is uploaded to."""
         temporary = self.path / f"{step_id.step}{_TEMPORARY}-{step_id.save}"
         return self.final(step_id.step) if self.in_place else temporary
 
@@ -99,10 +97,10 @@ class PersistentRoot:
         return (self.final(step) / marker).exists()
 
     def is_pending(self, step_id: StepId, *, run: str) -> bool:
-        """Whether a save of a step is still to be committed; False if it was already.
+        """Whether a save of a step is not committed yet.
 
-        Older saves of it are replaced: they are set aside when the new one is committed
-        (before it is uploaded, where steps are written in place).
+        Older saves of the step are set aside when the new one is committed (before it
+        is uploaded, where steps are written in place).
 
         Raises:
           CheckpointError: if the step was committed by a newer save, by another run, or
@@ -113,19 +111,19 @@ class PersistentRoot:
             return True
         there = self.save_of(step, run=run)
         if there is None or there > save or (self.in_place and there < save):
-            what = "one that Orbax saved without elastic_ckpt"
+            what = "saved by Orbax without elastic_ckpt"
             if manifest_names(self.final(step)):
                 what = f"its save is {there or 'of another run or version'}"
             raise errors.CheckpointError(
-                f"step {step} in {self.path} exists already, {what}, and is not"
-                f" replaced by save {save}; remove it first if the new one shall count"
+                f"step {step} in {self.path} exists already ({what}), so save {save}"
+                " does not replace it; remove it first if the new one should count"
             )
         return there < save
 
     def save_of(self, step: int, *, run: str) -> str | None:
-        """Which save of a step is committed; None if it is none that the run can read.
+        """Which save of a step is committed; None if the run cannot read it.
 
-        For a step that Orbax alone saved it is the save that it counts as.
+        For a step that Orbax alone saved, it is the save that the step counts as.
         """
         there, save = committed(self.final(step))
         if not there and not manifest_names(self.final(step)):
@@ -133,9 +131,9 @@ class PersistentRoot:
         return save if there == run else None
 
     def foreign_save(self, step: int) -> str:
-        """The save that a step counts as which Orbax alone wrote: when that was.
+        """The save that a step of Orbax alone counts as: its commit time.
 
-        Saves are named by the time in milliseconds (see `HostWorld.new_save`).
+        Saves are named by a time in milliseconds (see `HostWorld.new_save`).
         """
         return f"{commit_nsecs(self.final(step)) // 1_000_000:015d}"
 
@@ -151,15 +149,15 @@ class PersistentRoot:
     def are_ours(self) -> dict[int, bool]:
         """Whether this library wrote each committed step, ascending.
 
-        An object store is asked once about each step that has manifests: the listing of
-        its directory also shows the file that commits it.
+        Takes one request for each step with manifests: the listing of its directory
+        also shows the file that commits it.
         """
 
         def is_ours(step: int) -> bool | None:
             names = records.names(self.final(step))
             if not (COMMIT_FILE in names or self.is_committed(step)):
                 return None
-            # All manifests may be lost.
+            # Its manifests may all be lost.
             has_any = any(map(is_manifest_name, names))
             return has_any or committed(self.final(step)) != ("", "")
 
@@ -167,62 +165,63 @@ class PersistentRoot:
         return {step: ours for step, ours in found.items() if ours is not None}
 
     def of_each(self, asked: Callable[[int], T], steps: Sequence[int]) -> dict[int, T]:
-        """What is asked of storage about each of some steps.
+        """Calls `asked` for each step, many at a time.
 
-        A request to an object store takes as long as thousands on a disk, so that many
-        are under way at once: a root may keep hundreds of steps.
+        A request to an object store takes as long as thousands on a disk, and a root
+        may have hundreds of steps.
         """
         with background.pool(_READERS, "steps") as readers:
             return dict(zip(steps, readers.map(asked, steps), strict=True))
 
     def leftovers(self) -> list[Leftover]:
-        """The steps that are not committed, ascending; uploads that run are among them.
+        """The uncommitted steps, ascending, including uploads that are running.
 
-        Leftovers of Orbax itself are included: it names them in the same way.
+        Includes leftovers of Orbax itself, which it names in the same way.
         """
         leftovers = []
-        # A step that is committed meanwhile is not among them.
+        # In this order, since a step may be committed meanwhile.
         found, committed = self._directories(), self.steps()
         for each in found:
             path, step = self.path / each[0], int(each["step"])
             if self._is_aside(each) or (not each["temporary"] and step in committed):
                 continue
-            # The name of one that is written in place does not tell it.
+            # The name of a step that is written in place does not contain its save.
             listed = () if each["temporary"] else readable(path)
             save = max((of.step_id.save for of in listed), default=each["save"])
             leftovers.append(Leftover(step=step, save=save, path=path))
         return leftovers
 
     def set_aside_steps(self) -> list[StepId]:
-        """The steps that are set aside, with their saves, ascending."""
+        """The steps that are set aside, ascending."""
         return [
             StepId(int(each["step"]), each["save"])
             for each in filter(self._is_aside, self._directories())
         ]
 
     def remove(self, directory: epath.Path) -> None:
-        """Removes a step, committed or set aside: it is gone at once.
+        """Removes a step, committed or set aside.
 
-        Its files go little by little. Killed meanwhile, it leaves a leftover.
+        It disappears at once, then its files are removed; if the program is killed
+        meanwhile, the rest is a leftover.
         """
         storage.remove(self.uncommit(directory))
 
     def uncommit(self, directory: epath.Path) -> epath.Path:
-        """Makes a step invisible, and returns where its files are."""
+        """Makes a step disappear, and returns where its files are."""
         if self.in_place:
             storage.remove(directory / COMMIT_FILE)
             return directory
         step = directory.name.partition(".")[0]
         taken_back = self.path / f"{step}{_TEMPORARY}-{REMOVED}"
-        # A directory of this name is the rest of an earlier removal.
+        # An earlier removal may have left a directory of this name.
         storage.remove(taken_back)
         storage.rename(directory, taken_back)
         return taken_back
 
     def move(self, source: epath.Path, target: epath.Path) -> None:
-        """Moves a step, and can be repeated: at each moment one of the two is whole."""
+        """Moves a step; can be repeated, since one of the two is whole at any time."""
         if target.exists():
-            # An edit was cut short, and a run has stored the same save from RAM again.
+            # An edit was interrupted, and a run stored the same save from RAM again.
             self.remove(target)
         if not self.in_place:
             storage.rename(source, target)
@@ -231,12 +230,12 @@ class PersistentRoot:
         self.remove(source)
 
     def _is_aside(self, found: re.Match[str]) -> bool:
-        # Copies and removals take a while in an object store.
+        # In an object store, the directory may be a half-finished copy or removal.
         is_whole = not self.in_place or (self.path / found[0] / COMMIT_FILE).exists()
         return bool(found["aside"]) and is_whole
 
     def _numbers(self) -> list[int]:
-        # The steps that have directories, committed or not, ascending.
+        # The steps with a directory, committed or not, ascending.
         return [int(e["step"]) for e in self._directories() if not e["temporary"]]
 
     def _directories(self) -> list[re.Match[str]]:
@@ -247,12 +246,12 @@ class PersistentRoot:
 
 
 def run_of(directory: epath.Path) -> str | None:
-    """The run of a step, in storage or in RAM; None if no manifest of it is valid."""
+    """The run of a step, in storage or in RAM; None if it has no valid manifest."""
     return next((each.run for each in readable(directory)), None)
 
 
 def readable(directory: epath.Path) -> Iterator[Manifest]:
-    """The manifests in the directory of a step that can be read, of any run."""
+    """The readable manifests in the directory of a step, of any run."""
     for name in manifest_names(directory):
         with contextlib.suppress(OSError, checked_json.UnreadableError):
             yield Manifest.parse((directory / name).read_bytes())
@@ -265,8 +264,8 @@ def commit_text(final: epath.Path, run: str, save: str) -> bytes:
 
 
 def committed(directory: epath.Path) -> tuple[str, str]:
-    """The run and the save of a committed step of ours; empty if it is none."""
-    # A file that is cut short, or altered, names no save.
+    """The run and the save of a committed step of ours; empty if it is not one."""
+    # A truncated or altered file names no save.
     with contextlib.suppress(FileNotFoundError, LookupError, ValueError):
         found = _COMMITTED.search((directory / COMMIT_FILE).read_bytes())
         fields = json.loads(found[1]) if found else {}
@@ -276,10 +275,7 @@ def committed(directory: epath.Path) -> tuple[str, str]:
 
 
 def read_json(path: epath.Path) -> dict[str, Any] | None:
-    """A JSON object that Orbax wrote, empty if there is none.
-
-    None if the file is cut short or altered.
-    """
+    """A JSON object that Orbax wrote: empty if missing, None if damaged."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -290,7 +286,7 @@ def read_json(path: epath.Path) -> dict[str, Any] | None:
 
 
 def commit_nsecs(directory: epath.Path) -> int:
-    """When a step was committed, since 1970, by Orbax's metadata; 0 if unknown."""
+    """The commit time in Orbax's metadata, in nanoseconds since 1970; 0 if unknown."""
     metadata = read_json(directory / "_CHECKPOINT_METADATA") or {}
     return metadata.get("commit_timestamp_nsecs") or 0
 
@@ -303,13 +299,13 @@ def manifest_names(directory: epath.Path) -> list[str]:
 def read_manifests(
     directory: epath.Path, *, run: str, step: int, hosts: Collection[str] = ()
 ) -> list[Manifest | errors.CheckpointError]:
-    """The manifests in a step's directory, in order, or why one is none.
+    """The manifests in a step's directory, in order, with errors for unreadable ones.
 
     Args:
-      directory: of the step.
-      run: that they have to be of.
-      step: likewise.
-      hosts: that have written theirs; the listing of an object store may lag behind.
+      directory: the directory of the step.
+      run: the run that they must belong to.
+      step: the step that they must belong to.
+      hosts: hosts that have written theirs: an object store's listing may lag behind.
 
     Raises:
       OutOfReachError: if storage is unavailable.

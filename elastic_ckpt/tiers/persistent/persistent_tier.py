@@ -1,8 +1,8 @@
 """The persistent tier: ordinary Orbax checkpoints, found and read by their manifests.
 
-Hosts write them (`upload`, `commit`), and any program with Orbax alone can load them.
-Our manifests lie beside Orbax's files: with them a host finds the values of a box and
-their digests without Orbax, and reads only those that it needs.
+Hosts write them (`upload`), and any program can load them with Orbax alone. By our
+manifests, which are next to Orbax's files, a host finds the values of a box and their
+digests without Orbax, and reads only what it needs.
 """
 
 from __future__ import annotations
@@ -35,14 +35,11 @@ from elastic_ckpt.tiers.source import Copy, Offered, OnPiece, ReadError, ignored
 class PersistentTier:
     """The committed steps of a run in persistent storage; a `source.Tier`.
 
-    They are listed once: make another one for what is new.
+    They are listed once: create a new object to see new steps.
 
     Args:
-      root: of the steps.
-      run: whose steps they are; others are problems, and offered as nothing.
-
-    Attributes:
-      root: of the steps.
+      root: the directory of the steps.
+      run: the identity of the run; steps of others are reported as problems.
     """
 
     def __init__(self, root: PersistentRoot, *, run: str) -> None:
@@ -57,11 +54,11 @@ class PersistentTier:
         return [step for step, is_ours in self._are_ours.items() if is_ours]
 
     def known_saves(self) -> list[StepId]:
-        """The committed steps of this library, and those that are set aside.
+        """The steps of this library that are committed or set aside.
 
-        The save of one that is not of the run, or cannot be told, is empty. An
-        abandoned step that a program reads is not set aside, so that the newest save
-        need not be that of the newest step.
+        The save is empty if the step is of another run, or its save is unknown. An
+        abandoned step that is leased is not set aside, so that the newest save need not
+        be that of the newest step.
 
         Raises:
           CheckpointError: if storage is out of reach; `foreign_saves` likewise.
@@ -88,7 +85,7 @@ class PersistentTier:
         """The committed steps that Orbax alone wrote.
 
         Returns:
-          By step, ascending, the save that it counts as.
+          The save that each counts as, by step, ascending.
         """
         foreign = [step for step, is_ours in self._are_ours.items() if not is_ours]
         return self.root.of_each(self.root.foreign_save, foreign)
@@ -130,7 +127,7 @@ class PersistentTier:
         return Offered(copies, problems)
 
     def _directories(self, step: int) -> list[epath.Path]:
-        # Of all saves of a step.
+        # The directories of all saves of a step.
         aside = [
             self.root.aside(each)
             for each in self.root.set_aside_steps()
@@ -141,15 +138,11 @@ class PersistentTier:
         )
 
     def held(self, line: Line) -> list[retention.HeldStep]:
-        """The steps of this run, in the form that retention requires.
+        """The committed steps of this run, for retention.
 
-        A committed step is complete. Those of another run are left out, and those that
-        a later version of elastic_ckpt has committed. The time is that of the commit by
-        Orbax's metadata (1970 if that is damaged), the metrics are those that Orbax
-        finds too, and those of evaluations.
-
-        Args:
-          line: of the evaluations that count.
+        Steps of another run, or that a later version of elastic_ckpt has committed, are
+        left out. The time is the commit time in Orbax's metadata (1970 if that is
+        damaged); the metrics are those in Orbax's files and those of evaluations.
         """
         found = self.root.of_each(self._held, self._ours)
         held = [each for each in found.values() if each is not None]
@@ -158,7 +151,7 @@ class PersistentTier:
         return retention.with_evaluations(held, metrics)
 
     def preserved(self) -> list[int]:
-        """The steps that are preserved by hand, ascending."""
+        """The pinned steps, ascending."""
         found = self.root.of_each(
             lambda step: preserved.is_preserved(self.root.final(step)),
             list(self._are_ours),
@@ -166,7 +159,7 @@ class PersistentTier:
         return [step for step in found if found[step]]
 
     def remove_all(self, step: int) -> bool:
-        """Removes all saves of a step; whether there were any."""
+        """Removes all saves of a step; returns whether there were any."""
         there = self._directories(step)
         ours = [each for each in there if manifest_names(each) or committed(each)[0]]
         for directory in ours:
@@ -179,7 +172,7 @@ class PersistentTier:
             return None
         metrics = read_json(directory / "metrics" / "metrics")
         if metrics is None:
-            logging.warning("step %d is kept, because its metrics are no JSON", step)
+            logging.warning("step %d is kept, because its metrics are not JSON", step)
         return retention.HeldStep(
             step=step,
             time_ms=commit_nsecs(directory) // 1_000_000,
@@ -189,13 +182,7 @@ class PersistentTier:
 
 
 class StepSource:
-    """Reads the files of a step, and values in its stores; a `source.Source`.
-
-    Any number of threads may call it.
-
-    Args:
-      directory: of the step, committed or not.
-    """
+    """Reads the files of a step, and the values in its stores; a `source.Source`."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -220,7 +207,9 @@ class StepSource:
         except (*bucket_clients.failures(), ValueError) as error:
             raise ReadError(f"cannot be read ({error})") from error
         if len(content) < len(into):
-            raise ReadError(f"ends after {len(content)} bytes, before {len(into)}")
+            raise ReadError(
+                f"ends after {len(content)} bytes, but should have {len(into)}"
+            )
         into[:] = content[: len(into)]
         on_piece(into)
         return len(content)

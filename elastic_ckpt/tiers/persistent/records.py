@@ -1,17 +1,17 @@
-"""Records in storage that count for as long as their holders renew them.
+"""Records in storage, which are valid for as long as their holders renew them.
 
-A record names its process: on the same machine its number, its start and the boot of
-the machine prove whether it is alive. Of one elsewhere nothing can be proved, so a
-holder increases a count in its record four times in `secs`; a record that was not
-renewed for all of that time, by the clock of the program that looks at it, has lapsed.
-Clocks are never compared.
+A record names its process. On the same machine, the process number, its start time and
+the machine's boot ID prove whether it is alive. From elsewhere nothing can be proved,
+so a holder increases a count in its record four times in `secs`. A record that was not
+renewed for `secs`, by the clock of the program that looks at it, has lapsed. Clocks are
+never compared.
 
     <directory>/<number>.json
 
-Of numbered records the newest counts. Whoever wants to follow its holder creates the
-next number: storage lets one of several do so. A holder that stood still finds that
-record before it renews its own. Claims of the worlds of a run are numbered records, and
-so are those of the leader of its machines; leases of steps are single ones.
+Of numbered records the newest counts. Whoever wants to succeed its holder creates the
+next number, which storage lets only one program do. A holder that hung finds that
+record before it renews its own. The claims of a run's worlds and of the leader of its
+machines are numbered records; leases of steps are single ones.
 """
 
 from __future__ import annotations
@@ -54,12 +54,10 @@ class Record:
     """One record.
 
     Attributes:
-      start: the name of the start of a program, which no other has.
-      process: of that program.
-      secs: how long it counts without being renewed; 0 once it was given back.
-      since_ms: when it was created, since the epoch.
-      count: of its renewals.
-      fields: others, of its kind.
+      start: the unique name of one start of a program.
+      secs: how long it is valid without being renewed; 0 once it was given back.
+      since_ms: when it was created, in milliseconds since 1970.
+      count: how often it was renewed.
     """
 
     start: str
@@ -75,23 +73,23 @@ class Record:
 
 
 def new_start() -> str:
-    """A name for a start of a program."""
+    """A unique name for a start of a program."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def to_bytes(value: Any) -> bytes:
-    """The content of the file of a record, or of another dataclass."""
+    """Encodes a record, or any other dataclass, for its file."""
     fields: Any = codec.encode(value)
     return checked_json.to_bytes(fields, version=_VERSION)
 
 
 class OutOfReachError(errors.CheckpointError):
-    """Storage is unavailable, so that what it has is unknown; the cause says why."""
+    """Storage is unavailable, so its content is unknown; the cause says why."""
 
 
 @contextlib.contextmanager
 def within_reach(path: epath.Path) -> Iterator[None]:
-    """Raises an OutOfReachError in place of an error of storage; not a missing file."""
+    """Turns errors of storage, other than a missing file, into an OutOfReachError."""
     try:
         yield
     except FileNotFoundError:
@@ -99,16 +97,15 @@ def within_reach(path: epath.Path) -> Iterator[None]:
     except bucket_clients.failures() as error:
         raise OutOfReachError(
             f"{path} cannot be read or listed, because it is out of reach ({error});"
-            " check the path and who may read there, or try again when the storage is"
-            " back"
+            " check the path and its permissions, or try again when the storage is back"
         ) from error
 
 
 def read(path: epath.Path, kind: type[T] = Record) -> T | None:
-    """What `to_bytes` made, from the file at a path; None if there is none.
+    """Reads what `to_bytes` encoded; None if there is no file.
 
     Raises:
-      CheckpointError: if it is damaged, or storage is unavailable.
+      CheckpointError: if the file is damaged, or storage is unavailable.
     """
     try:
         with within_reach(path):
@@ -137,12 +134,11 @@ def names(directory: epath.Path) -> list[str]:
 
 
 def is_over(path: epath.Path, record: Record) -> bool:
-    """Whether the holder of a record is gone; may watch it until it lapses."""
+    """Whether a record's holder is gone; may wait until the record lapses."""
     if not record.secs or record.process.is_here:
         return not record.secs or record.process.is_dead
     logging.warning(
-        "%s, may still hold %s and cannot be asked: waiting for up to %g s until that"
-        " is known",
+        "%s, may still hold %s: waiting for up to %g s to see whether it renews it",
         record,
         path,
         record.secs,
@@ -157,12 +153,7 @@ def is_over(path: epath.Path, record: Record) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """The numbered records in a directory.
-
-    Attributes:
-      directory: local or in an object store.
-      mode: the permissions of their files.
-    """
+    """The numbered records in a directory, local or in an object store."""
 
     directory: epath.Path
     mode: int = 0o666
@@ -187,19 +178,14 @@ class Records:
         *,
         renewed: Callable[[int], None] = lambda _: None,
     ) -> Held | None:
-        """Creates a record unless there is one of this number; none is ever removed.
-
-        Args:
-          number: the next one.
-          record: that is created.
-          renewed: as for `Held`.
+        """Creates a record unless its number exists; records are never removed.
 
         Returns:
-          The record, which is renewed from now on; None if another program has it.
+          The record, renewed from now on; None if another program took the number.
         """
         path, after = self.path(number), self.path(number + 1)
         is_created = storage.create(path, to_bytes(record), mode=self.mode)
-        # A client of an object store may have repeated its request.
+        # An object store's client may have repeated its request.
         if not (is_created or read(path) == record):
             return None
         return Held(path, record, after=after, renewed=renewed, mode=self.mode)
@@ -209,16 +195,12 @@ class Held:
     """A record that this process has created, and the thread that renews it.
 
     Args:
-      path: of its file.
-      record: as it was created.
-      after: the file that whoever follows creates; None if nobody can.
+      after: the file that a successor creates; None if there can be none.
       renewed: called with the count after each renewal, in that thread.
-      mode: the permissions of its file.
 
     Attributes:
-      path: as given.
-      record: as it was written last.
-      is_lost: whether it was found that another program holds it, or that it is gone.
+      record: the content that was written last.
+      is_lost: whether the record was found to be gone or held by another program.
     """
 
     def __init__(
@@ -238,7 +220,7 @@ class Held:
         background.in_thread(self._keep, name="renewals")
 
     def check(self) -> bool:
-        """Whether this process still holds it; asks storage.
+        """Asks storage whether this process still holds the record.
 
         Raises:
           CheckpointError: if the record is damaged.
@@ -251,10 +233,9 @@ class Held:
         return not self.is_lost
 
     def renew(self, **changes: Any) -> None:
-        """Increases the count, unless the record is lost, or was given back.
+        """Increases the count, and makes `changes` to other attributes.
 
-        Args:
-          **changes: of other attributes of the record.
+        Does nothing if the record is lost or was given back.
         """
         with self._lock:
             if self._ended.is_set() or not self.check():
@@ -267,15 +248,15 @@ class Held:
             self._renewed(self.record.count)
 
     def give_back(self) -> None:
-        """Has it lapse at once: another program may follow."""
+        """Makes the record lapse at once, so that another program may follow."""
         self._end(lambda: self.renew(secs=0.0))
 
     def remove(self) -> None:
-        """Removes it."""
+        """Removes the record."""
         self._end(lambda: storage.remove(self.path))
 
     def _end(self, end: Callable[[], None]) -> None:
-        # A process that was forked has the record of its parent.
+        # A forked process has its parent's record.
         if self._ended.is_set() or os.getpid() != self._pid:
             return
         with self._lock:
@@ -293,4 +274,4 @@ class Held:
         try:
             act()
         except (errors.CheckpointError, *bucket_clients.failures()) as error:
-            logging.warning("%s is not written: %s", self.path, error)
+            logging.warning("%s was not written: %s", self.path, error)

@@ -1,8 +1,8 @@
-"""Retries of writes while storage is unavailable, and errors that no retry can solve.
+"""Retries writes while storage is unavailable.
 
 Persistent storage fails temporarily: tokens expire, NFS servers restart, object stores
-limit rates. Each write is retried at growing intervals, and each failure is logged; a
-permanent error is raised at once.
+limit rates. Each write is retried at growing intervals, and each failure is logged.
+Permanent errors are raised at once.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from elastic_ckpt.tiers.persistent.records import OutOfReachError
 
 Result = TypeVar("Result")
 
-# Of each write, in all.
+# For each write, in total.
 _ATTEMPTS = 8
-# The longest wait before the second attempt, which doubles from there, and any wait.
+# Upper bounds of the first wait, which doubles from there, and of the longest.
 _FIRST_SECS, _LONGEST_SECS = 0.5, 30.0
-# There may be room at the next backup; until then nothing waits for it.
+# A later backup may succeed; retrying this one will not.
 _PERMANENT = ("full", "read_only", "refused")
 _PERMANENT_ERRNOS = (
     errno.EISDIR,
@@ -44,11 +44,11 @@ def call(what: str, act: Callable[[], Result]) -> Result:
     """Calls `act` until it succeeds, and returns its result.
 
     Args:
-      what: what is done, and where: the beginning of messages, such as `writing /a/b`.
-      act: may be done again after it failed half way.
+      what: the beginning of messages, such as `writing /a/b`.
+      act: can be repeated after it has failed half way.
 
     Raises:
-      CheckpointError: if the last attempt failed too, or one failed for good.
+      CheckpointError: if the last attempt failed, or any failed permanently.
     """
     for attempt in range(1, _ATTEMPTS + 1):
         try:
@@ -63,10 +63,10 @@ def call(what: str, act: Callable[[], Result]) -> Result:
                 raise errors.CheckpointError(
                     f"{failed}; {advice}; a run tries again with its next backup"
                 ) from error
-            # Ten thousand hosts that failed together do not come back together.
+            # Ten thousand hosts that failed together must not retry together.
             secs = min(_LONGEST_SECS, _FIRST_SECS * 2 ** (attempt - 1))
             secs *= random.uniform(0.5, 1)
-            logging.warning("%s; the next is in %.1f s", failed, secs)
+            logging.warning("%s; trying again in %.1f s", failed, secs)
             clock.sleep(secs)
     raise AssertionError("the last attempt returns or raises")
 
@@ -79,7 +79,7 @@ def _is_permanent(error: Any) -> bool | None:
     if isinstance(error, ValueError):
         status = _STATUS.match(str(error))
         return status and (is_lasting or status[1] in _PERMANENT_STATUSES)
-    # What clients of buckets raise may pass: tokens expire.
+    # Errors of bucket clients may pass: tokens expire.
     return isinstance(error, OSError) and (
         is_lasting or error.errno in _PERMANENT_ERRNOS
     )

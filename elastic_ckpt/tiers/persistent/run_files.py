@@ -1,23 +1,23 @@
-"""The small files of a run beside its steps: its identity, its agents, evaluations.
+"""The small files of a run next to its steps: its identity, agents and evaluations.
 
     <directory>/run.json      the identity of the run
     <directory>/agents.json   by machine, the URL of its agent and when it was last in a
                               world, in seconds since 1970
     <root>/evaluations/<step>-<save>.json   metrics of training step <step>
 
-The first two are in a run's storage and in each of its RAM disks. Two runs may have the
-same name, and then the same path in RAM, for example after the output of one was
-removed. So each run has a random identity, created once when it first starts, and a RAM
-disk of another run is refused.
+The first two are in a run's storage and on each of its RAM disks. Two runs may have the
+same name, and so the same path in RAM, for example after the output of one was removed.
+So each run has a random identity, created at its first start, and refuses a RAM disk of
+a different run.
 
-Programs in no world find the machines of the run by the agents in storage, and a new
-world finds idle machines by those of its hosts. They are hints: an agent may be gone,
-all that it sends is checked, and the run's secret is not here.
+Programs outside of the run find its machines by the agents in storage; a new world
+finds idle machines by the agents on its hosts' RAM disks. These are hints: an agent may
+be gone, all that it sends is verified, and the run's secret is not in the file.
 
-Evaluating is not saving: an evaluation counts for the saved step of the same number,
-otherwise for the newest saved step before it (`steps.retention.with_evaluations`). It
-has the save of its world, so that the line of the run (see `steps.step`) decides
-whether it counts, as for a step. It is removed with its saved step.
+An evaluation counts for the saved step of the same number, otherwise for the newest
+before it (`steps.retention.with_evaluations`), and is removed with that step. It has
+the save of its world: as for a step, the run's line (`steps.step`) decides whether it
+counts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from elastic_ckpt.tiers.persistent.persistent_root import (
 IDENTITY = "run.json"
 AGENTS = "agents.json"
 EVALUATIONS = "evaluations"
-# Machines come and go: one that was in no world for so long is dropped.
+# A machine that was in no world for this long is dropped.
 _REMEMBERED_SECS = 14 * 24 * 3600
 
 
@@ -54,8 +54,8 @@ class Identity:
     """The identity of a run.
 
     Attributes:
-      name: random, 32 hex digits.
-      is_stored: whether the run has persistent storage, or had it.
+      name: 32 random hex digits.
+      is_stored: whether the run has, or ever had, persistent storage.
     """
 
     name: str
@@ -64,11 +64,10 @@ class Identity:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """A directory of a run: in storage, or a RAM disk.
+    """A directory of a run's steps: in storage, or a RAM disk.
 
     Attributes:
-      directory: of the run's steps.
-      identity: of the run whose steps it has; None if it has none yet.
+      identity: the run whose steps it has; None if it has none yet.
       is_out_of_reach: whether the directory cannot be read now.
     """
 
@@ -78,7 +77,7 @@ class Place:
 
 
 class Seen(NamedTuple):
-    """The agent of a machine, and when its machine was last in a world."""
+    """An agent's URL, and when its machine was last in a world (secs since 1970)."""
 
     url: str
     secs: float
@@ -86,7 +85,7 @@ class Seen(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RunAgents:
-    """The agents of a run, by the id of their machine's memory."""
+    """The agents of a run, by the id of the machine's memory."""
 
     run: str
     agents: Mapping[str, Seen]
@@ -103,10 +102,9 @@ class Evaluation:
     """The metrics of one evaluation.
 
     Attributes:
-      run: the identity of the run.
       step: the training step that was evaluated, saved or not.
-      save: of the world that evaluated it, or of the saved step.
-      metrics: JSON text of an object.
+      save: the save of the world that evaluated it, or of the saved step.
+      metrics: a JSON object.
     """
 
     run: str
@@ -116,16 +114,16 @@ class Evaluation:
 
     @property
     def step_id(self) -> StepId:
-        """The step as that save would have it."""
+        """The step under that save."""
         return StepId(self.step, self.save)
 
 
 def place(directory: epath.PathLike, *, has_steps: bool = True) -> Place:
-    """A directory of a run, in storage or in RAM.
+    """Reads which run a directory of steps belongs to, in storage or in RAM.
 
     Args:
-      directory: of its steps.
-      has_steps: whether it has any; a RAM disk without any is no run's.
+      directory: the directory.
+      has_steps: whether it has any steps; a RAM disk without steps belongs to no run.
 
     Raises:
       CheckpointError: if the identity there is damaged.
@@ -141,15 +139,15 @@ def place(directory: epath.PathLike, *, has_steps: bool = True) -> Place:
 def agreed(
     stored: Place | None, disks: Sequence[Place], *, fresh: str
 ) -> Identity | None:
-    """The identity of the run that hosts start; None if it cannot be known now.
+    """Agrees on the identity of the run; None if it cannot be known now.
 
     All hosts call it with the same arguments. A disk that was filled while storage was
-    out of reach has no identity yet, and takes that of the run.
+    out of reach has no identity yet, and gets that of the run.
 
     Args:
-      stored: of the run's persistent storage; None if it has none.
-      disks: of each host.
-      fresh: the name of a new identity.
+      stored: the run's persistent storage; None if it has none.
+      disks: the RAM disk of each host.
+      fresh: the name for a new identity.
 
     Raises:
       RunError: if a RAM disk has steps of another run.
@@ -169,13 +167,13 @@ def agreed(
             "choose another run_name (another directory of ec.Local), or, if nobody"
             f" needs these steps, remove the directory: rm -r {each.directory}"
         )
-        # By name: hosts without storage do not know whether the run has some.
+        # Only the name: hosts without storage do not know whether the run has some.
         if own.name != known.name:
             raise errors.RunError(
                 f"host {number}: {each.directory} contains steps of another run, not of"
                 f" {place_of_run}; {remedy}"
             )
-        # Whoever copies the identity says that the storage is to be that of this run.
+        # By copying the identity, a person confirms that this is the run's storage.
         if is_new and own.is_stored:
             raise errors.RunError(
                 f"{place_of_run} has no steps, but {each.directory} holds steps of a"
@@ -191,12 +189,12 @@ def agreed(
 
 
 def keep(directory: epath.PathLike, identity: Identity, *, is_first: bool) -> None:
-    """Gives persistent storage the identity of its run, or checks that it is there.
+    """Writes the run's identity to persistent storage, or checks that it is there.
 
     Args:
-      directory: of the run's steps.
-      identity: of the run.
-      is_first: whether this program has not done it yet.
+      directory: the directory of the run's steps.
+      identity: the identity of the run.
+      is_first: whether this is the program's first call.
 
     Raises:
       ReplacedError: if the directory was removed, or another run has taken it.
@@ -210,19 +208,19 @@ def keep(directory: epath.PathLike, identity: Identity, *, is_first: bool) -> No
         raise errors.ReplacedError(
             f"{path} is gone, or another run's: the directory was removed while this"
             " run was writing to it, or another run has started in it at the same time."
-            " What this run had saved there is lost, so it stops; start it again, in"
-            " another directory if another run needs this one"
+            " This run's steps there are lost, so it stops; start it again, in another"
+            " directory if the other run needs this one"
         )
 
 
 def find_run(chosen: Chosen) -> str | None:
-    """The run whose steps are in the local tier, or in the persistent one.
+    """The run whose steps are in the local tier, otherwise in the persistent one.
 
-    A run that has no name keeps this one when tiers come, go or move.
+    An unnamed run keeps this name when tiers are added, removed or moved.
 
     Returns:
-      None if there are no steps, or if storage is out of reach: there may be some in
-      the RAM of other hosts.
+      None if there are no steps, or if storage is out of reach and the local tier has
+      none: other hosts may have some in RAM.
 
     Raises:
       CheckpointError: if storage is out of reach, and there is no local tier.
@@ -233,7 +231,7 @@ def find_run(chosen: Chosen) -> str | None:
 def _runs(chosen: Chosen) -> Iterator[str | None]:
     if chosen.local is not None:
         disk = storage.absolute(chosen.local.directory)
-        # One that cannot be read is refused, with the reason, by those who use it.
+        # Whoever uses an unreadable disk refuses it and says why.
         with contextlib.suppress(OSError, errors.CheckpointError):
             steps = (each for each in disk.glob("hosts/*/*") if each.is_dir())
             yield from map(run_of, steps)
@@ -248,7 +246,7 @@ def _runs(chosen: Chosen) -> Iterator[str | None]:
 
 
 def write_agents(directory: epath.PathLike, agents: RunAgents) -> None:
-    """Records agents in place of those before.
+    """Replaces the recorded agents.
 
     Raises:
       CheckpointError: if storage is out of reach.
@@ -259,7 +257,7 @@ def write_agents(directory: epath.PathLike, agents: RunAgents) -> None:
 
 
 def read_agents(directory: epath.PathLike) -> RunAgents | None:
-    """The agents that were recorded last; None if there are none.
+    """The recorded agents; None if there are none.
 
     Raises:
       CheckpointError: if storage is out of reach, or the record cannot be read.
@@ -269,7 +267,7 @@ def read_agents(directory: epath.PathLike) -> RunAgents | None:
 
 
 def known_agents(root: epath.PathLike) -> dict[str, Seen]:
-    """The agents recorded in a RAM disk; none if its record is missing or damaged."""
+    """The agents recorded on a RAM disk; none if the record is missing or damaged."""
     with contextlib.suppress(errors.CheckpointError):
         recorded = read_agents(root)
         return {} if recorded is None else dict(recorded.agents)
@@ -287,13 +285,7 @@ def forget_agent(root: epath.PathLike, url: str) -> None:
 def joined_agents(
     heard: Iterable[Mapping[str, Seen]], present: Mapping[str, str], *, now_secs: float
 ) -> dict[str, Seen]:
-    """Merges the agents known to hosts, each as it was seen last.
-
-    Args:
-      heard: of each host, what its machine has recorded.
-      present: the URLs of those of the machines of the world, by machine.
-      now_secs: the time, in seconds since 1970.
-    """
+    """Merges the agents that hosts know, each as it was seen last."""
     of_all = [each for agents in heard for each in agents.items()]
     newest = dict(sorted(of_all, key=lambda each: each[1].secs))
     oldest_secs = now_secs - _REMEMBERED_SECS
@@ -312,10 +304,10 @@ def record_evaluation(root: PersistentRoot, evaluation: Evaluation) -> None:
 
 
 def evaluations(root: PersistentRoot, line: Line, *, run: str) -> list[tuple[int, str]]:
-    """The evaluations of a line that are there: training steps and JSON of metrics.
+    """The evaluations of a line: training steps and JSON of metrics, ascending.
 
-    Of two of one training step the later save counts, and comes last. One of a step
-    that was saved again since is left out.
+    If a training step has two, that of the later save counts, and comes last. An
+    evaluation is left out if its step was saved again since.
 
     Raises:
       CheckpointError: if storage is out of reach.
@@ -333,12 +325,7 @@ def evaluations(root: PersistentRoot, line: Line, *, run: str) -> list[tuple[int
 def forget_evaluations(
     root: PersistentRoot, steps: Collection[int], line: Line
 ) -> None:
-    """Removes the evaluations of saved steps, and those that the line has passed.
-
-    Args:
-      root: of the steps; they are still there.
-      steps: that are about to be removed.
-      line: of the world that removes them.
+    """Removes the evaluations of saved steps, and abandoned ones that were passed.
 
     Raises:
       OSError: if storage is unavailable, or another of `bucket_clients.failures`.
@@ -363,8 +350,8 @@ def _evaluations(root: PersistentRoot) -> Iterator[tuple[epath.Path, Evaluation]
         except records.OutOfReachError:
             raise
         except errors.CheckpointError as error:
-            # A step whose metric is lost counts as one without; the run goes on.
-            logging.warning("an evaluation is not counted: %s", error)
+            # A step with a lost metric counts as not evaluated.
+            logging.warning("an evaluation was ignored: %s", error)
             continue
         if there is not None:
             yield path, there

@@ -1,19 +1,18 @@
-"""Upload: each host writes its share of a step to storage, and one commits it.
+"""Upload: each host writes its share of a step to storage, and one host commits it.
 
-A host writes chunks and files in any order, from any number of threads; every few
-seconds, and at the end, it lists in its manifest what is durable. Parts that an upload
-of this save which was killed has listed are not written again, whichever host wrote
-them.
+A host writes chunks and files in any order, from any number of threads. Every few
+seconds, and at the end, it lists what is durable in its manifest. If an earlier upload
+of this save was killed, the parts that any host listed are not written again.
 
     <unfinished>/state/ocdbt.process_<save, host>/   its store: the chunks of `state`
     <unfinished>/data/shards-00000-00063.json.gz     a file of the component `data`
-    <unfinished>/manifest-<host id>                  what it wrote of all this
+    <unfinished>/manifest-<host id>                  lists what the host has written
 
-When all hosts have finished, one of them makes an ordinary Orbax checkpoint of it: it
-merges their stores, adds the files that Orbax requires, and only then makes the step
-visible, by a rename or by a last file (see `persistent_root`). Killed at any point it
-can be repeated, by any host: until the very end the step does not exist, for us or for
-Orbax, and from then on it is whole.
+When all hosts have finished, one of them turns it into an ordinary Orbax checkpoint: it
+merges the stores, adds the files that Orbax requires, and then makes the step visible,
+by a rename or by a last file (see `persistent_root`). If it is killed at any point, any
+host can repeat this: until the very end the step does not exist, for us or for Orbax,
+and from then on it is whole.
 """
 
 from __future__ import annotations
@@ -45,7 +44,8 @@ from elastic_ckpt.tiers.persistent.persistent_root import (
     read_manifests,
 )
 
-# The least time between two manifests, and how many times what the last one took.
+# The least pause between manifests, in seconds and as a multiple of the time that the
+# last manifest took.
 _PROGRESS_SECS = 5.0
 _PROGRESS_SHARE = 20
 
@@ -57,20 +57,14 @@ Part = tuple[int, boxes.Box, bytes]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UploadedStep:
-    """The step to upload, the same on all hosts.
-
-    Attributes:
-      run: the identity of the run.
-      step_id: the step.
-      contents: of the whole step.
-    """
+    """The step to upload, the same on all hosts."""
 
     run: str
     step_id: StepId
     contents: Contents
 
     def store(self, host_id: str) -> str:
-        """The name of a host's store."""
+        """The name of a host's store for this save."""
         return ocdbt.store_name(host_id, self.step_id.save)
 
 
@@ -78,14 +72,11 @@ class Upload:
     """One host's part of an upload.
 
     Args:
-      root: of the steps.
-      saved: what is uploaded.
-      host: that uploads.
       claim: the number of its world, which must be the newest whenever a file is
         written into a directory that another start may share; 0 for no world.
 
     Attributes:
-      there: the parts that any host has uploaded, if the upload was cut short before.
+      there: the parts that hosts have uploaded before, if the upload was interrupted.
     """
 
     def __init__(
@@ -97,7 +88,7 @@ class Upload:
         claim: int = 0,
     ) -> None:
         self._root, self._saved, self._host = root, saved, host
-        # Only in place another start may write the same step into the same directory.
+        # Another start may write to the same directory only if steps are in place.
         self._claim = claim if root.in_place else 0
         self._directory = root.unfinished(saved.step_id)
         self._context = ocdbt.new_context()
@@ -108,10 +99,10 @@ class Upload:
         self._next_list_secs = clock.monotonic() + _PROGRESS_SECS
 
     def begin(self) -> None:
-        """Makes room, or continues an upload of this save that was cut short.
+        """Prepares the directory, or continues an interrupted upload of this save.
 
         Raises:
-          CheckpointError: if the step is committed already, or storage fails for good.
+          CheckpointError: if the step is already committed, or storage fails for good.
         """
         retries.call(f"preparing an upload to {self._directory}", self._begin)
 
@@ -119,21 +110,21 @@ class Upload:
         saved, root = self._saved, self._root
         if not root.is_pending(saved.step_id, run=saved.run):
             raise errors.CheckpointError(
-                f"step {saved.step_id.step} in {root.path} is committed already, by"
-                f" this save {saved.step_id.save!r}; nothing is left to upload"
+                f"step {saved.step_id.step} in {root.path} is already committed by this"
+                f" save, {saved.step_id.save!r}; nothing is left to upload"
             )
         for each in _listed(self._directory, saved, [self._host.id]):
             self.there.update(each.rows())
             if each.host.id == self._host.id:
                 self._parts = {part[:2]: part for part in each.rows()}
-        # In a store that goes on, the index that a killed process was about to rename:
-        # TensorStore writes the next one over its first bytes, and if that is shorter,
-        # the store cannot be read any more.
+        # When a store continues, remove an index that a killed process was about to
+        # rename: TensorStore writes the next one over its first bytes, and if that is
+        # shorter, the store becomes unreadable.
         stale = ocdbt.NEW_MANIFEST if self._parts else ""
         for name in {leaf.part for leaf in saved.contents.arrays}:
             store = self._directory / name / saved.store(self._host.id)
             storage.remove(store / stale)
-        # So much is seen if this host is killed now.
+        # The upload is visible from now on, even if this host is killed.
         storage.make_directory(self._directory)
 
     def write(self, parts: Sequence[Part], values: Sequence[np.ndarray]) -> None:
@@ -143,10 +134,10 @@ class Upload:
 
         Args:
           parts: of any leaves.
-          values: of each, as many; they must not change meanwhile.
+          values: the values of each part, which must not change meanwhile.
 
         Raises:
-          CheckpointError: if storage fails for good, or longer than is waited.
+          CheckpointError: if storage fails for good, or for longer than the retries.
           ReplacedError: if another start of the run has claimed it since.
         """
         stored: dict[str, list[ocdbt.Chunk]] = {}
@@ -173,10 +164,10 @@ class Upload:
                 self._next_list_secs = clock.monotonic() + pause_secs
 
     def finish(self) -> Manifest:
-        """Writes the manifest of all that was written, and returns it.
+        """Writes the manifest of all written parts, and returns it.
 
         Raises:
-          CheckpointError: if storage fails for good, or longer than is waited.
+          CheckpointError: if storage fails for good, or for longer than the retries.
           ReplacedError: if another start of the run has claimed it since.
         """
         saved = self._saved
@@ -205,7 +196,7 @@ class Upload:
 def _listed(
     directory: epath.Path, saved: UploadedStep, hosts: Collection[str]
 ) -> list[Manifest]:
-    # What hosts have written of an upload, by their manifests in its directory.
+    # The manifests of an upload.
     own = saved.step_id, saved.contents
     return [
         each
@@ -224,24 +215,24 @@ def commit(
     orbax_files: Mapping[str, bytes],
     make_way: Callable[[], None] = lambda: None,
 ) -> None:
-    """Commits a step; does nothing if this save of it is committed already.
+    """Commits a step; does nothing if this save of it is already committed.
 
-    Files that interrupted uploads left in the step's directory are removed.
+    Removes files that interrupted uploads left in the step's directory.
 
     Args:
-      root: of the steps.
-      saved: what was uploaded.
-      hosts: the ids of those that took part, and have finished.
-      orbax_files: contents by path in the step (`checkpoint.orbax_format`).
-      make_way: called before the step becomes visible; older saves of it have to leave.
+      root: the directory of the steps.
+      saved: the uploaded step.
+      hosts: the ids of the hosts that took part, and have finished.
+      orbax_files: Orbax's files, by path in the step (`checkpoint.orbax_format`).
+      make_way: called before the step becomes visible; must move older saves away.
 
     Raises:
-      CheckpointError: if what hosts wrote is not all of the step, the step exists by
-        another save, or storage fails for good.
+      CheckpointError: if the uploads do not make up the whole step, the step was
+        committed by another save, or storage fails for good.
     """
     unfinished, final = root.unfinished(saved.step_id), root.final(saved.step_id.step)
     success = commit_text(final, saved.run, saved.step_id.save)
-    # A component without files is a directory to Orbax.
+    # Orbax expects a directory even for a component without files.
     parts = {
         *saved.contents.components,
         *(leaf.part for leaf in saved.contents.arrays),
@@ -251,17 +242,17 @@ def commit(
     def act() -> None:
         if not root.is_pending(saved.step_id, run=saved.run):
             if not root.in_place:
-                # A host may have begun again before it received the commit.
+                # A host that missed the commit may have begun again.
                 storage.remove(unfinished)
             return
         manifests = _complete(unfinished, saved, hosts)
         _assemble(unfinished, saved, manifests, orbax_files)
         make_way()
-        # Orbax commits each part of a step, and last the step.
+        # Orbax commits each part of a step, then the step.
         for part in sorted(parts):
             storage.write_atomic(unfinished / part / COMMIT_FILE, success)
         storage.write_atomic(unfinished / COMMIT_FILE, success)
-        # Over NFS an attempt that seemed to fail may have been carried out.
+        # Over NFS, an attempt may succeed although it reports a failure.
         if not root.in_place and (unfinished.exists() or not final.exists()):
             storage.rename(unfinished, final)
 
@@ -274,7 +265,7 @@ def _assemble(
     manifests: Sequence[Manifest],
     orbax_files: Mapping[str, bytes],
 ) -> None:
-    # Checkpointables, and the stores that hosts wrote chunks of them into.
+    # Pairs of a checkpointable and a store with chunks of it.
     stores = {
         (saved.contents.leaves[number].part, saved.store(each.host.id))
         for each in manifests
@@ -291,7 +282,7 @@ def _assemble(
         ocdbt.merge(unfinished / part, [name for of, name in stores if of == part])
     for leaf in saved.contents.arrays:
         if 0 in leaf.shape:
-            # It has no chunk that a host could upload, but Orbax requires its metadata.
+            # It has no chunks to upload, but Orbax requires its metadata.
             values = np.empty(leaf.shape, leaf.dtype)
             whole = ocdbt.Chunk(leaf=leaf, box=boxes.whole(leaf.shape), values=values)
             ocdbt.write(unfinished / leaf.part, [whole], ocdbt.new_context())
@@ -303,7 +294,7 @@ def _assemble(
 def _complete(
     unfinished: epath.Path, saved: UploadedStep, hosts: Collection[str]
 ) -> list[Manifest]:
-    # Those of hosts of earlier worlds too, which may have uploaded what others lack.
+    # Includes hosts of earlier worlds, which may have uploaded what others lack.
     manifests = _listed(unfinished, saved, hosts)
     problem = "no host has uploaded any of it"
     if manifests:
@@ -312,7 +303,7 @@ def _complete(
             return manifests
         problem = table.problem()
         if len(table.diverged):
-            # The next upload of it begins anew.
+            # The next upload must start over.
             for each in manifests:
                 storage.remove(unfinished / manifest_name(each.host.id))
     raise errors.CheckpointError(

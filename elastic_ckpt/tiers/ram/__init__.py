@@ -1,1 +1,1 @@
-"""The local tier: what the processes of a machine keep on its RAM disk."""
+"""The local tier: the steps that a machine's processes keep on its RAM disk."""

@@ -1,14 +1,14 @@
-"""Files of chunks in a RAM disk, mapped into memory: what is copied there is saved.
+"""Files of chunks on a RAM disk, mapped into memory: what is copied there is saved.
 
-A capture, and a copy that comes from a peer, go straight into the mapping of a file
-that no step names yet (`take`). Once the values are there, the file gets their checksum
-and is renamed into the directory of its step (`place`). So a step is in memory once, as
-the RAM disk holds it. Small chunks are in other memory, and are written by `place`.
+Captures, and copies from peers, go straight into the mapping of a file that belongs to
+no step yet (`take`). Then the file gets the checksum of its values, and is renamed into
+the directory of its step (`place`). So a step is in memory only once, on the RAM disk.
+Small chunks are in ordinary memory, and are written by `place`.
 
 The kernel clears fresh pages, which takes three times as long as a copy. So the files
-of a step that is removed stay mapped, in the directory `spare` of the slot, and the
-next step takes them. Where none were removed, they are made ahead (`prepare`). A later
-process removes what it finds there.
+of a removed step stay mapped, in the slot's directory `spare`, and the next step takes
+them. If there are none, they are created in advance (`prepare`). A later process
+removes what it finds there.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from etils import epath
 from elastic_ckpt.core import background, digest, storage
 from elastic_ckpt.steps import layout
 
-# Smaller chunks are written: a mapping takes longer than a copy of so many bytes.
+# Smaller chunks are written: mapping a file takes longer than copying so few bytes.
 LEAST_BYTES = 2**20
-# A piece is still in the processor's cache when its checksum follows its digest.
+# Small enough to stay in the processor's cache between digest and checksum.
 _PIECE_BYTES = 256 * 2**10
 
 
@@ -39,8 +39,8 @@ class ChunkFile(NamedTuple):
 
     Attributes:
       memory: all of its bytes, uint8: the values, and room for their checksum.
-      inode: of the file, whatever its path is; 0 if it is not mapped.
-      path: where it lies until it is placed; empty if it is not mapped.
+      inode: the inode of the file; 0 if it is not mapped.
+      path: its path until it is placed; empty if it is not mapped.
     """
 
     memory: np.ndarray
@@ -49,14 +49,7 @@ class ChunkFile(NamedTuple):
 
 
 class ChunkFiles:
-    """The mapped files of one slot; any thread may use them.
-
-    Args:
-      directory: for files that are in no step.
-
-    Attributes:
-      num_made: how many files were made.
-    """
+    """The mapped files of one slot; any thread may use them."""
 
     def __init__(self, directory: epath.PathLike) -> None:
         self._directory = os.fspath(directory)
@@ -64,18 +57,18 @@ class ChunkFiles:
         self.num_made = 0
         # By size.
         self._spare: dict[int, list[ChunkFile]] = {}
-        # Those in steps, by the directory of the step, and where they are now.
+        # The files in steps with their paths, by the directory of the step.
         self._placed: dict[str, list[tuple[str, ChunkFile]]] = {}
         self._preparing: list[futures.Future[None]] = []
 
     @property
     def spare_bytes(self) -> int:
-        """The bytes of files that nothing uses."""
+        """The size of the spare files."""
         with self._lock:
             return sum(size * len(files) for size, files in self._spare.items())
 
     def take(self, num_bytes: int) -> ChunkFile:
-        """A file for so many bytes of values, of undefined content.
+        """Takes a file for `num_bytes` of values; its content is undefined.
 
         Raises:
           OSError: if the RAM disk has no room for it.
@@ -95,12 +88,12 @@ class ChunkFiles:
         try:
             return ChunkFile(*storage.mapped_file(path, size), path)
         except OSError:
-            # What was spare may have been the room.
+            # Without the spare files there may be room.
             self.drop_spare()
         return ChunkFile(*storage.mapped_file(path, size), path)
 
     def prepare(self, sizes: Iterable[int]) -> None:
-        """Makes what `take` finds for values of these sizes, in the background."""
+        """Creates spare files for values of these sizes, in the background."""
 
         def make() -> None:
             taken: list[ChunkFile] = []
@@ -115,7 +108,7 @@ class ChunkFiles:
         self._preparing = [background.in_thread(make, name="pages")]
 
     def discard(self, file: ChunkFile) -> None:
-        """Removes a file unless it was placed; its step is not removed yet."""
+        """Removes a file unless it was placed; call it before its step is removed."""
         if file.path:
             storage.remove(file.path)
 
@@ -126,12 +119,12 @@ class ChunkFiles:
         name: str,
         named: bytes | None = None,
     ) -> bytes:
-        """Makes a file, with its checksum, a file of a step.
+        """Adds the checksum to a file, and moves it into a step.
 
-        Nothing names it before the manifest does, so a small one is written in place.
+        Since only the manifest makes a file count, a small one is written in place.
 
         Args:
-          file: with the values.
+          file: has the values.
           step_directory: the directory of the step.
           name: the path of the chunk in it.
           named: the digest of the values, if it is known.
@@ -154,14 +147,14 @@ class ChunkFiles:
         return named
 
     def forget(self, step_directory: str) -> None:
-        """Unmaps the files of a step: those that are gone use memory until then."""
+        """Unmaps the files of a step: removed files use memory until then."""
         with self._lock:
             self._placed.pop(step_directory, None)
 
     def recycle(self, step_directory: str) -> None:
         """Keeps the files of a step that is being removed, for the next one.
 
-        Its manifest is gone already. Spare files never take more room than this step.
+        Its manifest must be gone already. Spare files never exceed this step's size.
         """
         with self._lock:
             placed = self._placed.pop(step_directory, [])
@@ -170,29 +163,29 @@ class ChunkFiles:
                 if self.spare_bytes + len(file.memory) > of_step:
                     break
                 with contextlib.suppress(OSError):
-                    # A copy that was repaired is another file.
+                    # A repaired copy is a different file.
                     if os.stat(path).st_ino == file.inode:
                         storage.move(path, file.path)
                         self._spare.setdefault(len(file.memory), []).append(file)
 
     def drop_spare(self) -> None:
-        """Removes the files that nothing uses."""
+        """Removes the spare files."""
         with self._lock:
             dropped, self._spare = self._spare, {}
         for file in itertools.chain(*dropped.values()):
             storage.remove(file.path)
 
     def close(self) -> None:
-        """Removes the files that are in no step."""
+        """Removes all files that are in no step."""
         background.wait(self._preparing)
         self._spare.clear()
         storage.remove(self._directory)
 
 
 def _sealed(memory: np.ndarray, named: bytes | None) -> bytes:
-    # Writes the checksum behind the values, and returns their digest.
+    # Writes the checksum after the values, and returns their digest.
     values = memory[: -layout.CHECKSUM_BYTES]
-    # google_crc32c does not take memory that can be written.
+    # google_crc32c does not accept writable memory.
     read_only = np.frombuffer(values.data.toreadonly(), np.uint8)
     hashed, checksum = digest.values_hash(), 0
     for start in range(0, len(values), _PIECE_BYTES):

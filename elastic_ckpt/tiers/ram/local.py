@@ -1,10 +1,10 @@
-"""The local tier: the steps that one process holds on its machine's RAM disk.
+"""The local tier: the steps that one process keeps on its machine's RAM disk.
 
-Each process has a directory, a slot, that it alone writes; it reads all slots of the
-machine. A step is written into a separate directory, its manifest last, and exists when
-that is there. So a crash leaves directories without a manifest, and files that no
-manifest names, which `clean` removes. A writer that continues a step with a manifest
-adds copies from peers to it: until it commits, the existing manifest stays valid.
+Each process writes only to its own directory, a slot, but reads all slots of the
+machine. Each step has a directory there, and exists once its manifest, which is written
+last, exists. After a crash there may be directories without a manifest, and files that
+no manifest names; `clean` removes them. A writer that adds copies from peers to a
+committed step leaves the existing manifest valid until it commits.
 """
 
 from __future__ import annotations
@@ -38,18 +38,16 @@ from elastic_ckpt.tiers.persistent import ocdbt
 from elastic_ckpt.tiers.ram import ram_disk
 from elastic_ckpt.tiers.ram.chunk_files import LEAST_BYTES, ChunkFile, ChunkFiles
 
-# As many chunks are written, and are in host memory that devices send, at a time.
+# The most chunks that are fetched from devices into host memory and written at a time.
 _NUM_THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 
 
 class LocalHost:
-    """One process's part of the RAM disk of its machine, locked until it is closed.
+    """One process's slot of its machine's RAM disk, locked until it is closed.
 
     Attributes:
-      disk: of the machine.
-      slot: of this process.
       host: this process, as manifests name it.
-      files: of chunks, mapped, that are in no step yet.
+      files: the mapped files of chunks that are in no step yet.
       being_written: the steps that have a writer.
     """
 
@@ -62,12 +60,6 @@ class LocalHost:
         number: int,
     ) -> None:
         """Takes a slot.
-
-        Args:
-          disk: of the machine.
-          slot: that no other process of the machine has.
-          domains: the failure domains that the process is in, by kind.
-          number: of the process; for people only.
 
         Raises:
           RunError: if a live process has the slot.
@@ -88,17 +80,17 @@ class LocalHost:
         self._held.close()
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        """Makes files ahead for a step with values of these sizes, if there is room."""
+        """Creates files in advance for values of these sizes, if there is room."""
         large = [size for size in sizes if size >= LEAST_BYTES]
         if 0 < sum(large) - self.files.spare_bytes < self.disk.free_bytes():
             self.files.prepare(large)
 
     def held(self) -> list[StepId]:
-        """The steps and saves that are committed, ascending."""
+        """The committed saves, ascending."""
         return self.disk.known_saves([self.slot])
 
     def retained(self) -> list[retention.HeldStep]:
-        """The committed saves as retention requires them, from the manifests."""
+        """The committed saves for retention, as their manifests describe them."""
         retained = []
         for each in self.held():
             contents, complete = Contents(leaves=()), None
@@ -121,20 +113,16 @@ class LocalHost:
         return retained
 
     def begin(self, step_id: StepId, contents: Contents) -> StepWriter:
-        """A writer for what this process holds of a step; leftovers of it are removed.
-
-        Args:
-          step_id: the step.
-          contents: of the whole step.
+        """Returns a writer of this process's parts of a step; removes its leftovers.
 
         Raises:
-          CheckpointError: if it is committed already.
+          CheckpointError: if the step is already committed.
         """
         directory = self.disk.step_directory(self.slot, step_id)
         if self.disk.manifest_path(self.slot, step_id).exists():
             raise errors.CheckpointError(
-                f"step {step_id.step}, save {step_id.save!r}, is in {directory}"
-                " already; remove it, or save under another name"
+                f"step {step_id.step}, save {step_id.save!r}, is already in"
+                f" {directory}; remove it, or save under another name"
             )
         storage.remove(directory)
         return StepWriter(
@@ -149,16 +137,11 @@ class LocalHost:
         )
 
     def copy_writer(self, step_id: StepId, contents: Contents) -> StepWriter:
-        """A writer for copies from peers, beside what is committed here of the step.
-
-        Args:
-          step_id: the step.
-          contents: of the whole step.
-        """
+        """Returns a writer that adds copies from peers to the parts committed here."""
         try:
             return StepWriter(self, self.disk.manifest(self.slot, step_id))
         except errors.CheckpointError:
-            # It is missing or damaged, so its files cannot be read.
+            # Without a valid manifest, the files there are of no use.
             self.remove(step_id)
             return self.begin(step_id, contents)
 
@@ -170,11 +153,8 @@ class LocalHost:
     def remove_idle(self, is_removed: Callable[[StepId], bool]) -> bool:
         """Removes steps from the slots of this machine whose process is gone.
 
-        Args:
-          is_removed: whether a step is.
-
         Returns:
-          Whether there were any.
+          Whether any step was removed.
         """
         removed = False
         for slot in self._idle_slots():
@@ -184,7 +164,7 @@ class LocalHost:
         return removed
 
     def _remove(self, slot: int, step_id: StepId) -> None:
-        # After a crash the rest has no manifest, so it counts as a leftover.
+        # The manifest first: after a crash, the rest counts as a leftover.
         directory = self.disk.step_directory(slot, step_id)
         with ram_disk.repairing(directory.parent):
             storage.remove(self.disk.manifest_path(slot, step_id))
@@ -192,9 +172,9 @@ class LocalHost:
             storage.remove(directory)
 
     def clean(self) -> None:
-        """Removes leftovers of dead processes of the machine, before the first save.
+        """Removes leftovers of the machine's dead processes, before the first save.
 
-        In all slots whose process is dead, and in this one, these are steps without a
+        In this slot, and in those whose process is dead, removes steps without a
         readable manifest, files that no manifest names, files that a restore unpacked,
         and messages.
         """
@@ -205,7 +185,7 @@ class LocalHost:
                 self.sweep(slot, each)
 
     def _idle_slots(self) -> Iterator[int]:
-        # The slots of this machine whose process is gone, each locked meanwhile.
+        # Slots whose process is gone, each locked while the caller uses it.
         for slot in self.disk.slots():
             if slot != self.slot:
                 lock = self.disk.host_directory(slot) / ram_disk.LOCK
@@ -215,8 +195,7 @@ class LocalHost:
     def sweep(self, slot: int, step_id: StepId) -> None:
         """Removes the files of a step that its manifest does not name.
 
-        Without a readable manifest these are all of them. Files that a program of
-        a later version wrote stay.
+        Without a readable manifest, removes all. A step of a later version stays.
         """
         path = self.disk.manifest_path(slot, step_id)
         try:
@@ -224,7 +203,7 @@ class LocalHost:
         except checked_json.LaterVersionError:
             return
         except (FileNotFoundError, checked_json.UnreadableError):
-            # After a crash between the two it is still a leftover.
+            # The manifest first: after a crash, the rest is still a leftover.
             storage.remove(path)
             storage.remove(path.parent)
             return
@@ -242,19 +221,17 @@ class LocalHost:
 
 
 class StepWriter:
-    """Writes what a host holds of one save of a step; any thread may put copies.
+    """Writes a host's parts of one save of a step; any thread may put copies.
 
-    It ends with `commit` or `abandon`. A write that fails abandons it, but for that of
-    a copy, which is left out.
+    It ends with `commit` or `abandon`. A failed write abandons it; only a copy that
+    cannot be written is left out.
 
     Args:
       own: the host.
-      manifest: of the parts that are there already.
+      manifest: the parts that are already there.
 
     Attributes:
-      directory: of the step.
-      manifest: as given.
-      parts: what is there by now: the digests of parts, by leaf and box. Whoever has
+      parts: the digests of all parts that are there now, by leaf and box. Whoever has
         components write their files adds those.
     """
 
@@ -267,19 +244,19 @@ class StepWriter:
         self._own = own
 
     def reserve(self, num_bytes: int, *, taken_bytes: int = 0) -> None:
-        """Makes sure that there is room for what will be written; this takes its time.
+        """Reserves room for what will be written.
 
         Args:
-          num_bytes: of what will be written, all in all.
-          taken_bytes: of these, those in the host's `files` already.
+          num_bytes: the bytes that will be written in total.
+          taken_bytes: how many of these are already in the host's `files`.
 
         Raises:
-          CheckpointError: if it does not fit; the writer is abandoned then.
+          CheckpointError: if they do not fit; the writer is abandoned then.
         """
         disk, files = self._own.disk, self._own.files
         with self._abandoned_on_failure():
-            # Reserved before it is measured: two processes that start together and do
-            # not both fit cannot both find room.
+            # Reserves, then measures: of two processes that do not both fit, at most
+            # one finds room.
             there = self.manifest.contents.num_bytes(self.manifest.parts).sum()
             reserved = there + num_bytes - taken_bytes
             storage.write_atomic(self.directory / ram_disk.RESERVED, b"%d" % reserved)
@@ -291,7 +268,7 @@ class StepWriter:
                 bound = disk.limit_bytes and f"limit {disk.limit_bytes} bytes"
                 raise errors.CheckpointError(
                     f"step {self.manifest.step_id.step} needs {num_bytes} bytes in"
-                    f" {disk.root} ({bound or 'without a limit'}), and"
+                    f" {disk.root} ({bound or 'without a limit'}), but only"
                     f" {max(0, free + num_bytes)} are free; raise the limit or the size"
                     " of the file system, or keep fewer steps"
                 )
@@ -301,21 +278,17 @@ class StepWriter:
         captured: Captured,
         files: Mapping[str, bytes] = types.MappingProxyType({}),
     ) -> None:
-        """Writes the values of all boxes; `captured` may be released then.
-
-        Args:
-          captured: what the host holds of the arrays.
-          files: that components have written elsewhere, by path.
+        """Writes the values of all boxes; afterwards, `captured` may be released.
 
         Raises:
-          CheckpointError: if they do not fit any more or cannot be written; nothing of
-            the writer is left then.
+          CheckpointError: if they no longer fit or cannot be written; the writer is
+            abandoned then.
         """
         leaves = self.manifest.contents.leaves
         numbers = {leaf.path: number for number, leaf in enumerate(leaves)}
         items = [(part, *each) for part in captured.parts for each in part.boxes]
 
-        # A task for each of many small boxes would take longer than to write it.
+        # A task for each small box would take longer than writing it.
         shares = [items[first::_NUM_THREADS] for first in range(_NUM_THREADS)]
 
         def write(share: Sequence[tuple[CapturedLeaf, Box, Values]]) -> None:
@@ -340,16 +313,17 @@ class StepWriter:
         named: bytes,
         read: Callable[[np.ndarray], None],
     ) -> None:
-        """Writes a copy of another host's part, in the place that it has here.
+        """Writes a copy of another host's part.
 
         Args:
-          number: of its leaf.
-          box: of the part.
+          number: the number of its leaf.
+          box: its box.
           named: its digest.
-          read: fills memory, uint8, with its values, and compares their digest.
+          read: fills memory, uint8, with its values, and verifies them.
 
         Raises:
-          CheckpointError: if it cannot be written, or of `read`; the writer goes on.
+          CheckpointError: if it cannot be written, or by `read`; the writer stays
+            usable.
         """
         leaf, files = self.manifest.contents.leaves[number], self._own.files
         num_bytes = leaf.num_bytes(box)
@@ -365,11 +339,11 @@ class StepWriter:
                 self._place(number, box, file, named)
 
     def commit(self, contents: Contents | None = None) -> Manifest:
-        """Writes the manifest, which makes all that was written a part of the step.
+        """Writes the manifest, which makes everything written part of the step.
 
         Args:
-          contents: of the whole step, where not all of them were known when it was
-            begun; the arrays are the same.
+          contents: the contents of the whole step, if they were not fully known at
+            `begin`; the arrays must be the same.
 
         Raises:
           CheckpointError: as `write`.
@@ -391,7 +365,7 @@ class StepWriter:
         return manifest
 
     def abandon(self) -> None:
-        """Removes what was written and is in no manifest."""
+        """Removes written files that are in no manifest."""
         self._own.sweep(self._own.slot, self.manifest.step_id)
         self._own.files.forget(os.fspath(self.directory))
         self._own.being_written.discard(self.manifest.step_id)
@@ -411,8 +385,8 @@ class StepWriter:
             free = shutil.disk_usage(self._own.disk.root).free
             raise errors.CheckpointError(
                 f"step {self.manifest.step_id.step} could not be written to"
-                f" {self.directory} ({error}), where {free} bytes were free; give it"
-                " more space, or keep fewer steps"
+                f" {self.directory} ({error}), where {free} bytes were free; add space,"
+                " or keep fewer steps"
             ) from error
 
     @contextlib.contextmanager

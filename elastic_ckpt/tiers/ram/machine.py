@@ -1,4 +1,4 @@
-"""The id of a machine's memory: what is in it lasts as long as this id does."""
+"""The id of a machine's memory, which is lost with the memory's content."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic_ckpt.core import errors, storage
 
 FILE = "machine"
 ID_LENGTH = 16
-# It is a part of names of files.
+# The id is a part of file names.
 _ID = re.compile(rb"[0-9a-f]{%d}" % ID_LENGTH)
 _IN_MEMORY = frozenset({"devtmpfs", "hugetlbfs", "ramfs", "tmpfs"})
 
@@ -25,8 +25,8 @@ def machine_id(root: epath.PathLike) -> str:
     """The id of the RAM disk at `root`, 16 hex digits, created by the first call.
 
     Raises:
-      CheckpointError: if `root` cannot be made, its file has something else, or
-        another user owns it.
+      CheckpointError: if `root` cannot be created or belongs to another user, or the
+        file with its id is damaged.
     """
     path = os.path.join(root, FILE)
     if not os.path.exists(path):
@@ -35,17 +35,17 @@ def machine_id(root: epath.PathLike) -> str:
             storage.make_private_directory(root)
         except OSError as error:
             raise errors.CheckpointError(
-                f"the RAM directory {os.fspath(root)} cannot be made"
+                f"the RAM directory {os.fspath(root)} cannot be created"
                 f" ({error.strerror}); set local_checkpoint_directory (the directory of"
-                " ec.Local) to one on a tmpfs that this user may write, such as"
+                " ec.Local) to one on a tmpfs that this user may write to, such as"
                 " /dev/shm"
             ) from error
     # The owner could change the steps and their digests. Root can change them anyway.
     owner = os.stat(root).st_uid
     if owner not in (0, os.geteuid()):
         raise errors.CheckpointError(
-            f"{root} on {socket.gethostname()} belongs to user {owner}, and this"
-            f" process is of user {os.geteuid()}: another user could change the steps"
+            f"{root} on {socket.gethostname()} belongs to user {owner}, but this"
+            f" process runs as user {os.geteuid()}: another user could change the steps"
             " in it; remove it, or set local_checkpoint_directory (the directory of"
             " ec.Local) to one of your own"
         )
@@ -60,7 +60,7 @@ def find(root: epath.PathLike) -> str | None:
     """The id of the RAM disk at `root`; None if there is none on this machine.
 
     Raises:
-      CheckpointError: if its file has something else.
+      CheckpointError: if the file with the id is damaged.
     """
     path = pathlib.Path(root, FILE)
     try:
@@ -70,18 +70,18 @@ def find(root: epath.PathLike) -> str | None:
     if not _ID.fullmatch(content):
         raise errors.CheckpointError(
             f"{path} has {content[: 2 * ID_LENGTH]!r}, not the {ID_LENGTH} hex digits"
-            " of a machine; remove the RAM disk, whose files are of no use without them"
+            " of a machine; remove the RAM disk, whose files are useless without them"
         )
     return content.decode()
 
 
 @functools.cache
 def warn_unless_in_memory(root: epath.PathLike) -> None:
-    """Warns, once a process, of a RAM disk that is not in memory."""
+    """Warns once per process if a RAM disk is not in memory."""
     device = os.stat(root).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     mounts = pathlib.Path("/proc/self/mountinfo").read_text().splitlines()
-    # What follows the dash begins with the type of the file system.
+    # The type of the file system follows the dash.
     kinds = {each.split()[2]: each.rpartition(" - ")[2].split()[0] for each in mounts}
     kind = kinds.get(number)
     if kind is not None and kind not in _IN_MEMORY:

@@ -1,11 +1,11 @@
-"""The RAM disk of a machine: what its processes hold of a run's steps, in memory.
+"""The RAM disk of a machine: its processes' parts of a run's steps, in memory.
 
-    machine                        the id of this machine's memory, made once
+    machine                        the id of this machine's memory, created once
     run.json                       the identity of the run, see `run_files`
     holds/<step>-<save>            keeps a step for a reader, see `preserved`
-    hosts/<slot>/lock              held by the process whose steps these are
-    hosts/<slot>/repairs.lock      of repairs and removals, see `repairing`
-    hosts/<slot>/messages/         messages to other hosts, as long as they need them
+    hosts/<slot>/lock              held by the process that owns the slot
+    hosts/<slot>/repairs.lock      for repairs and removals, see `repairing`
+    hosts/<slot>/messages/         messages to other hosts, for as long as needed
     hosts/<slot>/spare/            files that are in no step, see `chunk_files`
     hosts/<slot>/<step>-<save>/    a step of that process, see `layout`; a file
                                    `preserve` in it keeps it, regardless of policies
@@ -13,10 +13,10 @@
 Any process may read all of it, even if the writers are dead: a directory outlives its
 process, and is lost only with the machine's memory.
 
-A process alone writes its slot (`local`), and puts its bad copies right. Those in other
-slots - of an idle machine, of a backup host, or of a process that is gone - are put
-right by the machine's agent, or by another process there (`put_right`): a file is
-replaced only by the bytes that the manifest beside it lists, so a repair cannot make a
+Only the owner of a slot writes to it (`local`), and repairs its bad copies. Bad copies
+in other slots - of an idle machine, a backup host, or a process that is gone - are
+repaired by the machine's agent, or by another process there (`put_right`). A file is
+only replaced by the bytes that the manifest next to it lists, so a repair cannot make a
 good copy bad.
 """
 
@@ -61,26 +61,24 @@ from elastic_ckpt.tiers.source import (
     ignored,
 )
 
-# In the directory of a step that is being written: how large it will be.
+# In the directory of a step that is being written: its final size.
 RESERVED = "reserved"
-# The directory of a slot into which a restore unpacks files.
+# A slot's directory for files that a restore unpacks.
 RESTORED = "restored"
-# The directory of a slot with files of chunks that are in no step (`chunk_files`).
+# A slot's directory for files of chunks that are in no step (`chunk_files`).
 SPARE = "spare"
-# The directory of a slot with messages to other hosts (`checkpoint.host.exchange`).
+# A slot's directory for messages to other hosts (`checkpoint.host.exchange`).
 MESSAGES = "messages"
-# In a slot: held by its process.
+# In a slot: held by the process that owns it.
 LOCK = "lock"
 _BLOCK_BYTES = 512
 
 
 class RamDisk:
-    """The directory of one machine and run; a tier to restore from.
+    """The RAM disk of one machine for one run; a tier to restore from.
 
     Attributes:
-      root: the directory.
-      run: the identity of the run.
-      limit_bytes: of all slots together; None leaves it to the file system.
+      limit_bytes: the limit for all slots together; None leaves it to the file system.
     """
 
     def __init__(
@@ -92,29 +90,29 @@ class RamDisk:
 
     @functools.cached_property
     def machine(self) -> str:
-        """The id of this machine's memory, the same in all processes: 16 hex digits."""
+        """The id of this machine's memory, 16 hex digits, the same in all processes."""
         return machine.machine_id(self.root)
 
     def host_id(self, slot: int) -> str:
-        """The id of the host that one process of this machine is."""
+        """The id of the host in a slot of this machine."""
         return f"{self.machine}.{slot}"
 
     def host_directory(self, slot: int) -> epath.Path:
-        """The directory of the steps of one process."""
+        """The directory of a slot's steps."""
         return self.root.joinpath("hosts", str(slot))
 
     def slots(self) -> list[int]:
-        """Those that have a directory, ascending."""
+        """The slots that have a directory, ascending."""
         return sorted(map(int, filter(str.isdecimal, _names(self.root / "hosts"))))
 
     def saves(self, slot: int) -> list[StepId]:
-        """The steps and saves of which a slot has a directory, ascending."""
+        """The saves for which a slot has a directory, ascending."""
         return sorted(
             filter(None, map(StepId.parse, _names(self.host_directory(slot))))
         )
 
     def all_saves(self) -> list[tuple[int, StepId]]:
-        """The slot and step of each directory of a step, ascending."""
+        """The slot and save of each directory of a step, ascending."""
         return [(slot, each) for slot in self.slots() for each in self.saves(slot)]
 
     def step_directory(self, slot: int, step_id: StepId) -> epath.Path:
@@ -126,20 +124,11 @@ class RamDisk:
         return self.step_directory(slot, step_id) / manifest_name(self.host_id(slot))
 
     def known_saves(self, slots: Collection[int] | None = None) -> list[StepId]:
-        """The saves that have a manifest, readable or not, ascending.
-
-        Args:
-          slots: to look at; None for all.
-        """
+        """The saves with a manifest in `slots` (default: all), ascending."""
         return sorted({each for _, each in self._with_manifest(slots)})
 
     def offers(self, step: int, *, slots: Collection[int] | None = None) -> Offered:
-        """The parts of a step, of all its saves.
-
-        Args:
-          step: the training step.
-          slots: to look at; None for all.
-        """
+        """The parts of all saves of a step in `slots` (default: all)."""
         copies, problems = [], []
         for slot, step_id in self._with_manifest(slots):
             if step_id.step == step:
@@ -163,7 +152,8 @@ class RamDisk:
         """The manifest of one save of a step in a slot.
 
         Raises:
-          CheckpointError: if the manifest is missing, altered, or not of this place.
+          CheckpointError: if the manifest is missing or altered, or is that of another
+            run or save.
         """
         path = self.manifest_path(slot, step_id)
         manifest = read_manifest(path, run=self.run, step=step_id.step)
@@ -185,11 +175,11 @@ class RamDisk:
         )
 
     def kept(self) -> list[int]:
-        """The steps that are pinned, or held by a reader, ascending."""
+        """The steps that are pinned or held by a reader, ascending."""
         return sorted({*self.preserved(), *preserved.held(self.root)})
 
     def leftovers(self) -> list[Leftover]:
-        """The saves of steps without a manifest: being written, or cut short."""
+        """The saves without a manifest: being written, or interrupted."""
         committed = set(self._with_manifest(None))
         return [
             Leftover(
@@ -200,16 +190,16 @@ class RamDisk:
         ]
 
     def room_bytes(self) -> int:
-        """The bytes that the run may take, with those that it has taken."""
+        """The bytes that the run may take, including those it has already taken."""
         room = shutil.disk_usage(self.root).free + used_bytes(self.root)
         return min(room, self.limit_bytes or room)
 
     def free_bytes(self) -> int:
-        """The free bytes under the limit and in the file system, less reserved ones."""
+        """The free bytes, by limit and file system, without those that are reserved."""
         used = promised = 0
         for directory in pathlib.Path(self.root).glob("hosts/*/*"):
             written = reserved = used_bytes(directory)
-            # What is committed or no step reserves nothing more.
+            # A committed step, or a directory without a step, reserves nothing more.
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 reserved = int((directory / RESERVED).read_text())
             used += written
@@ -221,11 +211,7 @@ class RamDisk:
 
 
 class StepFiles:
-    """The source of one step in a RAM disk: its files.
-
-    Attributes:
-      directory: of the step.
-    """
+    """Reads one step on a RAM disk; a `source.Source`."""
 
     def __init__(self, directory: epath.PathLike) -> None:
         self.directory = os.fspath(directory)
@@ -272,25 +258,21 @@ class StepFiles:
 
 
 def _short(length: int, least: int) -> ReadError:
-    return ReadError(f"ends after {length} bytes, and {least} were to be there")
+    return ReadError(f"ends after {length} bytes, but should have {least}")
 
 
 def repairing(slot: epath.PathLike) -> AbstractContextManager[None]:
-    """Locks a slot to repair a file of a committed step, or to remove steps.
-
-    Args:
-      slot: its directory.
-    """
+    """Locks the slot in a directory, to repair a file or to remove steps."""
     return storage.exclusive_lock(os.path.join(slot, "repairs.lock"), waits=True)
 
 
 def put_right(directory: epath.PathLike, file: str, content: bytes) -> None:
-    """Replaces a file of a committed step by what was saved, atomically.
+    """Replaces a bad file of a committed step, atomically.
 
     Args:
-      directory: of the step, `<root>/hosts/<slot>/<step>-<save>`.
-      file: as the manifest of the slot lists it.
-      content: all bytes of the file.
+      directory: the step, `<root>/hosts/<slot>/<step>-<save>`.
+      file: its path there, as listed by the manifest of the slot.
+      content: all bytes of the file, as they were saved.
 
     Raises:
       RepairError: if the manifest cannot be read or does not list these bytes, or the
@@ -313,7 +295,7 @@ def put_right(directory: epath.PathLike, file: str, content: bytes) -> None:
         if problem is not None:
             raise RepairError(f"was not repaired: {problem}")
         with repairing(slot):
-            # Nobody removes the step meanwhile, or has begun to.
+            # Fails if somebody has begun to remove the step; nobody does it now.
             os.stat(path)
             target = _unlinked(root, f"hosts/{slot.name}/{step.name}/{file}")
             storage.write_atomic(target, content)
@@ -322,29 +304,29 @@ def put_right(directory: epath.PathLike, file: str, content: bytes) -> None:
 
 
 def _unlinked(root: epath.PathLike, name: str) -> str:
-    # The path of a file below a directory; an OSError if links lead to it.
+    # The path of a file below a directory; raises an OSError if it is behind a link.
     _, *places = itertools.accumulate(
         name.split("/"), os.path.join, initial=os.fspath(root)
     )
     is_other = os.path.exists(places[-1]) and not os.path.isfile(places[-1])
     if is_other or any(map(os.path.islink, places)):
-        raise OSError(errno.ELOOP, "it is behind a link, or no file")
+        raise OSError(errno.ELOOP, "it is behind a link, or is not a file")
     return places[-1]
 
 
 def _names(directory: epath.Path) -> list[str]:
-    # Empty if the directory does not exist, or is removed meanwhile.
+    # Empty if the directory does not exist, or is being removed.
     with contextlib.suppress(FileNotFoundError):
         return os.listdir(directory)
     return []
 
 
 def used_bytes(directory: epath.PathLike) -> int:
-    """The bytes that the files below a directory take on their file system."""
+    """The bytes that the files below a directory take on the file system."""
     total = 0
     for parent, _, files in os.walk(directory):
         for name in files:
-            # Steps may be removed by their own process meanwhile.
+            # Its owner may remove the step meanwhile.
             with contextlib.suppress(FileNotFoundError):
                 status = os.lstat(os.path.join(parent, name))
                 total += status.st_blocks * _BLOCK_BYTES

@@ -46,7 +46,7 @@ def test_one_error_has_all_names_and_strict_false_loads_the_rest(checkpointer):
         "maybe": Component(0, "global", required=False),
         "cache": Component(0, "per_host"),
     }
-    said = r"step 4: .*'missing' cannot.*'schedule' was not asked for.*strict=False"
+    said = r"step 4: .*'missing' cannot.*'schedule' was not requested.*strict=False"
     with pytest.raises(errors.CheckpointError, match=said) as caught:
         loading.load(checkpointer, wanted, 4)
     assert "maybe" not in str(caught.value)
