@@ -183,7 +183,7 @@ class _Workers:
             except Exception as error:
                 raise errors.ConfigError(
                     "the workers beside the accelerators cannot run our code, or yours:"
-                    f" {error}; build their image as in docs/pages/guides/kubernetes.md,"
+                    f" {error}; build their image by docs/pages/guides/kubernetes.md,"
                     " with the modules that your pipeline imports"
                 ) from error
             compatibility.check(head + facts)
