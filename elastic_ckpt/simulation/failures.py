@@ -82,7 +82,10 @@ def of_log(
     # By slice, when this world lost it, or a host of it.
     lost: dict[int, float] = {}
     end: dict[str, Any] = {
-        "event": "world_started", "time": 0.0, "slices": (), "spares": ()
+        "event": "world_started",
+        "time": 0.0,
+        "slices": (),
+        "spares": (),
     }
     for line in [*log, end]:
         name, time = line["event"], line["time"] - log[0]["time"]
