@@ -103,8 +103,8 @@ class DataKeys:
     text_directory: str = key(
         "",
         "Local directory of text files. A dataset that is a single file and does not"
-        " exist yet is written from it, as by `elastic-ckpt data`. `python-stdlib`, or"
-        " `python-stdlib/email`, is Python's own source code. For several datasets,"
+        " exist yet is written from it, as by `elastic-ckpt data`. Python's own source"
+        " code is `python-stdlib`, or `python-stdlib/email`. For several datasets,"
         " separate directories by `;`, evaluation last.",
     )
     num_logical_shards: int = key(
