@@ -124,7 +124,7 @@ def test_every_verb_reads_a_loop_that_failed_and_changed_its_devices(
         (["audit", "run"], "name it with --data MODULE:NAME"),
         (
             ["audit", "run", "--data", "program:make_shard"],
-            "of a function without arguments",
+            "a function without arguments",
         ),
         (["scale", "run", "--slices", "2"], "where it calls ec.elastic.run"),
     ):
