@@ -105,7 +105,7 @@ def of_log(
             known = world if kind == "host" else range(slices)
             if place >= len(known) or known[place] >= slices:
                 raise errors.ConfigError(
-                    f"--trace: {name} of {kind} {line[kind]}, and the configured slices"
+                    f"--trace: {name} of {kind} {line[kind]}, but the configured slices"
                     f" are 0 to {slices - 1}, of {hosts_per_slice} hosts each; set"
                     " hosts and slices as in the run"
                 )
