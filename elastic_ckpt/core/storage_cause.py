@@ -31,7 +31,7 @@ _CAUSES = {
         "check who may write there, and the credentials",
         "Permission denied|PermissionError|PERMISSION_DENIED|Operation not permitted"
         "|UNAUTHENTICATED|Forbidden|Unauthorized|Access ?Denied"
-        f"|does not take the run's secret|{_HTTP}40[13]\\b",
+        f"|does not (?:take|accept) the (?:run's )?secret|{_HTTP}40[13]\\b",
     ),
     # The message itself says what to add.
     "too_few": ("", "parts lack (copies|a distant holder)"),

@@ -235,7 +235,7 @@ def test_a_run_can_gain_drop_and_rename_its_tiers(tmp_path, ram):
     renamed = ram.rename(ram.with_name("renamed"))
     assert newest(steps, renamed, run=None) == (5, 5)
     for disk in (renamed, None):
-        with pytest.raises(errors.RunError, match="another run, 'tiny', and this run"):
+        with pytest.raises(errors.RunError, match="another run, 'tiny', but this run"):
             newest(steps, disk, run="two")
 
 

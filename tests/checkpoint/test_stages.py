@@ -156,9 +156,7 @@ def test_hosts_without_room_are_named_before_a_copy_is_sent(
         assert [in_ram(sim, host) for host in hosts] == [[1] * is_saved for _ in hosts]
         if not is_saved:
             ((_, why),) = told(sim, "local")
-            named = re.findall(
-                r"host (\d): 2 steps .*? need (\d+) .*? have (\d+);", why
-            )
+            named = re.findall(r"host (\d): 2 steps .*? need (\d+) .*? use (\d+);", why)
             sizes = [(n, 2 * size * 2**16, limit_bytes) for n, size in needed.items()]
             assert [(*map(int, each),) for each in named] == sizes
         sim.end()

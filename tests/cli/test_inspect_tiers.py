@@ -158,7 +158,7 @@ def test_it_shows_the_line_of_a_run_and_the_one_that_was_abandoned(tmp_path):
     assert steps[1, False]["parent"] is steps[3, True]["parent"] is None
     assert steps[2, False]["parent"] == [1, steps[1, False]["save"]]
     printed = runs.verb("inspect", *roots)
-    line, abandoned = printed.split("abandoned, since")
+    line, abandoned = printed.split("abandoned, because")
     assert "step 2: complete, continues from step 1\n" in line
     assert "step 3" not in line
     assert "step 3: complete\n" in abandoned

@@ -25,7 +25,7 @@ def test_each_request_is_another_policy_within_the_bounds(tmp_path, caplog):
     before = present()
     (storage.absolute(tmp_path) / scale_request.FILE).write_text("{")
     assert present() is present() is before
-    assert caplog.text.count("is not read") == 1
+    assert caplog.text.count("cannot be read") == 1
 
 
 def test_a_request_outlives_the_leader_and_not_the_start(tmp_path):

@@ -149,7 +149,7 @@ def test_a_run_continues_with_other_stages_but_for_those_that_have_begun(
         assert [batch["inputs"].shape for batch in found] == [(6, 12)] * 2 + [(4, 24)]
     save(later, tmp_path / "in-second")
     for name, other, message in (
-        ("in-first", short_then_long(parts, 1), r"at step 2, and stages .* \[1\] are"),
+        ("in-first", short_then_long(parts, 1), r"at step 2, but stages .* \[1\] are"),
         ("in-second", short_then_long(parts), r"at steps \[0, 4\], now \[0, 3\]"),
         ("in-second", short, r"steps \[0, 4\], now \[0\]"),
     ):

@@ -121,7 +121,7 @@ def test_a_host_without_room_for_copies_is_named_before_they_are_sent(simulated)
         checkpointer.wait()
     (why,) = reasons(told, "degraded")
     needs = rf"needs {2**21} bytes in .*/machine-1 \(limit {limit_bytes} bytes\)"
-    assert re.search(rf"host 1: .*{needs}, and \d+ are free", why)
+    assert re.search(rf"host 1: .*{needs}, but only \d+ are free", why)
     # It holds its own part alone.
     held = {path.name for path in full.parents[2].glob("0/1-*/**/c/*")}
     assert held == {"4", "5", "6", "7"}

@@ -87,7 +87,7 @@ class Parts:
     ("save", "match"),
     [
         ("zstd", r"\.metadata lists items that extensions changed.*'stream\.zstd/1'"),
-        ("safetensors", r"__0_0\.distcp is no file of torch\.save"),
+        ("safetensors", r"__0_0\.distcp is not a file of torch\.save"),
     ],
 )
 def test_extensions_and_other_formats_of_tensors_are_refused(save, match):

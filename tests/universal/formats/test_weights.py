@@ -124,7 +124,7 @@ def test_a_numbered_set_of_files_without_an_index_is_complete_or_refused(tmp_pat
 def test_several_files_or_indices_need_a_choice(tmp_path):
     for name in ("a", "b"):
         safetensors_files.write(tmp_path / f"{name}.safetensors", {"w": numbered(2)})
-    with pytest.raises(FormatError, match="has w, and so has"):
+    with pytest.raises(FormatError, match="has w, as has"):
         opening.open_checkpoint(tmp_path)
     for name in ("a", "b"):
         (tmp_path / f"{name}.safetensors.index.json").write_text("{}")
@@ -141,7 +141,7 @@ def test_one_file_of_pytorch_with_distinct_tensors_is_opened(tmp_path):
     assert [each.name for each in opening.open_checkpoint(tmp_path).tensors] == ["w"]
 
     for value, match in (
-        ({"a": {"b": TENSOR}, "a.b": TENSOR}, "has a.b, and"),
+        ({"a": {"b": TENSOR}, "a.b": TENSOR}, "has a.b, as has"),
         ({"a": 1}, "has no tensors"),
     ):
         torch_files.write(tmp_path / "a.pt", value)

@@ -48,7 +48,7 @@ w 3 kind=momentum => 'momentum' has no known relation
 w 128 2 => sizes of vocab; .*--size vocab
 
 {"{l}.w": a b} -> {k: l a b}
-0.w 2 3; 1.w 200 => '1.w' has shape \[200\], .* 'a b'; a special tensor
+0.w 2 3; 1.w 200 => '1.w' has shape \[200\], .* 'a b'; put the rule of a special tensor
 
 {w: (q d + d + d) x} -> {query: (q d) x, k: d x, v: d x} | {sizes: {q: 2}}
 w 8 3 => from\['w'\]: .* \(d x\).* its own name, with `sizes: {e: d}`

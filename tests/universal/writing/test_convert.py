@@ -367,7 +367,7 @@ def test_trees_of_orbax_have_the_name_and_the_lists_of_the_layout(tmp_path, caps
     ("names", "options", "match"),
     [
         (("a", "a/b"), [], "a is a target, and so are tensors"),
-        (("a/b", "a.b"), [], "one of them"),
+        (("a/b", "a.b"), [], "one would be lost"),
         (("w",), ["--size", "kv=2"], "give --rules"),
         (("w",), ["--reverse"], "give --rules"),
         (("w",), ["--rules", "llama"], "hf_llama_to_maxtext"),
