@@ -141,9 +141,7 @@ def test_saves_of_a_step_are_held_apart_and_replace_leftovers_alone(disk, host):
     assert not junk.exists()
     offered = [each.step_id for each, _ in disk.offers(3).copies]
     assert sorted(offered) == host.held() == both
-    with pytest.raises(
-        errors.CheckpointError, match=r"step 3, save '0', is already in .*/3-0"
-    ):
+    with pytest.raises(errors.CheckpointError, match=r"save '0', is already in .*/3-0"):
         save(host)
     assert host.being_written == set()
     path, of_other = (disk.manifest_path(0, each) for each in both)
