@@ -141,7 +141,7 @@ def test_a_run_continues_with_other_stages_but_for_those_that_have_begun(
         later = batches_of(short_then_long(parts, 4))
         load(later, tmp_path / name)
         if before is short:
-            with pytest.raises(errors.DataError, match=r"call begin_at\(step\)"):
+            with pytest.raises(errors.DataError, match=r"begin_at\(step\) after"):
                 next(later)
             later.begin_at(2)
         found = taken(later, 3)

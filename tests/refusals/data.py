@@ -144,7 +144,7 @@ REFUSALS = {
         shard=0,
     ),
     "weights that are all zero": row(ec.data.Mixture)(
-        r"all weights of \['a'\] are 0; raise one",
+        r"all weights of \['a'\] are 0; raise at",
         *({"a": numbers(0)}, {"a": 0}),
         shard=0,
     ),
@@ -172,7 +172,7 @@ REFUSALS = {
         r"num_shards has the values \[\]; set it once", num_shards=None
     ),
     "a source that is not sliced by shard": in_shards(
-        r"would read all of .* repeat every example 2 times; give each shard .*::2\]",
+        r"would read all of .* repeat every example 2 times; let each shard .*::2\]",
         lambda _: NUMBERS.to_iter_dataset(),
     ),
     "an end that there is none of": in_shards(
@@ -226,7 +226,7 @@ REFUSALS = {
         "b has no weight; write patterns,weight;", "a,0.5;b"
     ),
     "a list with the same files twice": in_list(
-        "names the same files twice", "a,0.5;a,0.5"
+        "lists the same files twice", "a,0.5;a,0.5"
     ),
     "a list with a negative weight": in_list(
         "dataset b has the weight -1.0; weights are", "a,0.5;b,-1"
@@ -235,11 +235,11 @@ REFUSALS = {
         r"mixture\.json: .* cannot be read as JSON", "{"
     ),
     "a mixture with a misspelt field": in_mixture(
-        "a has {'path': 'x', 'wieght': 1}; give it a numeric weight",
+        "a has {'path': 'x', 'wieght': 1}; set a numeric weight",
         {"a": {"path": "x", "wieght": 1}},
     ),
     "a mixture with text for a weight": in_mixture(
-        "'weight': '1'}; give it a numeric weight",
+        "'weight': '1'}; set a numeric weight",
         {"a": {"path": "x", "weight": "1"}},
     ),
     "a mixture that is missing": Refusal(
@@ -328,7 +328,7 @@ REFUSALS = {
         r"no column 'tokens', only \['text'\]", PRE_TOKENIZED, {"text": "a"}
     ),
     "text in place of tokens": in_document(
-        "not a list of tokens; give a tok", PRE_TOKENIZED, {"tokens": "text"}
+        "not a list of tokens; use a tok", PRE_TOKENIZED, {"tokens": "text"}
     ),
     "tokens in place of text": in_document(
         "has a ndarray, not text; set tokenizer=None",
