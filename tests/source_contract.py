@@ -270,7 +270,7 @@ class SourceContract:
                 source.indexes(self.make(files))
 
     def test_files_without_a_record_are_named(self, files):
-        with self.refused(files[1], "no records; write"):
+        with self.refused(files[1], "no records; rewrite"):
             source.indexes(self.make(files[1:2]))
 
     def test_the_identity_is_that_of_files_and_settings(self, files, tmp_path):
@@ -335,7 +335,7 @@ class SourceContract:
         os.rename(files[2], files[2] + ".moved")
         # An open file would outlive its name.
         arrayrecord._opened.cache_clear()
-        with self.refused(files[2], "cannot be read, after 4 tries"):
+        with self.refused(files[2], "cannot be read after 4 tries"):
             delivered.extend(elements)
         assert "skipped" not in elements.get_state()
         os.rename(files[2] + ".moved", files[2])

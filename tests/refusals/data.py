@@ -117,11 +117,11 @@ in_document = row(lambda made, record: made.value(record), error=DATA)
 REFUSALS = {
     # Files and columns.
     "one file in place of a list": row(ec.data.Parquet)(
-        "files='a.parquet': give a tuple", files="a.parquet"
+        "files='a.parquet': pass a tuple", files="a.parquet"
     ),
-    "no file": row(ec.data.TFRecord)("give a tuple of one or more", files=()),
+    "no file": row(ec.data.TFRecord)("pass a tuple of one or more", files=()),
     "a file twice": row(ec.data.ArrayRecord)(
-        "has 'a' twice; name it", files=("a", "b", "a")
+        "has 'a' twice; list it", files=("a", "b", "a")
     ),
     "an index of Megatron": row(ec.data.Megatron)(
         "data.idx is not a .bin file", files=("data.idx",)
@@ -300,7 +300,7 @@ REFUSALS = {
         **{"use_sft": True, "tokenize_train_data": False},
     ),
     "a chat template and a file with one": in_keys(
-        "chat_template and chat_template_path are both set; set one",
+        "chat_template and chat_template_path are both set; set only",
         **{"use_sft": True, "chat_template": "a", "chat_template_path": "b"},
     ),
     "conversations without a template": row(conversations, writes=True)(

@@ -78,7 +78,7 @@ class ChatTemplate:
         _compiled(self.text)
 
     def identity(self) -> dict[str, storage.Json]:
-        """The digest of the text, and the variables it reads in addition to messages."""
+        """The digest of the text, and the variables it reads other than messages."""
         read = {**self.special_tokens, "strftime_now": self.date}
         return {
             "digest": digest.json_digest(self.text),
