@@ -163,7 +163,7 @@ class IteratorContract:
         run(batches.save(Created(tmp_path)))
         batches.reset()
         with pytest.raises(
-            errors.DataError, match="at position 16, after that of the run, 0; load it"
+            errors.DataError, match="at position 16, after the run.s position 0; load it"
         ):
             run(batches.leaving_out().load(epath.Path(tmp_path)))
         assert batches.left_out == ()

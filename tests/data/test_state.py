@@ -79,7 +79,7 @@ def test_a_reader_needs_the_files_of_its_shards_alone(tmp_path):
     cursors.write(tmp_path, part(0, 1), POSITION)
     (tmp_path / "shards-00005-00007.json.gz").write_text("spoilt")
     assert cursors.read(tmp_path, [0, 1], POSITION) == part(0, 1)
-    with refused("shards-00005-00007.json.gz is cut short, or is not gzip"):
+    with refused("shards-00005-00007.json.gz is truncated, or is not gzip"):
         cursors.read(tmp_path, [1, 5], POSITION)
     with refused(r"lacks 2 of 3 logical shards: \[2, 3\]; restore their files"):
         cursors.read(tmp_path, [1, 2, 3], POSITION)

@@ -124,5 +124,5 @@ def test_closed_batches_yield_nothing(colocated):
     )
     next(batches)
     batches.close()
-    with pytest.raises(errors.DataError, match="this iterator was closed; make a new"):
+    with pytest.raises(errors.DataError, match="this iterator was closed; create a new"):
         next(batches)

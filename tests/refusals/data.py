@@ -278,7 +278,7 @@ REFUSALS = {
     # Keys.
     "an unknown key": in_keys("unknown key 'steps'; the nearest key of", steps=7),
     "packing and Parquet without logical shards": in_keys(
-        '^grain_file_type="parquet", packing=true needs logical shards; set num_logic',
+        '^grain_file_type="parquet", packing=true requires logical shards; set num_log',
         **{"num_logical_shards": 0, "packing": True},
     ),
     "training files that match nothing": in_files(
