@@ -163,7 +163,8 @@ class IteratorContract:
         run(batches.save(Created(tmp_path)))
         batches.reset()
         with pytest.raises(
-            errors.DataError, match="at position 16, after the run.s position 0; load it"
+            errors.DataError,
+            match="at position 16, after the run.s position 0; load it",
         ):
             run(batches.leaving_out().load(epath.Path(tmp_path)))
         assert batches.left_out == ()
@@ -174,7 +175,7 @@ class IteratorContract:
         expected = self.expected(data, GLOBAL_BATCH_SIZE, GLOBAL_BATCH_SIZE)
         next(batches)
         (tmp_path / "data_state.json").write_text('{"version": 1')
-        with pytest.raises(errors.DataError, match="is cut short"):
+        with pytest.raises(errors.DataError, match="is truncated"):
             run(batches.load(epath.Path(tmp_path)))
         assert ids(next(batches)) == ids(expected[1])
 

@@ -339,7 +339,7 @@ def test_entries_that_do_not_belong_together_are_refused():
         (missing, r"lacks logical shards \[7\]"),
         ({"shard_00003": another}, "has no entry 'position'"),
         (saved | {"shard_00003": altered}, "'shard_00003'.*digest differs"),
-        (saved | {"shard_00003": None}, "'shard_00003'.*is cut short"),
+        (saved | {"shard_00003": None}, "'shard_00003'.*is truncated"),
         (saved | {"position": json.dumps({"version": 1})}, "'position'.*altered"),
     ):
         with pytest.raises(errors.DataError, match=problem):

@@ -46,7 +46,7 @@ def test_every_cut_and_every_flipped_bit_is_noticed(tmp_path_factory, name, data
     content = bytearray((directory / name).read_bytes())
     cut = data.draw(st.integers(0, len(content) - 3))
     (directory / name).write_bytes(content[:cut])
-    with refused(f"{name} is cut short"):
+    with refused(f"{name} is truncated"):
         read(directory)
     offset = data.draw(st.integers(0, len(content) - 1))
     content[offset] ^= 1 << data.draw(st.integers(0, 7))
