@@ -164,7 +164,7 @@ class IteratorContract:
         batches.reset()
         with pytest.raises(
             errors.DataError,
-            match="at position 16, after the run.s position 0; load it",
+            match="at position 16, after the run's position 0; load it",
         ):
             run(batches.leaving_out().load(epath.Path(tmp_path)))
         assert batches.left_out == ()

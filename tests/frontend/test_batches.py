@@ -98,7 +98,7 @@ def test_without_a_spec_the_axes_named_for_rows_shard_them(axes, rows):
             {"data": 2, "tensor": 4},
             P("data", "sequence"),
             8,
-            r"does not fit the mesh \(data=2, tensor=4\); name axes of the mesh, each",
+            r"does not match the mesh \(data=2, tensor=4\); list mesh axes, each",
         ),
         ({"data": 2, "tensor": 4}, P("data", "data"), 8, "each at most once"),
         (

@@ -137,9 +137,9 @@ REFUSALS = {
     "a shard that is none of the shards": row(ec.data.Records)(
         "shard=4 of num_shards=4; shards are", RECORDS, shard=4, num_shards=4
     ),
-    "no epoch": row(ec.data.ReadOptions)("num_epochs=0; give 1 or", num_epochs=0),
+    "no epoch": row(ec.data.ReadOptions)("num_epochs=0; pass 1 or", num_epochs=0),
     "weights of other datasets": row(ec.data.Mixture)(
-        r"parts are named \['a'\], but weights \['b'\]; give each",
+        r"parts are named \['a'\], but weights \['b'\]; set a weight",
         *({"a": numbers(0)}, {"b": 1}),
         shard=0,
     ),
@@ -151,9 +151,9 @@ REFUSALS = {
     "a packing that there is none of": in_rows(
         "packing='best'; choose one of first", numbers(0), packing="best", length=8
     ),
-    "rows of no token": in_rows("length=0; give 1 or more", numbers(0), length=0),
+    "rows of no token": in_rows("length=0; pass 1 or more", numbers(0), length=0),
     "a negative window": in_rows(
-        "window=-1; give 0 or m", numbers(0), length=8, window=-1
+        "window=-1; pass 0 or m", numbers(0), length=8, window=-1
     ),
     "a limit of documents to rows that cut them anywhere": in_rows(
         "max_examples=2 does not work with packing='concat_then_split'",
@@ -183,7 +183,7 @@ REFUSALS = {
         r"data is a \w+MapDataset; .*ec.data.sharded\(mak", data=NUMBERS
     ),
     "text for a number of batches ahead": in_batches(
-        "read_ahead='2'; give a number of batches", read_ahead="2"
+        "read_ahead='2'; pass a number of batches", read_ahead="2"
     ),
     "text for a spec": in_batches(
         "spec='data'; .*PartitionSpec, such as Part", spec="data"
@@ -258,11 +258,9 @@ REFUSALS = {
         },
     ),
     # Media.
-    "media of which none fits": in_media(
-        "give each a max_per_row of 1 or more", max_per_row=0
-    ),
+    "media of which none fits": in_media("set max_per_row to 1 or more", max_per_row=0),
     "media with the name of a feature": in_media(
-        "and a name without clashes", kind="inputs"
+        "names that do not clash", kind="inputs"
     ),
     "media that are cut": in_media(
         "choose first_fit or best_fit", packing="concat_then_split"
@@ -310,7 +308,7 @@ REFUSALS = {
         "the chat template is invalid", chat_template="{% if %}"
     ),
     "a conversation that is text": in_turns(
-        "has a str, not a list of messages; name", "Hello"
+        "has a str, not a list of messages; list", "Hello"
     ),
     "messages of another form": in_turns(
         r"a message with \['from', 'value'\]; a message needs a role",
@@ -321,7 +319,7 @@ REFUSALS = {
         [{"role": "user", "content": datetime.date.today()}],
     ),
     "conversations of three columns": row(chat.Conversations)(
-        r"columns=\('a', 'b', 'c'\) .*; name one column of messages, or two",
+        r"columns=\('a', 'b', 'c'\) .*; list one column of messages, or two",
         **{"template": TEMPLATE, "columns": ("a", "b", "c")},
     ),
     "a column that is missing": in_document(
