@@ -288,7 +288,7 @@ def answers(outcomes: Mapping[int, Mapping[str, Any]]) -> list[Any]:
 
     Raises:
       ReplacedError: if a host found that a later start has continued the run.
-      HostsFailedError: if the call failed on a host for another reason.
+      HostsFailedError: if the call failed on a host for a different reason.
     """
     problems = {n: each["failed"] for n, each in outcomes.items() if "failed" in each}
     if any(each.get("kind") == "ReplacedError" for each in outcomes.values()):

@@ -24,7 +24,7 @@ _CLIENTS = {
 # TensorStore has a driver for these protocols, so checkpoints can use them.
 _OF_CHECKPOINTS = ("gs", "s3")
 
-# The exceptions that clients raise besides OSErrors, by module.
+# The exceptions that clients raise in addition to OSErrors, by module.
 _FAILURES = {
     "aiohttp.client_exceptions": ("ClientError",),
     "azure.core.exceptions": ("AzureError",),

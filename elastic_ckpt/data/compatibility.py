@@ -2,7 +2,7 @@
 
 Colocated Python sends code by cloudpickle, which needs the same Python minor version
 and the same JAX on both sides. Rows depend on Grain, on this package and on each host's
-files. Workers beside accelerators send these facts to the head; controllers exchange
+files. Workers on accelerator hosts send these facts to the head; controllers exchange
 them through JAX's coordination service.
 """
 

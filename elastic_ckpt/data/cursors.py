@@ -64,7 +64,7 @@ def read(
             raise errors.DataError(
                 f"shard cursors {path} belong to position {content['position']} and"
                 f" {len(values)} shards, not to position {position} and shards {first}"
-                f" to {last}: the file is from another step; restore it from a copy"
+                f" to {last}: the file is from a different step; restore it from a copy"
             )
         values_by_shard |= {shard: values[shard - first] for shard in in_file}
     missing = sorted(required - values_by_shard.keys())

@@ -29,7 +29,7 @@ class DataKeys:
     grain_train_mixture_config_path: str = key(
         "",
         'JSON file with the mixture, instead of grain_train_files: {"name": {"path":'
-        ' "files*", "weight": 0.5}, ...}; `datasets` instead of `path` nests another'
+        ' "files*", "weight": 0.5}, ...}; `datasets` instead of `path` nests a second'
         " mixture. Weights and datasets may change when you resume.",
     )
     data_stages: str = key(

@@ -77,7 +77,7 @@ class ElasticData(Protocol):
 
     @property
     def engine(self) -> str:
-        """The name of the engine, which determines the form of its positions."""
+        """The engine name, which determines the form of positions."""
 
     @property
     def end(self) -> End:

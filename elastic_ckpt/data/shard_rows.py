@@ -124,7 +124,7 @@ class ShardRows:
         return Loaded(rows=self._stack(kept) if kept else None, cursors=noted)
 
     def _next_rows(self) -> list[Any]:
-        # The rows of the next batch to return; None for those of shards that ended.
+        # The rows of the next batch to return; None for rows of ended shards.
         row_shards = self._task.row_shards(self._number)
         shards, keep = (array.tolist() for array in row_shards)
         self._number += 1

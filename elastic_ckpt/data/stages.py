@@ -81,7 +81,7 @@ class StagedData:
 
     @property
     def engine(self) -> str:
-        """The name of the engine."""
+        """The engine name."""
         return self.current.data.engine
 
     @property
@@ -405,7 +405,7 @@ def _same_step(one: Any, other: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StagedShards:
-    """The `make_shard` of one stage, given those of all stages.
+    """The `make_shard` of one stage, given every stage's `make_shard`.
 
     Attributes:
       make_shards: the `make_shard` of each stage.

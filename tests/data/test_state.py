@@ -83,7 +83,7 @@ def test_a_reader_needs_the_files_of_its_shards_alone(tmp_path):
         cursors.read(tmp_path, [1, 5], POSITION)
     with refused(r"lacks 2 of 3 logical shards: \[2, 3\]; restore their files"):
         cursors.read(tmp_path, [1, 2, 3], POSITION)
-    with refused("the file is from another step"):
+    with refused("the file is from a different step"):
         cursors.read(tmp_path, [0], {"batches": [[24, 2]]})
     (tmp_path / "shards-00000-00001.json.gz").rename(
         tmp_path / "shards-00002-00004.json.gz"

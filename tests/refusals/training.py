@@ -246,7 +246,7 @@ REFUSALS = {
         grain_train_files="DIR/texts.parquet",
         text_directory="python-stdlib",
     ),
-    "later step log": log('{"version":2}\n', "has version 2, but this program reads"),
+    "later step log": log('{"version":2}\n', "has version 2, and this program reads"),
     "batch of nothing": log(HEADER + STEP + '"rows":0}\n', "a batch of 0 rows"),
     "batch beyond all memory": log(
         HEADER + STEP + '"rows":99999999999}\n', "a batch of 99999999999 rows"
