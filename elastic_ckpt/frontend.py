@@ -2,8 +2,8 @@
 
 * One process, or one on each host: each process reads its own rows (`data.Batches`) and
   saves its own memory (`checkpoint.hosts.InEveryProcess`).
-* One controller of many hosts (Pathways): workers and agents in colocated Python,
-  beside the accelerators, do both (`elastic_ckpt_sidecar`).
+* One controller of many hosts (Pathways): workers and agents in colocated Python, on
+  the accelerator hosts, do both (`elastic_ckpt_sidecar`).
 """
 
 from __future__ import annotations
@@ -36,42 +36,42 @@ def batches(
     colocated: bool | None = None,
     read_ahead: prefetch.ReadAhead | int = prefetch.TWO_BATCHES,
 ) -> iterator.Batches:
-    """An iterator over the global batches of `data`, as arrays sharded over `mesh`.
+    """Iterates over the global batches of `data`, as arrays sharded over `mesh`.
 
-    The batches, and their order, are the same on every mesh. Each host loads the rows
-    that its devices hold; hosts that hold the same rows, such as those of one
-    tensor-parallel group, each load them. The iterator is a checkpointable: save it
-    with the model, and load it to continue with the next batch, on any number of hosts.
+    The batches and their order are the same on every mesh. Each host loads the rows
+    that its devices hold; if several hosts hold the same rows, as in a tensor-parallel
+    group, each of them loads these rows. The iterator is a checkpointable: save it with
+    the model, and load it to continue with the next batch, on any number of hosts.
 
     Args:
-      data: from `ec.data.from_config`, `positional` or `sharded`.
+      data: the result of `ec.data.from_config`, `positional` or `sharded`.
       mesh: the training mesh, with any axes.
-      spec: the mesh axes that shard a batch: the first entry shards rows, an optional
-        second one shards dim 1 (the sequence) of features that have it; over all other
-        axes a batch is replicated. `example_id` is sharded by rows only. By default
-        rows are sharded over the only axis of the mesh, or over its axes named batch,
-        data, fsdp, replica and slice.
+      spec: the mesh axes that shard a batch: the first entry shards rows, and an
+        optional second entry shards dim 1 (the sequence) of features that have it. A
+        batch is replicated over all other axes. `example_id` is sharded by rows only.
+        By default, rows are sharded over the only axis of the mesh, or over its axes
+        named batch, data, fsdp, replica and slice.
       global_batch_size: rows of a global batch, B; a multiple of the product of the
-        sizes of the axes that shard rows. A stage of the data may override it.
-      colocated: whether workers in colocated Python, beside the accelerators, read the
-        data; by default they do if this process controls other hosts.
+        sizes of the axes that shard rows. A stage of the data may override this size.
+      colocated: whether workers in colocated Python, on the accelerator hosts, read the
+        data; by default, they do if this process controls other hosts.
       read_ahead: how far each host reads ahead of the loop: a number of batches, or
         `ec.data.ReadAhead`.
 
     Raises:
       ConfigError: if `data` is anything else, such as a Grain dataset, if `spec` does
-        not fit the mesh, or if the rows do not divide over their axes. Other dims are
-        checked with the first batch.
+        not match the mesh, or if the rows cannot be divided over their axes. Other dims
+        are checked with the first batch.
     """
     elastic_data.check(data, caller="ec.batches")
     if not isinstance(mesh, Mesh):
         raise errors.ConfigError(
-            f"ec.batches: mesh is a {type(mesh).__name__}; give a jax.sharding.Mesh,"
+            f"ec.batches: mesh is a {type(mesh).__name__}; pass a jax.sharding.Mesh,"
             ' such as jax.make_mesh((jax.device_count(),), ("data",))'
         )
     if spec is not None and not isinstance(spec, PartitionSpec):
         raise errors.ConfigError(
-            f"ec.batches: spec={spec!r}; give a jax.sharding.PartitionSpec, such as"
+            f"ec.batches: spec={spec!r}; pass a jax.sharding.PartitionSpec, such as"
             f" PartitionSpec({mesh.axis_names[0]!r})"
         )
     if colocated is None:
@@ -91,9 +91,9 @@ def batches(
 class Checkpointer(checkpointer.HostsCheckpointer):
     """A checkpointer with the methods of Orbax's `training.Checkpointer`.
 
-    A step is saved to every tier in which it is due, and restored from the nearest one
-    that has it. Every process of the run creates a checkpointer with the same arguments
-    and makes the same calls.
+    A step is saved to every tier in which it is due and restored from the nearest tier
+    that has it. Every process of the run must create a checkpointer with the same
+    arguments and make the same calls.
 
         tiers = [
             ec.Local("/dev/shm/my_run", every=10),
@@ -125,25 +125,25 @@ class Checkpointer(checkpointer.HostsCheckpointer):
         """Opens the steps in the tiers.
 
         Args:
-          tiers: at most one each of `Local`, `Peers` and `Persistent`; `Peers` needs
-            `Local`. Under a single controller the directories are on the hosts, and
+          tiers: at most one each of `Local`, `Peers` and `Persistent`; `Peers` requires
+            `Local`. Under a single controller, the directories are on the hosts, and
             `Peers.interface` is the controller's address in the hosts' network, by
-            default that of its default route.
+            default the local address of its default route.
           mesh: the training mesh; needed only if it does not cover all devices.
-          run: the name of the run; by default that of the steps in the tiers, or, if
-            there are none, that of the directory of `Local` or `Persistent`.
-          slice_name: the slice of this process's devices; by default the one that the
-            hardware reports. A single controller takes the slices from its mesh.
+          run: the run name; by default the run of the steps in the tiers or, if there
+            are none, the directory name of `Local` or `Persistent`.
+          slice_name: the slice of this process's devices; by default, the slice that
+            the hardware reports. A single controller takes the slices from its mesh.
           world: the checkpointer's place in an elastic run, which
             `ec.elastic.World.checkpointer` fills in.
-          emit: called with each event.
+          emit: a function that receives each event.
           context: Orbax's context for all calls outside a `with` block of another
             context.
-          read_only: reads the steps in storage and in the RAM of this machine beside a
-            program that writes them. Nothing is written, and saving is an error.
+          read_only: whether to only read the steps in storage and in this machine's
+            RAM, while another program writes them. Saving is then an error.
 
         Raises:
-          ConfigError: if the tiers do not fit together, or differ between hosts.
+          ConfigError: if the tiers are incompatible or differ between hosts.
           RunError: if a host cannot be reached, the RAM disk is in use or holds steps
             of another run, or another program writes to the same storage.
         """

@@ -110,6 +110,6 @@ def test_every_command_runs_as_written_on_a_fresh_clone_with_a_bare_python(
     assert {150, 190} <= set(json.loads(inspected)["known"])
     for name in ("demo_cpu", "demo_packed"):
         verified = run(f"uv run elastic-ckpt verify --strict runs/{name}")
-        assert verified.endswith("\nPASSED: every copy is what was saved\n")
+        assert verified.endswith("\nPASSED: every copy matches what was saved\n")
     # Neither the lock file nor a run shows up as something to commit.
     assert run("git status --porcelain") == " M configs/demo_cpu.yml\n"

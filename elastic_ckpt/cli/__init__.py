@@ -1,1 +1,1 @@
-"""The command line: one file per verb, in the one room that combines all others."""
+"""The command line, one file per verb. Only this package combines all others."""

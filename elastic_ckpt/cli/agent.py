@@ -1,4 +1,4 @@
-"""`elastic-ckpt agent DIRECTORY`: serves the RAM disk of a machine to its peers."""
+"""`elastic-ckpt agent DIRECTORY`: serves a machine's RAM disk to its peers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     backup.add_argument(
         "--backup",
         metavar="URLS",
-        help="also keep a share of each step of a run: the agents of all its backup"
-        " hosts, including this one, as in peer_backup_urls",
+        help="also keep a share of each step of a run; URLS are the agents of all its"
+        " backup hosts, including this one, as in peer_backup_urls",
     )
     backup.add_argument(
         "--follow",
@@ -30,24 +30,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     backup.add_argument(
         "--max-bytes-per-sec",
         type=option_numbers.positive_number,
-        help="the most bytes per second to copy from the run's hosts",
+        help="the maximum number of bytes per second to copy from the run's hosts",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves until a signal ends it."""
+    """Serves until a signal stops it."""
     if not (arguments.backup or arguments.follow):
         return agent_server.run(arguments)
     if not (arguments.backup and arguments.follow and arguments.secret_file):
         raise errors.ConfigError(
             "a backup host needs --backup URLS, --follow STEPS and --secret-file: it"
-            " finds the run by its steps in storage, and shares the run's secret"
+            " finds the run by its steps in storage and uses the run's secret"
             " (peer_secret_file)"
         )
     backups = arguments.backup.split(";")
     for url in backups:
         agent.check_url(url, what="--backup", needs_tls=arguments.tls_ca is not None)
-    # Imported late, to keep other agents small.
+    # Imported late to keep other agents small.
     from elastic_ckpt.checkpoint import backup_host
 
     backup_host.serve(

@@ -1,7 +1,8 @@
 """`elastic-ckpt audit RUN`: proves that a run trained on the right examples.
 
-It compares them with those that one host reads from the run's own pipeline. `--step`
-shows which documents a step used, and `--find` which steps used a document.
+It compares the run's examples with the examples that one host reads from the run's own
+pipeline. `--step` shows which documents a step used, and `--find` shows which steps
+used a document.
 """
 
 from __future__ import annotations
@@ -18,35 +19,35 @@ from elastic_ckpt.data import provenance as documents
 from elastic_ckpt.training import audit, provenance
 
 _LIMITS = (
-    "An audit compares with the run's own pipeline, read again by one host. It does\n"
-    "not check what that pipeline drops (filters, truncation, incomplete batches)."
+    "An audit compares the run with its own pipeline, reread by one host. It does not\n"
+    "check what that pipeline drops (filters, truncation, incomplete batches)."
 )
 _OUTCOMES = {
     "used": "used",
-    "left_out": "left out when the run rolled back to an older step",
-    "too_short": "makes no example: it has fewer than two tokens",
+    "left_out": "skipped when the run rolled back to an older step",
+    "too_short": "makes no example because it has fewer than two tokens",
     "filtered": "dropped by the pipeline",
-    "corrupt": "skipped, because it is corrupt",
-    "read_ahead": "read ahead, in no step yet",
+    "corrupt": "skipped because it is corrupt",
+    "read_ahead": "read ahead, not in a step yet",
     "not_yet_used": "not used yet",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
-    parser.add_argument("run", help="the directory of a run")
+    parser.add_argument("run", help="a run directory")
     parser.add_argument(
         "--data",
         metavar="MODULE:NAME",
-        help="for a training loop of your own: the data that it gives to ec.batches,"
-        " or a function that returns it, in a module that can be imported",
+        help="for your own training loop: the data that it passes to ec.batches, or a"
+        " function that returns this data, in a module that can be imported",
     )
     question = parser.add_mutually_exclusive_group()
     question.add_argument(
         "--find",
         metavar="FILE:RECORD",
-        help="show which steps used a document: the end of its file's path, and the"
-        " number of its record, from 0",
+        help="show which steps used a document: the end of its file path and its record"
+        " number, from 0",
     )
     question.add_argument(
         "--step",
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Audits the run, or answers a question about its documents; 1 if it fails."""
+    """Audits the run or answers a question about its documents; 1 if this fails."""
     recorded = audit.RunAudit(arguments.run, data=arguments.data)
     if arguments.find is not None or arguments.step is not None:
         _answer(recorded, arguments)
@@ -80,9 +81,9 @@ def describe(outcome: audit.Audit) -> str:
         f"lost: {outcome.num_lost} rows; repeated: {outcome.num_repeated}": True,
         f"batches of the one-host run: {outcome.num_identical_steps} of"
         f" {outcome.num_steps}": True,
-        "steps trained again after an interruption:"
+        "steps retrained after an interruption:"
         f" {outcome.num_redone_steps}": outcome.num_redone_steps,
-        "rows left out where the run rolled back:"
+        "rows skipped where the run rolled back:"
         f" {outcome.num_left_out:,}": outcome.num_left_out,
         "PASSED: every step used the examples and tokens of the one-host run's batch,"
         f" and none was lost or repeated\n{_LIMITS}": outcome.passed,
@@ -114,8 +115,8 @@ def _document_of(asked: str) -> tuple[str, int]:
     file, _, record = asked.rpartition(":")
     if not file or not record.isdecimal():
         raise errors.ConfigError(
-            f"--find {asked}: write FILE:RECORD, the end of the file's path and the"
-            " number of the record, from 0, such as a.parquet:17"
+            f"--find {asked}: write FILE:RECORD, the end of the file path and the"
+            " record number, from 0, such as a.parquet:17"
         )
     return file, int(record)
 

@@ -13,7 +13,7 @@ from elastic_ckpt.training import load
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     overrides.add_arguments(parser, example="configs/demo_cpu.yml", is_required=False)
-    parser.epilog = "Without a file it prints every key with its meaning and default."
+    parser.epilog = "Without a file, prints every key with its meaning and default."
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
-"""`elastic-ckpt convert SRC DST --rules R`: writes a checkpoint in another layout.
+"""`elastic-ckpt convert SRC DST --rules R`: writes a checkpoint in a different layout.
 
-SRC has any format that can be read. DST is the directory of a step for Orbax, or that
-of a model for safetensors and Hugging Face. Without rules, tensors keep their names.
+SRC can have any format that can be read. DST is a step directory for Orbax, or a model
+directory for safetensors and Hugging Face. Without rules, tensors keep their names.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from elastic_ckpt.universal.writing import convert
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RuleUse:
-    """What a rule copies.
+    """The tensors that a rule copies.
 
     Attributes:
-      rule: its place in the layout.
-      sources: how many stored tensors it reads.
-      targets: how many tensors it makes, in whole or in part.
+      rule: the rule's place in the layout.
+      sources: how many stored tensors the rule reads.
+      targets: how many tensors the rule makes, in whole or in part.
       num_bytes: the size of the copied elements, in the dtypes of the targets.
     """
 
@@ -56,23 +56,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     looks.add_argument(
         "--list",
         action="store_true",
-        help="list the tensors of SRC by name pattern, and write nothing",
+        help="list the tensors of SRC by name pattern without writing anything",
     )
     looks.add_argument(
         "--check",
         metavar="TREE",
         nargs="?",
         const="",
-        help="show what each rule of --rules copies from SRC, or what is missing and"
-        " the nearest rule. TREE, the tensors to make, is a checkpoint or a JSON file"
-        " of shapes by name; by default all that the rules make",
+        help="show the tensors that each rule of --rules copies from SRC, or the"
+        " missing tensors and the nearest rule. TREE, the tensors to make, is a"
+        " checkpoint or a JSON file of shapes by name; by default, all tensors that"
+        " the rules make",
     )
     parser.add_argument(
         "--rules",
         metavar="LAYOUT",
-        help="the layout: a YAML file, or the name of one in the package. By default it"
-        " is the one that DeepSpeed wrote into SRC; otherwise tensors keep their names,"
-        " and an adapter is merged",
+        help="the layout: a YAML file, or the name of a layout in the package. By"
+        " default, the layout that DeepSpeed wrote into SRC; otherwise, tensors keep"
+        " their names, and an adapter is merged",
     )
     parser.add_argument(
         "--size",
@@ -85,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reverse",
         action="store_true",
-        help="apply the layout in reverse: it describes the way from DST to SRC",
+        help="apply the layout in reverse; the layout describes DST to SRC",
     )
     parser.add_argument(
         "--to",
@@ -97,9 +98,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="MODEL",
-        help="a model directory of Hugging Face, or hf://org/name in its local cache,"
-        " whose config.json gives sizes of the layout; --to hf copies it and the"
-        " tokenizer's files",
+        help="a Hugging Face model directory, or hf://org/name in the local cache; its"
+        " config.json sets sizes of the layout. --to hf copies config.json and the"
+        " tokenizer files",
     )
     parser.add_argument(
         "--dtype",
@@ -112,13 +113,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="convert only the weights, without the optimizer and the step",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="show the plan, and write nothing"
+        "--dry-run", action="store_true", help="show the plan without writing anything"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Converts, or shows the plan."""
+    """Converts or shows the plan."""
     job = convert.Job(
         source=arguments.source,
         target=arguments.target or "",
@@ -136,8 +137,8 @@ def run(arguments: argparse.Namespace) -> int:
         rows, lines = _checked(job, arguments.check)
     elif arguments.target is None:
         raise errors.ConfigError(
-            "the checkpoint to write is missing: give DST after SRC, or --list or"
-            " --check to look at SRC"
+            "the checkpoint to write is missing: specify DST after SRC, or use --list"
+            " or --check to look at SRC"
         )
     elif arguments.dry_run:
         rows, lines = _planned(job)
@@ -147,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# What is printed as JSON, and as text.
+# The output as JSON and as text.
 _Shown = tuple[dict[str, Any] | list[dict[str, Any]], list[str]]
 
 
@@ -185,7 +186,7 @@ def _listed(source: str) -> _Shown:
 
 def _checked(job: convert.Job, given: str) -> _Shown:
     if job.rules is None:
-        raise errors.ConfigError("--check needs a layout: give --rules")
+        raise errors.ConfigError("--check needs a layout: specify --rules")
     checkpoint = opening.open_checkpoint(job.source)
     layout = convert.given_layout(job, checkpoint)
     tree = listing.tree(given) if given else None

@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--type",
         choices=("arrayrecord", "parquet"),
-        help="its format; by default that of its suffix (.parquet), or else"
-        " arrayrecord. Each text is a record; in Parquet it is in the column text",
+        help="the file format; by default chosen by suffix (.parquet), otherwise"
+        " arrayrecord. Each document is a record; Parquet has it in the column text",
     )
 
 

@@ -1,9 +1,9 @@
 """`elastic-ckpt inspect PATH...`: the steps of a run, and in which tiers they are.
 
-It takes the directory of a run, RAM disks and directories of steps. It shows steps and
-their holders, and for steps in storage their arrays and data state: by default the
-newest complete step in brief, with --step one step with all of its arrays, with --all
-every step. The JSON has all steps unless --step names one.
+It takes a run directory, RAM disks and directories of steps. It shows steps and their
+holders, and the arrays and data state of steps in storage. By default, it shows the
+newest complete step in brief; with --step, it shows one step with all of its arrays;
+with --all, every step. The JSON has all steps unless --step selects one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--step",
         type=option_numbers.count,
-        help="show this step, and all of its arrays",
+        help="show this step and all of its arrays",
     )
     which.add_argument(
         "--all",
@@ -45,14 +45,14 @@ def run(arguments: argparse.Namespace) -> int:
     is_any = report.known or report.leftovers or report.problems
     if not (is_any or any(map(run_files.is_run, paths))):
         raise errors.RunError(
-            f"{', '.join(paths)}: this is neither the directory of a run (it"
-            f" contains no {run_files.RECORD}) nor one with steps of any tier;"
-            " give base_output_directory/run_name, or the directory with the"
+            f"{', '.join(paths)}: this is neither a run directory (it contains"
+            f" no {run_files.RECORD}) nor a directory with steps of any tier;"
+            " specify base_output_directory/run_name, or the directory with the"
             " steps"
         )
     if step is not None and step not in report.known:
         raise errors.CheckpointError(
-            f"there is no step {step} in the given places; they contain the steps"
+            f"there is no step {step} in these locations; they contain the steps"
             f" {list(report.known)}"
         )
     content = {"run": name, **dataclasses.asdict(report)}

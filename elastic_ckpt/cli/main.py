@@ -17,13 +17,13 @@ from elastic_ckpt.elastic import termination
 VERBS = {
     "train": "train a model, or continue a run, on the hosts that the configuration"
     " names",
-    "scale": "ask a live run to continue on another number of slices",
+    "scale": "ask a live run to continue on a different number of slices",
     "config": "print the configuration that would run, and where each key is set",
-    "data": "write a directory of texts as one file of training data",
+    "data": "write a directory of text files as one file of training data",
     "audit": "prove that a run trained on each batch of a one-host run exactly once",
     "plan": "show which host would read which shards of the data",
     "simulate": "show what failures would cost a run, and what one more spare slice or"
-    " other save periods would gain",
+    " different save periods would gain",
     "maxtext": "run MaxText with elastic data, on any number of hosts",
     "agent": "serve a machine's RAM disk to the other machines of a run",
     "status": "show a run's progress, hosts and newest steps, and what a loss would"
@@ -32,7 +32,7 @@ VERBS = {
     "inspect": "show the steps of a run: their arrays, their data state, and the tiers"
     " that have them",
     "verify": "read every copy of a checkpoint in every tier, and check its digests",
-    "convert": "convert a checkpoint, of this or another program, to another layout",
+    "convert": "convert a checkpoint of this or another program to a different layout",
     "modify": "change numbers in the newest step, such as the learning rate",
     "pin": "keep steps that would otherwise be deleted",
 }
@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
       0 on success, 1 if there was an error or an audit or verification failed, 78 if
-      the configuration of a run is wrong, 130 on Ctrl-C, 143 on SIGTERM, 141 if the
-      reader of the output closed it.
+      the configuration of a run is invalid, 130 on Ctrl-C, 143 on SIGTERM, 141 if the
+      reader of the output closed the pipe.
     """
     words = sys.argv[1:] if arguments is None else arguments
     parsed = _parsed(words)
@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"elastic-ckpt {parsed.verb}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader has closed the pipe (`| head`); Python's last flush must not
-        # report it again.
+        # The reader has closed the pipe (`| head`), and Python's last flush must not
+        # report that again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (errors.ElasticCkptError, *bucket_clients.failures()) as error:
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    # argparse takes no further `key=value` once an option has followed the file.
+    # argparse accepts no more `key=value` once an option has followed the file.
     parser = build_parser(words[:1])
     parsed, rest = parser.parse_known_args(words)
     if rest and not (hasattr(parsed, "overrides") and all(map(_IS_SETTING, rest))):
@@ -87,7 +87,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def build_parser(verbs: Collection[str] = VERBS.keys()) -> argparse.ArgumentParser:
-    """The parser of the command line.
+    """The command-line parser.
 
     Args:
       verbs: the verbs whose arguments to add. This imports their modules, and many of

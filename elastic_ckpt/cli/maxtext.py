@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains, or continues, a run of MaxText."""
+    """Trains or continues a MaxText run."""
     of_maxtext = arguments.arguments
     config = maxtext_keys.supervised(maxtext_keys.given(of_maxtext))
     shown = progress.Progress(log_period=1, stream=sys.stdout)

@@ -1,8 +1,8 @@
-"""`elastic-ckpt modify STEP_PATH --set PATH=VALUE`: edits numbers of the newest step.
+"""`elastic-ckpt modify STEP_PATH --set PATH=VALUE`: edits numbers in the newest step.
 
-It loads the step and saves it again, so the host needs memory for all of it, and no run
-may be writing to the directory. The next start of the run continues from the new save,
-which replaces the old one: to keep that, copy the step's directory first.
+It loads the step and saves it again, so the host needs memory for the whole step, and
+no run may be writing to the directory. The next start of the run continues from the new
+save, which replaces the old one: to keep the old save, copy the step directory first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path",
         metavar="STEP_PATH",
-        help="the directory of a run's newest step in persistent storage",
+        help="the step directory of a run's newest step in persistent storage",
     )
     parser.add_argument(
         "--tree",
@@ -47,33 +47,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="multiply a number; may be repeated",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="show the changes, and write nothing"
+        "--dry-run", action="store_true", help="show the changes without writing them"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Edits the step, unless its run is alive."""
+    """Edits the step unless its run is alive."""
     name = arguments.tree
     edits = [_edit(name, each, is_factor=False) for each in arguments.set]
     edits += [_edit(name, each, is_factor=True) for each in arguments.scale]
     if not edits or len({each.path for each in edits}) < len(edits):
         raise errors.ConfigError(
-            "give each number to edit exactly once: --set PATH=VALUE or --scale"
+            "list each number to edit exactly once: --set PATH=VALUE or --scale"
             " PATH=FACTOR"
         )
     path = storage.absolute(arguments.path)
     if not (path.name.isdecimal() and tier_locations.is_step(path)):
         raise errors.CheckpointError(
-            f"{path} is not the directory of a step; name PERSISTENT_DIRECTORY/<step>"
+            f"{path} is not a step directory; specify PERSISTENT_DIRECTORY/<step>"
         )
     number = int(path.name)
     tiers = [Persistent(path.parent, every=1)]
     with contextlib.ExitStack() as stack:
-        # The supervisor of an elastic run holds its lock even between two worlds.
+        # An elastic run's supervisor holds the run's lock even between two worlds.
         lock = path.parent.parent / run_files.LOCK
         if run_files.is_run(lock.parent) and not arguments.dry_run:
             stack.enter_context(storage.exclusive_lock(lock))
-        # Otherwise JAX would cut 64-bit leaves to 32 bits.
+        # Otherwise, JAX would truncate 64-bit leaves to 32 bits.
         stack.enter_context(jax.enable_x64(True))
         checkpointer = stack.enter_context(
             frontend.Checkpointer(tiers, read_only=arguments.dry_run)

@@ -1,4 +1,4 @@
-"""The arguments `CONFIG key=value...` of verbs."""
+"""The arguments `CONFIG key=value...`, which several verbs take."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def add_arguments(
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="settings that override those of the file",
+        help="settings that override the file's",
     )

@@ -15,18 +15,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "paths",
         nargs="+",
         metavar="STEP_PATH",
-        help="the directory of a step in persistent storage, or on the RAM disk of any"
-        " host, which counts for all hosts",
+        help="a step directory in persistent storage, or on any host's RAM disk, which"
+        " pins the step on all hosts",
     )
     parser.add_argument("--undo", action="store_true", help="let them be deleted again")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Marks the steps, all or none."""
+    """Pins or unpins all of the steps, or none if a path is invalid."""
     for path in arguments.paths:
         if not tier_locations.is_step(path):
             raise errors.CheckpointError(
-                f"{path} is not the directory of a step; name"
+                f"{path} is not a step directory; specify"
                 " PERSISTENT_DIRECTORY/<step> or RAM_DISK/hosts/<slot>/<step>-<save>"
             )
     change = preserved.unpin if arguments.undo else preserved.pin

@@ -1,4 +1,4 @@
-"""`elastic-ckpt plan`: which host would read which shards, by hosts and batch size."""
+"""`elastic-ckpt plan`: which host would read which shards, per hosts and batch size."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _SHOWN_RANGES = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """How a number of hosts would load batches of one size.
+    """How some number of hosts would load batches of one size.
 
     Attributes:
       num_hosts: the number of hosts, H.
       global_batch_size: the rows of a batch, B.
       host_shards: the shards that each host reads.
-      shard_reads: how many hosts read a shard, on average.
+      shard_reads: the mean number of hosts that read a shard.
     """
 
     num_hosts: int
@@ -39,13 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
         nargs="?",
-        help="a YAML file, for its data and its number of shards",
+        help="a YAML file with the data and the number of shards",
     )
     parser.add_argument(
         "--hosts",
         type=option_numbers.positive_counts,
         required=True,
-        help="numbers of hosts, separated by commas",
+        help="host counts, separated by commas",
     )
     parser.add_argument(
         "--batches",
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def outlook(num_shards: int, num_hosts: int, global_batch_size: int) -> Outlook:
-    """The outlook if each host loads an equal part of every batch, in order."""
+    """The outlook if hosts load equal parts of every batch, in order."""
     row_hosts = np.arange(global_batch_size) * num_hosts // global_batch_size
     runs = [
         rows.host_shards(

@@ -2,7 +2,7 @@
 
 The hosts leave after a step that they agree on, so no step is lost, and the run
 continues in a new world; `status` shows the change. Surplus slices become spares. The
-request lasts until the next one, or until the run is started again.
+request lasts until the next request or until the run is restarted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elastic_ckpt.training import configured, journal
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
-    parser.add_argument("run", help="the directory of a live run")
+    parser.add_argument("run", help="a live run's directory")
     parser.add_argument(
         "--slices",
         type=option_numbers.positive_count,
@@ -33,9 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
     record, config = run_files.read(directory), journal.read_config(directory)
     if record.program == "loop" or not config.elastic.elastic_enabled:
         raise errors.RunError(
-            f"{directory} was not started with elastic_enabled=true; start it again"
-            " with another number of slices. A training loop of your own changes its"
-            " slices where it calls ec.elastic.run"
+            f"{directory} was not started with elastic_enabled=true; restart it with a"
+            " different number of slices. Your own training loop changes its slices"
+            " where it calls ec.elastic.run"
         )
     configured.check_slices(config, slices)
     events, is_alive = run_files.read_events(directory), run_files.is_alive(directory)

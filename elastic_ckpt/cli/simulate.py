@@ -1,8 +1,8 @@
 """`elastic-ckpt simulate CONFIG --state-gib 100`: what failures cost, and what helps.
 
 Prints goodput, lost steps and the causes of lost time of a run in simulated time: as
-configured, with one more spare slice, and with other save periods. The guide to elastic
-runs explains it.
+configured, with one more spare slice, and with different save periods. The guide to
+elastic runs explains this.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--machine-hours",
         type=option_numbers.positive_number,
         default=6300.0,
-        help="the mean hours between failures of one machine; each loses its slice",
+        help="the mean hours between failures of one machine; each failure loses its"
+        " slice",
     )
     parser.add_argument(
         "--repair-hours",
@@ -57,11 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--trace",
-        help="the directory of a run whose failures to replay instead of random ones",
+        help="a run directory; replay this run's failures instead of random ones",
     )
     parser.add_argument(
         "--costs",
-        help="the directory of a run that shows how long steps and changes take",
+        help="a run directory; this run shows how long steps and changes take",
     )
     parser.add_argument(
         "--cost",
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the run and its alternatives side by side."""
+    """Prints the run and its alternatives in columns."""
     days = arguments.days or (math.inf if arguments.trace else _DAYS)
     costs = of_run(arguments.costs) if arguments.costs else plan.Costs()
     planned = plan.of_config(
@@ -115,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def table(outcomes: Mapping[str, simulated_cluster.Outcome]) -> str:
-    """The outcomes as columns for people."""
+    """The outcomes as human-readable columns."""
     lines = {"": list(outcomes)}
     for outcome in outcomes.values():
         causes = outcome.secs
@@ -135,7 +136,7 @@ def table(outcomes: Mapping[str, simulated_cluster.Outcome]) -> str:
     return "\n".join(
         f"{label:<14}" + "".join(f"{cell:>24}" for cell in cells)
         for label, cells in lines.items()
-        # Causes that took no time are left out.
+        # Causes that took no time are omitted.
         if {*cells} != {"0.000"}
     )
 
@@ -144,7 +145,7 @@ def of_run(directory: str) -> plan.Costs:
     """The costs of the run in `directory`.
 
     Raises:
-      RunError: if there is no run, or it has trained no step.
+      RunError: if there is no run, or it has not trained a step.
     """
     run_files.read(directory)
     measured = run_files.read_metrics(os.path.join(directory, run_files.METRICS))

@@ -2,7 +2,7 @@
 
 It shows the run's progress, its hosts, the newest step of each tier, and the step that
 would be restored if a slice or host were lost. It only reads, so it does not disturb
-the run. It sees only the RAM of this machine.
+the run. It sees only this machine's RAM.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from elastic_ckpt.core import storage_cause
 from elastic_ckpt.inspect import status
 
-# The most characters of a value of the last event.
+# Maximum number of characters shown of a value in the last event.
 _MAX_VALUE = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
-    parser.add_argument("run", help="the directory of a run")
+    parser.add_argument("run", help="a run directory")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -78,9 +78,9 @@ def _lines(content: status.Status, now: float) -> Iterator[tuple[str, ...]]:
     yield (
         "backup",
         _of(behind, "{:,} steps behind RAM", "no step in RAM to back up"),
-        "being written, or cut short: step " * bool(being_written)
+        "being written, or interrupted: step " * bool(being_written)
         + ", ".join(map(str, being_written)),
-        _of(content.due_steps or None, "{:,} steps due but not there"),
+        _of(content.due_steps or None, "{:,} steps due but missing"),
         _failure(content.backup_failed, content.backup_cause),
     )
     yield from _losses(content)

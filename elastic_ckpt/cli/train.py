@@ -1,4 +1,4 @@
-"""`elastic-ckpt train CONFIG key=value...`: trains, or continues, one run.
+"""`elastic-ckpt train CONFIG key=value...`: trains or continues one run.
 
 It parses and prints; `training` does the rest.
 """
@@ -46,8 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Prepares the data, finds or starts the world, and trains.
 
     Returns:
-      0 when the run has trained all of its steps, 143 if SIGTERM ended it before, and
-      130 if Ctrl-C did.
+      0 when the run has trained all of its steps, 143 if SIGTERM stopped it earlier,
+      and 130 if Ctrl-C did.
     """
     config = load.load(arguments.config, arguments.overrides)
     if not config.run.run_name:
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _start(config: schema.Config, shown: progress.Progress) -> bool:
-    # Trains, and returns whether the run was asked to end before its last step.
+    # Trains, and returns whether the run was asked to stop before its last step.
     world, is_elastic = config.world, config.elastic.elastic_enabled
     if config.elastic.elastic_machines > 1:
         place = launch.place(config, os.environ)
@@ -76,7 +76,7 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
         pathways.initialize()
         run = _run_slices if is_elastic else _run_here
         return run(config, shown)
-    # Before looking for an outer launcher, because importing takes seconds.
+    # Before looking for an outer launcher, because imports take seconds.
     starts_hosts = world.hosts > 1 or (
         is_elastic and not configured.is_simulated(config)
     )
@@ -113,7 +113,7 @@ def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
 
 @contextlib.contextmanager
 def _in_words() -> Iterator[None]:
-    # Puts an exception of the program into words; its traceback goes to the log.
+    # Describes an exception of the program; the traceback goes to the log.
     try:
         yield
     except (errors.ElasticCkptError, *bucket_clients.failures()):

@@ -1,7 +1,7 @@
-"""`elastic-ckpt verify PATH...`: reads every copy of every part, and compares digests.
+"""`elastic-ckpt verify PATH...`: reads every copy of every part and compares digests.
 
 The run may continue meanwhile. Steps that it removes during the verification count as
-missing, so give its newest step with --step.
+missing, so specify the newest step with --step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="also fail for steps that Orbax alone saved, which have no digests",
+        help="also fail for steps that stock Orbax saved, which have no digests",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not known or not set(steps) <= set(known):
             _, problems = tiers.look(steps[0] if steps else 0)
             raise errors.CheckpointError(
-                "there is no such step in the given places; they contain the steps"
+                "there is no such step in these locations; they contain the steps"
                 f" {'; '.join([str(known), *problems])}"
             )
         progress = progress_line.ProgressLine("read")
@@ -68,7 +68,7 @@ def describe(result: verification.Verification, *, passed: bool) -> str:
     lines += [f"  {each}" for each in result.problems[:_SHOWN]]
     if more := result.problems[_SHOWN:]:
         lines.append(f"  and {len(more):,} more; --json lists all")
-    outcome = "PASSED: every copy is what was saved"
+    outcome = "PASSED: every copy matches what was saved"
     if result.problems:
         outcome = "PASSED, except for what cannot be verified" if passed else "FAILED"
     return "\n".join([*lines, outcome])

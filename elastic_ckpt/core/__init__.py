@@ -1,1 +1,1 @@
-"""Foundations of every other package: errors, files, digests, topology, events."""
+"""The foundations of all other packages: errors, files, digests, topology, events."""

@@ -18,7 +18,7 @@ _ELSEWHERE = "192.0.2.1"
 def of_this_host() -> str:
     """`POD_IP` in a pod, else the local address of the route to JAX's coordinator.
 
-    Loopback without a coordinator.
+    Without a coordinator, this is the loopback address.
     """
     coordinator = getattr(distributed.global_state, "coordinator_address", None)
     if os.environ.get("POD_IP") or not coordinator:

@@ -2,8 +2,8 @@
 
 No device takes part, so background threads may gather while the devices compute. Values
 travel up a tree of hosts to host 0, which publishes them all under one key. A host
-makes at most `FAN_IN + 4` requests, whatever the number of hosts; n hosts together make
-3n, or 5n in the order `down`.
+makes at most `FAN_IN + 4` requests, whatever the number of hosts. Together, n hosts
+make 3n requests, or 5n in the order `down`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any, Literal
 
 from elastic_ckpt.core import codec, errors, storage
 
-# Eight neighbours cost little, and 10,000 hosts are five passes deep.
+# Eight neighbors cost little, and 10,000 hosts are five passes deep.
 FAN_IN = 7
-# When a host runs its part: at once, after all hosts below it, or after all above it.
+# When a host runs its part: immediately, after all hosts below it, or after all above.
 Order = Literal["together", "up", "down"]
 # Parents wait longer than their children, so that errors name the missing host.
 _GRACE_SECS = 2.0
 # Numbers the unnamed objects of this process.
 _numbers = itertools.count()
-# Runs of equal values of consecutive hosts: the number of hosts, and the value's JSON,
-# or None if it has not arrived.
+# Runs of equal values from consecutive hosts: the number of hosts, and the value's
+# JSON, or None if the value has not arrived.
 _Runs = list[tuple[int, str | None]]
 
 
@@ -39,9 +39,9 @@ _Runs = list[tuple[int, str | None]]
 class HostTree:
     """The tree along which the hosts of a world pass messages.
 
-    Host 0 is the root. The numbers of the hosts below a host follow its own, and its
-    children split them evenly, so that hosts of one slice talk to each other first.
-    Each host has at most `fan_in` children.
+    Host 0 is the root. The numbers of the hosts below a host follow its own number, and
+    its children split these hosts evenly, so hosts of one slice talk to each other
+    first. Each host has at most `fan_in` children.
     """
 
     num_hosts: int
@@ -56,7 +56,7 @@ class HostTree:
         return self.way(host)[-1]
 
     def way(self, host: int) -> list[range]:
-        """The subtrees from the root's down to that of a host."""
+        """The subtrees from the root's down to a host's."""
         way = [range(self.num_hosts)]
         while way[-1].start != host:
             way.append(next(part for part in self._split(way[-1]) if host in part))
@@ -77,7 +77,7 @@ class HostTree:
         return [*levels]
 
     def _split(self, hosts: range) -> list[range]:
-        # The subtrees of the children of a subtree's root.
+        # The subtrees of the children of a root.
         num_below = len(hosts) - 1
         num_parts = min(self.fan_in, num_below)
         ends = [
@@ -95,9 +95,9 @@ class Allgather:
       store: a key-value store that all hosts reach, with `key_value_set_bytes`,
         `blocking_key_value_get_bytes` and `key_value_delete` of JAX's coordination
         service; None in a world of one host.
-      prefix: begins all keys; the same on all hosts.
+      prefix: the prefix of all keys, the same on all hosts.
       host: the number of this host, from 0.
-      num_hosts: how many take part.
+      num_hosts: the number of hosts that take part.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Allgather:
         self._tree = HostTree(num_hosts=num_hosts)
         self._lock = threading.Lock()
         self._turns: collections.Counter[str] = collections.Counter()
-        # On host 0: what it has published but not taken yet, by kind.
+        # On host 0: values that it has published but not taken yet, by kind.
         self._published: dict[str, _Runs] = {}
 
     def gather(
@@ -133,9 +133,9 @@ class Allgather:
         """Runs `part` on every host and returns all results in order of host number.
 
         Args:
-          kind: names the results. All hosts make the calls of one kind in the same
-            order, from one thread at a time; different kinds are independent.
-          part: returns JSON of kilobytes at most.
+          kind: a name for the results. All hosts must make the calls of one kind in the
+            same order, from one thread at a time; different kinds are independent.
+          part: a function that returns JSON of a few kilobytes at most.
           order: when a host runs `part`, along the tree.
           timeout_secs: how long hosts wait for each other.
 
@@ -156,8 +156,8 @@ class Allgather:
         """Like `run`, but if `part` fails on one host, all hosts raise.
 
         Raises:
-          RunError: with the message of another host's failure. This host's own error
-            is raised unchanged.
+          RunError: if `part` failed on another host, with the message of that failure.
+            This host's own error is raised unchanged.
         """
         failure: Exception | None = None
         try:
@@ -181,9 +181,9 @@ class Allgather:
         order: Order = "together",
         timeout_secs: float,
     ) -> None:
-        """The first half of `run`: passes what this host has to its parent.
+        """The first half of `run`: passes this host's values to its parent.
 
-        `turn` counts the earlier gatherings of this kind.
+        `turn` is the number of earlier gatherings of this kind.
         """
         prefix = f"{self._prefix}/{kind}/{turn}"
         deadline = time.monotonic() + timeout_secs + self._grace_secs(self.host)
@@ -198,7 +198,7 @@ class Allgather:
 
         parts = below() if order == "up" else []
         if order == "down" and self.host:
-            # If the parent is missing, so is its value, and `take` fails on all hosts.
+            # If the parent is missing, its value is too, and `take` fails on all hosts.
             parent = self._tree.way(self.host)[-2].start
             self._value(f"{prefix}/below/{parent}", timeout_secs)
         own: _Runs = [(1, storage.canonical_json(part()).decode())]
@@ -210,11 +210,11 @@ class Allgather:
         if not self.host:
             self._published[kind] = runs
         if not self.host and turn and all(text is not None for _, text in runs):
-            # A host that has sent its value of this turn has read the turn before.
+            # A host that has sent its value for this turn has read the previous turn.
             self._store.key_value_delete(f"{self._prefix}/{kind}/{turn - 1}/")
 
     def take(self, kind: str, turn: int, *, timeout_secs: float) -> list[Any]:
-        """The second half of `run`: returns all results; equal ones are one object."""
+        """The second half of `run`: returns all results; equal ones share an object."""
         deadline = time.monotonic() + timeout_secs + self._grace_secs(0) + _GRACE_SECS
         runs = self._published.pop(kind, None) or self._runs(
             f"{self._prefix}/{kind}/{turn}/all", 0, deadline
@@ -224,7 +224,7 @@ class Allgather:
         if missing:
             raise errors.RunError(
                 f"host {self.host} waited for {errors.first_of(missing)} ({kind}) for"
-                f" {timeout_secs:g} s; look at the log of the missing host, and start"
+                f" {timeout_secs:g} s; check the log of the missing host, and start"
                 " the run again"
             )
         values = {text: json.loads(str(text)) for text in texts}
@@ -235,20 +235,20 @@ class Allgather:
         return _GRACE_SECS * max(0, depth - 1)
 
     def _runs(self, key: str, host: int, deadline: float) -> _Runs:
-        # What a host has passed up: its own value and those of all below it.
+        # The values that a host has passed up: its own and those from below.
         message = self._value(key, max(0.0, deadline - time.monotonic()))
         if message is None:
             return [(len(self._tree.below(host)), None)]
         return json.loads(zlib.decompress(message))
 
     def _value(self, key: str, timeout_secs: float) -> bytes | None:
-        # None if the key is not set in time.
+        # The value of a key; None if the key is not set in time.
         timeout_ms = max(1, int(1000 * timeout_secs))
         try:
             return self._store.blocking_key_value_get_bytes(key, timeout_ms)
         except Exception as error:
-            # The service raises one class for all failures. If it is gone, so is host
-            # 0, whose own error is more specific.
+            # The service raises one class for all failures. If the service is gone,
+            # host 0 is too, and its own error is more specific.
             if "DEADLINE_EXCEEDED" not in str(error).partition("\n")[0]:
                 raise
             return None
@@ -283,11 +283,12 @@ def failed(error: Exception) -> dict[str, str]:
 def answers(outcomes: Mapping[int, Mapping[str, Any]]) -> list[Any]:
     """The results in `outcomes`, still encoded.
 
-    These are what `outcome` returned on each host, by the host's number.
+    Args:
+      outcomes: the result of `outcome` on each host, by host number.
 
     Raises:
-      ReplacedError: if a host found that another start has continued the run.
-      HostsFailedError: if the call failed on a host for another reason.
+      ReplacedError: if a host found that a later start has continued the run.
+      HostsFailedError: if the call failed on a host for a different reason.
     """
     problems = {n: each["failed"] for n, each in outcomes.items() if "failed" in each}
     if any(each.get("kind") == "ReplacedError" for each in outcomes.values()):
@@ -301,8 +302,8 @@ def new(name: str | None = None, hosts: Iterable[int] = ()) -> Allgather:
     """Creates an allgather over the processes of this world.
 
     Args:
-      name: unique in the process and the same on all hosts; by default the object's
-        number, for which all hosts must create these objects in the same order.
+      name: a name, unique in the process and the same on all hosts; by default the
+        object's number, if all hosts create these objects in the same order.
       hosts: the hosts that take part, ascending; by default all.
     """
     from jax._src import distributed
@@ -323,7 +324,7 @@ def new(name: str | None = None, hosts: Iterable[int] = ()) -> Allgather:
 
 @functools.cache
 def shared(hosts: tuple[int, ...] = ()) -> Allgather:
-    """Returns the allgather that this whole process shares, as from `new`.
+    """Returns the allgather that the whole process shares, as from `new`.
 
     Hosts may first call it at different points, because each kind counts its own turns.
     """

@@ -1,8 +1,8 @@
-"""Calls in background threads, and cleanup at the end of a program.
+"""Calls in background threads, and cleanup when a program exits.
 
-`in_thread` makes one call, `pool` several at a time, and `wait` waits for them.
+`in_thread` makes one call, `pool` makes several at a time, and `wait` waits for calls.
 `BackgroundCalls` calls one function ahead of time. `close_with` closes a resource when
-its owner is garbage-collected or the program ends. `before_exit` finishes work that
+its owner is garbage-collected or the program exits. `before_exit` finishes work that
 still needs thread pools.
 
 Simulations replace `in_thread`, `pool` and `wait`: one thread makes all calls, in an
@@ -39,7 +39,7 @@ def in_thread(call: Callable[[], T], *, name: str) -> futures.Future[T]:
 
 
 def pool(num_threads: int, name: str) -> futures.Executor:
-    """An executor of `num_threads` threads, whose names begin with `name`."""
+    """An executor with `num_threads` threads, whose names begin with `name`."""
     return futures.ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
 
@@ -56,7 +56,7 @@ class BackgroundCalls(Generic[T]):
 
     Args:
       call: the function.
-      depth: how many calls to make ahead of the result that is taken, at least 1.
+      depth: how many calls to make ahead of the last result taken, at least 1.
     """
 
     def __init__(self, call: Callable[[], T], *, depth: int) -> None:
@@ -65,7 +65,7 @@ class BackgroundCalls(Generic[T]):
         self._closed = False
         self._pending: collections.deque[futures.Future[T]] = collections.deque()
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        # A daemon thread, so that a read that hangs does not keep the program alive.
+        # A daemon thread, so that a hanging read does not keep the program alive.
         self._thread = threading.Thread(
             target=_work,
             args=(self._tasks,),
@@ -84,7 +84,7 @@ class BackgroundCalls(Generic[T]):
         while len(self._pending) <= self._depth:
             self._pending.append(self.submit(self._call))
         due = self._pending[0]
-        # After an interruption here (Ctrl-C) this result is still the next one.
+        # After an interruption here (Ctrl-C), this result is still the next one.
         futures.wait([due])
         # Another thread may have dropped all results meanwhile.
         if self._pending:
@@ -95,7 +95,7 @@ class BackgroundCalls(Generic[T]):
         """Queues a call of any function in the same thread, behind all queued calls.
 
         Raises:
-          DataError: if the thread has ended.
+          DataError: if the thread has stopped.
         """
         if self._closed:
             closed()
@@ -115,10 +115,10 @@ class BackgroundCalls(Generic[T]):
     def close(
         self, last: Callable[[], object] | None = None, *, wait: bool = True
     ) -> None:
-        """Ends the thread after a last call in it.
+        """Stops the thread after a last call in it.
 
         Args:
-          last: called in the thread before it ends.
+          last: the function to call in the thread before it stops.
           wait: whether to wait until then, for at most 10 s if a call hangs.
         """
         if self._closed:
@@ -127,7 +127,7 @@ class BackgroundCalls(Generic[T]):
         ended = self.submit(last or (lambda: None))
         self._closed = True
         self._tasks.put(None)
-        # The thread itself cannot wait for its own end.
+        # The thread cannot wait for itself.
         if not wait or threading.current_thread() is self._thread:
             return
         try:
@@ -142,18 +142,18 @@ class BackgroundCalls(Generic[T]):
 
 def closed() -> NoReturn:
     """Raises a DataError: an iterator was closed."""
-    raise errors.DataError("this iterator was closed; make a new one")
+    raise errors.DataError("this iterator was closed; create a new one")
 
 
 def close_with(owner: object, close: Callable[..., None]) -> None:
-    """Calls `close` once `owner` is garbage-collected, or before the program ends.
+    """Calls `close` once `owner` is garbage-collected, or before the program exits.
 
     Args:
       owner: the object that owns the resource.
-      close: called with `wait=True` at the end of the program, to return only once the
-        resource is closed, and with `wait=False` at garbage collection, which must not
-        block on a read in progress. It must not refer to `owner`, and may be called
-        twice.
+      close: a function that closes the resource. When the program exits, it is called
+        with `wait=True` and must return only once the resource is closed. At garbage
+        collection, it is called with `wait=False` and must not block on a read in
+        progress. It must not refer to `owner` and may be called twice.
     """
 
     def at_exit() -> None:
@@ -163,27 +163,27 @@ def close_with(owner: object, close: Callable[..., None]) -> None:
         atexit.unregister(at_exit)
         close(wait=False)
 
-    # What is registered last runs first.
+    # Handlers run in reverse order of registration.
     atexit.register(at_exit)
     weakref.finalize(owner, gone).atexit = False  # pyrefly: ignore
 
 
 def before_exit(finish: Callable[[], None]) -> Callable[[], None]:
-    """Calls `finish` when the main thread ends, while thread pools still take work.
+    """Calls `finish` when the main thread ends, while thread pools still accept work.
 
     Returns:
-      A function that cancels this; it may be called repeatedly.
+      A function that cancels the call to `finish`; it may be called repeatedly.
     """
     pending = [finish]
     # `atexit` handlers run when thread pools already refuse work. `threading` shuts
-    # the pools down by the same registry, and what is registered last runs first.
+    # the pools down by the same registry, in reverse order of registration.
     register = getattr(threading, "_register_atexit", atexit.register)
     register(lambda: [each() for each in pending])
     return pending.clear
 
 
 def _run(call: Callable[[], T], future: futures.Future[T]) -> None:
-    # The root of a thread.
+    # The top of a thread.
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(call())

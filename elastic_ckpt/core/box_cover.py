@@ -1,10 +1,10 @@
 """Finds the elements of a box that no other box covers; the others may overlap.
 
-The distinct bounds of the boxes cut the array into cells. Each cell is covered whole or
-not at all; a prefix sum over the corners of the boxes counts the boxes that cover each
-cell (coordinate compression, a difference array). A regular grid of n boxes has n
-cells. Irregular boxes have up to n**r; if they are too many, the array is halved, and
-each half has fewer bounds.
+The distinct bounds of the boxes divide the array into cells. Each cell is covered whole
+or not at all; a prefix sum over the corners of the boxes counts the boxes that cover
+each cell (coordinate compression, a difference array). A regular grid of n boxes has n
+cells. Irregular boxes have up to n**r cells. If there are too many, the array is
+halved, and each half has fewer bounds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_CELLS = 2**21
 
 
 def gaps(region: boxes.Box, held: boxes.Boxes) -> boxes.Boxes:
-    """The elements of `region` that no box of `held` covers.
+    """The elements of `region` that no box in `held` covers.
 
     Returns:
       Disjoint, non-empty boxes in a fixed order.
@@ -34,10 +34,10 @@ def gaps(region: boxes.Box, held: boxes.Boxes) -> boxes.Boxes:
 
 
 def tiled(shapes: np.ndarray, array: np.ndarray, held: boxes.Boxes) -> np.ndarray:
-    """Which arrays a complete regular grid of boxes covers.
+    """Whether a complete regular grid of boxes covers each array.
 
     Such arrays have neither gaps nor overlaps; others may have gaps. The test is fast
-    because it handles many arrays at once.
+    because it handles many arrays simultaneously.
 
     Args:
       shapes: the shape of each array, int64 `[a, r]`.
@@ -45,7 +45,7 @@ def tiled(shapes: np.ndarray, array: np.ndarray, held: boxes.Boxes) -> np.ndarra
       held: distinct boxes.
 
     Returns:
-      bool `[a]`.
+      A bool for each array, `[a]`.
     """
     sides = held.stop - held.start
     tile = np.ones_like(shapes)

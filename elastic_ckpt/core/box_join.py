@@ -1,10 +1,10 @@
 """Finds all pairs of overlapping boxes from two sets: the first part of a read plan.
 
-In one dim, the boxes that may overlap a box are neighbours in the order of their starts
-(a sweep), which suffices for arrays that are cut in one dim. Otherwise a spatial join
-divides and conquers: it halves both sets at a coordinate until few enough boxes are
-left to compare every pair. A box that crosses the cut belongs to both halves; duplicate
-pairs are removed at the end.
+In one dim, the boxes that may overlap a box are neighbors in the order of their starts
+(a sweep), which suffices for arrays that are split in one dim. Otherwise, a spatial
+join divides and conquers: it halves both sets at a coordinate until few enough boxes
+are left to compare every pair. A box that crosses the cut belongs to both halves;
+duplicate pairs are removed at the end.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 
 from elastic_ckpt.core import boxes, columns
 
-# Pairs that are compared at once; with fewer, Python's overhead dominates.
+# Pairs compared in one operation; with fewer pairs, Python's overhead dominates.
 _FEW_PAIRS = 2**14
-# The most pairs in one comparison of sets that do not halve, to bound memory.
+# Maximum number of pairs in one comparison of sets that do not halve; bounds memory.
 _MANY_PAIRS = 2**22
-# The most neighbours of a box, on average, that a sweep compares.
+# Maximum average number of a box's neighbors that a sweep compares.
 _NEIGHBOURS = 4
 
 
@@ -41,7 +41,7 @@ def overlaps(a: boxes.Boxes, b: boxes.Boxes) -> tuple[np.ndarray, np.ndarray]:
 def _swept(
     a: boxes.Boxes, b: boxes.Boxes, in_a: np.ndarray, in_b: np.ndarray
 ) -> np.ndarray | None:
-    # Pairs as `_compared`; None if boxes have too many neighbours in every dim.
+    # Pairs as `_compared`; None if boxes have too many neighbors in every dim.
     for dim in range(a.rank):
         by_start = in_b[np.argsort(b.start[in_b, dim], kind="stable")]
         # Boxes before `first` end before the box of `a` starts.
@@ -64,7 +64,7 @@ def _swept(
 def _joined(
     a: boxes.Boxes, b: boxes.Boxes, all_a: np.ndarray, all_b: np.ndarray
 ) -> np.ndarray:
-    # Pairs as `_compared`, some of them several times.
+    # Pairs as `_compared`, with duplicates.
     overlapping: list[np.ndarray] = []
     pending = [(all_a, all_b)]
     while pending:

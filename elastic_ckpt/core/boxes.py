@@ -1,12 +1,12 @@
 """Index boxes: parts of an array in global coordinates, and operations on them.
 
 A box is the elements `start <= index < stop` of one array. Arrays without dims have one
-box, `[]`, of volume 1. A box with an empty dim has no elements: it overlaps no box, and
-every box contains it.
+box, `[]`, of volume 1. A box with an empty dim has no elements: it does not overlap any
+box, and every box contains it.
 
 `Box` is one box; `Boxes` holds many as columns of numbers. Functions on many boxes
-compress coordinates or halve the space, so that 1e5 boxes of a grid take a fraction of
-a second (see `elastic_ckpt.core.box_cover` for gaps, and `box_join` for overlaps).
+compress coordinates or halve the space, so that a grid of 1e5 boxes takes a fraction of
+a second (see `elastic_ckpt.core.box_cover` for gaps and `box_join` for overlaps).
 
 Glossary: n boxes, r dims.
 """
@@ -30,8 +30,8 @@ class Box:
     """A part of an array.
 
     Attributes:
-      start: the first index of each dim.
-      stop: the index after the last of each dim, at least `start`.
+      start: the first index in each dim.
+      stop: the index after the last one in each dim, at least `start`.
     """
 
     start: tuple[int, ...]
@@ -83,7 +83,7 @@ class Boxes:
         return self.box(number, rank=self.rank)
 
     def box(self, number: int, *, rank: int) -> Box:
-        """One box, cut to its first `rank` dims."""
+        """One box, truncated to its first `rank` dims."""
         start, stop = self.start[number].tolist(), self.stop[number].tolist()
         return Box(start=tuple(start[:rank]), stop=tuple(stop[:rank]))
 
@@ -126,7 +126,7 @@ def contains(outer: Box, inner: Box) -> bool:
 
 
 def relative(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """Where `inner` lies in an array of the values of `outer`, which contains it."""
+    """The slices of `inner` in an array of the values of `outer`, which contains it."""
     bounds = zip(inner.start, inner.stop, outer.start, strict=True)
     return tuple(slice(start - at, stop - at) for start, stop, at in bounds)
 
@@ -135,7 +135,7 @@ def of_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
     """The box of a JAX index: slices of step 1, whose ends may be None.
 
     Raises:
-      ValueError: if a slice has another step, or there is not one for each dim.
+      ValueError: if a slice has a different step, or a dim has no slice.
     """
     ranges = [part.indices(dim) for part, dim in zip(index, shape, strict=True)]
     if any(step != 1 for _, _, step in ranges):

@@ -1,4 +1,4 @@
-"""The clients of object stores: their extras, their settings and their errors."""
+"""Object-store clients: their extras, settings and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CLIENTS = {
 # TensorStore has a driver for these protocols, so checkpoints can use them.
 _OF_CHECKPOINTS = ("gs", "s3")
 
-# The exceptions that clients raise besides OSErrors, by module.
+# The exceptions that clients raise in addition to OSErrors, by module.
 _FAILURES = {
     "aiohttp.client_exceptions": ("ClientError",),
     "azure.core.exceptions": ("AzureError",),
@@ -34,7 +34,7 @@ _FAILURES = {
     "google.auth.exceptions": ("GoogleAuthError",),
 }
 
-# Names of failures, or of their bases, that mean that there was no connection.
+# Names of failures, or of their base classes, that mean that there was no connection.
 _UNCONNECTED = {
     "ClientConnectorError",
     "ConnectTimeoutError",
@@ -43,8 +43,8 @@ _UNCONNECTED = {
     "ServiceRequestError",
 }
 
-# TensorStore aborts a transfer that stalls this long, and retries. By default it waits
-# for ever.
+# TensorStore aborts a transfer that stalls this long and retries it. By default, it
+# waits forever.
 _STALLED = {
     "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "60",
     "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
@@ -54,8 +54,8 @@ _STALLED = {
 def failures() -> tuple[type[Exception], ...]:
     """The exceptions that storage raises if it is unreachable or rejects a request.
 
-    These are OSError and the exceptions of the clients that this process has imported.
-    Call it in each `except` clause, because clients are imported late.
+    These are OSError and the exceptions of all clients that this process has imported.
+    Call this in each `except` clause, because clients are imported late.
     """
     client_errors = [
         getattr(sys.modules[module], name)
@@ -79,7 +79,7 @@ def is_connection_failure(error: Exception) -> bool:
 def prepare(url: str, *, is_data: bool = False) -> None:
     """Sets up the object-store client for `url`; does nothing for other protocols.
 
-    More stores can hold training data (`is_data`) than checkpoints.
+    Some stores can hold training data (`is_data`) but not checkpoints.
 
     Raises:
       ConfigError: if the client is not installed, or the store cannot hold checkpoints.
@@ -90,14 +90,14 @@ def prepare(url: str, *, is_data: bool = False) -> None:
     if not is_data and protocol not in _OF_CHECKPOINTS:
         raise errors.ConfigError(
             f"{url}: {protocol}:// can only hold training data, because TensorStore"
-            " has no driver for it; give a directory in gs:// or s3://, or a mounted"
+            " has no driver for it; use a directory in gs:// or s3://, or a mounted"
             " one, for runs and checkpoints"
         )
     _prepare_protocol(protocol)
 
 
 def opened(url: str) -> tuple[Any, str]:
-    """The fsspec file system of `url`, and the path of `url` in it.
+    """The fsspec file system of `url`, and the path in this file system.
 
     Raises:
       ConfigError: as `prepare`.
@@ -113,11 +113,11 @@ def last_written(url: str) -> float | None:
     """When the newest object below a directory was written.
 
     Returns:
-      Seconds since the epoch, by the store's clock; None if there is no object, or the
-      store reports no times.
+      Seconds since the epoch, by the store's clock; None if there is no object or the
+      store does not report times.
 
     Raises:
-      OSError: if storage is unavailable, or another of `failures`.
+      OSError: if storage is unavailable; or any other of `failures`.
     """
     filesystem, path = opened(url)
     times = [
@@ -134,13 +134,13 @@ def _prepare_protocol(protocol: str) -> None:
     package, extra = _CLIENTS[protocol]
     if importlib.util.find_spec(package) is None:
         raise errors.ConfigError(
-            f"{protocol}:// needs the extra `{extra}`; install it, {extras.hint(extra)}"
+            f"{protocol}:// needs the extra `{extra}`; install it {extras.hint(extra)}"
         )
     # Imported only when needed: the import is slow.
     import fsspec.config
 
     # Clients cache listings, which hides files that other processes write. The cache is
-    # turned off for future clients, and for those that the user's program has created.
+    # turned off for future clients and for clients that the user's program has created.
     settings = fsspec.config.conf.setdefault(protocol, {})
     settings.setdefault("use_listings_cache", False)
     if package in sys.modules and not settings["use_listings_cache"]:

@@ -6,10 +6,10 @@
 
     answers = hosts.all(HostSaver.digests, step_id, shared)
 
-Each host runs the method on its own object of that class. Under a single controller a
-transport carries the method's name and arguments to the hosts. The annotations say how
-to encode arguments and answers (`codec`); the decorator says how long the others wait
-for an answer, and in which order the hosts run the method.
+Each host runs the method on its own object of that class. Under a single controller, a
+transport carries the method name and arguments to the hosts. The annotations say how to
+encode arguments and answers (`codec`). The decorator says how long others wait for an
+answer and in which order the hosts run the method.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 BRIEF_SECS = 600.0
 # For calls that storage or a network limits. If a host dies meanwhile, the coordination
-# service reports it at once.
+# service reports it immediately.
 LONG_SECS = 24 * 3600.0
 
 # All imported calls.
@@ -36,7 +36,7 @@ BY_NAME: dict[str, Call] = {}
 
 
 class Host(Protocol):
-    """The objects of a host on which calls run."""
+    """A host's objects, on which calls run."""
 
     def part(self, name: str) -> Any:
         """This host's object of the class `name`."""
@@ -45,13 +45,13 @@ class Host(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """A method as transports know it.
+    """A method and how transports call it.
 
     Attributes:
       limit_secs: how long the driver and other hosts wait for an answer.
-      channel: the parameter that distinguishes concurrent calls of several threads;
+      channel: the parameter that distinguishes concurrent calls from several threads;
         empty if only one thread calls at a time.
-      order: in which order hosts run it, along their tree.
+      order: the order in which hosts run the method, along their tree.
     """
 
     method: Callable[..., Any]
@@ -65,7 +65,7 @@ class Call:
         return self.method.__qualname__
 
     def run(self, host: Host, arguments: Mapping[str, Any]) -> Any:
-        """Runs the method on a host, and returns the answer."""
+        """Runs the method on a host and returns the answer."""
         owner, _, method = self.name.rpartition(".")
         return getattr(host.part(owner), method)(**arguments)
 
@@ -91,7 +91,7 @@ class Call:
 
     @functools.cached_property
     def hints(self) -> dict[str, Any]:
-        """The types of the parameters, and of the answer as `return`."""
+        """The types of the parameters and, as `return`, of the answer."""
         return typing.get_type_hints(self.method)
 
 
@@ -116,7 +116,7 @@ def of(method: Callable[..., Any]) -> Call:
 
 
 def decode(encoded: Any) -> tuple[Call, dict[str, Any]]:
-    """Decodes what `Call.encode` returned.
+    """Decodes the result of `Call.encode`.
 
     Raises:
       KeyError: if there is no such call.

@@ -42,12 +42,12 @@ def parse(
       version: the version that the caller can read.
 
     Raises:
-      UnreadableError: if it is cut short, altered, something else, or of another
-        version.
+      UnreadableError: if the content is truncated, altered, of a different kind, or has
+        a different version.
     """
     body = np.frombuffer(content, np.uint8)[: max(0, len(content) - _DIGEST_BYTES)]
     if digest.values_digest(body) != content[len(body) :]:
-        raise checked_json.UnreadableError("was cut short or altered")
+        raise checked_json.UnreadableError("was truncated or altered")
     end = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
     try:
         fields = json.loads(content[_LENGTH_BYTES:end])

@@ -19,7 +19,7 @@ _text = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class UnreadableError(ValueError):
-    """The content of a file is invalid; the message continues `<file> ...`."""
+    """A file's content is invalid; the message continues `<file> ...`."""
 
 
 class LaterVersionError(UnreadableError, errors.CheckpointError):
@@ -54,13 +54,14 @@ def parse(
       exact: whether every byte must be as `to_bytes` writes it.
 
     Raises:
-      UnreadableError: if it is cut short, not JSON, altered, or of another version.
+      UnreadableError: if the content is truncated, is not JSON, was altered, or has a
+        different version.
     """
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UnreadableError(
-            f"is cut short, or is not JSON ({error}; it has {len(text)} bytes)"
+            f"is truncated, or is not JSON ({error}; it has {len(text)} bytes)"
         ) from None
     fields = unsealed(content, what=what, version=version)
     if exact and _laid_out(content) != text:
@@ -71,10 +72,11 @@ def parse(
 def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
     """Checks an object from `sealed` and returns its fields with `version`.
 
-    For `what` and `version` see `parse`.
+    For `what` and `version`, see `parse`.
 
     Raises:
-      UnreadableError: if it is something else, altered, or of another version.
+      UnreadableError: if the object is of a different kind, was altered, or has a
+        different version.
     """
     check_version(content, what=what, version=version)
     fields = {name: value for name, value in content.items() if name != "digest"}
@@ -93,7 +95,7 @@ def check_version(content: Any, *, what: str, version: int) -> None:
         raise UnreadableError(f"is not a {what}")
     found = content["version"]
     if type(found) is not int or found != version:
-        reads = f"version {found!r}, and this program reads version {version}"
+        reads = f"version {found!r}, but this program reads version {version}"
         if isinstance(found, int) and found > version:
             raise LaterVersionError(
                 f"was written by a later version of elastic_ckpt (it has {reads});"
@@ -103,9 +105,9 @@ def check_version(content: Any, *, what: str, version: int) -> None:
 
 
 def read(path: epath.Path, *, what: str, version: int) -> dict[str, Any]:
-    """Reads and checks a file of a data state, and returns its fields; see `parse`.
+    """Reads and checks a data state file and returns its fields; see `parse`.
 
-    The path is `<step>/<part>/<file>`; a file that ends in `.gz` is compressed.
+    The path is `<step>/<part>/<file>`. A file that ends in `.gz` is compressed.
 
     Raises:
       DataError: if the file is missing or `parse` rejects it; the message names the
@@ -125,7 +127,7 @@ def read(path: epath.Path, *, what: str, version: int) -> dict[str, Any]:
         raise errors.DataError(
             f"{what} {path} {'is missing' if missing else problem}; restore the file"
             f" from a copy, or move {path.parent.parent} out of its directory to"
-            " continue from the step before"
+            " continue from the previous step"
         ) from None
 
 
@@ -134,7 +136,7 @@ def _decompressed(content: bytes) -> bytes:
         return gzip.decompress(content)
     except (EOFError, OSError, zlib.error) as error:
         raise UnreadableError(
-            f"is cut short, or is not gzip ({error}; it has {len(content)} bytes)"
+            f"is truncated, or is not gzip ({error}; it has {len(content)} bytes)"
         ) from None
 
 

@@ -1,7 +1,7 @@
-"""The clock of this process, which simulations replace by a virtual one.
+"""This process's clock, which simulations replace with a virtual one.
 
-Decisions that depend on time read it here, as `clock.monotonic()`: names of saves,
-periods, leases, retries. Durations that are only reported do not.
+Code whose decisions depend on time calls `clock.monotonic()`: names of saves, periods,
+leases, retries. Code that only reports durations does not.
 """
 
 from __future__ import annotations

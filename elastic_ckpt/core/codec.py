@@ -1,7 +1,7 @@
 """Encodes values of declared types as JSON, and decodes them by their types.
 
-The types are those of msgspec (dataclasses, tuples, mappings with text as keys, enums,
-bytes in base64, literals, unions), and paths.
+It supports msgspec's types (dataclasses, tuples, mappings with string keys, enums,
+bytes in base64, literals, unions) and paths.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from etils import epath
 from elastic_ckpt.core import storage
 
 _lock = threading.Lock()
-# Types that were decoded before.
+# Types that have already been decoded.
 _known: set[Any] = set()
 
 
@@ -25,7 +25,7 @@ def encode(value: Any) -> storage.Json:
     """Encodes a value as JSON.
 
     Raises:
-      TypeError: if the type of a part of it has no encoding.
+      TypeError: if a part of the value has a type without an encoding.
     """
     return msgspec.to_builtins(value, enc_hook=_encoded)
 
@@ -33,14 +33,14 @@ def encode(value: Any) -> storage.Json:
 def decode(kind: Any, encoded: storage.Json, *, name: str = "value") -> Any:
     """Decodes a value of a type, such as a dataclass or `tuple[int, ...]`.
 
-    It ignores fields that a dataclass lacks; `name` is what messages call the value.
+    Fields that a dataclass lacks are ignored. Messages call the value `name`.
 
     Raises:
-      ValueError: if a field is missing, or a part has the wrong type; the message names
+      ValueError: if a field is missing or a part has the wrong type. The message names
         the place.
     """
-    # msgspec 0.22 attaches its type information to a class before it is complete, and
-    # a second thread that finds it reads invalid memory.
+    # msgspec 0.22 attaches its type information to a class before the information is
+    # complete, and a second thread that finds it reads invalid memory.
     with contextlib.nullcontext() if kind in _known else _lock:
         try:
             return msgspec.convert(encoded, kind, dec_hook=_decoded)

@@ -8,8 +8,8 @@ import numpy as np
 def distinct(values: np.ndarray) -> np.ndarray:
     """The distinct values, ascending.
 
-    Sorts them: `np.unique` hashes since NumPy 2.3, which takes three times as long for
-    1e6 numbers.
+    This sorts the values: `np.unique` hashes since NumPy 2.3, which takes three times
+    as long for 1e6 numbers.
     """
     ordered = np.sort(values)
     fresh = np.ones(len(ordered), bool)
@@ -20,8 +20,8 @@ def distinct(values: np.ndarray) -> np.ndarray:
 def order(numbers: np.ndarray) -> np.ndarray:
     """A stable `np.argsort` of non-negative integers, int64 `[n]`.
 
-    Packs each number and its index into one integer, which sorts ten times as fast for
-    1e6 numbers. If 64 bits do not hold both, it calls `np.argsort`.
+    This packs each number and its index into one integer, which sorts ten times as fast
+    for 1e6 numbers. If both do not fit into 64 bits, it calls `np.argsort`.
     """
     bits = len(numbers).bit_length()
     if int(numbers.max(initial=0)) >> (64 - bits):
@@ -33,7 +33,7 @@ def order(numbers: np.ndarray) -> np.ndarray:
 
 
 def packed(*columns: np.ndarray) -> list[np.ndarray]:
-    """Packs columns of non-negative integers into as few as possible, uint64 `[n]`.
+    """Packs columns of non-negative integers into the fewest columns, uint64 `[n]`.
 
     Rows keep their order.
     """
@@ -54,7 +54,8 @@ def packed(*columns: np.ndarray) -> list[np.ndarray]:
 def distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The first index of each distinct row, in ascending order, and each row's number.
 
-    Sorts one integer for each row: `np.unique` with an axis takes twenty times as long.
+    This sorts one integer for each row: `np.unique` with an axis takes twenty times as
+    long.
 
     Args:
       rows: int64 `[n, columns]`.
@@ -72,10 +73,10 @@ def distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def runs(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The run of each row of consecutive runs, and the row's position in that run.
+    """The run of each row of consecutive runs, and the row's position in the run.
 
     Args:
-      sizes: the number of rows of each run.
+      sizes: the number of rows in each run.
 
     Returns:
       int64 `[rows]` both.

@@ -1,9 +1,9 @@
 """Digests of JSON values, of host arrays, and of batch rows on host or device.
 
 A row digest is a dot product with odd pseudo-random multipliers modulo 2**32 (a
-multiply-shift hash, Dietzfelbinger et al. 1997, without the shift). It needs integer
-arithmetic only, so NumPy on the host and XLA on any number of devices give the same
-bits.
+multiply-shift hash, Dietzfelbinger et al. 1997, without the shift). It needs only
+integer arithmetic, so NumPy on the host and XLA on any number of devices compute the
+same bits.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def values_digest(values: np.ndarray) -> bytes:
     """XXH3-128 of the bytes of `values` in C order, 16 bytes, big-endian.
 
     Args:
-      values: an array of any shape and dtype; numbers are little-endian.
+      values: an array of any shape and dtype, with little-endian numbers.
 
     Source: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
     """
-    # The digest detects damage and names equal values. It need not resist forgery:
+    # The digest detects damage and identifies equal values. It need not resist forgery:
     # the run's secret keeps attackers out. A flipped bit is missed with probability
     # 2**-128, and two of 1e6 boxes of a step collide with probability 1e-27. On one
     # core it reaches 25 GiB/s; BLAKE2b reaches 1.1; CRC32C reaches 14, but has only
@@ -64,8 +64,8 @@ def name_hash(name: str) -> int:
 def mixed(*columns: np.ndarray) -> np.ndarray:
     """A 64-bit hash of each row of columns of integers, uint64 `[n]`.
 
-    Each column is added in turn and mixed by the finaliser of SplitMix64 (Steele, Lea
-    and Flood 2014): the same numbers on every machine.
+    SplitMix64's finalizer (Steele, Lea and Flood 2014) mixes in one column after the
+    other: the same numbers on every machine.
     """
     state = np.zeros(np.broadcast_shapes(*(each.shape for each in columns)), np.uint64)
     for column in columns:
@@ -80,7 +80,7 @@ def mixed(*columns: np.ndarray) -> np.ndarray:
 
 
 def row_digests(tokens: Array) -> Array:
-    """A digest of each row, the same bits from NumPy and from JAX for any sharding.
+    """A digest of each row, with the same bits from NumPy and from JAX in any sharding.
 
     Args:
       tokens: integers of shape `[rows, length]`.
@@ -97,7 +97,7 @@ def row_digests(tokens: Array) -> Array:
 
 
 def row_features(batch: Mapping[str, Array]) -> list[Array]:
-    """The features of a batch that row digests cover: `[rows, length]` each.
+    """The features of a batch that row digests cover, each `[rows, length]`.
 
     `batch_digest` covers the example ids.
     """
@@ -111,7 +111,7 @@ def batch_digest(
     *,
     num_bytes: int = 8,
 ) -> str:
-    """BLAKE2b of the ordered row ids and row digests, two hex digits a byte."""
+    """BLAKE2b of the ordered row ids and row digests, two hex digits per byte."""
     ids = np.array(row_ids, "<u8")
     content = ids.tobytes() + np.array(digests, "<u4").tobytes()
     return hashlib.blake2b(content, digest_size=num_bytes).hexdigest()

@@ -2,7 +2,7 @@
 
 An `ElasticCkptError` is a message for the person who runs the job: the command line
 prints it without a traceback and exits with 1, or with 78 if a run's configuration is
-wrong. Anything else is a bug, ours or a library's, and keeps its traceback.
+invalid. Any other exception is a bug, ours or a library's, and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# The exit status of a run that ends with a ConfigError: EX_CONFIG of sysexits.h.
+# The exit status of a run that fails with a ConfigError: EX_CONFIG in sysexits.h.
 # Restarting does not help.
 CONFIG_EXIT_CODE = 78
-# How many names a message lists.
+# Maximum number of names in a message.
 MOST_NAMED = 5
 
 
 class ElasticCkptError(Exception):
-    """The base class of every error whose message contains a remedy.
+    """The base class of all errors whose message contains a remedy.
 
-    Each can be pickled, whatever its `__init__` takes, so a worker's error reaches the
-    waiting process unchanged.
+    Errors can be pickled, whatever their `__init__` takes, so a worker's error reaches
+    the waiting process unchanged.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As for plain objects: exceptions would call `__init__` with `args`.
+        # Pickles like a plain object: exceptions would call `__init__` with `args`.
         # pyrefly: ignore[missing-attribute]
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__
 
@@ -48,7 +48,7 @@ class HostsFailedError(CheckpointError):
     """A call failed on some hosts.
 
     Attributes:
-      of_host: the message of each failed host, by its number.
+      of_host: the message of each failed host, by host number.
     """
 
     def __init__(self, of_host: Mapping[int, str]) -> None:
@@ -61,11 +61,11 @@ class HostsFailedError(CheckpointError):
 
 
 class NotStoredError(CheckpointError):
-    """A step is due in storage but not there, perhaps because another host died."""
+    """A step is due in storage but missing, perhaps because another host died."""
 
 
 class OtherModelError(CheckpointError):
-    """A checkpoint whose tree is not the one that was requested."""
+    """A checkpoint whose tree differs from the requested tree."""
 
 
 class RunError(ElasticCkptError):
@@ -73,15 +73,15 @@ class RunError(ElasticCkptError):
 
 
 class ReplacedError(RunError):
-    """A run that another start has continued; nothing that this one saves counts."""
+    """A run that a later start has continued; nothing that this start saves is used."""
 
 
 class DivergedError(RunError):
-    """A run that a callback has ended, such as after a divergence."""
+    """A run that a callback has stopped, such as after a divergence."""
 
 
 class StoppedError(RunError):
-    """A run that received SIGTERM and could not save before it ended."""
+    """A run that received SIGTERM and could not save before it stopped."""
 
 
 def first_of(names: Iterable[str]) -> str:

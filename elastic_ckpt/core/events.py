@@ -15,14 +15,14 @@ from elastic_ckpt.core import storage
 
 
 class Event(NamedTuple):
-    """The fields of an event, and what it means to people.
+    """The fields of an event, and its human-readable text.
 
     Attributes:
-      fields: the names of the fields.
-      text: the line that `monitoring.progress` formats with the fields; empty if it
-        prints none, or composes the line itself.
-      begins: the phase of the run that the event begins, if any. Progress, status,
-        the phases of a recovery and goodput all follow it.
+      fields: the field names.
+      text: the line that `monitoring.progress` formats with the fields; empty if that
+        prints no line or composes its own.
+      begins: the phase of the run that the event begins, if any. Progress, status, the
+        phases of a recovery, and goodput all follow these phases.
     """
 
     fields: tuple[str, ...]
@@ -120,7 +120,7 @@ NAMES: dict[str, Event] = {
         "step secs", "loaded the program for step {step}", begins="training"
     ),
     "executable_refused": _event(
-        "path why", "{path} is refused: {why}; compiling instead"
+        "path why", "{path} is rejected: {why}; compiling instead"
     ),
     "step": _event("step steps loss secs tokens learning_rate", begins="training"),
     "step_done": _event("step", begins="training"),
@@ -172,7 +172,7 @@ NAMES: dict[str, Event] = {
     ),
     "rolled_back": _event(
         "step to_step rows rollbacks secs",
-        "rolled back from step {step} to {to_step}, leaving out {rows:count row};"
+        "rolled back from step {step} to {to_step}, skipping {rows:count row};"
         " {rollbacks:count rollback} so far",
     ),
     "data_ended": _event(
@@ -195,7 +195,7 @@ NAMES: dict[str, Event] = {
     "run_failed": _event("step why", begins="failed"),
 }
 
-# The phases in which a run has ended.
+# The phases of a run that has ended.
 ENDS = ("finished", "stopped", "failed")
 
 
@@ -251,11 +251,11 @@ class EventQueue:
 
 
 def counted(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A log's records, without those that a start wrote after it had been replaced.
+    """A log's records, without records that a start wrote after it had been replaced.
 
     Args:
-      records: in the order of writing. `claim`, the last world that the writer of a
-        record had claimed, is removed from each.
+      records: the records in the order of writing. `claim`, the last world that a
+        record's writer had claimed, is removed from each.
     """
     newest = 0
     kept = []

@@ -20,14 +20,14 @@ def module(name: str, *, extra: str, otherwise: str) -> Any:
     """Imports a module whose package an extra installs.
 
     Raises:
-      ConfigError: if that fails; the message names the package, the extra, and in
-        `otherwise` what to set instead.
+      ConfigError: if the import fails. The message names the package and the extra, and
+        ends with `otherwise`, an alternative.
     """
     try:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0].replace("_", "-").lower()
         raise errors.ConfigError(
-            f"the package {package} cannot be imported ({error}); install it,"
+            f"the package {package} cannot be imported ({error}); install it"
             f" {hint(extra)}, or {otherwise}"
         ) from None

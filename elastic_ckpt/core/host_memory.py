@@ -1,7 +1,7 @@
 """Host memory for arrays: allocated on huge pages and reused.
 
-The kernel allocates fresh memory page by page at the first access: on virtual machines
-that takes five times as long as the copy itself. Pages of 2 MiB and a pool of used
+The kernel allocates fresh memory page by page at the first access, which takes five
+times as long as the copy itself on virtual machines. Pages of 2 MiB and a pool of used
 memory avoid this cost.
 """
 
@@ -22,7 +22,7 @@ _HUGE_PAGE_BYTES = 2 * 2**20
 
 
 def allocate(num_bytes: int) -> np.ndarray:
-    """Fresh memory, uint8 `[num_bytes]`, aligned to 64 bytes at least."""
+    """Fresh memory, uint8 `[num_bytes]`, aligned to at least 64 bytes."""
     if num_bytes < _HUGE_PAGE_BYTES:
         memory = np.empty(num_bytes + 63, np.uint8)
         skipped = -memory.ctypes.data % 64
@@ -53,14 +53,14 @@ def available_bytes() -> int:
 
 
 def _of_control_groups() -> Iterator[int]:
-    # Version 2 only: this process's group, and those above it.
+    # Version 2 only: this process's group and its ancestors.
     with contextlib.suppress(OSError):
         own = re.search(
             "^0::/(.*)", pathlib.Path("/proc/self/cgroup").read_text(), re.M
         )
         group = pathlib.Path("/sys/fs/cgroup", own[1] if own else "")
         for each in (group, *group.parents):
-            # Some have no limit: `max`.
+            # Some groups have no limit: `max`.
             with contextlib.suppress(OSError, ValueError):
                 most = int((each / "memory.max").read_text())
                 used = int((each / "memory.current").read_text())
@@ -91,6 +91,6 @@ class Pool:
             return bool(self._free.get(num_bytes))
 
     def give_back(self, memory: np.ndarray) -> None:
-        """Returns memory from `take` to the pool; nothing may refer to it any more."""
+        """Returns memory from `take` to the pool; nothing may refer to it anymore."""
         with self._lock:
             self._free.setdefault(memory.nbytes, []).append(memory)

@@ -1,14 +1,14 @@
 """Append-only logs of JSON lines: a file on disk, or segments in an object store.
 
-Objects cannot be appended to, so in a store a log is a directory of segments. The name
-of a segment, such as `1795864500123456-5f3a9c21.jsonl`, has the microsecond of its
-upload, which orders the lines, and its writer. A segment is uploaded once, by `sync` or
-when it is full. So the cost of a sync and the writer's memory do not grow with the log,
-and several writers do not overwrite each other's lines.
+Objects cannot be appended to, so a log in a store is a directory of segments. A segment
+name, such as `1795864500123456-5f3a9c21.jsonl`, has the microsecond of the upload,
+which orders the lines, and the writer. A segment is uploaded once, by `sync` or when it
+is full. So the cost of a sync and the writer's memory do not grow with the log, and
+several writers do not overwrite each other's lines.
 
-A crash can cut short only the last line of a file, and `read` drops it; uploads are
-atomic. While a disk is full or a store fails, lines wait in memory, and each new line
-tries again.
+A crash can truncate only the last line of a file, and `read` drops that line; uploads
+are atomic. While a disk is full or a store fails, lines wait in memory, and each new
+line triggers another try.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from etils import epath
 
 from elastic_ckpt.core import background, bucket_clients, clock, errors, storage
 
-# The most bytes of lines that wait in memory: 30,000 steps of a large batch.
+# Maximum number of bytes that wait in memory: 30,000 steps of a large batch.
 MOST_LATE_BYTES = 64 * 2**20
 MAX_SEGMENT_BYTES = 2**20
-# How much of the end of a log is searched for its last whole line.
+# How much of a log's end is searched for the last whole line.
 _MOST_LINE_BYTES = 2**24
-# How many segments are read if only the end of a log is wanted.
+# How many segments are read if only the end of a log is needed.
 _LAST_SEGMENTS = 128
 _READERS = 16
 # How long training waits for an upload, while other hosts wait for training.
 _WAIT_SECS = 5.0
-# How long it waits at its end for all uploads.
+# How long training waits for all uploads when it ends.
 _CLOSE_SECS = 600.0
 
 
@@ -56,8 +56,8 @@ class JsonLog(abc.ABC):
         """Adds `record` as one line; waits for an upload unless one is late.
 
         Raises:
-          OSError: if writing fails and more than `MOST_LATE_BYTES` wait, or another of
-            `bucket_clients.failures`.
+          OSError: if writing fails and more than `MOST_LATE_BYTES` wait; or any other
+            of `bucket_clients.failures`.
         """
         self._lines += _line(record)
         try:
@@ -70,15 +70,15 @@ class JsonLog(abc.ABC):
         """Checks that the file still exists: writing to a removed file does not fail.
 
         Raises:
-          RunError: if it was removed or replaced.
+          RunError: if the file was removed or replaced.
         """
 
     def sync(self) -> None:
         """Makes every line so far durable.
 
         Raises:
-          OSError: if that fails or takes too long, or another of
-            `bucket_clients.failures`; the next call tries again.
+          OSError: if the write fails or takes too long; or any other of
+            `bucket_clients.failures`. The next call tries again.
         """
         self._take(is_sync=True)
 
@@ -87,7 +87,7 @@ class JsonLog(abc.ABC):
         """Syncs and closes the log; a second call does nothing.
 
         Raises:
-          OSError: if that fails or takes too long, or another of
+          OSError: if the sync fails or takes too long; or any other of
             `bucket_clients.failures`.
         """
 
@@ -104,8 +104,8 @@ def writer(
 ) -> JsonLog:
     """Opens a log for writing, after the last whole line of an existing one.
 
-    On a disk a line is in the kernel when `append` returns, so killing the process
-    loses no line. After `sync` the lines also survive a crash of the machine.
+    On a disk, a line is in the kernel when `append` returns, so killing the process
+    loses no line. After `sync`, the lines also survive a machine crash.
 
     Args:
       path: the file, or the directory of segments in an object store.
@@ -123,7 +123,7 @@ class _File(JsonLog):
         super().__init__()
         storage.make_directory(epath.Path(path).parent)
         self._path = os.fspath(path)
-        # Unbuffered, because the state of a buffer after a failure is unknown.
+        # Unbuffered, because the state of a buffer is unknown after a failure.
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
         _drop_torn_line(self._file)
 
@@ -134,8 +134,8 @@ class _File(JsonLog):
         ):
             raise errors.RunError(
                 f"{self._path} was removed or replaced while this run was writing to"
-                " it. What the run had recorded there is lost, so it stops; start it"
-                " again, and do not touch the directory while it runs"
+                " it. The lines written so far are lost, so the run stops; restart it,"
+                " and do not touch the directory while it runs"
             )
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class _File(JsonLog):
                 self._file.close()
 
     def _take(self, *, is_sync: bool = False) -> None:
-        # A disk that fills up may take only a part.
+        # A disk that fills up may accept only a part.
         while self._lines:
             del self._lines[: self._file.write(self._lines)]
         if is_sync:
@@ -154,7 +154,7 @@ class _File(JsonLog):
 
 
 class _Upload(NamedTuple):
-    # An upload under way, and how many bytes of the lines it has.
+    # An upload in progress, and how many bytes of the lines it includes.
     done: futures.Future[None]
     path: epath.Path
     num_bytes: int
@@ -176,7 +176,7 @@ class _Segments(JsonLog):
         newest = [path.name[:16] for path in _segments(self._directory)[-1:]]
         self._number = int(*newest)
         self._writer = secrets.token_hex(4)
-        # Held to begin and settle an upload, but not while waiting for it.
+        # Held to begin and settle an upload, but not to wait for it.
         self._lock = threading.Lock()
         self._uploading: _Upload | None = None
         # Why the newest upload is late.
@@ -200,7 +200,7 @@ class _Segments(JsonLog):
         futures.wait([uploading], wait_secs)
         with self._lock:
             is_done = uploading.done()
-            # Another thread may have waited for it, too.
+            # Another thread may also have waited for it.
             if self._uploading is begun and is_done:
                 self._uploading, self._failure = None, uploading.exception()
                 if not self._failure:
@@ -212,7 +212,7 @@ class _Segments(JsonLog):
         uploading.result()
 
     def _begun(self) -> _Upload | None:
-        # The upload under way, or a new one of all lines; None if there are none.
+        # The upload in progress, or a new upload of all lines; None without lines.
         with self._lock:
             if self._uploading is None and self._lines:
                 # A failed upload may have reached the store, so it keeps its name.
@@ -240,12 +240,12 @@ def read(
 
     Args:
       path: the file, or the directory of segments.
-      last_bytes: how much of the end of a file to read; of segments, only the newest
-        are read. None reads everything.
+      last_bytes: how much of the end of a file to read, or of segments the newest ones.
+        None reads everything.
 
     Raises:
       FileNotFoundError: if there is no log.
-      DataError: if a line other than the last of a file is not a JSON object.
+      DataError: if a line, except for the last of a file, is not a JSON object.
     """
     root = storage.absolute(path)
     if storage.is_local(root) and not root.is_dir():
@@ -272,7 +272,7 @@ def _read_file(path: epath.Path, last_bytes: int | None = None) -> list[dict[str
         file.seek(start)
         lines = file.read().split(b"\n")
     lines = lines[bool(start) :]  # without a partial first line
-    # Text after the last newline is a line that a crash cut short.
+    # Text after the last newline is a line that a crash truncated.
     records = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
@@ -280,7 +280,7 @@ def _read_file(path: epath.Path, last_bytes: int | None = None) -> list[dict[str
         except (TypeError, ValueError):
             raise errors.DataError(
                 f"{path}, line {number}: not a JSON object; the log was changed after"
-                " it was written, restore it from a copy"
+                " it was written; restore it from a copy"
             ) from None
     return records
 
@@ -291,7 +291,7 @@ def _segments(directory: epath.Path) -> list[epath.Path]:
 
 
 def _drop_torn_line(file: BinaryIO) -> None:
-    # The next line would be joined to an incomplete last line.
+    # Otherwise, the next line would be appended to an incomplete last line.
     end = file.seek(0, os.SEEK_END)
     start = file.seek(max(0, end - _MOST_LINE_BYTES))
     whole = start + file.read(end - start).rfind(b"\n") + 1

@@ -1,14 +1,14 @@
 """The metrics of a run: named numbers that are recorded through `jax.monitoring`.
 
 A metric is recorded by `metrics.DATA_WAIT.record(secs)` or `with
-metrics.DATA_LOAD.timed():`. `jax.monitoring` passes it to all registered listeners:
-those of `elastic_ckpt.monitoring` and the program's own. There are three kinds:
+metrics.DATA_LOAD.timed():`. `jax.monitoring` passes it to all registered listeners,
+from `elastic_ckpt.monitoring` and from the program. There are three kinds:
 
-* duration: seconds, for the listeners of durations
-* gauge: a level whose last value counts, for the listeners of scalars
-* counter: an amount whose sum counts, for the listeners of scalars
+* duration: seconds, for duration listeners
+* gauge: a level whose last value matters, for scalar listeners
+* counter: an amount whose sum matters, for scalar listeners
 
-Recording takes about a microsecond without listeners, and never raises.
+Recording takes about a microsecond without listeners and never raises.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Metric:
     """A quantity that a run measures repeatedly.
 
     Attributes:
-      name: its name in `jax.monitoring`.
-      kind: how its values are combined.
-      unit: the unit of its values, with which the name ends.
-      meaning: what a value means.
+      name: the name in `jax.monitoring`.
+      kind: how values are combined.
+      unit: the unit of values, with which the name ends.
+      meaning: the meaning of a value.
     """
 
     name: str
@@ -44,13 +44,13 @@ class Metric:
     meaning: str
 
     def record(self, value: float) -> None:
-        """Passes `value` to the listeners; logs each distinct error of theirs once."""
+        """Passes `value` to the listeners; logs each distinct listener error once."""
         try:
             if self.kind == "duration":
                 monitoring.record_event_duration_secs(self.name, value)
             else:
                 monitoring.record_scalar(self.name, value)
-        # Listeners are foreign code, whose errors must not end the training.
+        # Listeners are foreign code, whose errors must not stop the training.
         except Exception as error:
             _warn_once(self.name, f"{type(error).__name__}: {error}")
 
@@ -66,13 +66,13 @@ class Metric:
 @functools.lru_cache(maxsize=256)
 def _warn_once(name: str, reason: str) -> None:
     logging.warning(
-        "a listener of jax.monitoring failed on %s (%s); the run continues without it",
+        "a jax.monitoring listener failed on %s (%s); the run continues without it",
         name,
         reason,
     )
 
 
-# Every metric by its name. Users see the names, so a golden file freezes them.
+# Every metric by name. Users see the names, so a golden file freezes them.
 METRICS: dict[str, Metric] = {}
 
 

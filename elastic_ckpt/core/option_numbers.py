@@ -1,4 +1,4 @@
-"""Types of numeric options, as `type=` of argparse's `add_argument`.
+"""Types of numeric options, for `type=` in argparse's `add_argument`.
 
 argparse puts the option before the message and exits with 2: "argument --days: '-1' is
 not a number above 0".
@@ -16,7 +16,7 @@ from msgspec import Meta
 
 
 def _number(kind: Any, what: str) -> Callable[[str], Any]:
-    # Reads a number of an annotated type, which messages call `what`.
+    # Reads a number of an annotated type. Messages call it `what`.
     def read(text: str) -> Any:
         try:
             return msgspec.convert(text, kind, strict=False)

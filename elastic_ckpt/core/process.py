@@ -19,11 +19,11 @@ class Process:
     """A process of this or another machine.
 
     Attributes:
-      host: the name of its machine.
-      pid: its number in `pid_namespace`: each container has its own.
-      boot_id: identifies the boot of the machine; empty if the system has none.
-      pid_namespace: empty if the system has none.
-      start_ticks: when it started, in clock ticks since the boot.
+      host: the machine name.
+      pid: the process id in `pid_namespace`.
+      boot_id: the id of the machine's boot; empty if the system has none.
+      pid_namespace: the namespace, one per container; empty if the system has none.
+      start_ticks: the start time, in clock ticks since the boot.
     """
 
     host: str
@@ -37,22 +37,22 @@ class Process:
 
     @property
     def is_here(self) -> bool:
-        """Whether the calling process can tell if it is alive."""
+        """Whether the calling process can tell if this process is alive."""
         place = _place()
         return all(place) and place == (self.boot_id, self.pid_namespace)
 
     @property
     def is_dead(self) -> bool:
-        """Whether it has provably ended."""
+        """Whether the process has provably exited."""
         return self._state() in ("X", "Z")
 
     @property
     def is_running(self) -> bool:
-        """Whether it is provably alive, and not stopped by a signal."""
+        """Whether the process is provably alive and not stopped by a signal."""
         return self._state() not in ("", "X", "Z", "T", "t")
 
     def _state(self) -> str:
-        # The kernel's letter, empty if unknown. X and Z mean ended, T and t stopped.
+        # The kernel's letter, empty if unknown. X and Z mean exited, T and t stopped.
         if not self.is_here:
             return ""
         try:
@@ -76,7 +76,7 @@ def this() -> Process:
 
 
 def _place() -> tuple[str, str]:
-    # Empty on systems that have neither.
+    # The boot id and PID namespace; empty on systems that have neither.
     try:
         return _BOOT_ID.read_text().strip(), os.readlink(_NAMESPACE)
     except OSError:
@@ -86,6 +86,6 @@ def _place() -> tuple[str, str]:
 def _state_and_start(pid: int) -> tuple[str, int]:
     # psutil's start time moves when the machine's clock is set.
     text = pathlib.Path("/proc", str(pid), "stat").read_text()
-    # The name of the process, in parentheses, may contain any character.
+    # The process name, in parentheses, may contain any character.
     fields = text.rpartition(")")[2].split()
     return fields[0], int(fields[19])

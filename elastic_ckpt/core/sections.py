@@ -1,9 +1,9 @@
 """Sections: dataclasses of configuration keys, and their values in strict YAML.
 
-A section is a frozen dataclass with fields from `key`. A `Setting` is what a file, a
-command line or a caller set, and where; `checked` turns settings into values. An
-unknown key, a key set twice or a value of the wrong type is an error that names the
-place and, for an unknown key, the nearest existing key.
+A section is a frozen dataclass with fields from `key`. A `Setting` is a value that a
+file, a command line or a caller set, and the place; `checked` converts settings to
+values. An unknown key, a key set twice or a value of the wrong type is an error that
+names the place and, for an unknown key, the nearest existing key.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def key(
     """A dataclass field of a section that defines one key.
 
     Args:
-      default: the value if the key is not set.
+      default: the value when the key is not set.
       doc: the description, for `configs/base.yml` and the command line.
       choices: the allowed values; empty allows all.
       at_least: the smallest allowed number.
       below: exclusive upper bound.
       multiple_of: a divisor of every allowed number.
-      off: a second number for the default, as in MaxText.
-      lists: accepts a list in place of text: `names` joins its texts with commas, `any`
-        stores its JSON.
+      off: a second number that means the default, as in MaxText.
+      lists: accepts a list in place of text: `names` joins its items with commas, and
+        `any` stores its JSON.
     """
     return dataclasses.field(
         default=default,
@@ -75,7 +75,7 @@ def render(value: Value) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The value of a key as it was set, and where, for messages."""
+    """A key's value as it was set, and the place, for messages."""
 
     value: object
     place: str
@@ -84,10 +84,10 @@ class Setting:
 def compose(path: epath.Path, *, by: str) -> yaml.Node | None:
     """Parses a YAML file, local or in a bucket; None if it is empty.
 
-    `by` says what names the file, for the message that it does not exist.
+    `by` says where the path was set, for the message that the file does not exist.
 
     Raises:
-      ConfigError: if the file cannot be read, or is not valid YAML.
+      ConfigError: if the file cannot be read or is not valid YAML.
     """
     try:
         return parse(path.read_text(), path=path)
@@ -101,10 +101,10 @@ def compose(path: epath.Path, *, by: str) -> yaml.Node | None:
 
 
 def parse(text: str, *, path: epath.PathLike) -> yaml.Node | None:
-    """Parses YAML; `path` names it in messages.
+    """Parses YAML; messages name it by `path`.
 
     Raises:
-      ConfigError: if it is not valid.
+      ConfigError: if the YAML is invalid.
     """
     try:
         return yaml.compose(text, yaml.SafeLoader)
@@ -116,7 +116,7 @@ def read_mapping(path: epath.PathLike, node: yaml.MappingNode) -> dict[str, Sett
     """The settings in a mapping of a YAML file.
 
     Raises:
-      ConfigError: if a key is set twice, or a value cannot be read.
+      ConfigError: if a key is set twice or a value cannot be read.
     """
     settings: dict[str, Setting] = {}
     constructor = yaml.SafeLoader("")
@@ -148,10 +148,10 @@ def checked(
     """Checks settings and returns their values.
 
     Args:
-      settings: what was set, by key.
+      settings: the settings by key.
       fields: the fields of all sections that may define the keys.
-      also: further suggestions for an unknown key.
-      of: whose keys these are, for the message about an unknown one.
+      also: more suggestions for an unknown key.
+      of: the owner of these keys, for the message about an unknown key.
 
     Raises:
       ConfigError: if a key is unknown or a value is invalid.
@@ -183,7 +183,7 @@ def _value(field: dataclasses.Field[Any], setting: Setting) -> Value:
     if lists == "names" and isinstance(value, list) and {*map(type, value)} == {str}:
         value = ",".join(value)
     if lists == "any" and isinstance(value, list):
-        # Values that JSON lacks, such as dates, become text.
+        # Values that JSON lacks, such as dates, become strings.
         value = json.dumps(value, default=str)
     off = field.metadata["off"]
     if off is not None and type(value) is int and value == off:

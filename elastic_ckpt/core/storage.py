@@ -1,8 +1,8 @@
 """Writes all files except append-only logs (`jsonlog`), and locks directories.
 
 A file appears whole or not at all. A local file is written under a temporary name in
-the same directory, flushed to the disk and renamed; object stores (`gs://`, `s3://`)
-have atomic puts.
+the same directory, flushed to disk and renamed; object stores (`gs://`, `s3://`) have
+atomic puts.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 def before(change: str, path: epath.PathLike) -> None:
     """Announces a change: `create`, `write`, `rename`, `link`, `remove` or `make`.
 
-    It does nothing, but simulated crashes replace it by a function that raises. Code
-    that changes files without this module must call it.
+    This does nothing, but simulated crashes replace it with a function that raises.
+    Code that changes files without this module must call it.
     """
 
 
@@ -50,10 +50,10 @@ def is_local(path: epath.PathLike) -> bool:
 
 
 def absolute(path: epath.PathLike) -> epath.Path:
-    """`path` as an absolute path or a URL.
+    """Returns `path` as an absolute path or a URL.
 
     Raises:
-      ConfigError: if it is in an object store whose client is not installed.
+      ConfigError: if `path` is in an object store whose client is not installed.
     """
     if is_local(path):
         return epath.Path(os.path.abspath(path))
@@ -62,7 +62,7 @@ def absolute(path: epath.PathLike) -> epath.Path:
 
 
 def canonical_json(value: Json) -> bytes:
-    """`value` as canonical JSON: keys sorted, no spaces."""
+    """Returns `value` as canonical JSON: keys sorted, no spaces."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -70,8 +70,8 @@ def canonical_json(value: Json) -> bytes:
 def atomic_path(path: epath.PathLike, *, mode: int = _MODE) -> Iterator[str]:
     """Yields a temporary local path; on success its file becomes `path`, durably.
 
-    For writers that take a path instead of an open file (ArrayRecord). On an exception
-    the temporary file is removed and a file at `path` is left unchanged.
+    For writers that take a path instead of an open file (ArrayRecord). On an exception,
+    the temporary file is removed and any file at `path` is left unchanged.
 
     Args:
       path: the final path; its directory is created. In an object store, the file is
@@ -79,7 +79,7 @@ def atomic_path(path: epath.PathLike, *, mode: int = _MODE) -> Iterator[str]:
       mode: the file's permissions, before the umask applies; ignored in object stores.
 
     Raises:
-      OSError: if storage fails, or another of `bucket_clients.failures`.
+      OSError: if storage fails; or any other of `bucket_clients.failures`.
     """
     if is_local(path):
         with _temporary_file(path, mode) as temporary:
@@ -99,10 +99,10 @@ def write_atomic(
 ) -> None:
     """Writes `content` so that a reader gets either all of it or the previous content.
 
-    The directory is created; for `mode` see `atomic_path`.
+    The directory is created. For `mode`, see `atomic_path`.
     """
     if not is_local(path):
-        # One request, so that it is repeated as a whole if its answer is lost.
+        # One request, which is repeated as a whole if its answer is lost.
         filesystem, name = bucket_clients.opened(os.fspath(path))
         before("write", path)
         filesystem.pipe_file(name, bytes(content))
@@ -114,15 +114,15 @@ def write_atomic(
 def create(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> bool:
     """Writes a file durably unless it exists.
 
-    If several processes try at once, exactly one writes: local file systems refuse a
-    second link of the name, object stores a second object (if-generation-match,
-    if-none-match).
+    If several processes try simultaneously, exactly one writes: local file systems
+    refuse a second link with the name, and object stores refuse a second object
+    (if-generation-match, if-none-match).
 
     Returns:
       Whether this call wrote the file.
 
     Raises:
-      OSError: if storage is unavailable, or another of `bucket_clients.failures`.
+      OSError: if storage is unavailable; or any other of `bucket_clients.failures`.
     """
     if not is_local(path):
         filesystem, name = bucket_clients.opened(os.fspath(path))
@@ -144,7 +144,7 @@ def create(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> bool:
 def write_in_place(path: epath.PathLike, *content: bytes | memoryview) -> None:
     """Writes a local file that nothing refers to yet, durably.
 
-    A crash may cut it short. Its directory must exist, and is not flushed.
+    A crash may truncate the file. Its directory must exist and is not flushed.
     """
     before("write", path)
     with open(path, "wb") as file:
@@ -157,23 +157,24 @@ def mapped_file(path: epath.PathLike, num_bytes: int) -> tuple[np.ndarray, int]:
     """Creates a local file and maps it into memory.
 
     Args:
-      path: a new file; its directory is created.
-      num_bytes: its size, at least 1.
+      path: the path of a new file; its directory is created.
+      num_bytes: the file size, at least 1.
 
     Returns:
-      Its writable bytes, uint8 `[num_bytes]`, with undefined content; and its inode.
+      The file's writable bytes, uint8 `[num_bytes]`, with undefined content; and the
+      file's inode.
 
     Raises:
       OSError: if there is not enough room.
     """
-    # Agents import this module, but need no NumPy.
+    # Agents import this module but do not need NumPy.
     import numpy as np
 
     before("create", path)
     os.makedirs(os.path.dirname(os.fspath(path)), exist_ok=True)
     with open(path, "x+b") as file:
         try:
-            # Otherwise a write into the mapping would raise SIGBUS on a full disk.
+            # Otherwise, a write into the mapping would raise SIGBUS on a full disk.
             os.posix_fallocate(file.fileno(), 0, num_bytes)
             mapping = mmap.mmap(file.fileno(), num_bytes, flags=mmap.MAP_SHARED)
             return np.frombuffer(mapping, np.uint8), os.fstat(file.fileno()).st_ino
@@ -205,9 +206,9 @@ def make_directory(path: epath.PathLike) -> epath.Path:
 
 
 def make_private_directory(path: epath.PathLike) -> None:
-    """Creates a local directory of mode 0700, which only its owner can read.
+    """Creates a local directory with mode 0700, which only its owner can read.
 
-    Another user's directory is left unchanged.
+    A directory that belongs to another user is left unchanged.
     """
     before("make", path)
     os.makedirs(path, mode=0o700, exist_ok=True)
@@ -219,7 +220,7 @@ def rename(source: epath.PathLike, target: epath.PathLike) -> None:
     """Renames a local file or directory, durably; a file at `target` is replaced.
 
     Raises:
-      OSError: if `target` is a directory that is not empty; it is left unchanged.
+      OSError: if `target` is a non-empty directory, which is left unchanged.
     """
     before("rename", target)
     os.replace(source, target)
@@ -227,7 +228,7 @@ def rename(source: epath.PathLike, target: epath.PathLike) -> None:
 
 
 def copy_tree(source: epath.PathLike, target: epath.PathLike, *, last: str) -> None:
-    """Copies a directory, replacing existing files; the file `last` comes last."""
+    """Copies a directory, replacing existing files; copies the file `last` last."""
     copied = epath.Path(target)
     remove(copied / last)
     filesystem, root = bucket_clients.opened(os.fspath(source))
@@ -251,7 +252,7 @@ def remove(path: epath.PathLike) -> None:
 
 
 def keep_alone(directory: epath.PathLike, named: Collection[str]) -> None:
-    """Removes everything below a directory except `named`, paths relative to it."""
+    """Removes everything in a directory except `named`, which are relative paths."""
     above = {str(parent) for name in named for parent in pathlib.Path(name).parents}
     prefixes = [""]
     for prefix in prefixes:
@@ -264,7 +265,7 @@ def keep_alone(directory: epath.PathLike, named: Collection[str]) -> None:
 
 
 def read_bytes(path: epath.PathLike) -> bytes:
-    """The content of a file, read in one request, so that it is that of one version.
+    """The content of a file, read in one request, so that it comes from one version.
 
     Raises:
       FileNotFoundError: if the file does not exist.
@@ -279,7 +280,8 @@ def names(directory: epath.PathLike) -> list[str]:
     """The names in a directory, in any order.
 
     Raises:
-      FileNotFoundError: if it does not exist; in a bucket it may seem empty instead.
+      FileNotFoundError: if the directory does not exist. In a bucket, it may seem empty
+        instead.
     """
     if is_local(directory):
         return os.listdir(directory)
@@ -299,12 +301,12 @@ def exclusive_lock(
 ) -> Iterator[None]:
     """Locks `path` for this process; the kernel unlocks it if the process dies.
 
-    The error says that `target` is being written, by default the directory of the file.
+    The error says that `target`, by default the file's directory, is being written.
     Object stores have no locks: launchers prevent two runs.
 
     Raises:
-      RunError: if another live process holds the lock, unless the call `waits` for it;
-        the message names that process.
+      RunError: if another live process holds the lock, unless the call `waits` for it.
+        The message names that process.
     """
     if not is_local(path):
         yield
@@ -317,7 +319,7 @@ def exclusive_lock(
             owner = pathlib.Path(path).read_text().strip() or "an unknown process"
             raise errors.RunError(
                 f"{target or os.path.dirname(path)} is being written by another live"
-                f" run ({owner}); wait for it, stop it, or use another directory"
+                f" run ({owner}); wait for it, stop it, or use a different directory"
             ) from None
         file.truncate(0)
         print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
@@ -325,7 +327,7 @@ def exclusive_lock(
 
 
 def is_locked(path: epath.PathLike) -> bool:
-    """Whether a process holds the exclusive lock of a local file; False without it."""
+    """Whether a process holds a local file's exclusive lock; False without the file."""
     try:
         with open(path, "rb") as file:
             held = _lock(file, fcntl.F_OFD_GETLK, fcntl.F_RDLCK)
@@ -340,7 +342,7 @@ class Presence:
     The kernel releases it if the process dies.
 
     Args:
-      path: a local file in that directory, created unless it exists.
+      path: a local file in that directory; created unless it exists.
 
     Raises:
       OSError: if the file cannot be opened, or the file system has no locks.
@@ -357,9 +359,9 @@ class Presence:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[bool]:
-        """Yields whether no other live process holds the lock.
+        """Yields whether this is the only live process that holds the lock.
 
-        If so, no other process can take it while the block runs.
+        If it is, no other process can take the lock while the block runs.
         """
         try:
             _lock(self._file, fcntl.F_OFD_SETLK)
@@ -377,8 +379,8 @@ class Presence:
 
 
 def _lock(file: IO[Any], command: int, kind: int = fcntl.F_WRLCK) -> int:
-    # Locks an open file until it is closed, or returns the kind of lock that prevents
-    # it. A shared lock that cannot become exclusive stays shared: `flock` would drop
+    # Locks an open file until it is closed, or returns the kind of the conflicting
+    # lock. A shared lock that cannot become exclusive stays shared: `flock` would drop
     # it, and per-process locks (`lockf`) do not exclude threads.
     asked = _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)
     return _FLOCK.unpack(fcntl.fcntl(file, command, asked))[0]
@@ -401,7 +403,7 @@ def _temporary_file(path: epath.PathLike, mode: int) -> Iterator[str]:
 
 
 def sync(path: epath.PathLike) -> None:
-    """Flushes a local file, or the names in a directory, to the disk."""
+    """Flushes a local file, or the names in a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
 """The causes of storage failures: their names in events, and what to do.
 
 Storage fails in a few ways, which the operating system, TensorStore, bucket clients and
-other hosts word differently. The messages cross processes as text, so a cause is
-recognised by its text.
+other hosts word differently. Messages cross processes as text, so a cause is recognized
+by its text.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import re
 
 from elastic_ckpt.core import bucket_clients, errors, events
 
-# A bare number could be that of a step.
+# A bare number could be a step number.
 _HTTP = r"(?:[Ss]tatus|HTTP|[Cc]ode|[Ee]rror)[^0-9;]{0,20}"
-# By the name of the cause in events: what a person can do, and a pattern of the
-# messages. The first match counts.
+# By name of the cause in events: advice for a person, and a pattern for the messages.
+# The first match decides.
 _CAUSES = {
     "full": (
         "make room there, or keep fewer steps",
         "No space left|Disk quota exceeded|bytes in .* are free; raise",
     ),
     "read_only": ("mount it writable", "Read-only file system"),
-    # Whatever a component waited for, it is not the storage of steps.
+    # The component waited for something other than step storage.
     "component": (
         "fix the component that failed",
         "components were not written",
@@ -54,7 +54,7 @@ _CAUSES = {
 
 
 def of_message(message: str) -> str:
-    """The name of the cause that a failure's message shows; `other` if none."""
+    """The name of the cause in a failure's message; `other` if there is none."""
     return next(name for name in _CAUSES if re.search(_CAUSES[name][1], message))
 
 
@@ -67,7 +67,7 @@ def of_error(error: Exception) -> str:
 
 
 def advice(message: str) -> str:
-    """What a person can do about a failure; empty if only its message says so."""
+    """Advice about a failure for a person; empty if the message itself has it."""
     return _CAUSES[of_message(message)][0]
 
 
@@ -76,7 +76,7 @@ def report(emit: events.Emit, tier: str, step: int, why: str) -> None:
     emit("degraded", tier=tier, step=step, cause=of_message(why), why=why)
 
 
-# The roles and permissions that a run needs in a bucket, by its protocol.
+# The roles and permissions that a run needs in a bucket, by protocol.
 _GRANTS = {
     "gs": "grant this account roles/storage.objectAdmin on",
     "s3": "grant this account s3:ListBucket, s3:GetObject, s3:PutObject and"
@@ -86,12 +86,13 @@ _MAX_REASON = 300
 
 
 def explained(error: Exception, place: str) -> errors.ElasticCkptError | None:
-    """One of `bucket_clients.failures` as an error for a person; None if it is a bug.
+    """Explains one of `bucket_clients.failures` to a person.
 
     `place` is the storage that the program used, unless the failure names a file.
 
     Returns:
-      A ConfigError if a restart would fail in the same way.
+      The error, a ConfigError if a restart would fail in the same way; None if the
+      failure is a bug.
     """
     reason = str(error).partition("\n")[0][:_MAX_REASON] or type(error).__name__
     cause = of_error(error)
@@ -101,7 +102,7 @@ def explained(error: Exception, place: str) -> errors.ElasticCkptError | None:
     if isinstance(error, NotADirectoryError | FileExistsError):
         return errors.ConfigError(
             f"{place}: there is a file where a directory should be; remove or rename"
-            " it, or choose another directory"
+            " it, or choose a different directory"
         )
     protocol, _, path = place.partition("://")
     if cause == "refused" and protocol in _GRANTS:
@@ -112,6 +113,6 @@ def explained(error: Exception, place: str) -> errors.ElasticCkptError | None:
     if bucket_clients.is_connection_failure(error) or not isinstance(error, OSError):
         return errors.RunError(
             f"{place}: storage cannot be reached: {reason}; check the network, the"
-            " credentials and the name of the bucket"
+            " credentials and the bucket name"
         )
     return None

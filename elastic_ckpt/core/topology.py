@@ -2,8 +2,8 @@
 
 The mesh from `mesh_of` has two axes: `slice`, the failure domain that joins and leaves
 as a whole, and `fsdp`, the devices inside a slice over which parameters are sharded. A
-batch is sharded over both. Users may bring any other mesh and name the axes that shard
-a batch. Only this module reads `jax.process_index()`.
+batch is sharded over both. Users may bring any other mesh and specify the axes that
+shard a batch. Only this module reads `jax.process_index()`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elastic_ckpt.core import errors
 SLICE_AXIS = "slice"
 FSDP_AXIS = "fsdp"
 BATCH_AXES = (SLICE_AXIS, FSDP_AXIS)
-# Axes over which rows are sharded, unless the user gives a spec.
+# Axes over which rows are sharded, unless the user passes a spec.
 _ROW_AXES = frozenset({SLICE_AXIS, FSDP_AXIS, "batch", "data", "replica"})
 
 
@@ -41,7 +41,7 @@ class Topology:
         if self.hosts % self.slices and self.slices % self.hosts:
             raise errors.ConfigError(
                 f"slices={self.slices}: {self.hosts} hosts cannot be divided evenly"
-                " among that many slices, which consist of whole hosts (or one host"
+                " among that many slices. A slice consists of whole hosts (or one host"
                 " simulates whole slices); set slices to one of"
                 f" {_divisors(self.hosts)}"
             )
@@ -64,10 +64,10 @@ def num_hosts() -> int:
 
 
 def slice_of_this_host(slices: int = 1) -> str:
-    """The slice of this process in the mesh from `mesh_of`.
+    """This process's slice in the mesh from `mesh_of`.
 
-    A host that simulates several slices counts as one slice. With `slices=1` it is the
-    hardware's slice.
+    A host that simulates several slices counts as one slice. With `slices=1`, this is
+    the hardware's slice.
     """
     hardware = _hardware_slice(jax.local_devices()[0])
     if hardware or slices == 1:
@@ -76,7 +76,7 @@ def slice_of_this_host(slices: int = 1) -> str:
 
 
 def slices_of(mesh: Mesh) -> dict[jax.Device, str]:
-    """The slice of each device: by the mesh's slice axis, or else the hardware's."""
+    """Each device's slice: by the mesh's slice axis, or otherwise the hardware's."""
     if SLICE_AXIS not in mesh.axis_names:
         return {device: str(_hardware_slice(device)) for device in mesh.devices.flat}
     rows = np.moveaxis(mesh.devices, mesh.axis_names.index(SLICE_AXIS), 0)
@@ -88,7 +88,7 @@ def slices_of(mesh: Mesh) -> dict[jax.Device, str]:
 def is_single_controller(mesh: Mesh) -> bool:
     """Whether this process is the only one and controls devices of other hosts.
 
-    Under Pathways JAX's platform is `proxy`.
+    Under Pathways, JAX's platform is `proxy`.
     """
     if "proxy" in (jax.config.jax_platforms or ""):  # pyrefly: ignore
         return True
@@ -102,20 +102,21 @@ def is_primary() -> bool:
 
 
 def present(slices: int, devices: Sequence[jax.Device] | None = None) -> Topology:
-    """The topology of `devices` in `slices`; by default of all devices."""
+    """The topology of `devices`, by default all, divided into `slices`."""
     devices = jax.devices() if devices is None else devices
     hosts = len({device.process_index for device in devices})
     return Topology(hosts=hosts, slices=slices, devices=len(devices))
 
 
 def mesh_of(world: Topology, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh `[slices, devices per slice]` over `devices`; by default over all.
+    """A mesh `[slices, devices per slice]` over `devices`, by default all.
 
-    On TPU, slices are those of the hardware (`device.slice_index`). Elsewhere the
-    hosts, in the order of their numbers, are divided into `slices` equal groups.
+    On TPU, slices come from the hardware (`device.slice_index`). Elsewhere, the hosts
+    are divided into `slices` equal groups in order of host number.
 
     Raises:
-      ConfigError: if the devices are not those of `world`, or do not divide this way.
+      ConfigError: if the devices are not the devices of `world`, or cannot be divided
+        this way.
     """
     devices = jax.devices() if devices is None else devices
     available = present(world.slices, devices)
@@ -144,19 +145,19 @@ def batch_sharding(mesh: Mesh, spec: PartitionSpec | None = None) -> NamedShardi
     Args:
       mesh: any mesh.
       spec: the axes that shard rows, then those that shard dim 1, and so on; other axes
-        replicate. By default rows are sharded over the only axis of the mesh, or over
-        its axes named batch, data, fsdp, replica and slice, in the order of the mesh.
+        replicate. By default, rows are sharded over the only axis of the mesh, or over
+        its axes named batch, data, fsdp, replica and slice, in mesh order.
 
     Raises:
-      ConfigError: if `spec` does not fit the mesh, or is not given and no axis of the
-        mesh has one of these names.
+      ConfigError: if `spec` does not match the mesh, or if no `spec` is passed and no
+        mesh axis has one of these names.
     """
     axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     if spec is None:
         names = [name for name in mesh.axis_names if name in _ROW_AXES]
         if len(mesh.axis_names) > 1 and not names:
             raise errors.ConfigError(
-                f"none of the mesh's axes ({axes}) is named {sorted(_ROW_AXES)}; name"
+                f"none of the mesh's axes ({axes}) is named {sorted(_ROW_AXES)}; list"
                 " the axes that shard the rows of a batch, as in spec=PartitionSpec("
                 f"{mesh.axis_names[0]!r})"
             )
@@ -164,21 +165,21 @@ def batch_sharding(mesh: Mesh, spec: PartitionSpec | None = None) -> NamedShardi
     named = [name for entry in spec for name in axes_of(entry)]
     if len(named) > len(set(named)) or not set(named) <= set(mesh.axis_names):
         raise errors.ConfigError(
-            f"spec={spec} does not fit the mesh ({axes}); name axes of the mesh, each"
+            f"spec={spec} does not match the mesh ({axes}); list mesh axes, each"
             " at most once"
         )
     return NamedSharding(mesh, spec)
 
 
 def axes_of(entry: Any) -> tuple[Any, ...]:
-    """The mesh axes that an entry of a PartitionSpec names."""
+    """The mesh axes in an entry of a PartitionSpec."""
     if entry is None:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
 
 
 def replica_axes(sharding: NamedSharding) -> tuple[Any, ...]:
-    """The mesh axes of several devices over which an array is replicated."""
+    """The mesh axes with several devices over which an array is replicated."""
     used = {axis for entry in sharding.spec for axis in axes_of(entry)}
     sizes = sharding.mesh.shape.items()
     return tuple(axis for axis, size in sizes if size > 1 and axis not in used)
@@ -197,9 +198,9 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def place(array: jax.Array, sharding: Sharding) -> jax.Array:
     """Moves `array` to a `sharding` that keeps every shard on its host.
 
-    An array with an equivalent sharding is not moved. With several controllers each
-    host moves its own shards, because `jax.device_put` would first compare the values
-    of all hosts.
+    An array with an equivalent sharding is not moved. With several controllers, each
+    host moves its own shards, because `jax.device_put` would first compare values
+    across all hosts.
     """
     if array.sharding.is_equivalent_to(sharding, array.ndim):
         return array
@@ -217,7 +218,7 @@ def place(array: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def _hardware_slice(device: jax.Device) -> int:
-    # CPU and single-slice devices lack this attribute, or it is 0.
+    # On CPU and single-slice devices, this attribute is missing or 0.
     return getattr(device, "slice_index", 0) or 0
 
 

@@ -1,10 +1,11 @@
 """A temporary directory that the last process to use it removes.
 
-Worlds without a RAM disk keep files of components in one, supervisors executables.
+Worlds without a RAM disk keep component files in such a directory; supervisors keep
+executables in one.
 
-Each process holds a shared lock in the directory until the process ends. The last one
-removes the directory, even if an exception ends the program. If that process is killed,
-the next start by the same user removes it.
+Each process holds a shared lock in the directory until the process exits. The last
+process removes the directory, even after an exception. If the last process is killed,
+the next start by the same user removes the directory.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ _LOCK = "in-use.lock"
 
 
 def new_path(parent: str | None = None) -> str:
-    """A path for a new directory, by default among other temporary files."""
+    """A path for a new directory, by default in the system's temporary directory."""
     name = f"elastic_ckpt-{os.getpid()}-{secrets.token_hex(4)}"
     return os.path.join(parent or tempfile.gettempdir(), name)
 
 
 class WorkingDirectory:
-    """A directory that this process uses until `close`, or until it ends.
+    """A directory that this process uses until `close`, or until the process exits.
 
-    Opening one also removes the directories that killed processes left beside it.
+    Opening one also removes the directories that killed processes left next to it.
 
     Args:
-      path: from `new_path`; other processes of the world may use it too.
+      path: a path from `new_path`; other processes of the world may also use it.
     """
 
     def __init__(self, path: epath.PathLike) -> None:
@@ -67,7 +68,7 @@ def _remove_leftovers(parent: str) -> None:
 def _remove_unless_used(path: str) -> None:
     # The lock fails if another process uses the directory.
     with contextlib.suppress(errors.RunError, OSError):
-        # Never another user's directory, nor the target of another user's link.
+        # Never removes another user's directory or the target of another user's link.
         if os.lstat(path).st_uid == os.getuid():
             with storage.exclusive_lock(os.path.join(path, _LOCK)):
                 storage.remove(path)

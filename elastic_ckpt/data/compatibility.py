@@ -2,7 +2,7 @@
 
 Colocated Python sends code by cloudpickle, which needs the same Python minor version
 and the same JAX on both sides. Rows depend on Grain, on this package and on each host's
-files. Workers beside accelerators send these facts to the head; controllers exchange
+files. Workers on accelerator hosts send these facts to the head; controllers exchange
 them through JAX's coordination service.
 """
 
@@ -21,7 +21,7 @@ from elastic_ckpt.data import elastic_data
 
 Facts = dict[str, str]
 
-# The fact with the name of the host; all other facts must be equal.
+# The fact with the host name; all other facts must be equal.
 HOST = "host"
 PIPELINE = "pipeline"
 
@@ -34,11 +34,11 @@ _PATIENCE_SECS = 24 * 3600.0
 def local_facts(
     data: elastic_data.ElasticData | None = None, *, role: str = ""
 ) -> Facts:
-    """The facts of this host.
+    """Returns the facts about this host.
 
     Args:
-      data: adds a digest, 16 hex digits, of the settings that determine the order of
-        its examples.
+      data: if passed, the facts include a digest, 16 hex digits, of the settings that
+        determine the order of its examples.
       role: a name instead of the host's number, for the head of a single controller.
     """
     facts = {
@@ -55,7 +55,7 @@ def local_facts(
 @functools.cache
 def versions() -> Facts:
     """The versions of the packages that determine the order of examples."""
-    # Without a local suffix, which an image may add ("0.10.0+patched").
+    # Drops a local suffix, which an image may add ("0.10.0+patched").
     return {each: metadata.version(each).partition("+")[0] for each in _PACKAGES}
 
 
@@ -65,11 +65,11 @@ def host_name() -> str:
 
 
 def check_controllers(data: elastic_data.ElasticData, mesh: Mesh) -> None:
-    """Compares the facts of all controllers, which must call it together.
+    """Compares the facts of all controllers, which must all call this function.
 
     Raises:
       ConfigError: as `check`.
-      RunError: if a controller does not call it within a day.
+      RunError: if a controller does not call this function within a day.
     """
     controllers = sorted({device.process_index for device in mesh.devices.flat})
     messages = allgather.shared(tuple(controllers))
@@ -95,5 +95,5 @@ def check(facts: Sequence[Facts]) -> None:
         raise errors.ConfigError(
             f"the hosts of this run differ: {'; '.join(sorted(differing))}. Install the"
             " same versions on every host and in the sidecar's image; if the pipeline"
-            " differs, give every host the same configuration and files"
+            " differs, use the same configuration and files on every host"
         )

@@ -1,8 +1,8 @@
-"""Cursors: the position of each logical shard in its pipeline, in files by shard range.
+"""Cursors: each logical shard's position in its pipeline, in files by shard range.
 
 A host saves consecutive shards in one file, such as `shards-00000-00011.json.gz`
-(`FORMAT.md`). The names contain the ranges, so a host reads only the files with its own
-shards, whoever wrote them.
+(`FORMAT.md`). The file names contain the ranges, so a host reads only the files with
+its own shards, no matter which host wrote them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from etils import epath
 from elastic_ckpt.core import checked_json, errors, storage
 
 VERSION = 1
-# Fields that only these states have: an older cursor, from which documents are read
-# again; and the states from which rows read the documents that they hold.
+# Fields that mark nested states: an older cursor, from which documents are reread, and
+# the states from which rows reread the documents that they hold.
 HELD, FROM = "documents held by", "documents read from"
 _NAME = re.compile(r"shards-(\d{5,})-(\d{5,})\.json\.gz")
 
@@ -47,7 +47,8 @@ def read(
     """Reads the cursors of `shards` that hosts wrote into `directory` at `position`.
 
     Raises:
-      DataError: if a shard is missing, or a file is unreadable or has another position.
+      DataError: if a shard is missing, or a file is unreadable or belongs to a
+        different position.
     """
     required = set(shards)
     values_by_shard: dict[int, storage.Json] = {}
@@ -63,7 +64,7 @@ def read(
             raise errors.DataError(
                 f"shard cursors {path} belong to position {content['position']} and"
                 f" {len(values)} shards, not to position {position} and shards {first}"
-                f" to {last}: the file is from another step; restore it from a copy"
+                f" to {last}: the file is from a different step; restore it from a copy"
             )
         values_by_shard |= {shard: values[shard - first] for shard in in_file}
     missing = sorted(required - values_by_shard.keys())
@@ -72,16 +73,16 @@ def read(
         raise errors.DataError(
             f"{directory} lacks {len(missing)} of {len(required)} logical shards:"
             f" {missing}; restore their files from a copy, or move {step} out of its"
-            " directory to continue from the step before"
+            " directory to continue from the previous step"
         )
     return values_by_shard
 
 
 def parts(cursor: Any) -> Iterator[dict[str, Any]]:
-    """Every object inside a cursor: the state of each transformation of a pipeline.
+    """Yields every object in a cursor: the state of each transformation of a pipeline.
 
-    Skips an older cursor inside it, and all but the last of the states from which rows
-    read their documents.
+    Skips older cursors inside the cursor, and all but the last of the states from which
+    rows read their documents.
     """
     if isinstance(cursor, dict):
         yield cursor
@@ -96,7 +97,7 @@ def parts(cursor: Any) -> Iterator[dict[str, Any]]:
 
 
 def runs(shards: Iterable[int]) -> list[list[int]]:
-    """The runs of consecutive numbers among ascending shards."""
+    """Splits ascending shard numbers into runs of consecutive numbers."""
     numbers = np.fromiter(shards, np.int64)
     begins = np.flatnonzero(np.diff(numbers) != 1) + 1
     return [run.tolist() for run in np.split(numbers, begins) if run.size]

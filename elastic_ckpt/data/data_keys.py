@@ -17,8 +17,8 @@ class DataKeys:
     """The input data: datasets, tokens, batches and loading.
 
     The attributes are the keys of this section of a configuration, as explained in
-    `configs/base.yml`; `ec.load_config(path).data` reads those of a file. `from_config`
-    checks them.
+    `configs/base.yml`. `ec.load_config(path).data` reads them from a file, and
+    `from_config` checks them.
     """
 
     grain_train_files: str = key(
@@ -29,13 +29,13 @@ class DataKeys:
     grain_train_mixture_config_path: str = key(
         "",
         'JSON file with the mixture, instead of grain_train_files: {"name": {"path":'
-        ' "files*", "weight": 0.5}, ...}; `datasets` instead of `path` nests another'
+        ' "files*", "weight": 0.5}, ...}; `datasets` instead of `path` nests a second'
         " mixture. Weights and datasets may change when you resume.",
     )
     data_stages: str = key(
         "",
-        "Stages of the data, a list or the path of a YAML file with one. Each stage has"
-        " begin_step, the training step at which it begins, and the keys that it sets,"
+        "Stages of the data: a list, or the path of a YAML file that contains one. Each"
+        " stage has begin_step, the step at which it begins, and the keys that it sets,"
         " such as grain_train_files, max_target_length or global_batch_size. Stages"
         " that have not begun may change when you resume.",
         lists="any",
@@ -44,7 +44,7 @@ class DataKeys:
         "arrayrecord",
         "Format of the files, including those for evaluation: `arrow` is what Hugging"
         " Face datasets save, `jsonl` and `text` may be compressed (.gz, .zst),"
-        " `megatron` means .bin files with their .idx, `webdataset` tar archives.",
+        " `megatron` is .bin files with their .idx, and `webdataset` is tar archives.",
         choices=(
             "arrayrecord",
             "arrow",
@@ -96,39 +96,40 @@ class DataKeys:
     )
     chat_template_date: str = key(
         "",
-        "Date, YYYY-MM-DD, that a chat template gets when it asks for today's date."
-        " Without this key such a template is rejected, because rows would change from"
+        "Date, YYYY-MM-DD, that a chat template sees as today's date. Without it, a"
+        " template that asks for the date is rejected, because rows would change from"
         " day to day.",
     )
     text_directory: str = key(
         "",
-        "Local directory of text files. A dataset that is a single file and does not"
-        " exist yet is written from it, as by `elastic-ckpt data`. Python's own source"
-        " code is `python-stdlib`, or `python-stdlib/email`. For several datasets,"
-        " separate directories by `;`, evaluation last.",
+        "Local directory of text files. If a dataset is a single file that does not"
+        " exist yet, it is written from this directory, as by `elastic-ckpt data`."
+        " `python-stdlib`, or `python-stdlib/email`, is Python's own source code. For"
+        " several datasets, separate directories by `;`, evaluation last.",
     )
     num_logical_shards: int = key(
         0,
-        "Number of logical shards, fixed for the whole run, which can use any number of"
-        " hosts that divides it at no cost (`elastic-ckpt plan` lists them). 0 selects"
-        " the positional engine: ArrayRecord files, one example per record, no packing,"
-        " read by Grain's ElasticIterator.",
+        "Number of logical shards, fixed for the whole run. Any number of hosts that"
+        " divides it reads each shard only once (`elastic-ckpt plan` lists these). 0"
+        " selects the positional engine: ArrayRecord files, one example per record, no"
+        " packing, read by Grain's ElasticIterator.",
         at_least=0,
     )
     num_epoch: int = key(
         0,
-        "Epochs after which the data, and with it the run, ends; 0 repeats the data"
+        "Number of epochs after which the data and the run end; 0 repeats the data"
         " endlessly. Incomplete batches at the end are padded and masked.",
         at_least=0,
     )
     corrupt_records: str = key(
         "fail",
-        "What to do with a corrupt record: end the run (`fail`), or skip the record"
-        " (`skip`); in Parquet and Arrow files, its whole row group or record batch.",
+        "What to do with a corrupt record: stop the run (`fail`) or skip the record"
+        " (`skip`). In Parquet and Arrow files, its whole row group or record batch is"
+        " skipped.",
         choices=("fail", "skip"),
     )
     tokenize_train_data: bool = key(
-        True, "Tokenize the column. Set it to false if the column contains tokens."
+        True, "Tokenize the column. Set to false if the column contains tokens."
     )
     tokenizer_type: str = key(
         "bytes",
@@ -146,26 +147,26 @@ class DataKeys:
     )
     add_bos: bool = key(
         True,
-        "Begin each text with the tokenizer's beginning-of-sequence token; set it to"
+        "Begin each document with the tokenizer's beginning-of-sequence token. Set to"
         " false if the tokenizer has none.",
     )
     add_eos: bool = key(
         True,
-        "End each text with the tokenizer's end-of-sequence token; set it to false if"
+        "End each document with the tokenizer's end-of-sequence token. Set to false if"
         " the tokenizer has none.",
     )
     max_target_length: int = key(256, "Length of a row in tokens.", at_least=1)
     use_truncation: bool = key(
         True,
-        "Truncate texts that are longer than a row. If false, they are cut into"
+        "Truncate documents that are longer than a row. If false, they are split into"
         " several examples.",
     )
     packing: bool = key(False, "Pack several examples into a row.")
     grain_packing_type: str = key(
         "first_fit",
-        "Where packing puts an example: into the first row with enough room, into the"
-        " fullest such row, or, with concat_then_split, after the previous one, cut"
-        " wherever a row is full.",
+        "Where packing puts an example: into the first row with enough room"
+        " (first_fit), into the fullest such row (best_fit), or after the previous"
+        " example, split where a row is full (concat_then_split).",
         choices=("first_fit", "best_fit", "concat_then_split"),
     )
     max_segments_per_seq: int = key(
@@ -177,7 +178,7 @@ class DataKeys:
     )
     grain_shuffle_buffer_size: int = key(
         100,
-        "Examples in the shuffle buffer of each logical shard, if"
+        "Number of examples in each logical shard's shuffle buffer, if"
         " enable_data_shuffling is true. 0 shuffles only the files and the blocks in"
         " them.",
         at_least=0,
@@ -195,8 +196,8 @@ class DataKeys:
     )
     enable_rampup_batch_size: bool = key(
         False,
-        "Start with smaller batches, which grow in stages with equal numbers of rows;"
-        " needs per_device_batch_size.",
+        "Start with smaller batches, which grow in stages of equally many rows."
+        " Requires per_device_batch_size.",
     )
     per_device_batch_size_start: float = key(
         4.0, "Rows of a batch on each device in the first stage.", at_least=0
@@ -205,7 +206,7 @@ class DataKeys:
         2.0, "Rows on each device that every stage adds.", at_least=0
     )
     global_rampup_samples: int = key(
-        500, "Rows of the whole ramp: of all stages but the last.", at_least=1
+        500, "Rows of the whole ramp, which is all stages but the last.", at_least=1
     )
     enable_data_shuffling: bool = key(
         True, "Shuffle the records, in a different order in each epoch."
@@ -223,8 +224,8 @@ class DataKeys:
     )
     max_shard_reads: float = key(
         1.5,
-        "Maximum number of hosts that read a logical shard, on average over the shards;"
-        " above it, the run is rejected. If the number of hosts does not divide"
+        "Maximum number of hosts that read a logical shard, averaged over the shards."
+        " Above it, the run does not start. If the number of hosts does not divide"
         " num_logical_shards, some shards are read more than once. May change when you"
         " resume.",
         at_least=1,
@@ -232,8 +233,8 @@ class DataKeys:
     grain_worker_count: int = key(
         -1,
         "Worker processes on each host that run its logical shards. 0 runs them in the"
-        " host's own process. -1 chooses: one worker process for conversations, whose"
-        " templates are Python, otherwise none. May change when you resume.",
+        " host's own process. -1 uses one worker process for conversations, whose"
+        " templates are Python, and none otherwise. May change when you resume.",
         at_least=-1,
     )
     grain_per_worker_buffer_size: int = key(
@@ -268,7 +269,7 @@ class DataKeys:
 
 
 def changed(data: DataKeys, settings: Mapping[str, Setting]) -> DataKeys:
-    """`data` with the keys that were set.
+    """Returns `data` with the given keys set.
 
     Raises:
       ConfigError: if a key is unknown or a value is invalid.
@@ -286,7 +287,8 @@ def stages(data: DataKeys) -> list[tuple[int, DataKeys]]:
     Without `data_stages` there is one stage.
 
     Raises:
-      ConfigError: if the file cannot be read, or a stage is invalid; names it.
+      ConfigError: if the file cannot be read, or a stage is invalid. The message names
+        the file or the stage.
     """
     if not data.data_stages:
         return [(0, data)]
@@ -312,7 +314,7 @@ def stages(data: DataKeys) -> list[tuple[int, DataKeys]]:
                 f"{path}, stage {number}: begin_step, the training step at which it"
                 " begins, is missing or invalid; set it to a number from 0"
             )
-        of = " of a stage (those of all stages are set for the run)"
+        of = " of a stage (keys for all stages are set for the run)"
         values: dict[str, Any] = dict(sections.checked(settings, fields, of=of))
         if values.keys() & {*_TRAINING}:
             # The stage's data replaces the run's, whichever key sets it.
@@ -324,7 +326,7 @@ def stages(data: DataKeys) -> list[tuple[int, DataKeys]]:
 _STAGES = "data_stages"
 # The alternative keys for the training data.
 _TRAINING = ("grain_train_files", "grain_train_mixture_config_path")
-# Keys that a stage cannot set: those of the run and of the loop.
+# Keys that a stage cannot set: they belong to the run or the loop.
 _OF_ALL_STAGES = {
     "colocated_python_data_input",
     "data_read_ahead_batches",

@@ -28,7 +28,7 @@ class Dataset:
     Attributes:
       name: the name in cursors and reports.
       patterns: comma-separated paths, URIs or globs.
-      weight: the weight; only ratios count.
+      weight: the weight; only ratios matter.
     """
 
     name: str
@@ -37,15 +37,15 @@ class Dataset:
 
 
 def from_list(text: str, *, key: str) -> list[Dataset]:
-    """The datasets of `patterns,weight;patterns,weight`, or of patterns only.
+    """Parses `patterns,weight;patterns,weight`, or patterns without a weight.
 
     A dataset is named after the end of its first pattern, from the last component
-    without a wildcard, so moved files are still the same dataset. A name that is taken
-    gets more leading components, so appending a dataset does not rename earlier ones. A
-    single dataset needs no weight.
+    without a wildcard, so moved files are still the same dataset. If the name is taken,
+    more leading components are added, so appending a dataset does not rename earlier
+    ones. A single dataset needs no weight.
 
     Raises:
-      ConfigError: if a part lacks a weight; names `key` and the part.
+      ConfigError: if a part lacks a weight. The message names `key` and the part.
     """
     parts = [part.strip() for part in text.split(";") if part.strip()] or [""]
     datasets = []
@@ -69,7 +69,8 @@ def from_file(path: epath.PathLike) -> list[Dataset]:
     """The datasets of a JSON file.
 
     Raises:
-      ConfigError: if the file is invalid; names it, the entry and the problem.
+      ConfigError: if the file is invalid. The message names the file, the entry and the
+        problem.
     """
     try:
         text = storage.absolute(path).read_text()
@@ -116,8 +117,8 @@ def _entries(
         weight, files = fields.get("weight"), {*fields} - {"weight"}
         if not isinstance(weight, int | float) or files not in ({"path"}, {"datasets"}):
             raise errors.ConfigError(
-                f"{place}: {prefix}{name} has {entry!r:.200}; give it a numeric weight"
-                " and either path or datasets"
+                f"{place}: {prefix}{name} has {entry!r:.200}; set a numeric weight and"
+                " either path or datasets"
             )
         weights[prefix + name] = weight
     mixing.check_weights(weights)
@@ -142,7 +143,7 @@ def _names(parts: list[str]) -> list[str]:
         name = next((end for end in ends if end not in names), None)
         if name is None:
             raise errors.ConfigError(
-                f"mixture: {'; '.join(parts)} names the same files twice; give them one"
+                f"mixture: {'; '.join(parts)} lists the same files twice; use one"
                 " weight"
             )
         names.append(name)

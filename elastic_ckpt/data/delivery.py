@@ -21,7 +21,7 @@ def rows_held(sharding: NamedSharding, global_batch_size: int) -> dict[int, np.n
     """The rows that the first entry of `sharding`'s spec assigns to each host.
 
     Raises:
-      ConfigError: if the batch does not divide over the mesh axes of that entry.
+      ConfigError: if the batch cannot be divided over the mesh axes of that entry.
     """
     shape = (global_batch_size,)
     of_rows = feature_sharding(sharding, "global_batch_size", shape)
@@ -37,10 +37,10 @@ def rows_held(sharding: NamedSharding, global_batch_size: int) -> dict[int, np.n
 def placements(
     sharding: NamedSharding, global_batch_size: int, later: tuple[int, ...] = ()
 ) -> dict[int, rows.Placement]:
-    """The rows of each host, by its number; `later` are sizes that batches may get.
+    """Each host's rows, by host number; `later` lists sizes that batches may get.
 
     Raises:
-      ConfigError: if a batch does not divide over the mesh.
+      ConfigError: if a batch cannot be divided over the mesh.
     """
     held = rows_held(sharding, global_batch_size)
     others = {size: rows_held(sharding, size) for size in later}
@@ -83,7 +83,7 @@ def warn_of_shared_shards(
 def feature_sharding(
     sharding: NamedSharding, name: str, shape: tuple[int, ...]
 ) -> NamedSharding:
-    """The sharding of a feature of a batch.
+    """Returns the sharding of a batch's feature.
 
     A feature with fewer dims than the batch's spec has entries, such as `mask` of shape
     `[B]`, is sharded by the first entries. So is `example_id`, uint32 `[B, 2]`, because
@@ -95,7 +95,7 @@ def feature_sharding(
       shape: the shape of the feature, `[B, ...]`.
 
     Raises:
-      ConfigError: if a dim does not divide over the mesh axes that shard it.
+      ConfigError: if a dim cannot be divided over the mesh axes that shard it.
     """
     num_dims = 1 if name == elastic_data.EXAMPLE_ID else len(shape)
     spec = PartitionSpec(*sharding.spec[:num_dims])
@@ -139,7 +139,7 @@ def placed(
 
 
 def _narrowed(name: str, feature: np.ndarray) -> np.ndarray:
-    # A feature in JAX's dtype for it: without jax_enable_x64, 32 bits.
+    # Converts a feature to JAX's dtype for it: 32 bits without jax_enable_x64.
     kind = feature.dtype.kind
     if kind in "OSU":
         raise errors.DataError(
@@ -158,9 +158,9 @@ def _narrowed(name: str, feature: np.ndarray) -> np.ndarray:
 
 
 def batches_of_end(data: elastic_data.ElasticData, global_batch_size: int) -> int:
-    """The number of consecutive batches without a real row that mark the end of `data`.
+    """How many consecutive batches without a real row mark the end of `data`.
 
-    Fewer such batches are skipped: other shards may still have rows.
+    Fewer such batches are skipped, because other shards may still have rows.
     """
     if data.end is elastic_data.End.NEVER or not data.num_shards:
         return 1

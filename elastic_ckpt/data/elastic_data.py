@@ -14,7 +14,7 @@ from elastic_ckpt.data import cursors, rows
 
 Batch: TypeAlias = dict[str, jax.Array]
 
-# A feature of finite data: true for real rows, false for padding.
+# The feature that finite data has: true for real rows, false for padding.
 MASK = "mask"
 # The feature that numbers the examples.
 EXAMPLE_ID = "example_id"
@@ -24,11 +24,12 @@ ReadCursors = Callable[[Sequence[int]], cursors.Cursors]
 
 
 class End(enum.Enum):
-    """How data ends; each value can be given by its name, such as `"padded"`.
+    """How data ends. Instead of a value, you can pass its name, such as `"padded"`.
 
     Attributes:
-      NEVER: it does not end.
-      PADDED: after the last row; zeros fill the last batches, where `mask` is false.
+      NEVER: the data does not end.
+      PADDED: the data ends after its last row. Zeros fill the last batches, where
+        `mask` is false.
     """
 
     NEVER = "never"
@@ -46,7 +47,7 @@ class HostBatches(Protocol):
 
     @property
     def in_process_by_default(self) -> bool:
-        """Whether rows are made in this process only because it is the default."""
+        """Whether rows are made in this process only because that is the default."""
 
     def __next__(self) -> dict[str, np.ndarray]:
         """The next rows: arrays of shape `[rows of the host, ...]`."""
@@ -58,7 +59,7 @@ class HostBatches(Protocol):
         """The newest cursors of this host's logical shards, as an immutable mapping."""
 
     def go_to(self, position: cursors.Position, read: ReadCursors) -> None:
-        """Moves to a position and reads the cursors that it needs.
+        """Moves to a position and reads the cursors that the position requires.
 
         If this fails, the position does not change.
         """
@@ -76,11 +77,11 @@ class ElasticData(Protocol):
 
     @property
     def engine(self) -> str:
-        """The name of the engine, which determines the form of its positions."""
+        """The engine name, which determines the form of positions."""
 
     @property
     def end(self) -> End:
-        """How the data ends; if it does, batches have a `mask`, bool `[B]`."""
+        """How the data ends. Batches of finite data have a `mask`, bool `[B]`."""
 
     @property
     def num_shards(self) -> int:
@@ -98,7 +99,7 @@ def check(data: Any, *, caller: str) -> None:
     if hasattr(data, "host_batches") and not isinstance(data, type):
         return
     raise errors.ConfigError(
-        f"{caller}: data is a {type(data).__name__}; give the result of"
+        f"{caller}: data is a {type(data).__name__}; pass the result of"
         " ec.data.from_config(keys), of ec.data.sharded(make_shard,"
         ' num_shards=S, pipeline="a name, version 1"), where make_shard(shard) returns'
         " dataset[shard::S].to_iter_dataset() of a Grain MapDataset, or, for a"
@@ -111,10 +112,10 @@ def batch_size(value: Any, *, caller: str) -> int:
     """A global batch size as an int.
 
     Raises:
-      ConfigError: if it is not an integer of any type.
+      ConfigError: if the value is not an integer of any type.
     """
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise errors.ConfigError(
-            f"{caller}: global_batch_size={value!r}; give a whole number of rows"
+            f"{caller}: global_batch_size={value!r}; pass a whole number of rows"
         )
     return int(value)

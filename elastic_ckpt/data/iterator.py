@@ -1,9 +1,9 @@
 """Global batches as JAX arrays, with a data state that any number of hosts can load.
 
 `HostIterator` runs on each host: it loads the host's rows and places them on the host's
-devices. `Batches` drives it in the training process, as a plain iterator and an Orbax
-`StatefulCheckpointable`; `RemoteIterator` drives other hosts' in the same way, through
-colocated Python.
+devices. `Batches` drives it in the training process and is a plain iterator and an
+Orbax `StatefulCheckpointable`. `RemoteIterator` drives the `HostIterator`s of other
+hosts in the same way, through colocated Python.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from elastic_ckpt.data import (
     state,
 )
 
-# The state of one host: the common position, and the host's cursors.
+# A host's state: the common position, and the host's cursors.
 HostState = tuple[cursors.Position, cursors.Cursors]
 
-# How long hosts wait for each other when the batches change: a slow read may delay a
-# host by this much.
+# How long hosts wait for each other when the batches change; a slow read may delay a
+# host by this long.
 CHANGE_SECS = 600.0
 
 
@@ -95,7 +95,7 @@ class HostIterator:
 
     def _start(self, course: stages.Course) -> None:
         self.course, self._rows = course, self._begin(course)
-        # The position last loaded, and how to read the cursors of all shards there.
+        # The position last loaded, and how to read all shards' cursors there.
         self._loaded: cursors.Position = self._rows.position()
         self._read: elastic_data.ReadCursors = dict.fromkeys
 
@@ -107,15 +107,15 @@ class HostIterator:
     def go_on(self, course: stages.Course) -> None:
         """Continues with a new batch size or stage.
 
-        Every host of the mesh calls it after the same batch.
+        Every host of the mesh must call it after the same batch.
 
         Args:
           course: the new course, at the same step.
 
         Raises:
-          ConfigError: if the batch does not divide over the mesh, or if a host would
-            have to run new logical shards, unless the state was just loaded. Nothing
-            has changed then.
+          ConfigError: if the batch cannot be divided over the mesh, or if a host would
+            have to run new logical shards, unless the state was just loaded. After an
+            error, nothing has changed.
         """
         position, held = self.get_state()
         num_shards = course.data.num_shards
@@ -128,9 +128,9 @@ class HostIterator:
                     raise errors.ConfigError(
                         f"in batches of {course.size} rows, logical shards"
                         f" {moving.tolist()} would move to host {host}, which has not"
-                        " run them; save, and resume in batches of this size, or choose"
-                        " a number of logical shards and batch sizes that the"
-                        f" {len(placements)} hosts divide"
+                        " run them; save, and resume with batches of this size, or"
+                        " choose a number of logical shards and batch sizes that are"
+                        f" multiples of the {len(placements)} hosts"
                     )
 
         def read(shards: Sequence[int]) -> cursors.Cursors:
@@ -154,11 +154,11 @@ class HostIterator:
         return self._rows.num_ready()
 
     def explain(self) -> str:
-        """The reason for the last wait, with the name of the host."""
+        """The reason for the last wait, with the host name."""
         return f"{compatibility.host_name()} did not have its rows ready"
 
     def num_rows(self) -> int:
-        """The number of rows of all batches so far."""
+        """The number of rows in all batches so far."""
         return state.row_of(self._rows.position())
 
     def get_state(self) -> HostState:
@@ -166,7 +166,7 @@ class HostIterator:
         return self._rows.position(), self._rows.shard_cursors()
 
     def set_state(self, taken: HostState) -> None:
-        """Moves back to a state since the last load or change of size or stage."""
+        """Rolls back to a state since the last load or change of size or stage."""
         position, held = taken
         self._move(self.course, position, _chosen(held))
 
@@ -179,7 +179,7 @@ class HostIterator:
     ) -> Callable[[epath.PathLike], None]:
         """Returns a function that writes this host's part of a state into a directory.
 
-        One host writes each cursor. By default the state is that after the last batch.
+        One host writes each cursor. The default is the state after the last batch.
         """
         position, run = taken or self.get_state()
         data, me = self.course.data, topology.this_host()
@@ -205,7 +205,7 @@ class HostIterator:
         """Moves to the data state that any number of hosts saved in `directory`.
 
         Raises:
-          DataError: if its cursors cannot be read.
+          DataError: if the cursors cannot be read.
         """
         read = functools.partial(cursors.read, directory, position=saved.position)
         self._move(self.course.restored(saved), saved.position, read)
@@ -249,23 +249,23 @@ class LeavingOut:
 
     Attributes:
       leave_out: receives the directory of a step's data state, or None for the
-        beginning, and records that all rows since then are left out.
+        beginning, and records that all rows since then are skipped.
     """
 
     leave_out: Callable[[epath.Path | None], object]
 
     async def save(self, directory: Any) -> Awaitable[None]:
-        """Is never called: saves contain the data itself."""
+        """Never called: saves contain the data itself."""
         raise NotImplementedError
 
     async def load(self, directory: epath.Path) -> Awaitable[None]:
-        """Records the rows since the step as left out."""
+        """Records that the rows since the step are skipped."""
         await asyncio.to_thread(self.leave_out, directory)
         return _done()
 
 
 def _done() -> Awaitable[None]:
-    # Orbax awaits it after a load that is complete already.
+    # Orbax awaits this after a load, which has already finished.
     nothing = asyncio.get_running_loop().create_future()
     nothing.set_result(None)
     return nothing
@@ -274,8 +274,8 @@ def _done() -> Awaitable[None]:
 class Batches:
     """The iterator in the training process; `ec.batches` creates it.
 
-    It ends finite data at the same batch on every host. That takes a computation over
-    all devices, so all hosts must call it in the same order.
+    Finite data ends at the same batch on every host. This requires a computation on all
+    devices, so all hosts must call the iterator in the same order.
 
     Args:
       data: the data.
@@ -341,7 +341,7 @@ class Batches:
         raise StopIteration
 
     def begin_at(self, step: int) -> None:
-        """Sets the training step of the next batch, in a run with stages.
+        """Sets the training step of the next batch in a run with stages.
 
         The iterator counts steps by itself. Call this only after loading a state that
         was saved without stages.
@@ -360,20 +360,20 @@ class Batches:
     def resize(self, global_batch_size: int) -> None:
         """Continues with a new batch size.
 
-        Every process calls it after the same batch. Logical shards must stay on their
-        hosts, as they do if the number of hosts divides the number of shards and both
-        sizes.
+        Every process must call it after the same batch. Logical shards must stay on
+        their hosts, as they do if the number of hosts divides the number of shards and
+        both batch sizes.
 
         Args:
           global_batch_size: rows of a global batch from now on, or until a stage of the
             data sets its own size.
 
         Raises:
-          ConfigError: if the batch does not divide over the mesh, if logical shards
-            would move, or if processes give different sizes or call it after different
-            batches.
-          RunError: if another process did not call it. After an error, nothing has
-            changed on any host.
+          ConfigError: if the batch cannot be divided over the mesh, if logical shards
+            would move, or if processes pass different sizes or call `resize` after
+            different batches.
+          RunError: if another process did not call `resize`. After an error, nothing
+            has changed on any host.
         """
         course = self._course.resized(global_batch_size)
         check_alike(self._sharding, course, self._num_taken)
@@ -407,8 +407,8 @@ class Batches:
     async def load(self, directory: epath.Path) -> Awaitable[None]:
         """Moves to the state that any number of hosts saved in `directory`.
 
-        It has moved before the awaitable is returned: otherwise Orbax would wrap an
-        error in one about an incompatible handler.
+        The move happens before this returns the awaitable: otherwise Orbax would wrap
+        an error in one about an incompatible handler.
         """
         with metrics.DATA_LOAD.timed():
             saved = await asyncio.to_thread(self._saved, directory)
@@ -428,11 +428,11 @@ class Batches:
         return self._left_out
 
     def leaving_out(self) -> LeavingOut:
-        """What to load in place of this iterator to skip data after a loss spike.
+        """Returns an object to load in place of this iterator, to skip bad data.
 
-        The model rolls back to an earlier step, but the iterator stays where it is: it
-        records that the rows since that step are left out, and the run continues with
-        the next rows.
+        Use it after a loss spike. The model rolls back to an earlier step, but the
+        iterator stays where it is: it records that the rows since that step are
+        skipped, and the run continues with the next rows.
         """
         return LeavingOut(self._leave_out)
 

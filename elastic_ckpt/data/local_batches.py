@@ -2,13 +2,13 @@
 
 `LocalBatches` is a plain iterator with the state methods of both Grain, `get_state` and
 `set_state`, and torchdata, `state_dict` and `load_state_dict`. `data.torch_loader`
-puts it under a loader of PyTorch.
+wraps it in a PyTorch loader.
 
-A state is JSON (`FORMAT.md`). The state of a rank has the cursors of the shards that it
+A state is JSON (`FORMAT.md`). A rank's state has the cursors of the shards that it
 runs, so a world of a different size loads the states of all ranks together:
 `load_state_dict([one, two])`.
 
-The workers of a PyTorch loader take the batches of a rank in turn (`of_worker`). A
+The workers of a PyTorch loader take a rank's batches round-robin (`of_worker`). A
 worker's state has the rank's position after the worker's last batch, and the cursors of
 the worker's shards; `merged` combines the states of all workers.
 """
@@ -49,9 +49,9 @@ class LocalBatches:
       data: the result of `ec.data.from_config`, `positional` or `sharded`.
       rank: the number of this process.
       num_ranks: the number of processes.
-      global_batch_size: rows of all ranks together, B; each has B / num_ranks of them.
-      agree: returns whether any rank passes True, by an all-reduce of a bool; required
-        if several ranks read finite data.
+      global_batch_size: rows of all ranks together, B; each rank gets B / num_ranks.
+      agree: a function that all-reduces a bool and returns whether any rank passed
+        True; required if several ranks read finite data.
       read_ahead: how far a thread reads ahead: a number of batches, or
         `ec.data.ReadAhead`. By default nothing is read ahead.
     """
@@ -85,16 +85,17 @@ class LocalBatches:
                 )
         if data.end is not elastic_data.End.NEVER and num_ranks > 1 and agree is None:
             raise errors.ConfigError(
-                f"LocalBatches: finite data must end on all {num_ranks} ranks at once;"
-                " pass agree=, a function that all-reduces a bool over the ranks"
+                f"LocalBatches: finite data must end on all {num_ranks} ranks after the"
+                " same batch; pass agree=, a function that all-reduces a bool over the"
+                " ranks"
             )
         self._identity = data.identity()
         self._finite = data.end is not elastic_data.End.NEVER
         self._agree = agree or bool
         self._rank, self._num_ranks = rank, num_ranks
         self._read_ahead = prefetch.ReadAhead.of(read_ahead)
-        # A worker of a loader takes every `_num_workers`-th batch; `_skips` batches
-        # come before its next one.
+        # A loader's worker takes every `_num_workers`-th batch; `_skips` batches come
+        # before its next one.
         self._num_workers, self._worker = 1, 0
         self._rows: Any = None
         self._begin(course)
@@ -103,7 +104,7 @@ class LocalBatches:
             delivery.warn_of_shared_shards(data, ranks)
 
     def __getstate__(self) -> dict[str, Any]:
-        # For a spawned process, which reads the batches ahead again.
+        # For a spawned process, which must read the batches ahead itself.
         return vars(self) | {"_rows": self.get_state()}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
@@ -128,7 +129,7 @@ class LocalBatches:
                 lambda shards: {shard: now[shard] for shard in shards},
             )
         num_steps = self._skips + 1
-        # To detect the end, it must see the batches of other workers, too.
+        # To detect the end, a worker must see the batches of other workers, too.
         while self._finite and self._skips:
             self._next()
             self._skips -= 1
@@ -139,7 +140,7 @@ class LocalBatches:
         return batch
 
     def begin_at(self, step: int) -> None:
-        """Sets the training step of the next batch, in a run with stages.
+        """Sets the training step of the next batch in a run with stages.
 
         Call this only after loading a state that was saved without stages.
 
@@ -163,7 +164,8 @@ class LocalBatches:
 
     def get_state(self) -> StateDict:
         """The state after the last batch, as JSON."""
-        # Includes shards that other ranks run, too, so a rank can resume from its own.
+        # Includes shards that other ranks also run, so a rank can resume from its own
+        # state.
         run = self._rows.shard_cursors()
         fields: StateDict = {
             "engine": self._course.data.engine,
@@ -180,9 +182,9 @@ class LocalBatches:
         """Moves to a state, or to the combined state of all ranks of a world.
 
         Raises:
-          DataError: if a state is invalid, was altered or has a different pipeline or
-            version, if the ranks' states are from different steps, or if cursors of
-            shards are missing. The position then does not change.
+          DataError: if a state is invalid, was altered, or has a different pipeline or
+            version; if the ranks' states are from different steps; or if shard cursors
+            are missing. After an error, the position is unchanged.
         """
         ranks = saved if isinstance(saved, list | tuple) and saved else [saved]
         checked = [_checked(each, rank) for rank, each in enumerate(ranks)]
@@ -192,8 +194,8 @@ class LocalBatches:
             state.check_same_pipeline(each, self._course.data.engine, self._identity)
             if each.position != first.position:
                 raise errors.DataError(
-                    f"the state of rank {rank} has position {each.position}, and that"
-                    f" of rank 0 {first.position}; load states that were saved at the"
+                    f"the state of rank {rank} has position {each.position}, but rank"
+                    f" 0's has {first.position}; load states that were saved at the"
                     " same step"
                 )
         by_shard = _newest_cursors(checked)
@@ -238,7 +240,7 @@ class LocalBatches:
         position: cursors.Position | None = None,
         read: elastic_data.ReadCursors = dict.fromkeys,
     ) -> None:
-        # Without a position, to the beginning. If this fails, nothing has changed.
+        # Moves to the beginning if there is no position. Changes nothing if it fails.
         placement = rows.Placement.in_order(
             self._rank,
             num_hosts=self._num_ranks,
@@ -268,18 +270,18 @@ def of_worker(
 ) -> LocalBatches:
     """The batches of one worker of a rank's loader: every `num_workers`-th.
 
-    They begin at `saved`, or at the position of `batches`. Worker 0 has the first,
-    worker 1 the second, and so on.
+    They begin at `saved`, or at the position of `batches`. Worker 0 gets the first
+    batch, worker 1 the second, and so on.
 
     Raises:
-      ConfigError: if the workers would have to agree on a stage, or with other ranks on
-        the end of finite data.
+      ConfigError: if the workers would have to agree with each other on a stage, or
+        with other ranks on the end of finite data.
     """
     finite_ranks = batches._finite and batches._num_ranks > 1
     if num_workers > 1 and (finite_ranks or len(batches._course.sizes) > 1):
         raise errors.ConfigError(
-            f"the {num_workers} workers of a loader take batches in turn; they cannot"
-            " agree with other ranks on the end of finite data, nor on when stages"
+            f"the {num_workers} workers of a loader take batches round-robin, so they"
+            " cannot agree with other ranks on the end of finite data or on when stages"
             " begin; use num_workers=0 in the loader, and set num_workers of the data"
             " to use more processes"
         )
@@ -297,7 +299,7 @@ def of_worker(
 
 
 def merged(states: Sequence[Mapping[str, Any]], *, at_end: bool = False) -> StateDict:
-    """The state of a rank, from the states of all workers of its loader.
+    """Merges the states of all workers of a rank's loader into the rank's state.
 
     Args:
       states: each worker's state after its last batch that the loader delivered.
@@ -307,13 +309,13 @@ def merged(states: Sequence[Mapping[str, Any]], *, at_end: bool = False) -> Stat
       DataError: if a state is invalid.
     """
     checked = [_checked(each, number) for number, each in enumerate(states)]
-    # The rank's position is that of the worker with the last batch.
+    # The worker with the last batch has the rank's position.
     last = max(checked, key=lambda fields: state.row_of(fields["position"]))
     return of_fields(last | {"cursors": _newest_cursors(checked), "at_end": at_end})
 
 
 def _newest_cursors(states: Sequence[Mapping[str, Any]]) -> dict[str, cursors.Cursor]:
-    # The newest cursor of each shard, by its number as text.
+    # The newest cursor of each shard, by shard number as a string.
     newest: dict[str, cursors.Cursor] = {}
     for fields in states:
         for shard, cursor in fields["cursors"].items():

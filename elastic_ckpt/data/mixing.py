@@ -1,8 +1,8 @@
 """Mixtures of datasets by weight, with a schedule that is a pure function.
 
 The dataset of turn `n` of shard `s` depends on `n`, `s` and the weights only: the
-weights divide the unit interval, and the point `n * phi + s * sqrt(2)`, modulo one, is
-in the interval of one dataset. Multiples of the golden ratio fill the unit interval
+weights divide the unit interval, and the point `n * phi + s * sqrt(2)`, modulo one,
+falls into one dataset's interval. Multiples of the golden ratio fill the unit interval
 more evenly than any other Kronecker sequence (Niederreiter 1992): among n elements, the
 count of a dataset differs from its share by at most 4 up to n = 1,000, and by at most 6
 up to a million. Because the only state is `n`, weights can change at any turn.
@@ -34,7 +34,7 @@ TAKEN, _PARTS, _WEIGHTS = "taken", "parts", "weights"
 
 
 def check_weights(weights: Mapping[str, float]) -> None:
-    """Raises a ConfigError that names the invalid weight."""
+    """Raises a ConfigError that names an invalid weight, if there is one."""
     for name, weight in weights.items():
         if not 0 <= weight < float("inf"):
             raise errors.ConfigError(
@@ -43,7 +43,7 @@ def check_weights(weights: Mapping[str, float]) -> None:
             )
     if not any(weights.values()):
         raise errors.ConfigError(
-            f"mixture: all weights of {sorted(weights)} are 0; raise one of them"
+            f"mixture: all weights of {sorted(weights)} are 0; raise at least one"
         )
 
 
@@ -66,21 +66,21 @@ def chosen(turn: int, num_turns: int, *, shard: int, ends: np.ndarray) -> np.nda
 class Mixture(shard_steps.Step):
     """Mixes several datasets of one shard by weight.
 
-    If a dataset ends, the others continue; the mixture ends with the last of them. A
+    If a dataset ends, the others continue, and the mixture ends with the last one. A
     dataset is opened when its first element is due.
 
     The state contains the state of each dataset by name, so it can be loaded after
-    datasets were added or removed and weights changed. It also contains its weights, so
-    that `lm.Rows` reads the documents that it holds again in the same order; new
-    weights apply from its next chapter on, and datasets that have ended are tried
-    again. Weights cannot change before steps that buffer elements; `map` and `filter`
+    datasets were added or removed and weights changed. It also contains the weights, so
+    that `lm.Rows` can reread its documents in the same order. New weights apply from
+    the next chapter of `lm.Rows` on, when datasets that have ended are also tried
+    again. Weights cannot change if a later step buffers elements; `map` and `filter`
     do not.
 
     Args:
       parts: the datasets by name, or a function that creates a named dataset, without a
         nested mixture, when it is opened.
-      weights: the weight of each name, 0 or more; only their ratios count.
-      shard: the number of the shard.
+      weights: the weight of each dataset by name, 0 or more; only ratios matter.
+      shard: the shard number.
     """
 
     describes_parents = renews = True
@@ -100,7 +100,7 @@ class Mixture(shard_steps.Step):
             if parts.keys() != weights.keys():
                 raise errors.ConfigError(
                     f"Mixture: parts are named {sorted(parts)}, but weights"
-                    f" {sorted(weights)}; give each part a weight"
+                    f" {sorted(weights)}; set a weight for each part"
                 )
             self._keep(parts)
         else:
@@ -165,7 +165,7 @@ class _MixtureIterator(shard_steps.Elements):
                     self._taken[self._active[n]] += counts[n]
                 in_turn = {n: iter(elements) for n, elements in drawn.items()}
                 return [next(in_turn[n]) for n in turns.tolist()]
-            # The turns after a dataset's end are dealt to the others.
+            # After a dataset ends, its turns go to the others.
             for n, state in before.items():
                 opened[n].set_state(state)
             ends = [np.flatnonzero(turns == n)[len(drawn[n])] for n in short]
@@ -176,7 +176,7 @@ class _MixtureIterator(shard_steps.Elements):
         return []
 
     def renew(self) -> bool:
-        """Switches to the current weights; see `renew` of the module."""
+        """Switches to the current weights; see the module's `renew`."""
         changed = list(map(renew, self._opened.values()))
         if self._weights == self._now and not any(changed):
             return False
@@ -229,7 +229,7 @@ class _MixtureIterator(shard_steps.Elements):
 def renew(iterator: Any) -> bool:
     """Switches the mixtures of a pipeline to their current weights.
 
-    Only call this where no elements are buffered, or where they are read again from an
+    Only call this where no elements are buffered, or where they will be reread from an
     earlier state, which keeps its weights.
 
     Returns:
@@ -243,7 +243,7 @@ def renew(iterator: Any) -> bool:
 
 
 def check_weights_of(dataset: Any, state: Any) -> None:
-    """Checks that no buffered elements of a state were chosen by other weights.
+    """Checks that no buffered elements of a state were chosen with different weights.
 
     Raises:
       DataError: if weights have changed before a step that buffers elements.
@@ -268,7 +268,7 @@ def check_weights_of(dataset: Any, state: Any) -> None:
                 "the weights of a mixture have changed, but"
                 f" {shard_steps.shown(holding[-1])} after it may have buffered some of"
                 " its elements; use the old weights, shuffle each dataset before the"
-                " mixture, or pack by ec.data.lm.Rows"
+                " mixture, or pack with ec.data.lm.Rows"
             )
 
 
@@ -277,7 +277,7 @@ def _weights_now(mixture: Mixture) -> dict[str, float]:
 
 
 def gone(cursor: cursors.Cursor, names: Collection[str]) -> set[str]:
-    """The datasets not in `names` from which a cursor may read elements again."""
+    """The datasets not in `names` from which a cursor may reread elements."""
     return {
         name
         for part in cursors.parts(cursor)
@@ -304,8 +304,8 @@ def names(made: Any) -> set[str]:
 def by_name(made: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """The datasets of a pipeline, last to first, each with the name of its part.
 
-    The name is empty outside of mixtures, and `outer/inner` in a nested mixture. Parts
-    that would be created when they are opened are created now, and kept.
+    The name is empty outside mixtures and `outer/inner` in a nested mixture. Parts that
+    would be created when they are opened are created now and kept.
     """
     yield name, made
     if isinstance(made, Mixture):
@@ -320,8 +320,8 @@ def by_name(made: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def states_by_name(state: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """The states inside the state of a pipeline, outermost first; see `by_name`.
 
-    Of the states from which documents are read again, it has only the first, which may
-    be of an older stage.
+    Of the states from which documents are reread, only the first is included; it may
+    belong to an older stage.
     """
     if isinstance(state, dict):
         state = state.get(cursors.HELD, state)
@@ -339,7 +339,7 @@ def states_by_name(state: Any, name: str = "") -> Iterator[tuple[str, dict[str, 
 
 
 def taken(shard_cursors: Iterable[cursors.Cursor]) -> dict[str, int]:
-    """The number of elements taken from each dataset, by the cursors of all shards."""
+    """The number of elements taken from each dataset, given all shards' cursors."""
     counts: collections.Counter[str] = collections.Counter()
     for cursor in shard_cursors:
         for part in _mixtures(cursor):

@@ -1,9 +1,9 @@
 """Which records each shard reads, as pure functions of numbers.
 
-Each epoch has a keyed permutation of the blocks, and so an order of records. Shards
-read equal `share`s of it: over any number of epochs, the record counts of two shards
-differ by at most one. A share is a run of the order, or every g-th record of a run that
-a group of g shards reads together.
+In each epoch, a keyed permutation of the blocks defines an order of records. Shards
+read equal `share`s of this order: over any number of epochs, the record counts of two
+shards differ by at most one. A share is a run of consecutive records, or every g-th
+record of a run that a group of g shards reads together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Limits of a small dataset, all of which each host may have to read: records of a
+# Limits of a small dataset, which each host may have to read completely: records in a
 # block, and records and bytes in total.
 _SMALL_BLOCK_RECORDS = 4096
 _SMALL_RECORDS = 2**20
@@ -23,7 +23,7 @@ _SMALL_BYTES = 2**30
 _MOST_SHUFFLED = 1024
 # Maximum number of shards that read the same blocks together.
 GROUP_SHARDS = 256
-# Chains of blocks per group, which reads parts of a chain at both ends.
+# Chains of blocks per group. A group reads parts of a chain at both ends.
 _CHAINS_OF_GROUP = 2
 # Minimum number of cached epochs, because shards are in different ones. With few
 # blocks, each shard that opens skips through many epochs.
@@ -34,11 +34,11 @@ _ROUNDS = 6
 
 
 class Order:
-    """The records of a dataset, as its shards read them in each epoch.
+    """The order in which shards read a dataset's records in each epoch.
 
     Shards share the blocks of a small dataset, whose records are shuffled within each
     block. They also share chains of blocks if there are few, because a shard that
-    begins within a chain must read it from its start.
+    begins within a chain must read the chain from its start.
 
     Args:
       sizes: the number of records of each block, int64 `[blocks]`.
@@ -50,8 +50,8 @@ class Order:
 
     Attributes:
       first: the number of the first record of each block.
-      num_records: the records of an epoch.
-      is_shared: whether shards read blocks together.
+      num_records: the number of records in an epoch.
+      is_shared: whether several shards read the same blocks.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class Order:
         return share(shard, epoch=epoch, **self._sharing)
 
     def part(self, epoch: int, places: range) -> tuple[int, Sequence[int], int | None]:
-        """The records at the first of some ascending places, up to a block's end.
+        """Returns the records at the first of `places`, up to the end of a block.
 
         Returns:
-          The block, the numbers of the records in it, and the next block of the epoch.
+          The block, the record numbers in the block, and the next block of the epoch.
         """
         number, start = self._epoch(epoch)
         index = bisect.bisect_right(start, places[0]) - 1
@@ -165,9 +165,9 @@ def share(
     Args:
       shard: the shard, from 0.
       num_shards: S.
-      num_records: the records of an epoch.
+      num_records: the number of records in an epoch.
       epoch: the epoch, from 0.
-      group: how many shards take the records of one run in turn.
+      group: how many shards read the records of one run round-robin.
       lead: the first shard that reads an extra record in the first epoch.
     """
     least, rest = divmod(num_records, num_shards)
@@ -202,15 +202,15 @@ def permuted(place: np.ndarray, *, length: int, key: tuple[int, ...]) -> np.ndar
     Args:
       place: the indexes, of any shape.
       length: the length of the permutation.
-      key: integers, of which the low 64 bits count.
+      key: integers; only their low 64 bits are used.
 
     Returns:
-      int64 of the same shape.
+      The permuted indexes, int64, of the same shape.
     """
     seed = np.zeros(1, np.uint64)
     for part in key:
         seed = _mixed(seed ^ np.uint64(part % 2**64))
-    # The bits of half a number.
+    # The number of bits in half a number.
     num_bits = max(1, (length - 1).bit_length() + 1 >> 1)
     bits, half = np.uint64(num_bits), np.uint64((1 << num_bits) - 1)
     number = place.astype(np.uint64)
@@ -226,7 +226,7 @@ def permuted(place: np.ndarray, *, length: int, key: tuple[int, ...]) -> np.ndar
 
 
 def _mixed(number: np.ndarray) -> np.ndarray:
-    # SplitMix64's finaliser (Steele et al. 2014), on uint64.
+    # SplitMix64's finalizer (Steele et al. 2014), on uint64.
     number = number + np.uint64(0x9E3779B97F4A7C15)
     number = (number ^ number >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     number = (number ^ number >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

@@ -1,9 +1,9 @@
 """The positional engine: a Grain `MapDataset`, whose state is a position.
 
 Example `n` of the run is element `n` of the dataset, so the state is the number of the
-next example, as in Grain's `ElasticIterator`. That one deals examples to hosts in turn;
-here each host reads the rows of its own devices, so every batch equals the single-host
-batch row by row.
+next example, as in Grain's `ElasticIterator`. Grain's iterator deals examples to hosts
+round-robin; here each host reads the rows of its own devices, so every batch equals the
+single-host batch row by row.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from elastic_ckpt.data.sources import arrayrecord, files, source
 
 Example = dict[str, np.ndarray]
 
-# The name of a position in Grain's `ElasticIterator`.
+# The position's key in Grain's `ElasticIterator`.
 _POSITION = "global_next_index"
-# Only a dataset that repeats endlessly is longer.
+# Only datasets that repeat endlessly are longer.
 _ENDLESS = sys.maxsize >> 16
 _READ_OPTIONS = grain.ReadOptions(num_threads=4, prefetch_buffer_size=4)
 _ADDED = {elastic_data.EXAMPLE_ID, elastic_data.MASK}
@@ -41,10 +41,10 @@ _ADDED = {elastic_data.EXAMPLE_ID, elastic_data.MASK}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PositionalData:
-    """Elastic data of the elements of a dataset; `positional` creates it.
+    """Elastic data of a dataset's elements; `positional` creates it.
 
-    The attributes are those of `positional`, except that `pipeline` is a dict, as in
-    `identity`. Only `pipeline` counts for equality.
+    The attributes are the arguments of `positional`, except that `pipeline` is a dict,
+    as in `identity`. Equality compares only `pipeline`.
     """
 
     dataset: grain.MapDataset = dataclasses.field(compare=False)
@@ -77,17 +77,17 @@ def positional(
 ) -> PositionalData:
     """Elastic data in which each element of a dataset is one example.
 
-    The simplest kind of data: its state is the number of examples read. It allows any
-    global shuffle, but no filters and no packing; use `sharded` for these.
+    This is the simplest kind of data: its state is the number of examples read. It
+    allows any global shuffle, but no filters and no packing; use `sharded` for those.
 
         dataset = grain.MapDataset.source(source).seed(0).shuffle().map(decode).repeat()
         data = ec.data.positional(dataset, pipeline="decoded images, version 1")
 
     Args:
       dataset: dicts of arrays with the same shapes everywhere; picklable by
-        cloudpickle. Without `.repeat()` the data ends with it, and batches have the
-        feature `mask`, bool `[B]`, false for rows of padding. Batches also have the
-        feature `example_id`, uint32 `[B, 2]`, the number of the example.
+        cloudpickle. Without `.repeat()`, the data ends with the dataset, and batches
+        have the feature `mask`, bool `[B]`, false for padding rows. Batches also have
+        the feature `example_id`, uint32 `[B, 2]`, the number of the example.
       pipeline: a name and version, JSON, of the dataset; change it when the examples
         change.
       read_options: each host's reader threads, and how many batches they read ahead.
@@ -97,7 +97,7 @@ def positional(
     """
     if not isinstance(dataset, grain.MapDataset):
         raise errors.ConfigError(
-            f"positional: dataset is a {type(dataset).__name__}; give a"
+            f"positional: dataset is a {type(dataset).__name__}; pass a"
             " grain.MapDataset, or use ec.data.sharded"
         )
     if pipeline in ("", None):
@@ -111,7 +111,7 @@ def positional(
 
 
 class _HostBatches:
-    """The rows of one host, read by a Grain `ElasticIterator` over only these rows."""
+    """One host's rows, read by a Grain `ElasticIterator` over only these rows."""
 
     # Grain's threads read the examples.
     in_process_by_default = False
@@ -128,7 +128,7 @@ class _HostBatches:
                 batch = {**batch, elastic_data.MASK: ids < len(self._data.dataset)}
             batch = shard_rows.with_ids(batch, ids)
         except BaseException:  # Ctrl-C too
-            # Some rows of this batch were taken already: the next call reads all of it.
+            # Some rows of this batch were already taken: the next call rereads all.
             self.close()
             raise
         size = self._placement.global_batch_size
@@ -152,7 +152,7 @@ class _HostBatches:
         self._open()
 
     def _move(self, position: int) -> None:
-        # `_next` is the first row of the next batch taken here, `position` or later.
+        # `_next` is the first row of the next batch read here, at or after `position`.
         placement, self._position = self._placement, position
         self._next = position + placement.first * placement.global_batch_size
         self._open()
@@ -171,7 +171,7 @@ class _HostBatches:
 def _row(
     dataset: grain.MapDataset, placement: rows.Placement, position: int, index: int
 ) -> Example:
-    # The example, or padding, in a host's row, counted from `position`.
+    # The example or padding in a host's row, counted from `position`.
     batch, row = divmod(index, len(placement.held))
     first = position + batch * placement.every * placement.global_batch_size
     number = first + int(placement.held[row])
@@ -179,7 +179,7 @@ def _row(
     element: Any = dataset[0 if is_padding else number]
     if not isinstance(element, Mapping) or _ADDED & element.keys():
         raise errors.DataError(
-            f"positional: example {number} of the dataset is {element!r:.200}; give"
+            f"positional: example {number} of the dataset is {element!r:.200}; return"
             f" dicts of arrays without features named {sorted(_ADDED)}, which"
             " batches add, or use ec.data.sharded if examples are filtered"
         )
@@ -190,11 +190,11 @@ def _row(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextData(PositionalData):
-    """The texts of ArrayRecord files, each of them an example.
+    """The documents in ArrayRecord files, one per example.
 
     Attributes:
       files: the paths or URIs of the files.
-      num_records: the records of all files, which make an epoch.
+      num_records: the number of records in all files, which is one epoch.
       order: the record of each example, numbered over all files.
     """
 
@@ -209,7 +209,7 @@ def from_config(data: data_keys.DataKeys) -> TextData:
     An example has `inputs` and `targets`, int32 `[L]` with 0 for padding.
 
     Raises:
-      DataError: if its files are missing.
+      DataError: if files are missing.
     """
     paths = files.find_files(data.grain_train_files)
     texts = arrayrecord.ArrayRecord(files=paths)
@@ -242,6 +242,6 @@ def from_config(data: data_keys.DataKeys) -> TextData:
 
 
 def _example(paths: tuple[str, ...], length: int, number: int) -> Example:
-    # Only the paths are sent to a host.
+    # Takes the paths, so that hosts receive nothing but these.
     text_tokens = tokens.encode(arrayrecord.record(paths, number), length + 1)
     return {"inputs": text_tokens[:-1], "targets": text_tokens[1:]}

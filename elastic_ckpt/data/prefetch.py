@@ -1,11 +1,11 @@
 """Reads batches ahead of the loop, without any effect on the saved state.
 
-`Prefetched` reads the rows of a host in a background thread and converts them there,
-for instance to arrays on devices. Each batch is stored with the state after it, so the
-state is always that after the last batch taken, however many batches are read ahead.
+`Prefetched` reads a host's rows in a background thread and converts them there, for
+example to arrays on devices. Each batch is stored with the state after it, so the state
+always follows the last batch taken, no matter how many batches are read ahead.
 
 A thread that makes rows holds the interpreter lock, which the loop needs for its steps.
-If rows take long, a warning suggests a worker process.
+If the thread is busy for long, a warning suggests a worker process.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class ReadAhead:
     """How far to read ahead of the loop.
 
     Attributes:
-      batches: the number of batches to read ahead; 0 reads each when it is requested.
-      warn_after_secs: a warning names each host that waits longer than this for a batch
-        other than the first.
+      batches: the number of batches to read ahead; 0 reads each batch on request.
+      warn_after_secs: a warning names each host that waits longer than this for a
+        batch, except for the first one.
     """
 
     batches: int = 2
@@ -53,7 +53,7 @@ class ReadAhead:
             return value
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise errors.ConfigError(
-                f"read_ahead={value!r}; give a number of batches, 0 or more, or an"
+                f"read_ahead={value!r}; pass a number of batches, 0 or more, or an"
                 " ec.data.ReadAhead(batches=...)"
             )
         return cls(batches=value)
@@ -65,13 +65,13 @@ IN_CALLER = ReadAhead(batches=0)
 TWO_BATCHES = ReadAhead()
 
 
-# The share of the time that the thread may be busy, and the CPU time always allowed.
+# The share of time that the thread may be busy, and the CPU time always allowed.
 _MOST_SHARE = 0.05
 _LEAST_SECS = 1.0
 
 
 class Prefetched(Generic[T]):
-    """The rows of a host, read ahead and converted by `make` in a background thread."""
+    """A host's rows, read ahead and converted by `make` in a background thread."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Prefetched(Generic[T]):
 
 
 class _Source(Generic[T]):
-    """Converts rows; retries those whose conversion failed."""
+    """Converts rows; retries rows whose conversion failed."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ def _watched(call: Callable[[], T], began: float) -> T:
             logging.WARNING,
             "a thread makes rows for %.0f %% of the time, which slows down the steps of"
             " this process; set num_workers=1 to make rows in a worker process, or"
-            " num_workers=0 to keep them here",
+            " num_workers=0 to keep making them here",
             1,
             100 * busy_secs / secs,
         )
@@ -169,5 +169,5 @@ def _close(
     if calls is None:
         rows.close()
     else:
-        # The rows are closed in the thread, because it may be reading them.
+        # The thread closes the rows, because it may be reading them.
         calls.close(rows.close, wait=wait)

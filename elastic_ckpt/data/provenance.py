@@ -1,12 +1,12 @@
 """Finds the documents in each row of a logical shard.
 
-Shuffling, cutting and packing depend only on the lengths of documents. So the pipeline
-of a shard is run again with each token replaced by an id: the document's number, in the
-order of reading, and the token's index in it. Everything else is the pipeline's own
-code and state, so the rerun can begin at any saved cursor. In a run with stages, each
-stage has such a pipeline, and documents carried over to the next keep their ids.
+Shuffling, splitting and packing depend only on document lengths. So a shard's pipeline
+is rerun with each token replaced by an id: the document's number, in reading order, and
+the token's index in the document. Everything else is the pipeline's own code and state,
+so the rerun can begin at any saved cursor. In a run with stages, each stage has its own
+pipeline, and documents carried over to the next stage keep their ids.
 
-In a pipeline without `Tokens`, the field `record` of its rows identifies the records.
+In a pipeline without `Tokens`, the field `record` of the rows identifies the records.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from elastic_ckpt.data import (
 )
 from elastic_ckpt.data.lm import documents, rows
 
-# The bits of a token's index in its document; above them is the document's number.
+# Bits of a token's index in its document; the document's number is above them.
 _INDEX_BITS = 31
 _INDICES = (1 << _INDEX_BITS) - 1
 
@@ -53,9 +53,10 @@ class Piece:
       record: the document's record in the file, from 0.
       epoch: the epoch, from 0.
       first_token: the index in the document of the first of these tokens.
-      num_tokens: their number among the row's inputs; the targets end one token later.
-        None if the pipeline does not tokenize records.
-      document_tokens: the number of tokens of the whole document; None likewise.
+      num_tokens: the number of these tokens among the row's inputs; the targets end one
+        token later. None if the pipeline does not tokenize records.
+      document_tokens: the number of tokens in the whole document; None if the pipeline
+        does not tokenize records.
     """
 
     dataset: str
@@ -68,7 +69,7 @@ class Piece:
 
 
 class _Number(int):
-    """The number of a record, with the name of its dataset."""
+    """The number of a record, with the dataset name."""
 
     dataset: str
 
@@ -77,16 +78,16 @@ class FollowedShard:
     """Iterates over the rows of a logical shard as lists of documents.
 
     Args:
-      make_shard: builds the pipeline of a shard, also in a run with stages.
-      shard: the shard's number.
+      make_shard: builds a shard's pipeline, also in a run with stages.
+      shard: the shard number.
       cursor: where to begin; None for the beginning.
       row: the first row to return, if it is after the cursor.
-      watched: a dataset's name, and one of its records, numbered over all epochs. Then
-        rows have only the pieces of this record.
+      watched: a dataset name and one of the dataset's records, numbered over all
+        epochs; if passed, rows contain only the pieces of this record.
 
     Attributes:
-      parts: the `Records` of each dataset read so far, by name; several in the same
-        part of a mixture are numbered, such as `web#2`.
+      parts: the `Records` of each dataset read so far, by name. If one part of a
+        mixture has several, they are numbered, such as `web#2`.
       is_tokenized: whether `Tokens` tokenizes the records.
       is_read: whether the watched record was read.
 
@@ -106,7 +107,7 @@ class FollowedShard:
         self.parts: dict[str, records.Records] = {}
         self.is_tokenized = self.is_read = False
         self._watched = watched
-        # The dataset and record of each numbered document, and its number of tokens.
+        # Each numbered document's dataset and record, and its number of tokens.
         self._documents: list[tuple[str, int]] = []
         self._num_tokens: list[int | None] = []
         self._shard, self._row = shard, max(row, shard_rows.row_of(cursor))
@@ -124,7 +125,7 @@ class FollowedShard:
         self._has_ended = False
 
     def go_on(self, make_shard: shard_steps.MakeShard) -> None:
-        """Continues with new weights or datasets, or in another stage."""
+        """Continues with new weights or datasets, or in a different stage."""
         cursor = self.cursor()
         self._rows.close()
         self._open(make_shard, cursor)
@@ -145,7 +146,7 @@ class FollowedShard:
 
     @property
     def watched_tokens(self) -> int | None:
-        """The number of tokens of this document; None until it is tokenized."""
+        """The number of tokens in the watched document; None until it is tokenized."""
         known = [number for number in self._num_tokens if number is not None]
         return max(known, default=None) if self._watched else None
 
@@ -158,7 +159,7 @@ class FollowedShard:
         self._rows.close()
 
     def numbered(self, record: _Number) -> int:
-        """Numbers a document, from 1; returns 0 if only another one is watched."""
+        """Numbers a document, from 1; returns 0 if a different one is watched."""
         document = record.dataset, int(record)
         if self._watched not in (None, document):
             return 0
@@ -167,7 +168,7 @@ class FollowedShard:
         return len(self._documents)
 
     def note_tokens(self, document: int, num_tokens: int) -> None:
-        """Notes the number of tokens of a document; called in threads."""
+        """Notes the number of tokens in a document; called in threads."""
         if document:
             self._num_tokens[document - 1] = num_tokens
 
@@ -178,7 +179,7 @@ class FollowedShard:
         return tagged
 
     def _followed(self, make_shard: shard_steps.MakeShard, shard: int) -> Any:
-        # A pipeline with numbered records, and with tokens, if any, replaced by ids.
+        # A pipeline with numbered records and with any tokens replaced by ids.
         made: Any = make_shard(shard)
         for name, each in parts(made).items():
             self.parts.setdefault(name, each)
@@ -235,9 +236,9 @@ class FollowedShard:
             raise errors.DataError(
                 f"{_UNKNOWN}make_shard does not use Tokens, and the field"
                 f" {records.RECORD!r} of Records is changed or missing in its rows;"
-                " keep it unchanged; if a row is made of several records, read the"
-                " run's batches again, with ec.data.LocalBatches, and search their rows"
-                " for the document"
+                " keep it unchanged; if a row contains several records, reread the"
+                " run's batches with ec.data.LocalBatches, and search their rows for"
+                " the document"
             )
         named = [(getattr(each, "dataset", only), int(each)) for each in found]
         return [self._whole(*each) for each in named if self._watched in (None, each)]
@@ -249,7 +250,7 @@ class FollowedShard:
 
 @dataclasses.dataclass(frozen=True)
 class _Documents:
-    """Returns ids in place of the tokens of the encoder `of`."""
+    """Returns ids in place of the tokens from the encoder `of`."""
 
     of: documents.Encoder
     shard: FollowedShard
@@ -277,10 +278,10 @@ class _Documents:
 
 
 def parts(made: Any) -> dict[str, records.Records]:
-    """The `Records` of a pipeline, by the names of its datasets.
+    """The `Records` of a pipeline, by dataset name.
 
     Raises:
-      DataError: if it has none.
+      DataError: if the pipeline has none.
     """
     found: dict[str, records.Records] = {}
     for name, each in mixing.by_name(made):
@@ -302,17 +303,17 @@ def read_until(
 
     Args:
       cursor: the shard's cursor; None at its beginning.
-      name: the dataset's name.
-      is_exact: whether to return None if the dataset's own steps may buffer: a mixture
-        opens a dataset, and refills its buffer, only when its turn comes.
+      name: the dataset name.
+      is_exact: whether to return None if the dataset's own steps may buffer, because a
+        mixture opens a dataset and refills its buffer only when its turn comes.
 
     Returns:
-      As `records.Turn.at`; None if unknown.
+      The epoch and count, as `records.Turn.at`; None if unknown.
     """
     states = mixing.states_by_name(shard_rows.state_of(cursor))
     found = [records.place_in(state) for of_part, state in states if of_part == name]
     if not found:
-        # Not opened yet, unless it is one of several with the same name.
+        # The dataset is not open yet, unless several have this name.
         return None if "#" in name else (0, 0)
     if name and is_exact:
         return found[0]

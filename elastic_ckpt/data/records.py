@@ -17,11 +17,11 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import cursors, order, shard_steps
 from elastic_ckpt.data.sources import decoded, files, source
 
-# The field of an element with the number of its record, counted over all epochs.
+# The field of an element with its record number, counted over all epochs.
 RECORD = "record"
 
-# How a mixture's records are dealt to shards. With joint shares, the extra records
-# rotate over the shards across all datasets, not within each.
+# How a mixture's records are dealt to shards. With joint shares, the extra records of
+# all datasets together rotate over the shards, instead of each dataset's.
 DEALING = "dealing"
 SHARES, JOINT_SHARES = "shares", "joint shares"
 
@@ -31,7 +31,7 @@ _EPOCH, _TAKEN, _SKIPPED = "epoch", "taken", "skipped"
 # Records converted to elements at a time.
 _ELEMENTS = 64
 
-# It is an error if more records than this, and more than two epochs, make no row.
+# If more records than this, and more than two epochs, make no row, it is an error.
 _LEAST_FRUITLESS = 100_000
 
 
@@ -53,7 +53,7 @@ class ReadOptions:
     def __post_init__(self) -> None:
         if self.num_epochs is not None and self.num_epochs < 1:
             raise errors.ConfigError(
-                f"ReadOptions: num_epochs={self.num_epochs}; give 1 or more, or None to"
+                f"ReadOptions: num_epochs={self.num_epochs}; pass 1 or more, or None to"
                 " read endlessly"
             )
 
@@ -65,8 +65,8 @@ class Turn:
     Attributes:
       number: the value of the field `record`.
       epoch: the epoch, from 0.
-      shard: the shard that reads it.
-      taken: the number of records that the shard reads before it in the epoch.
+      shard: the shard that reads the record.
+      taken: the number of records that the shard reads before this one in the epoch.
     """
 
     number: int
@@ -87,8 +87,8 @@ class Records(shard_steps.Step[source.Element]):
 
     Args:
       source: the files, such as `Parquet`.
-      shard: the number of the shard, from 0.
-      num_shards: S, the number of shards of the run.
+      shard: the shard number, from 0.
+      num_shards: S, the number of shards in the run.
       read_options: the order and the number of epochs.
     """
 
@@ -112,7 +112,7 @@ class Records(shard_steps.Step[source.Element]):
         self._reading = read_options or ReadOptions()
         # See `order.share`.
         self.lead = 0
-        # Replaces the field `record` of each element taken, for `provenance`.
+        # Replaces the field `record` of each element; `provenance` sets it.
         self.tag: Callable[[int], int] | None = None
 
     def __iter__(self) -> RecordsIterator:
@@ -131,7 +131,7 @@ class Records(shard_steps.Step[source.Element]):
         return {
             "shuffle_seed": reading.shuffle_seed,
             "num_epochs": reading.num_epochs,
-            # Skipped damage must not change the identity of a file.
+            # Skipped damage must not change a file's identity.
             **source.identity(self._source, digested=not reading.skip_corrupt),
         }
 
@@ -147,10 +147,10 @@ def num_bytes(records: Records) -> int:
 
 
 def origin(records: Records, number: int) -> tuple[str, int, int]:
-    """Where the record with this field `record` is: file, number in it, and epoch."""
+    """The file, the number in the file, and the epoch of record `number`."""
     epoch, record = divmod(number, records.epoch_records())
     firsts = decoded.blocks(records._source).first_records
-    # The last of the files that begin there; the others are empty.
+    # Of the files that begin there, only the last is not empty.
     file = int(np.searchsorted(firsts, record, side="right")) - 1
     return files_of(records)[file], record - int(firsts[file]), epoch
 
@@ -160,7 +160,7 @@ def turns(records: Records, file: int, record: int) -> Iterator[Turn]:
 
     Args:
       records: the `Records` of any shard.
-      file: the number of the file.
+      file: the file number.
       record: the record's number in the file, from 0.
 
     Raises:
@@ -218,8 +218,8 @@ _Convert = Callable[[source.Block, Sequence[int], int], list[Any]]
 class RecordsIterator(shard_steps.Elements[source.Element]):
     """Reads the records of a shard.
 
-    The state is that after the last record taken. Every call that takes a bad record
-    raises its error.
+    The state follows the last record taken. Every call that takes a bad record raises
+    its error.
     """
 
     def __init__(self, records: Records) -> None:
@@ -229,7 +229,7 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
         # The records read since the last progress on a row; see `row_due`.
         self._row, self._num_fruitless = None, 0
         self._noted = ""
-        # The last block: the next records are mostly in it, too.
+        # The last block, because most next records are in the same block.
         self._last: tuple[int, source.Block] | None = None
         self._go_to(0, 0, 0)
 
@@ -254,7 +254,7 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
         return list(itertools.islice(self, min(at_most, len(self._ahead) or 1)))
 
     def some_tokens(self, column: str, at_most: int) -> list[np.ndarray]:
-        """Like `some`, but returns only the tokens in a column of each record.
+        """Like `some`, but returns only the tokens in one column of each record.
 
         Raises:
           DataError: if the column is missing or does not contain tokens.
@@ -273,7 +273,7 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
         self._go_to(state[_EPOCH], state[_TAKEN], state.get(_SKIPPED, 0))
 
     def _next(self, at_most: int, convert: _Convert) -> list[Any]:
-        # Converts some of the next records, all of one block.
+        # Converts some of the next records, all from one block.
         reading, read = self._records._reading, []
         while not read and self._epoch != reading.num_epochs:
             places = self._share[self._taken : self._taken + at_most]
@@ -288,7 +288,7 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
             except source.CorruptError as error:
                 if not reading.skip_corrupt:
                     raise
-                # Log once for all records of a block.
+                # Log once per block.
                 if str(error) != self._noted:
                     logging.warning("%s; skipped", error)
                 self._noted = str(error)
@@ -329,7 +329,7 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
             if RECORD in element:
                 raise errors.DataError(
                     f"{self._records._source.files[0]}: the column {RECORD!r} clashes"
-                    " with a field that Records adds; rename it, or select other"
+                    " with a field that Records adds; rename it, or select different"
                     " columns"
                 )
             element[RECORD] = first + row
@@ -344,7 +344,7 @@ def skipped(shard_cursors: Iterable[cursors.Cursor]) -> int:
     )
 
 
-# Identifies the row that a thread is making, and changes with its progress.
+# Identifies the row that a thread is making; changes when the row progresses.
 _DUE = threading.local()
 
 
@@ -356,7 +356,7 @@ def note_progress() -> None:
 
 @contextlib.contextmanager
 def row_due() -> Iterator[None]:
-    """Raises an error, instead of looping endlessly, if all records are dropped."""
+    """Makes reads raise an error, not loop endlessly, if all records are dropped."""
     _DUE.row = object()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Which shard each row comes from, and which hosts run it: pure functions of numbers.
+"""Which shard each row comes from and which hosts run it: pure functions of numbers.
 
 A run reads S logical shards, and its batches have B rows. With g = gcd(B, S), rows and
 shards fall into g classes of b = B / g consecutive rows and m = S / g consecutive
@@ -7,8 +7,8 @@ shard after another. So a host runs the shards of the classes in which it has ro
 the number of hosts divides S and B, and hosts have consecutive rows in order, these are
 the same shards for every B.
 
-How many rows a shard has yielded follows from the history, the sizes of the batches so
-far, and not from the hosts.
+How many rows a shard has yielded depends only on the history, the batch sizes so far,
+and not on the hosts.
 
 Glossary: r row of a batch, s shard, n batch of a period; S shards, B rows of a batch.
 """
@@ -36,10 +36,10 @@ class Placement:
     Attributes:
       global_batch_size: B.
       held: the rows that the host loads, ascending, int64.
-      later: the rows that it would load in batches of other sizes, by size.
-      every: the host takes one of this many successive batches; workers of a PyTorch
-        loader with the same rows take the others.
-      first: the number of batches that it skips before its first.
+      later: the rows that the host would load in batches of other sizes, by size.
+      every: the host takes one of this many successive batches; other workers of the
+        same PyTorch loader take the rest.
+      first: the number of batches that the host skips before its first.
     """
 
     global_batch_size: int
@@ -57,7 +57,7 @@ class Placement:
         global_batch_size: int,
         later: Iterable[int] = (),
     ) -> Placement:
-        """The placement in which host h of H loads the h-th part of the rows."""
+        """The placement in which host h of H loads the h-th part of the batch."""
 
         def held(size: int) -> np.ndarray:
             return np.arange(host * size // num_hosts, (host + 1) * size // num_hosts)
@@ -84,7 +84,7 @@ class Placement:
 def in_order(
     num_hosts: int, global_batch_size: int, *, later: Iterable[int] = ()
 ) -> list[Placement]:
-    """The placement of every host; host h loads the h-th part of the rows."""
+    """The placement of every host; host h loads the h-th part of the batch."""
     return [
         Placement.in_order(
             host, num_hosts=num_hosts, global_batch_size=global_batch_size, later=later
@@ -118,7 +118,7 @@ def emitted(num_shards: int, history: History) -> np.ndarray:
 
 
 def shard_rows(num_shards: int, shard: Array, size: int, batches: Array) -> Array:
-    """The number of rows of shards in the first batches of a period."""
+    """The number of rows that shards yield in the first batches of a period."""
     rows, shards = _classes(num_shards, size)
     return (batches * rows + shards - 1 - shard % shards) // shards
 
@@ -129,7 +129,7 @@ def batch_origins(
     """Where the rows of the batch after `history` come from.
 
     Returns:
-      The shard of each row, and the number of the row in its shard; both int64 `[B]`.
+      The shard of each row, and the row's number in its shard; both int64 `[B]`.
     """
     shards = batch_shards(num_shards, size, batches_of(history, size))
     b, m = _classes(num_shards, size)
@@ -142,7 +142,7 @@ def host_shards(
 ) -> np.ndarray:
     """The shards that a host with these rows runs until the batch size changes.
 
-    It takes one of `every` successive batches, from batch `first` of the period on.
+    The host takes one of `every` successive batches, from batch `first` of the period.
     """
     rows, shards = _classes(num_shards, size)
     stride = math.gcd(every, shards)
@@ -172,7 +172,7 @@ def num_rows(history: History) -> int:
 
 
 def batches_of(history: History, size: int) -> int:
-    """The number of batches in the current period, if its batches have `size` rows."""
+    """The number of batches in the current period; 0 if its size is not `size`."""
     return history[-1][1] if history and history[-1][0] == size else 0
 
 
@@ -185,16 +185,15 @@ def after(history: History, size: int, batches: int = 1) -> History:
 def suggest_num_shards(
     hosts: Sequence[int], batches: Sequence[int], loader_workers: Sequence[int] = (1,)
 ) -> int:
-    """The smallest number of logical shards with which each shard is read only once.
+    """Returns the smallest number of logical shards that reads each shard only once.
 
-    That is by one host, and by one worker of a PyTorch loader.
+    Each shard is then read by one host and by one worker of a PyTorch loader.
 
     Args:
-      hosts: the numbers of hosts that a run may have.
-      batches: the global batch sizes that it may have; a number of hosts is only used
-        with the sizes that it divides.
-      loader_workers: the numbers of workers that each rank's `ec.data.TorchLoader` may
-        have.
+      hosts: the host counts that the run may have.
+      batches: the global batch sizes that the run may have; each host count is only
+        combined with the sizes that it divides.
+      loader_workers: the worker counts that each rank's `ec.data.TorchLoader` may have.
 
     Returns:
       S, for `ec.data.sharded` or `num_logical_shards`.
@@ -209,6 +208,6 @@ def suggest_num_shards(
                 " rows; choose a multiple of one of them"
             )
     if any(number > 1 for number in loader_workers):
-        # Workers take whole batches in turn, so each batch needs shards of its own.
+        # Workers take whole batches round-robin, so each batch needs its own shards.
         return math.lcm(*(b * max(w, 1) for b in batches for w in loader_workers))
     return math.lcm(*hosts)

@@ -1,9 +1,9 @@
 """Reads the rows of some logical shards, batch by batch, in the current process.
 
-A cursor is a restart point of a shard: the number of rows that it had yielded, and the
-state of its pipeline then. A shard can continue from any earlier cursor: it makes the
-rows in between again and drops them. So cursors are noted only where a pipeline begins
-a chapter, or after each batch if it has no chapters.
+A cursor is a restart point of a shard: the number of rows that the shard had yielded
+and the state of its pipeline then. A shard can continue from any earlier cursor: it
+remakes the rows in between and drops them. So cursors are noted only where a pipeline
+begins a chapter, or after each batch if it has no chapters.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Loaded:
     """The rows read for one batch.
 
     Attributes:
-      rows: features of shape `[rows, ...]`; None if the batch needs no row from here.
+      rows: features of shape `[rows, ...]`; None if the batch needs none of these rows.
       cursors: the cursors noted since the previous batch, by shard.
     """
 
@@ -57,14 +57,14 @@ class Task:
     """The shards and rows to read.
 
     Attributes:
-      make_shard: builds the pipeline of a shard.
+      make_shard: builds a shard's pipeline.
       num_shards: S.
       size: B.
       keep: the rows of a batch to return, ascending.
       history: the batches before the first.
       start: the cursors of the shards to run; None for a shard at its beginning.
-      finite: whether the data ends: then shards that have ended yield rows of zeros,
-        and `mask` is false for these.
+      finite: whether the data ends. If it does, shards that have ended yield rows of
+        zeros, where `mask` is false.
       every: returns one of this many successive batches, and drops the others.
       first: the number of batches to drop before the first.
     """
@@ -105,14 +105,14 @@ class ShardRows:
         self._opened: dict[int, Any] = {}
         self._ended: set[int] = set()
         self._noted: dict[int, cursors.Cursor] = {}
-        # The iterators with chapters in each pipeline, and their chapters at its last
+        # Each pipeline's iterators with chapters, and their chapters at its last
         # cursor.
         self._in_chapters: dict[int, list[Any]] = {}
         self._chapters: dict[int, list[int]] = {}
-        # The last row, and a row of zeros with its shapes.
+        # The last row, and a row of zeros with the same shapes.
         self._row: Any = None
         self._zeros: Any = None
-        # Makes all rows of a batch at once, if pipelines end in `lm.Rows`.
+        # Makes all rows of a batch in one call if pipelines end in `lm.Rows`.
         self._made: Any = None
 
     def __next__(self) -> Loaded:
@@ -124,7 +124,7 @@ class ShardRows:
         return Loaded(rows=self._stack(kept) if kept else None, cursors=noted)
 
     def _next_rows(self) -> list[Any]:
-        # The rows of the next batch to return; None for those of shards that ended.
+        # The rows of the next batch to return; None for rows of ended shards.
         row_shards = self._task.row_shards(self._number)
         shards, keep = (array.tolist() for array in row_shards)
         self._number += 1
@@ -142,7 +142,7 @@ class ShardRows:
             opened.close()
 
     def _next_row(self, shard: int) -> Any:
-        # The next row of a shard; None if it has ended.
+        # The next row of a shard; None if the shard has ended.
         if shard in self._ended:
             return None
         try:
@@ -200,7 +200,7 @@ class ShardRows:
         return self._zeros if row is None else row
 
     def _any(self) -> Any:
-        # For the shapes, an example of any shard: this host's may have none.
+        # An example of any shard, for its shapes: this host's shards may have none.
         with records.row_due():
             for shard in range(self._task.num_shards):
                 for example in self._task.make_shard(shard):
@@ -229,11 +229,11 @@ def state_of(cursor: Any) -> cursors.Cursor:
 def iterator(made: grain.IterDataset, cursor: Any, row: int) -> grain.DatasetIterator:
     """The iterator of a shard after `row` rows, from a cursor at or before them.
 
-    From there on, mixtures use their current weights, and a shard that had ended is
-    tried again: it may continue with new weights.
+    From there on, mixtures use their current weights. A shard that had ended is tried
+    again, because it may continue with new weights.
 
     Raises:
-      DataError: if the pipeline does not yield these rows.
+      DataError: if the pipeline does not yield so many rows.
     """
     opened = iter(made)
     if cursor is not None:
@@ -245,7 +245,7 @@ def iterator(made: grain.IterDataset, cursor: Any, row: int) -> grain.DatasetIte
     if missing < 0 or sum(1 for _ in itertools.islice(opened, missing)) < missing:
         raise errors.DataError(
             f"a logical shard cannot advance from row {row_of(cursor)} of its cursor to"
-            f" row {row} of the position; make_shard must make the same rows of its"
+            f" row {row} of the position; make_shard must make the same rows from its"
             " records each time, so seed its random functions, and load all parts of a"
             " state from the same step"
         )
@@ -295,7 +295,7 @@ def _stack(leaves: list[Any]) -> np.ndarray:
 
 
 def array_of(leaf: Any) -> np.ndarray:
-    """A feature of a row; bytes and text stay objects, as NumPy drops trailing NULs."""
+    """A row's feature; bytes and text stay objects: NumPy would drop trailing NULs."""
     array = np.asarray(leaf)
     return np.array(leaf, object) if array.dtype.kind in "SU" else array
 

@@ -1,8 +1,8 @@
 """Describes the steps of a shard's pipeline by inspecting its datasets.
 
 A pipeline is a chain of Grain datasets, each of which refers to its parents. Our
-datasets are `Step`s, which return their settings. All others, Grain's and the user's
-own, are described by class name only; the user's name for the pipeline identifies them.
+datasets are `Step`s, which return their settings. Grain's and the user's own datasets
+are described by class name only; the user's name for the pipeline identifies them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 MakeShard = Callable[[int], grain.IterDataset]
 
-# The field with the name of a step.
+# The field with a step's name.
 STEP = "name"
 
 # Grain's datasets that pass on their parent's elements unchanged.
@@ -34,7 +34,7 @@ _GRAIN_PASSING = {
     "_WithSeedIterDataset",
     "_WithSeedMapDataset",
 }
-# Grain's datasets that buffer no elements between the ones that they yield.
+# Grain's datasets that buffer no elements.
 _GRAIN_HOLDING_NOTHING = {
     "BatchIterDataset",
     "FilterIterDataset",
@@ -48,9 +48,9 @@ class Step(grain.IterDataset[T]):
     """A dataset that reports the settings that determine its elements.
 
     Attributes:
-      shard: the shard that it belongs to; None if it is the same for all.
-      num_shards: S, if it belongs to one of S shards.
-      describes_parents: whether its settings include the steps before it.
+      shard: the shard that the step belongs to; None if it is the same for all shards.
+      num_shards: S, if the step belongs to one of S shards.
+      describes_parents: whether the settings include the steps before this one.
     """
 
     shard: int | None = None
@@ -66,9 +66,9 @@ class Elements(grain.DatasetIterator[T]):
     """An iterator that can return many elements at a time."""
 
     def some(self, at_most: int) -> list[T]:
-        """At least one of the next elements; empty at the end.
+        """Returns at least one of the next elements, or an empty list at the end.
 
-        Arrays may be views of larger ones: copy those to keep.
+        Arrays may be views of larger arrays: copy those that you keep.
         """
         raise NotImplementedError
 
@@ -85,8 +85,8 @@ class Elements(grain.DatasetIterator[T]):
 def take(iterator: grain.DatasetIterator[T], num_elements: int) -> list[T]:
     """The next elements of any iterator; fewer only at the end.
 
-    After an error the iterator may be past some of them: restore its earlier state
-    before asking again.
+    After an error, the iterator may be past some of them: restore its earlier state
+    before you call this again.
     """
     if not isinstance(iterator, Elements):
         return list(itertools.islice(iterator, num_elements))
@@ -109,7 +109,8 @@ class CheckedShards:
         """The pipeline of a shard.
 
         Raises:
-          ConfigError: if it is not an `IterDataset`, or reads a different shard.
+          ConfigError: if the pipeline is not an `IterDataset` or reads a different
+            shard.
         """
         made = self.make_shard(shard)
         if not isinstance(made, grain.IterDataset):
@@ -127,7 +128,7 @@ class CheckedShards:
 
 
 def shown(dataset: Any) -> str:
-    """A dataset as a string: its class name, unless it defines a string itself."""
+    """A dataset as a string: its class name, unless it defines its own string."""
     is_bare = type(dataset).__str__ is object.__str__ and (
         type(dataset).__repr__ is object.__repr__
     )
@@ -135,10 +136,10 @@ def shown(dataset: Any) -> str:
 
 
 def unsliced(first: Any, last: Any) -> list[str]:
-    """The sources of which two shards read the same records, as strings.
+    """The sources from which two shards read the same records, as strings.
 
-    They read different records if anything but a seed, from the source to the end of
-    the pipeline, depends on the shard.
+    The shards read different records if anything but a seed, from the source to the end
+    of the pipeline, depends on the shard.
     """
     inputs = parents(first), parents(last)
     # Only the first of our steps in a pipeline selects records.
@@ -154,7 +155,7 @@ def unsliced(first: Any, last: Any) -> list[str]:
 
 
 def are_alike(one: Any, other: Any, *, seeds: bool = True) -> bool:
-    """Whether two datasets are certainly equal; ignores parents, and seeds if asked."""
+    """Whether two datasets are surely equal, ignoring parents and optionally seeds."""
     if type(one) is not type(other):
         return False
     settings, others = (
@@ -183,7 +184,7 @@ def step_descriptions(made: Any) -> list[dict[str, storage.Json]]:
 
 
 def description(made: Any) -> dict[str, storage.Json]:
-    """The name and settings of one step; if it has several parents, their steps too."""
+    """A step's name and settings, plus its parents' steps if it has several parents."""
     step: dict[str, storage.Json] = {STEP: type(made).__name__}
     if isinstance(made, Step):
         return step | made.settings()
@@ -196,7 +197,8 @@ def description(made: Any) -> dict[str, storage.Json]:
 def chain(made: Any) -> list[Any]:
     """The start of a pipeline and the steps after it, first to last.
 
-    The start is the last dataset without exactly one parent, or that describes it.
+    The start is the last dataset that does not have exactly one parent or that
+    describes its parents.
     """
     steps = [made]
     while len(parents(steps[0])) == 1 and not getattr(

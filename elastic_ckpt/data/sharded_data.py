@@ -1,9 +1,9 @@
 """The sharded engine: S logical shards, each a complete and independent pipeline.
 
-A shard may filter, tokenise, chunk, shuffle and pack in any way, because nothing inside
-it depends on hosts or batches. Rows are taken from the shards in turn (`data.rows`). A
-host runs the shards of its rows, in the caller or in worker processes; the saved state
-does not depend on that.
+A shard may filter, tokenize, chunk, shuffle and pack in any way, because nothing inside
+it depends on hosts or batches. Rows are taken from the shards round-robin
+(`data.rows`). A host runs the shards of its rows, in its own process or in worker
+processes; the saved state is the same either way.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Configured(Protocol):
         """The pipeline of a shard."""
 
     def dealt(self, dealing: str) -> Configured:
-        """The same with another dealing of records to shards; see `records.DEALING`."""
+        """The same with a different `records.DEALING` of records to shards."""
 
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the order of rows, by configuration key."""
@@ -53,9 +53,11 @@ class ShardedData:
     Attributes:
       make_shard: see `sharded`.
       num_shards: S, fixed for the whole run.
-      pipeline: identifies `make_shard`, JSON. For a configuration, its settings by key.
-      end: how the data ends. If it does, batches have the feature `mask`, bool `[B]`:
-        rows of a shard that has ended are zeros, with the `example_id` of padding.
+      pipeline: JSON that identifies `make_shard`: for a configuration, its settings by
+        key.
+      end: how the data ends. Batches of finite data have the feature `mask`, bool
+        `[B]`. Rows of a shard that has ended are zeros, and their `example_id` marks
+        padding.
       num_workers: see `sharded`; None runs shards in the host's own process, with a
         warning if they slow the loop down.
       per_worker_batches: see `sharded`.
@@ -72,7 +74,7 @@ class ShardedData:
     def __post_init__(self) -> None:
         if self.num_shards < 1:
             raise errors.ConfigError(
-                f"num_shards={self.num_shards}: give at least 1 logical shard"
+                f"num_shards={self.num_shards}: use at least 1 logical shard"
             )
 
     def identity(self) -> dict[str, storage.Json]:
@@ -86,7 +88,7 @@ class ShardedData:
         return settings | {"pipeline": self.pipeline}
 
     def dealt(self, dealing: str) -> ShardedData:
-        """This data with another dealing of records to shards, if it supports any."""
+        """This data with a different dealing of records to shards, if supported."""
         if not isinstance(self.make_shard, Configured):
             return self
         made = self.make_shard.dealt(dealing)
@@ -108,8 +110,8 @@ def sharded(
 ) -> ShardedData:
     """Elastic data of S logical shards, each with its own Grain pipeline.
 
-    Rows are taken from the shards in turn, whatever the number of hosts; when it
-    changes, shards move between hosts. A shard may filter, tokenise, shuffle and pack
+    Rows are taken from the shards round-robin, whatever the number of hosts; when it
+    changes, shards move between hosts. A shard may filter, tokenize, shuffle and pack
     in any way.
 
         def make_shard(shard):
@@ -120,25 +122,26 @@ def sharded(
 
         data = ec.data.sharded(make_shard, pipeline="decoded images, version 1")
 
-    A state can be loaded if it was saved from the same files, with the same settings of
-    the `ec.data` steps in the pipeline. Grain's steps and your own functions are not
+    A state can be loaded if it was saved from the same files with the same settings for
+    the pipeline's `ec.data` steps. Grain's steps and your own functions are not
     compared; `pipeline` identifies them.
 
     Args:
-      make_shard: builds the pipeline of a shard from its number: a `grain.IterDataset`
+      make_shard: builds a shard's pipeline from the shard number: a `grain.IterDataset`
         of dicts of arrays with the same shapes everywhere. It must be a pure function,
         picklable by cloudpickle. Batches have an additional feature, `example_id`,
-        uint32 `[B, 2]`: the number of rows before it in the run. Examples must not use
-        this name.
+        uint32 `[B, 2]`: the number of rows before this row in the run. Examples must
+        not use this name.
       num_shards: S, fixed for the whole run; only needed if the pipeline does not begin
         with `ec.data.Records`.
       pipeline: a name and version, JSON, of the steps in `make_shard` that are not from
         `ec.data`; required if there are any. Change it when the examples change.
       end: how the data ends, an `ec.data.End` or its name. Finite data has the feature
-        `mask`, bool `[B]`, false for rows of padding.
-      num_workers: worker processes of each host that run its shards; 0 runs them in the
-        host's own process. So does the default, but it warns if they keep a thread that
-        reads ahead busy for more than 5 % of the time. The state does not depend on it.
+        `mask`, bool `[B]`, false for padding rows.
+      num_workers: worker processes on each host that run its shards. 0 runs the shards
+        in the host's own process, as does the default, which also warns if they keep a
+        thread that reads ahead busy for more than 5 % of the time. The state does not
+        depend on the number of workers.
       per_worker_batches: batches that each worker process prepares in advance.
 
     Raises:
@@ -182,14 +185,14 @@ def sharded(
         raise errors.ConfigError(
             f"sharded: each of the {number} shards would read all of"
             f" {', '.join(repeated)}, and batches would repeat every example"
-            f" {number} times; give each shard a part of it in make_shard, such as"
+            f" {number} times; let each shard read its own part in make_shard, such as"
             f" source[shard::{number}]"
         )
     return data
 
 
 class _HostBatches:
-    """The rows of one host, from its shards in turn."""
+    """One host's rows, from its shards round-robin."""
 
     def __init__(self, data: ShardedData, placement: rows.Placement) -> None:
         self._data = data
@@ -209,7 +212,7 @@ class _HostBatches:
             batch = shard_rows.with_ids(loaded.rows, ids)
             after = rows.after(history, size), {**self._cursors, **loaded.cursors}
         except BaseException:  # Ctrl-C too
-            # A part of the batch was taken already: the next call reads all of it.
+            # Part of the batch was already taken: the next call rereads all of it.
             self.close()
             raise
         self._history, self._cursors = after
@@ -231,7 +234,7 @@ class _HostBatches:
         if any(mixing.gone(cursor, ()) for cursor in start.values()):
             names = mixing.names(self._data.make_shard(0))
             for shard, cursor in start.items():
-                # Rejects a missing dataset now, not when the shard is due.
+                # Rejects a missing dataset now, not when the shard's row is due.
                 if mixing.gone(cursor, names):
                     made, row = self._data.make_shard(shard), shard_rows.row_of(cursor)
                     shard_rows.iterator(made, cursor, row).close()

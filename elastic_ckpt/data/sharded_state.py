@@ -1,9 +1,9 @@
 """The state of a PyTorch loader by logical shard, for `torch.distributed.checkpoint`.
 
-That library has the first rank with an entry write it under its name, and each rank
-reads the entries that it names. Because entries are named by logical shard, not by
-rank, any number of ranks can read the state of any other, without a collective.
-`FORMAT.md` describes the entries.
+In that library, the first rank with an entry writes it under the entry's name, and each
+rank reads the entries that it names. Because entries are named by logical shard, not by
+rank, any number of ranks can read a state that any other number saved, without a
+collective. `FORMAT.md` describes the entries.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _POSITION = "position"
 class ShardedState:
     """The state of a rank's rows by logical shard, which any number of ranks can load.
 
-    It is a `Stateful` of `torch.distributed.checkpoint`, next to those of the weights:
+    It is a `Stateful` of `torch.distributed.checkpoint`. Save it next to the model:
 
         dcp.save({"model": model, "data": ec.data.ShardedState(loader)}, ...)
         dcp.load({"model": model, "data": ec.data.ShardedState(loader)}, ...)
 
-    Load it before the first batch, when it names the entries of all shards; later it
-    names only this rank's.
+    Load it before the first batch, while `state_dict` has the entries of all shards;
+    later it has only this rank's entries.
 
     Args:
       rows: the `TorchLoader` or `LocalBatches` of this rank.
@@ -80,7 +80,7 @@ class ShardedState:
                 raise errors.DataError(
                     f"the entry {name!r} of the data state has position"
                     f" {entry['position']}, the others {fields['position']}; load all"
-                    " entries from one checkpoint"
+                    " entries from the same checkpoint"
                 )
             by_shard[str(int(name.removeprefix("shard_")))] = entry["cursor"]
         self._rows.load_state_dict(
@@ -96,5 +96,5 @@ def _unsealed(name: str, entry: Any) -> dict[str, Any]:
         )
     except checked_json.UnreadableError as problem:
         raise errors.DataError(
-            f"the entry {name!r} of the data state {problem}; load another step"
+            f"the entry {name!r} of the data state {problem}; load a different step"
         ) from None

@@ -4,14 +4,14 @@ A stage begins at a training step. Iterators count steps, roll the count back wi
 run, and save it with the data state.
 
 Each stage has its own pipelines. A shard enters the next stage from its cursor:
-documents that the old rows still hold come first in the new ones, so each is trained on
-once, on any number of hosts. Pipelines without `lm.Rows` have the same steps in all
-stages, so one cursor fits all of them.
+documents that the old rows still hold come first in the new rows, so each document is
+trained on once, on any number of hosts. Pipelines without `lm.Rows` have the same steps
+in all stages, so one cursor works for all of them.
 
 The cursor of a stage after the first is `{"stage": n, "of": state}`. A carried-over
 document has the place `{HELD: {"stage": m, "cursor": cursor in stage m}, "taken": k,
-"parent": state}`. To load it, the old rows are reopened at that cursor and k of their
-documents skipped; the stage's own documents follow from `parent`.
+"parent": state}`. To load this place, the old rows are reopened at that cursor and k of
+their documents are skipped; the stage's own documents follow from `parent`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class StagedData:
 
     @property
     def engine(self) -> str:
-        """The name of the engine."""
+        """The engine name."""
         return self.current.data.engine
 
     @property
@@ -90,7 +90,7 @@ class StagedData:
         return self.current.data.end
 
     def at(self, step: int) -> StagedData:
-        """The same data, in the stage of `step`."""
+        """The same data in the stage of `step`."""
         number = sum(stage.begin <= step for stage in self.stages) - 1
         if number == self.number:
             return self
@@ -132,8 +132,8 @@ def staged(stages: Sequence[Stage]) -> StagedData:
         )
 
     Each dataset continues across stages where it was. Documents still buffered when a
-    stage begins come first in it, repacked. At a resume, only weights and datasets of
-    stages that have begun may change; later stages may change freely.
+    stage begins are repacked and come first. When you resume, stages that have begun
+    may change only weights and datasets; later stages may change freely.
 
     Args:
       stages: the stages in order; the first begins at step 0.
@@ -142,16 +142,16 @@ def staged(stages: Sequence[Stage]) -> StagedData:
       Data for `ec.batches` and `LocalBatches`, which switch stages by themselves.
 
     Raises:
-      ConfigError: if steps do not ascend from 0, or if stages do not fit together.
+      ConfigError: if steps do not ascend from 0, or if stages are incompatible.
     """
     stages = tuple(stages)
     if not stages:
-        raise errors.ConfigError("staged: no stages; give at least one")
+        raise errors.ConfigError("staged: no stages; pass at least one")
     for stage in stages:
         if not isinstance(stage.data, sharded_data.ShardedData):
             raise errors.ConfigError(
                 f"staged: the data of the stage that begins at step {stage.begin} is a"
-                f" {type(stage.data).__name__}; give the result of ec.data.sharded, or"
+                f" {type(stage.data).__name__}; pass the result of ec.data.sharded, or"
                 " of ec.data.from_config with num_logical_shards"
             )
     begins = [stage.begin for stage in stages]
@@ -163,7 +163,7 @@ def staged(stages: Sequence[Stage]) -> StagedData:
     sizes = [stage.global_batch_size for stage in stages]
     if any(size is not None and size < 1 for size in sizes):
         raise errors.ConfigError(
-            f"staged: stages have global_batch_size {sizes}; give each 1 or more, or"
+            f"staged: stages have global_batch_size {sizes}; set each to 1 or more, or"
             " None to keep the size"
         )
     for what, values in (
@@ -173,7 +173,7 @@ def staged(stages: Sequence[Stage]) -> StagedData:
         if len(values) > 1:
             raise errors.ConfigError(
                 f"staged: the stages have different {what}, {sorted(values)}; choose"
-                " one for the whole run"
+                " one value for the whole run"
             )
     # The shares of a dataset must not depend on a stage's other datasets.
     stages = tuple(
@@ -186,12 +186,12 @@ def staged(stages: Sequence[Stage]) -> StagedData:
 
 
 def of(data: elastic_data.ElasticData) -> StagedData | None:
-    """`data` if it has stages; otherwise None."""
+    """Returns `data` if it has stages, otherwise None."""
     return data if isinstance(data, StagedData) else None
 
 
 def at(data: elastic_data.ElasticData, step: int) -> elastic_data.ElasticData:
-    """`data`, in the stage of `step` if it has stages."""
+    """Returns `data`, in the stage of `step` if it has stages."""
     of_stages = of(data)
     return data if of_stages is None else of_stages.at(step)
 
@@ -201,7 +201,7 @@ class Course:
     """The stage, step and batch size of a run; iterators replace it as they advance.
 
     Attributes:
-      data: the data, in the current stage.
+      data: the data in the current stage.
       base_size: rows of a global batch until a stage sets its own size.
       progress: the step of the next batch; None without stages.
       resized_in: the stage in which `resized` set `base_size`, which then applies until
@@ -263,7 +263,7 @@ class Course:
         if self.progress is None or self.progress.step is None:
             raise errors.DataError(
                 "the data state was saved without stages, so it does not record its"
-                " step; call begin_at(step) of the iterator after loading it"
+                " step; call the iterator's begin_at(step) after loading the state"
             )
         data = at(self.data, self.progress.step)
         if data is self.data:
@@ -279,7 +279,7 @@ class Course:
         return self.with_progress(progress)
 
     def with_progress(self, progress: state.Progress | None) -> Course:
-        """This course at another step, in the same stage."""
+        """This course at a different step in the same stage."""
         return dataclasses.replace(self, progress=progress)
 
     def _with_begun(self, begun: int) -> Course:
@@ -290,7 +290,7 @@ class Course:
         return self.with_progress(dataclasses.replace(self.progress, begun=begun))
 
     def at_step(self, step: int) -> Course:
-        """The course of a run whose next batch is that of `step`.
+        """The course of a run that continues with the batch of `step`.
 
         Raises:
           DataError: if the loaded state had no step, and a new stage would have begun
@@ -332,7 +332,7 @@ class Course:
     def _progress_of(self, saved: state.DataState) -> state.Progress | None:
         if not self.stages or saved.progress is not None:
             return saved.progress
-        # A state without stages does not record its step, unless it is the first.
+        # A state without stages does not record its step, unless that is the first.
         return state.Progress(step=None if saved.row else 0, begun=1)
 
 
@@ -354,8 +354,8 @@ def _check_fits(stage: Stage, before: Sequence[Stage]) -> None:
     changed = state.dataset_changes(identities, [now])
     if changed:
         raise errors.ConfigError(
-            f"{where} names its datasets differently ({'; '.join(changed)}); give the"
-            " same files the same name in all stages, and different files different"
+            f"{where} names its datasets differently ({'; '.join(changed)}); use the"
+            " same name for the same files in all stages, and different files different"
             " names"
         )
     changed = state.pipeline_changes(*map(_fixed, (identities[0], now)))
@@ -369,8 +369,8 @@ def _check_fits(stage: Stage, before: Sequence[Stage]) -> None:
     for _, rows_on in (first, steps):
         if not all(map(shard_steps.holds_nothing, rows_on[1:])):
             raise errors.ConfigError(
-                f"{where} or the first has steps after ec.data.lm.Rows that may buffer"
-                " rows; use only functions of single rows"
+                f"{where} or the first stage has steps after ec.data.lm.Rows that may"
+                " buffer rows; use only functions of single rows"
             )
     is_same = len(first[0]) == len(steps[0]) and all(
         map(_same_step, first[0], steps[0])
@@ -378,8 +378,8 @@ def _check_fits(stage: Stage, before: Sequence[Stage]) -> None:
     if bool(first[1]) != bool(steps[1]) or not is_same:
         raise errors.ConfigError(
             f"{where} reads different records from the first, or has different steps"
-            " before its rows; mix records by ec.data.Mixture in every stage, with"
-            " weights from 0, and make rows by ec.data.lm.Rows"
+            " before its rows; mix records with ec.data.Mixture in every stage, with"
+            " weights from 0, and make rows with ec.data.lm.Rows"
         )
 
 
@@ -395,7 +395,7 @@ def _split(made: grain.IterDataset) -> tuple[list[Any], list[Any]]:
 
 
 def _same_step(one: Any, other: Any) -> bool:
-    # Whether two steps have the same states; those of a mixture are by dataset name.
+    # Whether two steps have the same states. A mixture has its states by dataset name.
     if type(one) is not type(other) or isinstance(one, mixing.Mixture):
         return type(one) is type(other)
     if isinstance(one, shard_steps.Step) or shard_steps.holds_nothing(one):
@@ -405,7 +405,7 @@ def _same_step(one: Any, other: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StagedShards:
-    """The `make_shard` of one stage, given those of all stages.
+    """The `make_shard` of one stage, given every stage's `make_shard`.
 
     Attributes:
       make_shards: the `make_shard` of each stage.
@@ -453,8 +453,8 @@ class _StagedRows(grain.IterDataset):
 class _StagedRowsIterator(grain.DatasetIterator):
     """The rows of a shard, from a state of any stage.
 
-    From a state of another stage, it yields that stage's rows until `renew` begins its
-    own stage with the documents that are in no row yet.
+    From a state of an earlier stage, the iterator yields that stage's rows until
+    `renew` begins its own stage with the documents that are not in a row yet.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-"""The data state: the position of a run in its data, in one small checked file.
+"""The data state: a run's position in its data, in one small checked file.
 
 `FORMAT.md` describes `data_state.json`, a `checked_json` file with the fields of
-`DataState`. The cursors of logical shards are in separate files, see `data.cursors`.
+`DataState`. The cursors of logical shards are in separate files; see `data.cursors`.
 
-At a resume, the number of hosts and the batch size may differ. `pipeline`, the result
-of `ElasticData.identity`, must be equal, except that in a mixture (`datasets`, by name)
-weights may differ, and datasets may be added or removed. A name means the same dataset
-throughout a run.
+When a run resumes, the number of hosts and the batch size may differ. `pipeline`, the
+result of `ElasticData.identity`, must be equal, except that a mixture (`datasets`, by
+name) may have different weights and gain or lose datasets. A name means the same
+dataset throughout a run.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from elastic_ckpt.data import cursors, rows
 FILE_NAME = "data_state.json"
 VERSION = 1
 
-# Fields of `pipeline`. The datasets of a mixture, by name:
+# Fields of `pipeline`. A mixture's datasets, by name:
 DATASETS = "datasets"
-# The number of epochs; 0 never ends.
+# The number of epochs; 0 repeats endlessly.
 NUM_EPOCH = "num_epoch"
 # The steps of a pipeline, first to last.
 STEPS = "steps"
@@ -61,7 +61,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataState:
-    """A position in the data of one pipeline.
+    """A position in a pipeline's data.
 
     Attributes:
       engine: the engine's name.
@@ -70,7 +70,7 @@ class DataState:
       pipeline: the identity of the pipeline, by configuration key.
       left_out: the ranges before `position` that were not trained on, because the run
         rolled back and continued after them: starts and stops, ascending.
-      progress: only of data with stages.
+      progress: the progress of data with stages; otherwise None.
     """
 
     engine: str
@@ -146,7 +146,7 @@ def position_of(history: rows.History) -> cursors.Position:
 def check_same_pipeline(
     saved: DataState, engine: str, pipeline: dict[str, storage.Json]
 ) -> None:
-    """Raises a DataError that lists how the pipeline differs from that of `saved`.
+    """Raises a DataError that lists how the pipeline differs from the saved one.
 
     `pipeline_changes` defines which parts may differ.
     """
@@ -166,7 +166,7 @@ def check_unchanged(changed: Sequence[str]) -> None:
         grown = any(change.endswith(" is new") for change in changed)
         route = (
             "; to add files to a run, keep the old ones as a dataset of the same name,"
-            " and make the new ones another dataset (a grain_train_mixture_config_path"
+            " and make the new ones a second dataset (a grain_train_mixture_config_path"
             " gives names)"
         )
         raise errors.DataError(
@@ -189,7 +189,7 @@ def pipeline_changes(
       before: the pipeline of the saved state.
       now: the pipeline of the run that loads it.
       step: the step of the saved state, if known.
-      begun: the number of its stages that had begun.
+      begun: the number of stages that had begun in the saved state.
     """
     begins = begins_of(before)[:begun], begins_of(now)
     changed = late_stages(begins[1], step=step or 0, begun=begun)
@@ -230,7 +230,7 @@ def dataset_changes(before: Iterable[Pipeline], now: Iterable[Pipeline]) -> list
     """The datasets that were renamed, or replaced under the same name.
 
     Under another dataset's name, a dataset would continue at the wrong place; under a
-    new name it would start over.
+    new name, it would start over.
     """
     old, new = (
         dict(itertools.chain.from_iterable(map(_datasets, each)))
@@ -279,7 +279,7 @@ def _other_datasets(prefix: str, before: Pipeline, now: Pipeline) -> list[str]:
 
 
 def _changes(prefix: str, before: Pipeline, now: Pipeline) -> list[str]:
-    # The settings that differ, without those of datasets.
+    # The settings that differ, except for settings of datasets.
     changed = []
     old, new = dict(_settings(before)), dict(_settings(now))
     for key in old | new:
@@ -296,7 +296,7 @@ def _changes(prefix: str, before: Pipeline, now: Pipeline) -> list[str]:
 
 
 def _settings(description: Pipeline) -> Iterator[tuple[str, Any]]:
-    # The settings by name; those of a step with its name as a prefix: `Rows.length`.
+    # The settings by name; a step's settings have its name as a prefix: `Rows.length`.
     for key, value in description.items():
         if key == STEPS:
             names = [step["name"] for step in value]
@@ -319,7 +319,7 @@ def _leaves(name: str, value: storage.Json) -> Iterator[tuple[str, Any]]:
 
 
 def _are_files(value: Any) -> TypeGuard[list[Any]]:
-    # A file is a list of name, size in bytes, number of records, and digests.
+    # A file is a list: name, size in bytes, number of records, digests.
     return isinstance(value, list) and all(
         isinstance(each, list) and [*map(type, each[:4])] == [str, int, int, str]
         for each in value
@@ -327,7 +327,7 @@ def _are_files(value: Any) -> TypeGuard[list[Any]]:
 
 
 def _file_changes(before: list[Any], now: list[Any]) -> list[str]:
-    # The digest of the content is missing from runs that skip corrupt records.
+    # Runs that skip corrupt records have no digest of the content.
     old, new = ([file[0] for file in files] for files in (before, now))
     gone, added = (
         (collections.Counter(one) - collections.Counter(other)).elements()

@@ -1,7 +1,7 @@
 """Byte-level tokens: a byte's token is its value plus 3; special tokens are below 3.
 
-The numbering is ByT5's (Xue et al. 2022): 0 is padding, 1 ends a text. In addition, 2
-begins a text.
+The numbering is ByT5's (Xue et al. 2022): 0 is padding, 1 ends a document. In addition,
+2 begins a document.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ VOCAB_SIZE = 256 + _NUM_SPECIAL
 
 
 def narrowed(values: Any, *, place: str) -> np.ndarray:
-    """An array or list of integers of any type, as int32 `[tokens]`.
+    """Converts an array or list of integers of any type to int32 `[tokens]`.
 
     Raises:
-      DataError: if `values` are not integers, or int32 cannot hold one; names `place`.
+      DataError: if `values` are not integers, or one of them exceeds int32. The message
+        names `place`.
     """
     numbers = np.asarray(values)
     is_integer = not numbers.size or np.issubdtype(numbers.dtype, np.integer)
     if numbers.ndim != 1 or not is_integer:
         raise errors.DataError(
             f"{place} has {numbers.dtype}{list(numbers.shape)}, not a list of tokens;"
-            " give a tokenizer if it is text (tokenize_train_data=true in a"
+            " use a tokenizer if it is text (tokenize_train_data=true in a"
             " configuration)"
         )
     narrow = numbers.astype(np.int32, copy=False)
     if narrow is not numbers and (is_wrong := narrow != numbers).any():
         raise errors.DataError(
             f"{place} has the token {numbers[is_wrong][0]}, which does not fit into 32"
-            " bits; write the data again with tokens below the size of the vocabulary"
+            " bits; rewrite the data with tokens below the vocabulary size"
         )
     return narrow
 
@@ -46,7 +47,7 @@ def of_element(element: dict[str, Any], column: str) -> np.ndarray:
     """The tokens in a column of a record, int32 `[tokens]`; empty for a null value.
 
     Raises:
-      DataError: if the column is missing or has other values.
+      DataError: if the column is missing or does not contain tokens.
     """
     value = in_column(element, column)
     return narrowed([] if value is None else value, place=f"column {column!r}").copy()
@@ -56,11 +57,11 @@ def in_column(element: dict[str, Any], column: str) -> Any:
     """The value of a column of a record.
 
     Raises:
-      DataError: if it is missing.
+      DataError: if the column is missing.
     """
     if column not in element:
         raise errors.DataError(
-            f"a record has no column {column!r}, only {sorted(element)}; name one of"
+            f"a record has no column {column!r}, only {sorted(element)}; choose one of"
             " these (train_data_columns in a configuration)"
         )
     return element[column]

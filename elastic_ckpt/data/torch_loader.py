@@ -1,9 +1,9 @@
 """The rows of one rank through torchdata's `StatefulDataLoader`.
 
-The loader takes batches from its workers in turn, so each worker makes every n-th batch
-of the rank (`local_batches.of_worker`). The workers' states after their last delivered
-batches are merged into that of the rank (`local_batches.merged`), which depends neither
-on the number of workers nor on that of ranks.
+The loader takes batches from its n workers round-robin, so each worker makes every n-th
+batch of the rank (`local_batches.of_worker`). The workers' states after their last
+delivered batches are merged into the rank's state (`local_batches.merged`), which does
+not depend on the number of workers or ranks.
 
 Only this module of the library imports torch and torchdata.
 """
@@ -27,7 +27,7 @@ class TorchLoader(stateful_dataloader.StatefulDataLoader):
     continues where the previous one stopped; after the end of finite data, it starts
     another pass. `persistent_workers` has no effect.
 
-    To resume, save `state_dict()` on each rank, and pass the list of all states to
+    Save `state_dict()` on each rank. To resume, pass the list of all states to
     `load_state_dict` on every rank.
 
     Args:
@@ -50,8 +50,7 @@ class TorchLoader(stateful_dataloader.StatefulDataLoader):
     def state_dict(self) -> local_batches.StateDict:
         """The state after the last delivered batch, however far ahead workers are.
 
-        With `snapshot_every_n_steps`, this reads the batches since the last snapshot
-        again.
+        With `snapshot_every_n_steps`, this rereads the batches since the last snapshot.
         """
         if not self._has_workers:
             return self._batches.get_state()

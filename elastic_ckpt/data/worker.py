@@ -1,12 +1,12 @@
-"""Worker processes: each runs some of a host's shards, and sends their rows by a pipe.
+"""Worker processes: each runs some of a host's shards and sends their rows by a pipe.
 
-A process receives its task through its standard input, by cloudpickle, and never
+A process receives its task, pickled by cloudpickle, on its standard input and never
 imports the program's main module, so a script needs no `if __name__ == "__main__":`.
 Its standard output is the pipe; user code prints to standard error. Arrays are read
 from the pipe straight into their memory, without the interpreter lock.
 
-A process ends at once when its standard input closes, so none outlives a killed host.
-Neither pipes nor processes have names that could be left behind.
+A process exits immediately when its standard input closes, so none outlives a killed
+host. Neither pipes nor processes have names that could be left behind.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ import numpy as np
 from elastic_ckpt.core import errors
 
 if TYPE_CHECKING:
-    # The import takes seconds, in which a worker must already notice its host's death.
+    # The import takes seconds, and a worker must notice its host's death even then.
     from elastic_ckpt.data import shard_rows
 
-# A larger pipe than usual wakes the reader less often.
+# A larger pipe than the default wakes the reader less often.
 _PIPE_BYTES = 1 << 20
 
 
@@ -85,7 +85,7 @@ class Workers:
         return dataclasses.replace(loaded[0], rows=rows, cursors=noted)
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Stops the processes."""
         for worker in self._workers:
             worker.close()
 
@@ -105,7 +105,7 @@ class _Worker:
         given, self._batches = pipes
         with contextlib.suppress(AttributeError, OSError):
             fcntl.fcntl(self._batches, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        # If the process has ended already, the first read raises the error.
+        # If the process has already exited, the first read raises the error.
         with contextlib.suppress(BrokenPipeError):
             pickle.dump((num_ahead, content), given)
             given.flush()
@@ -121,18 +121,18 @@ class _Worker:
         raise error
 
     def _dead(self) -> errors.DataError:
-        # The pipe closes a moment before the process ends.
+        # The pipe closes a moment before the process exits.
         code = self._process.wait()
         how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
         return errors.DataError(
-            f"{self._name} (process {self._process.pid}) was ended by {how}; its"
+            f"{self._name} (process {self._process.pid}) stopped with {how}; its"
             " standard error may show the cause. The kernel sends SIGKILL when memory"
-            " is short: use fewer workers, smaller batches or shuffle buffers, or give"
-            " the host more memory"
+            " runs out: use fewer workers, smaller batches or shuffle buffers, or a"
+            " host with more memory"
         )
 
     def close(self) -> None:
-        # Unsent data for a process that has ended does not matter.
+        # Unsent data for a process that has exited does not matter.
         with contextlib.suppress(BrokenPipeError), self._process:
             self._process.kill()
 
@@ -144,9 +144,9 @@ def _pickled(task: shard_rows.Task) -> bytes:
         # A user's objects may raise anything.
         raise errors.ConfigError(
             "make_shard cannot be sent to worker processes:"
-            f" {type(error).__name__}: {error}; create what cannot be pickled, such as"
-            " open files, locks and devices, only when make_shard is called, or read in"
-            " the host's own process (num_workers=0, grain_worker_count=0)"
+            f" {type(error).__name__}: {error}; create objects that cannot be pickled,"
+            " such as open files, locks and devices, only when make_shard is called, or"
+            " read in the host's own process (num_workers=0, grain_worker_count=0)"
         ) from error
 
 
@@ -156,11 +156,11 @@ def _program() -> str:
 
 
 def main() -> None:
-    """Sends the batches of the task in the standard input, until that closes."""
-    # The host ends its workers itself when it is interrupted or terminated.
+    """Runs the task from standard input and sends its batches until that closes."""
+    # The host stops its workers itself when it is interrupted or terminated.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # So that a pipeline cannot start processes that nobody would end.
+    # So that a pipeline cannot start processes that nobody would stop.
     process.current_process()._config["daemon"] = True  # type: ignore[attr-defined]
     # User code must neither read what the host sends nor print into the pipe.
     given, pipe = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -186,7 +186,7 @@ def main() -> None:
 
 
 def _send_all(pipe: IO[bytes], ahead: queue.Queue[Any]) -> None:
-    # Until the host is gone.
+    # Sends until the host is gone.
     with contextlib.suppress(OSError):
         while True:
             pipe.write(_content(*ahead.get()))

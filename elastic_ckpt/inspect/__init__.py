@@ -1,1 +1,1 @@
-"""Reports that only people request: surveys of tiers and full verification."""
+"""Human-readable reports: status, surveys of tiers, full verification."""

@@ -1,7 +1,7 @@
 """A self-contained HTML page with plots and without scripts.
 
-Plots are Vega-Lite specifications, which vl-convert (extra `report`) draws as SVG; each
-has its numbers in a table. A content security policy forbids any request.
+Plots are Vega-Lite specifications that vl-convert (extra `report`) draws as SVG, each
+with its numbers in a table. A content security policy forbids any request.
 https://vega.github.io/vega-lite/docs/
 """
 
@@ -20,12 +20,12 @@ from elastic_ckpt.core import extras
 
 Point = tuple[float, float]
 Spec = dict[str, Any]
-# Good or bad news, as the CSS class of its colour.
+# Good or bad news, as the CSS class of its color.
 Mood = Literal["", "good", "bad"]
 
 _INK, _SOFT, _LINE = "#1c2024", "#5b6570", "#dde1e6"
 _GOOD, _BAD = "#1a7f4b", "#c0392b"
-# Eight colours that colour-blind people can distinguish (Okabe and Ito, adapted).
+# Eight colors that color-blind people can distinguish (Okabe and Ito, adapted).
 COLOURS = (
     *("#0b66c3", "#c75000", "#1a7f4b", "#8e44ad"),
     *("#b58900", "#00798c", "#b0286a", "#6b7683"),
@@ -36,9 +36,9 @@ GOOD, LOST = COLOURS[2], COLOURS[1]
 WIDTH = 520
 _HEIGHT = 190
 _BAR = 22
-# A series has at most this many points; extremes are kept.
+# Maximum number of points in a series; extremes are kept.
 _MOST_POINTS = 800
-# The names of more marks would overlap.
+# With more marks, their names would overlap.
 _MOST_NAMED = 6
 _CONFIG: Spec = {
     "aria": False,
@@ -78,7 +78,8 @@ class Series:
 
     Attributes:
       points: x and y, ascending in x.
-      kind: how it is drawn; `steps` and `area` keep each value until the next point.
+      kind: how to draw the line; `steps` and `area` keep each value until the next
+        point.
       colour: one of `COLOURS`.
     """
 
@@ -101,10 +102,10 @@ def lines(
     """A line plot.
 
     Args:
-      series: at least one, with at least one point in all.
+      series: at least one series, with at least one point in total.
       x: the title of the horizontal axis, with its unit.
       y: the title of the vertical axis, with its unit.
-      marks: vertical lines, each with its x and name.
+      marks: the x and name of each vertical line.
       is_log: whether the vertical axis is logarithmic.
       from_zero: whether the vertical axis begins at 0.
     """
@@ -165,10 +166,10 @@ def bars(
     """Stacked horizontal bars.
 
     Args:
-      rows: the name of each bar, with `, ` between its lines, and its values.
-      parts: the colour of each part, by its name.
+      rows: the name of each bar, with `, ` between lines, and the bar's values.
+      parts: the color of each part, by name.
       unit: the unit of the values.
-      totals: the text after each bar; by default its sum.
+      totals: the text after each bar; by default the bar's sum.
     """
     names = list(parts)
     values = [
@@ -179,7 +180,7 @@ def bars(
     ]
     sums = [sum(of_row) for _, of_row in rows]
     texts = totals or [f"{number(each)} {unit}" for each in sums]
-    # Names may repeat, so bars are identified by their number.
+    # Names may repeat, so bars are identified by number.
     order = list(range(len(rows)))
     labels = [name.split(", ") for name, _ in rows]
     num_lines = max(map(len, labels), default=1)
@@ -192,7 +193,7 @@ def bars(
             "labelOffset": -7 * (num_lines - 1),
         },
     }
-    # The texts after the bars need room.
+    # Leaves room for the text after the bars.
     x: Spec = {
         **{"type": "quantitative", "axis": None},
         "scale": {"domain": [0, (max(sums, default=0) or 1) * 1.45], "nice": False},
@@ -233,12 +234,12 @@ def bars(
 
 
 def coloured(names: Sequence[str]) -> dict[str, str]:
-    """A colour for each name."""
+    """A color for each name."""
     return dict(zip(names, itertools.cycle(COLOURS), strict=False))
 
 
 def number(value: float) -> str:
-    """A number as people write it, with three or four significant digits."""
+    """A human-readable number, with three or four significant digits."""
     if value and abs(value) < 0.001:
         return f"{value:.2g}"
     if abs(value) >= 1000 or value == round(value):
@@ -251,7 +252,7 @@ def svg(spec: Spec, *, title: str, width: int | None = WIDTH) -> str:
 
     Args:
       spec: a Vega-Lite specification.
-      title: for screen readers.
+      title: the title for screen readers.
       width: the total width in pixels; None if `spec` sets it.
 
     Raises:
@@ -269,7 +270,7 @@ def library() -> Any:
     """Imports `vl_convert`.
 
     Raises:
-      ConfigError: if it is not installed.
+      ConfigError: if the package is not installed.
     """
     return extras.module(
         "vl_convert",
@@ -279,7 +280,7 @@ def library() -> Any:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most `_MOST_POINTS`: the minimum and maximum of each run of points."""
+    """At most `_MOST_POINTS` points: the minimum and maximum of each run of points."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     size, of_y = math.ceil(2 * len(points) / _MOST_POINTS), operator.itemgetter(1)
@@ -337,11 +338,11 @@ class Fact:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of the page.
+    """A section of the page.
 
     Attributes:
       text: one or two sentences.
-      spec: its plot, if any.
+      spec: the section's plot, if any.
       verdict: a word before the text, such as PASSED; may be empty.
       mood: the mood of the verdict.
       columns: the headings of the table.

@@ -1,7 +1,7 @@
-"""The files in the directory of a run, whatever its program.
+"""The files in a run directory, whatever the run's program.
 
-Each start writes `record.json`: plain values, so that readers need not know any
-program's keys. Events and metrics grow while the run lives.
+Each start writes `record.json`, which has plain values, so readers need not know any
+program's keys. Events and metrics grow while the run is alive.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class RunRecord:
     """The record of a run's newest start.
 
     Attributes:
-      run: its name.
+      run: the run name.
       program: `train` (the reference trainer), `maxtext`, or `loop` (the user's own).
-      steps_directory: where its steps are in storage. If it is inside the run's
-        directory, the file has the relative path, so that a run can be moved.
+      steps_directory: the directory of the run's steps in storage. If this is inside
+        the run directory, the file has the relative path, so that a run can be moved.
       every: the period of steps in storage; 0 for none, None if something else decides.
-      at_end: whether the last step is stored, too.
-      ram: the directories that it may use in the RAM of a machine.
-      first_step: the number of its first step: 1, or 0 under MaxText.
-      data: the settings to read its data again; None if the program defines the data.
+      at_end: whether the last step is also stored.
+      ram: the directories that the run may use in a machine's RAM.
+      first_step: the number of the first step: 1, or 0 under MaxText.
+      data: the settings to reread the data; None if the program defines the data.
       settings: all settings; empty for the user's own loop.
     """
 
@@ -61,7 +61,7 @@ class RunRecord:
 
 
 def write(directory: epath.PathLike, record: RunRecord) -> None:
-    """Records the start of a run in its directory."""
+    """Records a run's start in the run directory."""
     root = f"{storage.absolute(directory)}/"
     steps = f"{storage.absolute(record.steps_directory)}/"
     if steps.startswith(root):
@@ -75,7 +75,7 @@ def read(directory: epath.PathLike) -> RunRecord:
 
     Raises:
       RunError: if there is no run.
-      DataError: if its record cannot be read.
+      DataError: if the record cannot be read.
     """
     path = storage.absolute(directory) / RECORD
     try:
@@ -85,7 +85,7 @@ def read(directory: epath.PathLike) -> RunRecord:
         record = codec.decode(RunRecord, fields)
     except FileNotFoundError:
         raise errors.RunError(
-            f"{directory} is not the directory of a run (it contains no {RECORD}); give"
+            f"{directory} is not a run directory (it contains no {RECORD}); specify"
             " base_output_directory/run_name, or the directory of an ec.RunDirectory"
         ) from None
     except ValueError as error:
@@ -100,10 +100,10 @@ def read(directory: epath.PathLike) -> RunRecord:
 
 
 def is_run(directory: epath.PathLike) -> bool:
-    """Whether `directory` is that of a run.
+    """Whether `directory` is a run directory.
 
     Raises:
-      RunError: if it cannot be read.
+      RunError: if the directory cannot be read.
     """
     try:
         return (storage.absolute(directory) / RECORD).exists()
@@ -115,7 +115,7 @@ def is_run(directory: epath.PathLike) -> bool:
 
 
 def is_alive(directory: epath.PathLike) -> bool | None:
-    """Whether a process holds the lock of the run; None if unknown."""
+    """Whether a process holds the run's lock; None if unknown."""
     path = os.path.join(directory, LOCK)
     if not storage.is_local(path) or not os.path.exists(path):
         return None
@@ -129,9 +129,9 @@ def is_alive(directory: epath.PathLike) -> bool | None:
 def read_events(
     directory: epath.PathLike, *, last_bytes: int | None = None
 ) -> list[dict[str, Any]]:
-    """The events of a run, without those that a start wrote after it was replaced.
+    """The events of a run, without events that a start wrote after it was replaced.
 
-    For `last_bytes` see `jsonlog.read`.
+    For `last_bytes`, see `jsonlog.read`.
 
     Raises:
       DataError: if the file was changed after it was written.
@@ -146,9 +146,9 @@ def read_events(
 def read_metrics(
     directory: epath.PathLike, *, last_bytes: int | None = None
 ) -> dict[str, list[dict[str, Any]]]:
-    """The metrics in `directory`, by the name of their file; none if it is absent.
+    """The metrics in `directory`, by file name; none if the directory is missing.
 
-    Without what a start wrote after it was replaced. For `last_bytes` see
+    Excludes metrics that a start wrote after it was replaced. For `last_bytes`, see
     `jsonlog.read`.
 
     Raises:

@@ -1,7 +1,7 @@
-"""The status of a run, computed from what the run has written.
+"""The status of a run, computed from the run's files.
 
-Which step would be restored now, or after the loss of a host or slice, is decided from
-the manifests alone, as in a restore: a step counts if the remaining holders together
+As in a restore, only the manifests determine which step would be restored now, or after
+the loss of a host or slice: a step can be restored if the remaining holders together
 have all of it.
 """
 
@@ -20,13 +20,13 @@ from elastic_ckpt.inspect.tier_locations import Locations
 from elastic_ckpt.steps.manifest import Holder, Host
 from elastic_ckpt.tiers.find import FoundStep
 
-# Waits for data are averaged over this time.
+# The period over which waits for data are averaged.
 _RECENT_SECS = 60.0
-# The end of a log that is read first.
+# How much of a log's end is read first.
 _LOG_BYTES = 2**20
 
 Event = Mapping[str, Any]
-# The lines of metrics by the name of their file, as `run_files.read_metrics` has them.
+# The lines of metrics by file name, as in `run_files.read_metrics`.
 Files = Mapping[str, Sequence[Mapping[str, Any]]]
 
 # Events that report how many steps are done.
@@ -35,12 +35,12 @@ _DONE = ("save_started", "run_stopped", "run_finished")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewestStep:
-    """The newest step that a tier has all of.
+    """The newest complete step in a tier.
 
     Attributes:
       tier: `local` (the memory of all hosts) or `persistent`.
-      step: its number; None if there is none.
-      time_ms: when it was committed, in ms since the epoch; None if unknown.
+      step: the step number; None if there is no such step.
+      time_ms: when the step was committed, in ms since the epoch; None if unknown.
     """
 
     tier: str
@@ -55,7 +55,7 @@ class AfterLoss:
     Attributes:
       domain: the kind of domain, `host` or `slice`.
       name: the slice, or the number of one of the hosts that share the memory.
-      step: the number of the step; None if the run would start over.
+      step: the step number; None if the run would start over.
     """
 
     domain: str
@@ -68,32 +68,32 @@ class Status:
     """The status of a run; None means unknown.
 
     Attributes:
-      run: its name; empty before its first start.
-      phase: what it is doing, or how it ended.
+      run: the run name; empty before the first start.
+      phase: the run's activity, or how the run ended.
       hosts: how many hosts of the current world are alive; None before the first world
         and after the end of the run.
-      slices: how many slices of the current world are alive; None likewise.
-      devices: how many devices these hosts have; None likewise.
+      slices: how many slices of the current world are alive; None as for `hosts`.
+      devices: how many devices these hosts have; None as for `hosts`.
       slice_numbers: the slices of the current world; empty if the run is not elastic.
       step: how many steps are done.
-      steps: how many steps the run has in all.
+      steps: how many steps the run has in total.
       time: the time of the newest metric, in seconds since the epoch.
-      loss: the loss of the newest step; None if only an older one is known.
-      learning_rate: the learning rate of the newest step; None likewise.
+      loss: the loss of the newest step; None if only an older loss is known.
+      learning_rate: the learning rate of the newest step; None as for `loss`.
       steps_per_sec: the rate of the newest step of this start.
       tokens_per_sec: the rate of the newest step of this start.
       goodput_percent: the goodput of this start.
       data_wait_percent: how much of the time of recent steps is spent waiting for data,
         on the host that waits longest.
       tiers: the newest step of each tier.
-      losses: what the loss of each slice and host would cost.
-      steps_behind: the steps from the newest one in storage to the newest one in RAM;
-        None without one in RAM.
-      being_written: the steps that are not committed yet, or were cut short.
-      backup_failed: why the newest backup failed; None if one has succeeded since.
-      backup_cause: the cause of that failure, as in events; None likewise.
-      due_steps: how many steps are due in storage but not there, by the run's count.
-      first_step: the number of its first step: 0 under MaxText, where step 9 is the
+      losses: the cost of losing each slice and host.
+      steps_behind: the number of steps from the newest one in storage to the newest one
+        in RAM; None without a step in RAM.
+      being_written: the steps that are not committed yet or were interrupted.
+      backup_failed: why the newest backup failed; None if a backup has succeeded since.
+      backup_cause: the cause of that failure, as in events; None without a failure.
+      due_steps: how many steps are due in storage but missing, by the run's count.
+      first_step: the number of the first step: 0 under MaxText, where step 9 is the
         tenth.
       replicas: the newest comparison of copies of the state, and the newest difference
         found; empty without a comparison.
@@ -134,7 +134,7 @@ def collect(directory: str) -> Status:
 
     Raises:
       RunError: if there is no run.
-      DataError: if its files cannot be read.
+      DataError: if the run's files cannot be read.
     """
     record = run_files.read(directory)
     events = run_files.read_events(directory, last_bytes=_LOG_BYTES)
@@ -145,7 +145,7 @@ def collect(directory: str) -> Status:
         local, stored = newest_steps(there)
         uncommitted = {each.step for each in tiers.leftovers()}
         if stored.step is None:
-            # Steps of Orbax's own checkpointer, which MaxText uses without tiers.
+            # Steps from Orbax's own checkpointer, which MaxText uses without tiers.
             plain = max(tiers.stored, default=None)
             stored = dataclasses.replace(stored, step=plain)
     return status(
@@ -179,10 +179,10 @@ def status(
     first_step: int = 1,
     program: str = "train",
 ) -> Status:
-    """The status of a run, from its newest events and metrics, and from its tiers.
+    """The status of a run, from its newest events and metrics and from its tiers.
 
-    `is_alive` is whether the run's process lives, None if unknown; for `first_step` and
-    `program` see `run_files.RunRecord`.
+    `is_alive` is whether the run's process is alive, or None if unknown. For
+    `first_step` and `program`, see `run_files.RunRecord`.
     """
     started = _last(events, "run_started") or {}
     since_secs: float = started.get("time", 0.0)
@@ -206,7 +206,8 @@ def status(
         counts = line["time"] >= since_secs and step in (None, line.get("step"))
         return line.get("last") if counts else None
 
-    # Metrics are written later than events, and a killed process loses its last ones.
+    # Metrics are written later than events, and a killed process loses its last
+    # metrics.
     step = max(
         int(last(metrics.TRAIN_STEPS) or 0),
         *(each["step"] for each in since if each["event"] in _DONE),
@@ -251,14 +252,14 @@ def status(
 
 
 def phase(events: Sequence[Event], *, is_alive: bool | None, program: str) -> str:
-    """What a run is doing, or how it ended; see `status` for the arguments."""
+    """A run's activity, or how the run ended; see `status` for the arguments."""
     begun = (core_events.NAMES[e["event"]].begins for e in reversed(events))
     now = next(filter(None, begun), "not started")
     if now == "restoring" and program != "train":
         # Other programs have restored their state when they report their start.
         now = "training"
     if is_alive is False and now not in core_events.ENDS and events:
-        return "not running: its process ended without a last event"
+        return "not running: its process exited without a last event"
     return now
 
 
@@ -314,10 +315,10 @@ def _replicas(events: Sequence[Event]) -> Iterator[str]:
 
 
 def reachable(locations: Locations) -> list[FoundStep]:
-    """The steps from which a restore chooses, the newest first.
+    """The steps from which a restore chooses, newest first.
 
-    They end with one that is complete in storage, since it survives any loss of hosts.
-    Abandoned steps are left out.
+    The last one is complete in storage, because it survives any loss of hosts.
+    Abandoned steps are skipped.
     """
     there: list[FoundStep] = []
     for step in reversed(locations.known):
@@ -340,13 +341,13 @@ def newest_steps(there: Sequence[FoundStep]) -> tuple[NewestStep, ...]:
 def after_losses(
     there: Sequence[FoundStep], *, slices: Iterable[int] = ()
 ) -> tuple[AfterLoss, ...]:
-    """The step that is left after the loss of each slice and each host.
+    """The step that remains after the loss of each slice and each host.
 
-    `there` is from `reachable`; `slices` of the current world need not hold a copy.
+    `there` is from `reachable`; `slices` of the current world need not hold copies.
     """
     hosts = [holder.host for each in there for holder in each.table.holders]
     of_slices = {*map(str, slices), *(_key(host, "slice") for host in hosts)} - {""}
-    # The name to show, by domain and key.
+    # The names to show, by domain and key.
     shown = {("slice", each): each for each in of_slices}
     shown |= {("host", _key(host, "host")): str(host.number) for host in hosts}
     losses = []
@@ -365,7 +366,7 @@ def after_losses(
 def _newest_of(
     tier: str, there: Iterable[FoundStep], counts: Callable[[Holder], bool]
 ) -> NewestStep:
-    # The first step that is complete at the holders that count.
+    # The first step that is complete at the remaining holders.
     for table in (each.table.held_by(counts) for each in there):
         if table.complete:
             time_ms = table.contents.time_ms or None

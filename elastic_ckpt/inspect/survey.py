@@ -1,8 +1,8 @@
-"""A survey: which steps are in which tiers, who holds them, and what is in them.
+"""A survey: which steps are in which tiers, which hosts hold them, and their content.
 
-A survey reads manifests and the files in which components describe themselves, and for
-steps in storage the metadata of arrays and the data state. `verification` compares the
-values with their digests.
+A survey reads manifests and the files in which components describe themselves. For
+steps in storage, it also reads array metadata and the data state. `verification`
+compares values with their digests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from elastic_ckpt.steps.manifest import Tier
 from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.find import FoundStep
 
-# The file in which a component describes itself, and files of others with a version.
+# The file in which a component describes itself, and other files with a version.
 _DESCRIPTION = "component.json"
 _OTHERS = ("data_state.json",)
 _OWN = "its own files"
@@ -39,20 +39,20 @@ class StepComponent:
     """A part of a step: a pytree or a component.
 
     Attributes:
-      name: the name of the part.
-      pattern: how hosts share it, as it was saved: `global`, `per_host` and so on; a
-        pytree is shared by the shardings of its arrays.
-      resize: the rule for another number of hosts, as the program that saved it
-        declared it; a function is named.
-      required: whether that program declared it required; None if unknown, as for a
-        pytree.
-      version: the version of the format of its files; None if they have none.
-      num_leaves: arrays and numbers of a pytree.
-      num_files: files of a component.
+      name: the component's name.
+      pattern: how hosts shared the component when it was saved: `global`, `per_host`
+        and so on; a pytree is shared by its arrays' shardings.
+      resize: the rule for a different number of hosts, as declared by the program that
+        saved the component; the name of a function.
+      required: whether that program declared the component required; None if unknown,
+        as for a pytree.
+      version: the format version of the component's files; None if they have none.
+      num_leaves: the number of arrays and numbers in a pytree.
+      num_files: the number of files in a component.
       num_bytes: the size of one copy.
-      digest: a digest of the digests of its parts: equal for equal values that are cut
-        into equal parts.
-      hosts: the ids of the hosts that hold a part of it, ordered.
+      digest: a digest of the parts' digests: equal for equal values that are split into
+        equal parts.
+      hosts: the ids of the hosts that hold a part, ordered.
     """
 
     name: str
@@ -69,11 +69,11 @@ class StepComponent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TierOfStep:
-    """What one tier has of a save of a step.
+    """One tier's part of a save of a step.
 
     Attributes:
       tier: `local` (the memory of all hosts) or `persistent`.
-      problem: what is missing or contradictory; None if it is complete.
+      problem: what is missing or contradictory; None if the save is complete.
       holders: the ids of the hosts whose manifests are there, ordered.
       num_bytes: the size of all copies.
     """
@@ -102,18 +102,18 @@ class SurveyedStep:
     """A save of a step.
 
     Attributes:
-      step: its number.
-      save: which save of it; empty if Orbax alone saved it.
-      problem: what is missing or contradictory in all tiers together; None if it is
-        complete.
-      preserved: whether it is pinned, as far as can be seen.
-      abandoned: whether the run rolled back to an earlier step and left it behind.
-      parent: the step, with its save, from which the run continued under this save;
-        None for the first.
-      tiers: the tiers that have something of it.
-      components: its parts; empty if it is incomplete.
-      state: its arrays, as Orbax reads them in storage; empty if it is not there.
-      data: its data state in storage, or why it cannot be read; None without one.
+      step: the step number.
+      save: the id of the save; empty if stock Orbax saved the step.
+      problem: what is missing or contradictory in all tiers together; None if the save
+        is complete.
+      preserved: whether the step is pinned, as far as can be seen.
+      abandoned: whether the run rolled back to an earlier step and abandoned this one.
+      parent: the step and save from which the run continued to this save; None for the
+        first save.
+      tiers: the tiers that have a part of the save.
+      components: the save's components; empty if it is incomplete.
+      state: the arrays, as Orbax reads them in storage; empty if the step is not there.
+      data: the data state in storage, or why it cannot be read; None without one.
     """
 
     step: int
@@ -130,11 +130,11 @@ class SurveyedStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UncommittedStep:
-    """An uncommitted part of a step: it is being written, or was cut short.
+    """An uncommitted part of a step: it is being written or was interrupted.
 
     Attributes:
-      step: its number.
-      path: its directory.
+      step: the step number.
+      path: the part's directory.
     """
 
     step: int
@@ -163,11 +163,12 @@ def survey(
 ) -> Survey:
     """Surveys the steps in `locations`.
 
-    `step` limits it to one step; `newest_only` stops at the newest complete one.
+    `step` limits the survey to one step; `newest_only` stops at the newest complete
+    step.
     """
     surveyed: list[SurveyedStep] = []
     problems: list[str] = []
-    # Newest first, so that no more is read than necessary.
+    # Newest first, to read no more than necessary.
     for number in reversed(locations.known):
         if step not in (None, number):
             continue
@@ -192,7 +193,7 @@ def survey(
         if newest_only and any(not (s.problem or s.abandoned) for s in of_number):
             break
     if not locations.known:
-        # Unreadable locations show no steps, either.
+        # Unreadable locations also show no steps.
         problems += locations.look(step or 0).problems
     return Survey(
         known=tuple(locations.known),
@@ -220,7 +221,7 @@ def _surveyed(
         problem=None if table.complete else table.lacking(),
         preserved=step in locations.preserved,
         abandoned=locations.line.abandons(found.step_id),
-        # The first saves of a run continue from a step without a save.
+        # A run's first saves continue from a step without a save.
         parent=next((each for each in contents.parents[-1:] if each.save), None),
         tiers=tuple(_tier(table, each) for each in tiers),
         components=tuple(
@@ -257,9 +258,9 @@ def _stored(path: epath.Path | None, problems: list[str]) -> dict[str, Any]:
 
 
 def data_of(path: epath.Path) -> SavedData | str | None:
-    """The data state of a step, or why it cannot be read; None if it has none.
+    """A step's data state, or why it cannot be read; None if the step has none.
 
-    It may be one that no run can continue from.
+    The state may be one that no run can continue from.
     """
     directory = path / (_ITERATOR if (path / _ITEMS).exists() else run_saver.DATA)
     if not directory.exists():
@@ -323,7 +324,7 @@ def _description(found: FoundStep, name: str) -> dict[str, Any]:
 
 
 def describe(run: str, survey: Survey, *, is_brief: bool) -> str:
-    """The survey of a run as text; `is_brief` counts arrays instead of listing them."""
+    """A run's survey as text; `is_brief` counts arrays instead of listing them."""
     known = list(map(str, survey.known))
     count = f"{len(known)} step{'s' * (len(known) != 1)}"
     if len(known) > 2 * MOST_NAMED:
@@ -340,7 +341,7 @@ def describe(run: str, survey: Survey, *, is_brief: bool) -> str:
             )
         lines += _step_lines(step, before, is_brief=is_brief)
     lines += [
-        f"step {each.step} is being written, or was cut short: {each.path}"
+        f"step {each.step} is being written, or was interrupted: {each.path}"
         for each in survey.leftovers
     ]
     return "\n".join([*lines, *survey.problems])
@@ -351,10 +352,10 @@ def _step_lines(
 ) -> Iterator[str]:
     state = "complete" if step.problem is None else f"incomplete: {step.problem}"
     if not step.save:
-        state = "saved by Orbax alone, without manifests"
+        state = "saved by stock Orbax, without manifests"
     is_first = not (step.abandoned or (before and before.save == step.save))
     if is_first and step.parent is not None:
-        # A save that replaces another one continues from it.
+        # A save that replaces an earlier one continues from it.
         from_step = f", continues from step {step.parent[0]}"
         state += ", saved again" if step.parent[0] == step.step else from_step
     yield f"step {step.step}: {state}" + ", preserved" * step.preserved

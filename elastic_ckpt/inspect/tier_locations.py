@@ -1,8 +1,8 @@
-"""Finds the tiers of a run by their paths, from outside any world.
+"""Finds a run's tiers by their paths, from outside any world.
 
-A tier is a RAM disk on this machine, the agent of another machine, or persistent
-storage. Several are searched together, as in a restore: the parts of a complete step
-may lie in any of them. Inspection only reads, and does not disturb the run.
+A tier is a RAM disk on this machine, another machine's agent, or persistent storage.
+Several tiers are searched together, as in a restore: the parts of a complete step may
+be in any of them. Inspection only reads and does not disturb the run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Location = RamDisk | Peer | PersistentTier
 
 
 class Locations:
-    """Tiers of a run, searched together."""
+    """A run's tiers, searched together."""
 
     def __init__(self, tiers: Sequence[Location]) -> None:
         self._tiers = tiers
@@ -45,13 +45,13 @@ class Locations:
 
     @functools.cached_property
     def line(self) -> Line:
-        """The line of the newest save: steps that it abandons do not count."""
+        """The line of the newest save, without the steps that it abandons."""
         lines = [line for each in self._stored for line in each.recorded_lines()]
         return find.search(self._tiers, lines=lines).line
 
     @functools.cached_property
     def foreign_steps(self) -> dict[int, str]:
-        """The directories of steps that Orbax alone saved, by their numbers."""
+        """The directories of steps that stock Orbax saved, by step number."""
         return {
             step: str(each.root.final(step))
             for each in self._stored
@@ -60,13 +60,13 @@ class Locations:
 
     @functools.cached_property
     def known(self) -> list[int]:
-        """All steps that may have files, including those of Orbax alone, ascending."""
+        """All steps that may have files, including stock Orbax's, ascending."""
         ours = {each.step for each in find.saves(self._tiers)}
         return sorted({*ours, *self.foreign_steps})
 
     @functools.cached_property
     def stored(self) -> dict[int, epath.Path]:
-        """The directories of steps in storage that Orbax can read, by their numbers."""
+        """The directories of steps in storage that Orbax can read, by step number."""
         return {
             step: path
             for each in self._stored
@@ -85,7 +85,7 @@ class Locations:
             problems += offered.problems
             for each in offered.copies:
                 (holder,), save = each.manifest.holders, each.manifest.step_id.save
-                # A machine's path and its agent may both be given: it is one memory.
+                # A machine's path and its agent may both be listed: it is one memory.
                 memory = "" if holder.tier == "local" else each.source.directory
                 copies.setdefault((memory, holder.host.id, save), each)
         return find.looked(Offered([*copies.values()], problems))
@@ -98,7 +98,7 @@ class Locations:
 
     @functools.cached_property
     def preserved(self) -> set[int]:
-        """The pinned steps, without those of peers."""
+        """The pinned steps, without peers' steps."""
         return {step for tier in self._own for step in tier.preserved()}
 
 
@@ -111,11 +111,11 @@ def opened(
     Args:
       paths: runs (with their steps in this machine's RAM), RAM disks, directories of
         steps, or steps.
-      secret_file: has the secret of the run, to read the RAM of other machines through
-        the agents that are recorded beside its steps.
+      secret_file: a file with the run's secret, to read other machines' RAM through the
+        agents that are recorded next to the run's steps.
 
     Raises:
-      CheckpointError: if a path does not exist, or no agent is recorded.
+      CheckpointError: if a path does not exist or no agent is recorded.
       RunError: if there is no secret in the file.
     """
     records = {path: run_files.read(path) for path in paths if run_files.is_run(path)}
@@ -126,9 +126,9 @@ def opened(
     places: list[epath.PathLike] = [*of_runs, *given, *filter(is_ram_disk, disks)]
     agents = list(filter(None, map(read_agents, places))) if secret_file else []
     names = [*map(find_run, places), *(each.run for each in agents)]
-    # Without a manifest there are only steps of plain Orbax.
+    # Without a manifest, there are only steps from stock Orbax.
     run = next(filter(None, names), "")
-    # A run may have saved nothing yet.
+    # The run may not have saved anything yet.
     locations: list[Location] = [
         (at_steps if each in of_runs else at_path)(each, run=run) for each in places
     ]
@@ -140,7 +140,7 @@ def opened(
             if not urls:
                 raise errors.CheckpointError(
                     f"{', '.join(paths)}: no agents of the run's machines are recorded"
-                    " there; name the directory of its steps, or leave --secret-file"
+                    " there; specify the directory of its steps, or omit --secret-file"
                     " out"
                 )
             locations += [Peer(url, client, run) for url in sorted(urls)]
@@ -148,15 +148,15 @@ def opened(
 
 
 def at_path(path: epath.PathLike, *, run: str) -> Location:
-    """The RAM disk, the directory of steps, or the one step at `path`.
+    """The RAM disk, the directory of steps, or the step at `path`.
 
     Raises:
-      CheckpointError: if it is none of these.
+      CheckpointError: if `path` is none of these.
     """
     directory = storage.absolute(path)
     if is_ram_disk(directory):
         return RamDisk(directory, run=run)
-    # A step is named by its number, and has files that a directory of steps lacks.
+    # A step is named by its number and has files that a directory of steps lacks.
     if directory.name.isdecimal() and (
         (directory / "_CHECKPOINT_METADATA").exists()
         or persistent_root.manifest_names(directory)
@@ -166,8 +166,8 @@ def at_path(path: epath.PathLike, *, run: str) -> Location:
         return PersistentTier(only, run=run)
     if not directory.is_dir():
         raise errors.CheckpointError(
-            f"{path}: there is no such directory; name that of a run, a RAM disk, the"
-            " directory of steps in persistent storage, or one of these steps"
+            f"{path}: there is no such directory; specify a run directory, a RAM disk,"
+            " the directory of steps in persistent storage, or one of these steps"
         )
     return at_steps(directory, run=run)
 
@@ -178,12 +178,12 @@ def at_steps(path: epath.PathLike, *, run: str) -> PersistentTier:
 
 
 def is_ram_disk(directory: epath.Path) -> bool:
-    """Whether `directory` is the RAM disk of a machine and run."""
+    """Whether `directory` is a machine's RAM disk for a run."""
     return (directory / machine.FILE).exists() and (directory / "hosts").exists()
 
 
 def find_run(path: epath.PathLike) -> str | None:
-    """The run of the first manifest at `path` that can be read; None without one."""
+    """The run in the first readable manifest at `path`; None without a manifest."""
     directory = storage.absolute(path)
     pattern = "hosts/*/[0-9]*" if is_ram_disk(directory) else "[0-9]*"
     places = itertools.chain([directory], directory.glob(pattern))
@@ -192,7 +192,7 @@ def find_run(path: epath.PathLike) -> str | None:
 
 
 def is_step(path: epath.PathLike) -> bool:
-    """Whether a committed step, or a host's part of one, is at `path`."""
+    """Whether `path` is a committed step or a host's part of one."""
     directory = storage.absolute(path)
     if not directory.is_dir():
         return False

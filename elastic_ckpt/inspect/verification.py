@@ -1,8 +1,9 @@
 """Verification: reads and checks every byte of every copy of a step.
 
 A restore reads one good copy of each item. A verification reads every holder's copy,
-with the CRC-32C after its values, because a bad copy is lost redundancy. Copies in
-storage are also compared with what stock Orbax reads (`persistent.orbax_view`).
+including the CRC-32C after the values, because a bad copy is lost redundancy. Copies in
+storage are also compared with the values that stock Orbax reads
+(`persistent.orbax_view`).
 """
 
 from __future__ import annotations
@@ -27,32 +28,32 @@ from elastic_ckpt.tiers.persistent import ocdbt, orbax_view
 from elastic_ckpt.tiers.source import ReadError
 
 Kind = Literal["damaged", "diverged", "incomplete", "manifest", "orbax", "unverifiable"]
-# Called with the bytes of a step read and the total, from any thread.
+# Called from any thread with the number of bytes read of a step, and the total.
 OnBytes = Callable[[int, int], None]
 
-# Each thread holds one chunk in memory, and some copies of it while reading as Orbax.
+# Each thread holds one chunk in memory, plus copies of it while reading as Orbax.
 _THREADS = 8
 _ORBAX_REMEDY = (
-    "Orbax alone cannot load the step; restore it with elastic_ckpt, and save it again"
+    "stock Orbax cannot load the step; restore it with elastic_ckpt, and save it again"
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One problem of a step.
+    """A problem with a step.
 
     Attributes:
-      kind: `damaged`, a copy is not what was saved; `diverged`, holders saved different
-        values; `incomplete`, no holder has a part; `manifest`, a manifest cannot be
-        read; `orbax`, the values exist but Orbax cannot load them; `unverifiable`,
-        there are no digests.
-      step: its number.
-      save: which save of it; empty if unknown.
-      part: a leaf and box, or a file; empty if it is the step as a whole.
-      tier: the tier of the copy, `local` or `persistent`; empty if it is not about one
-        copy.
-      holder: the id of the host that has the copy; empty likewise.
-      path: the bad file, or the directory of the step.
+      kind: `damaged`: a copy differs from the saved values; `diverged`: holders saved
+        different values; `incomplete`: no holder has a part; `manifest`: a manifest
+        cannot be read; `orbax`: the values exist, but Orbax cannot load them;
+        `unverifiable`: there are no digests.
+      step: the step number.
+      save: the id of the save; empty if unknown.
+      part: a leaf and box, or a file; empty for the step as a whole.
+      tier: the tier of the bad copy, `local` or `persistent`; empty if the problem does
+        not concern a single copy.
+      holder: the id of the host that has the bad copy; empty as for `tier`.
+      path: the bad file, or the step directory.
       why: what is wrong.
       remedy: what to do.
     """
@@ -79,11 +80,11 @@ class VerifiedStep:
     """A verified save of a step.
 
     Attributes:
-      step: its number.
-      save: which save of it; empty if Orbax alone saved it.
+      step: the step number.
+      save: the id of the save; empty if stock Orbax saved the step.
       state: `complete` in all locations together, `incomplete` or `unverifiable`.
-      num_copies: how many copies of its items were read.
-      num_bytes: their size, with the checksums after values.
+      num_copies: how many copies of the step's items were read.
+      num_bytes: the size of these copies, with the checksums after values.
     """
 
     step: int
@@ -99,14 +100,14 @@ class Verification:
 
     Attributes:
       steps: the saves that were read, ascending by step and save.
-      problems: all problems in order of step, even those that `passed` ignores.
+      problems: all problems in step order, even problems that `passed` ignores.
     """
 
     steps: tuple[VerifiedStep, ...]
     problems: tuple[Problem, ...]
 
     def passed(self, *, strict: bool) -> bool:
-        """Whether there are no problems; unverifiable steps count only if `strict`."""
+        """Whether there are no problems; ignores unverifiable steps unless `strict`."""
         return not any(strict or each.kind != "unverifiable" for each in self.problems)
 
 
@@ -145,7 +146,7 @@ def verify(
                     kind="manifest",
                     step=number,
                     why=what or problem,
-                    remedy=remedy if what else "what it lists counts as lost",
+                    remedy=remedy if what else "the copies that it lists are lost",
                 )
             )
         for found in reversed(looked.saves):
@@ -160,8 +161,8 @@ def verify(
                     num_bytes=copies.num_bytes,
                 )
             )
-        # One complete save is enough; without one, the last save counts. If it has
-        # diverged, that is reported by item.
+        # One complete save is enough; without one, the last save is reported. If it has
+        # diverged, each item reports that.
         tables = [found.table for found in looked.saves]
         if tables and tables[0].gaps and not any(each.complete for each in tables):
             problems.append(
@@ -170,8 +171,8 @@ def verify(
                     step=number,
                     save=tables[0].step_id.save,
                     why=tables[0].lacking(),
-                    remedy="search the other holders, too (more paths,"
-                    " --secret-file), or restore another step",
+                    remedy="search more holders (more paths, --secret-file), or restore"
+                    " a different step",
                 )
             )
     return Verification(steps=tuple(verified), problems=tuple(problems))
@@ -187,8 +188,8 @@ class _Copies:
     def __init__(self, found: FoundStep, progress: OnBytes) -> None:
         self._table, self._sources = table, sources = found.table, found.sources
         self._progress, self.num_bytes = progress, 0
-        # By the copy's row in the table. Without a remedy the copy cannot be used, and
-        # another may be good.
+        # By the copy's row in the table. A copy without a remedy cannot be used, but
+        # another copy may be good.
         self._bad: dict[int, Problem] = {}
         # All hosts wrote into one directory.
         self._views = {
@@ -196,7 +197,7 @@ class _Copies:
             for holder, source in zip(table.holders, sources, strict=True)
             if holder.tier == "persistent"
         }
-        # Of each copy, with the checksum after values.
+        # The size of each copy, with the checksum after values.
         is_file = np.array([leaf.is_file for leaf in table.contents.leaves], bool)
         behind = np.where(is_file[table.items.leaf], 0, layout.CHECKSUM_BYTES)
         self._sizes = (table.num_bytes + behind)[table.item]
@@ -222,7 +223,7 @@ class _Copies:
                 save=save,
                 part=table.name(item),
                 why=f"the hosts {errors.first_of(hosts)} saved different values",
-                remedy="a device or memory of one of them is faulty: find it, and"
+                remedy="a device or memory on one of them is faulty: find it, and"
                 " restore an older step",
             )
         for directory, view in self._views.items():
@@ -281,13 +282,13 @@ class _Copies:
             return None
         return problem(
             kind="damaged",
-            why=f"is longer than what was saved, by {surplus} bytes",
+            why=f"is {surplus} bytes longer than the saved copy",
             remedy=f"a restore reads only its first {memory.nbytes} bytes: truncate it"
             " to them",
         )
 
     def _elsewhere(self, row: int) -> str:
-        # What to do about a copy that cannot be used.
+        # The remedy for a copy that cannot be used.
         first, end = self._table.first_row[self._table.item[row] :][:2].tolist()
         good = [
             self._holder(each)

@@ -1,11 +1,11 @@
-"""Maps the head's arrays to hosts, and moves them to the hosts' memory and back.
+"""Maps the head's arrays to hosts and moves them to the hosts' memory and back.
 
 Under a single controller, the head sees all shards as arrays but has none of their
-bytes: `jax.device_put` between an accelerator and the CPU device beside it stays on the
+bytes: `jax.device_put` between an accelerator and its host's CPU device stays on the
 host.
 
 All arrays of a call must be on the same devices, so leaves over one mesh form a group
-that one call can pass. The mesh is that of the CPU devices beside the accelerators, in
+that one call can pass. The group's mesh consists of the accelerators' CPU devices, in
 the same order. The head's own values, numbers and NumPy arrays, are a group of bytes on
 a device of host 0. A layout is a list of groups; it is sent once, and later calls refer
 to it by a number.
@@ -37,10 +37,10 @@ from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers.captured import Captured
 
-# The maximum size of a group of several leaves on a host: groups pass through its
-# memory one at a time.
+# The maximum size of a group of several leaves on a host. Groups pass through the
+# host's memory one at a time.
 GROUP_BYTES = 2**28
-# The axis of a mesh of one device.
+# The axis of a one-device mesh.
 _ONE = "device"
 
 
@@ -51,7 +51,7 @@ class PlacedLeaf:
     Attributes:
       path: the path in the tree.
       shape: the shape of the whole array.
-      dtype: the name of the dtype; None means the saved one.
+      dtype: the dtype name; None means the saved dtype.
       spec: the sharding over the group's mesh; None for the head's own values.
     """
 
@@ -77,7 +77,7 @@ class Group:
     ) -> jax.ShapeDtypeStruct:
         """Returns the abstract array of a leaf, as bytes for the head's own values.
 
-        `dtypes` are the saved ones, by path.
+        `dtypes` has the saved dtypes by path.
         """
         dtype = np.dtype(leaf.dtype or dtypes[leaf.path])
         shape = leaf.shape
@@ -86,11 +86,11 @@ class Group:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=leaf.on(self.mesh))
 
     def beside(self, values: Sequence[Any]) -> list[jax.Array]:
-        """Moves the values of a group to the CPU devices of their hosts."""
+        """Moves a group's values to the CPU devices of their hosts."""
         given = [
             value
             if leaf.spec is not None
-            # In this machine's byte order, which the files also have.
+            # Bytes are in this machine's byte order, as in the files.
             else np.frombuffer(
                 np.asarray(value, np.dtype(leaf.dtype)).tobytes(), np.uint8
             )
@@ -106,7 +106,7 @@ class Group:
     ) -> dict[str, Any]:
         """Moves a group's arrays from CPU devices to where the `asked` leaves belong.
 
-        `dtypes` are the saved ones, by path.
+        `dtypes` has the saved dtypes by path.
 
         Returns:
           The leaves by path.
@@ -120,7 +120,7 @@ class Group:
                 for leaf, array in zip(self.leaves, arrays, strict=True)
             ]
         else:
-            # In one call, so that the transfers overlap.
+            # One call, so that the transfers overlap.
             values = jax.device_put(list(arrays), [leaf.sharding for leaf in asked])
         return {
             leaf.path: leaf.finish(value)
@@ -156,7 +156,7 @@ class GroupDescription:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostDevices:
-    """The accelerators of a host, and the CPU device beside each."""
+    """The accelerators of a host, and the CPU device for each."""
 
     accelerators: tuple[jax.Device, ...]
     cpus: tuple[jax.Device, ...]
@@ -166,7 +166,7 @@ class HeadArrays:
     """Maps leaves to the CPU devices of hosts.
 
     Args:
-      hosts: the devices of all hosts, in order of number.
+      hosts: the devices of all hosts, in host order.
       group_bytes: see `GROUP_BYTES`.
     """
 
@@ -181,7 +181,7 @@ class HeadArrays:
         }
         # The mesh of the head's own values.
         self._first = Mesh(np.array([hosts[0].cpus[0]]), (_ONE,))
-        # False in a run on CPUs, where the "accelerators" are CPU devices themselves.
+        # False in a run on CPUs, where the "accelerators" are themselves CPU devices.
         self.apart = not set(self._beside) & set(self._beside.values())
 
     def to_save(
@@ -190,7 +190,7 @@ class HeadArrays:
         """The groups of leaves to save, and the values of each group.
 
         Raises:
-          CheckpointError: if a leaf cannot be saved; names the leaf.
+          CheckpointError: if a leaf cannot be saved. The message names the leaf.
         """
         values = {path: capture.numbers(leaves[path]) for path in sorted(leaves)}
         return self._grouped(
@@ -220,7 +220,7 @@ class HeadArrays:
             placed = PlacedLeaf(
                 path=leaf.path, shape=tuple(leaf.shape), dtype=dtype, spec=spec
             )
-            # Assumes the widest dtype while the saved one is unknown.
+            # Assumes the widest dtype while the saved dtype is unknown.
             item_bytes = np.dtype(dtype or np.float64).itemsize
             num_bytes = math.prod(placed.on(mesh).shard_shape(placed.shape))
             num_bytes *= item_bytes
@@ -248,7 +248,7 @@ class HeadArrays:
         if strange:
             raise errors.CheckpointError(
                 f"leaf {path!r} is on {sorted(map(str, strange))}, which are not in"
-                " this checkpointer's mesh; give it the mesh of the whole run"
+                " this checkpointer's mesh; pass it the mesh of the whole run"
             )
         if isinstance(sharding, SingleDeviceSharding):
             (device,) = sharding.device_set
@@ -256,7 +256,7 @@ class HeadArrays:
         if not isinstance(sharding, NamedSharding):
             raise errors.CheckpointError(
                 f"leaf {path!r} has a {type(sharding).__name__}, which cannot be sent"
-                " to other hosts; give it a NamedSharding"
+                " to other hosts; use a NamedSharding"
             )
         grid = np.vectorize(self._beside.__getitem__, otypes=[object])(
             sharding.mesh.devices
@@ -265,7 +265,7 @@ class HeadArrays:
 
 
 class HostArrays:
-    """The arrays of one host, for the calls of saves and restores.
+    """One host's arrays, for the calls of saves and restores.
 
     A save calls `hold` for each group, then `capture`; a restore calls `select`, then
     `read` and `made` for each group. So only one group at a time is in the memory of
@@ -274,8 +274,8 @@ class HostArrays:
     Args:
       saver: the host's saver.
       reader: the host's reader.
-      host: the host's number.
-      host_of: the number of each CPU device's host, by device id.
+      host: the host number.
+      host_of: each CPU device's host number, by device id.
       devices: all CPU devices of the world, by id.
     """
 
@@ -315,7 +315,7 @@ class HostArrays:
     ) -> None:
         """Holds this host's shards of a group's arrays, without a copy if `kept`.
 
-        Nothing else changes `kept` arrays.
+        Nothing else may change `kept` arrays.
         """
         members = self._layouts[layout][group]
         shards = {}
@@ -347,10 +347,10 @@ class HostArrays:
 
     @calls.call()
     def select(self, layout: int, components: tuple[str, ...]) -> None:
-        """Selects this host's boxes of a layout, and components, of the open step.
+        """Selects components of the open step, and this host's boxes of a layout.
 
         Raises:
-          CheckpointError: if the step lacks one of them.
+          CheckpointError: if the step lacks a leaf or component.
         """
         leaves = [leaf for group in self._layouts[layout] for leaf in group.leaves]
         saved = self._reader.select(
@@ -433,7 +433,7 @@ class HostArrays:
     def _holders_of(
         self, layout: int, group: Group, leaf: PlacedLeaf
     ) -> dict[boxes.Box, tuple[int, ...]]:
-        # The hosts that hold each box.
+        # The hosts of each box.
         key = (layout, leaf.path)
         if key not in self._holders:
             devices_of = boxes.holders(leaf.on(group.mesh), leaf.shape)

@@ -1,8 +1,8 @@
 """Carries errors from a worker to the head.
 
-An exception reaches another process only as text, possibly in a class of the runtime.
-So a worker raises JSON after a mark, and the head converts it to an error with the name
-of the host and the traceback.
+An exception reaches another process only as text, possibly in a runtime class. So a
+worker raises JSON after a mark, and the head converts it to an error with the host name
+and the traceback.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from elastic_ckpt.core import allgather, errors
 from elastic_ckpt.data import compatibility
 
 _MARK = "elastic_ckpt worker failed: "
-# Errors whose message suffices; others are shown with their traceback.
+# Errors whose message suffices; other errors are shown with their traceback.
 _OWN = {
     each.__name__: each
     for each in (
@@ -29,7 +29,7 @@ _OWN = {
 
 
 class WorkerFailure(Exception):
-    """An exception of a worker, as text that survives any transport."""
+    """A worker's exception, as text that survives any transport."""
 
 
 @contextlib.contextmanager
@@ -47,7 +47,8 @@ def reaching_the_head() -> Iterator[None]:
     """Raises a worker's error in the head.
 
     Raises:
-      ElasticCkptError: of the same class if it is one of ours, else a DataError.
+      ElasticCkptError: an error of the same class if that is one of ours, otherwise a
+        DataError.
     """
     try:
         yield

@@ -22,12 +22,12 @@ from elastic_ckpt_sidecar.arrays import HostArrays
 class _HostAgent(host_calls.HostCalls):
     """The hosts of one process.
 
-    The peer tier's `interface` is an address of the head. The agent replaces it by the
-    local address from which its machine reaches the head.
+    The peer tier's `interface` is an address of the head. The agent replaces it with
+    the local address from which its machine reaches the head.
 
     Args:
-      configs: the configs of all hosts of the world, by number.
-      host_of: the number of each CPU device's host, by device id.
+      configs: the configs of all hosts of the world, by host number.
+      host_of: each CPU device's host number, by device id.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class _HostAgent(host_calls.HostCalls):
 
     @failures.reported()
     def connect(self, call: jax.Array) -> jax.Array:
-        """Creates the hosts of this process; `call` is on the CPU devices of all."""
+        """Creates this process's hosts; `call` is on the CPU devices of all hosts."""
         devices = {device.id: device for device in call.sharding.device_set}
         self.hosts = {
             number: self._endpoint(self._configs[number], devices)
@@ -48,7 +48,7 @@ class _HostAgent(host_calls.HostCalls):
 
     @failures.reported()
     def hold(self, call: jax.Array, *arrays: jax.Array) -> jax.Array:
-        """Holds the arrays of a group, on the devices of `call`, for a capture."""
+        """Holds a group's arrays, on the devices of `call`, for a capture."""
         content = messages.decode(call)
         for number in self.asked(call):
             self._arrays_of(number).hold(
@@ -58,7 +58,7 @@ class _HostAgent(host_calls.HostCalls):
 
     @failures.reported()
     def arrays(self, call: jax.Array) -> list[jax.Array]:
-        """The arrays of a group that the hosts read, on the devices of `call`.
+        """The group's arrays that the hosts read, on the devices of `call`.
 
         The caller declares their shapes and shardings (`specialize`).
         """

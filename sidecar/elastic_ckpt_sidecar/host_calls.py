@@ -1,7 +1,7 @@
-"""Calls of hosts (`core.calls`) and their answers, through colocated Python.
+"""Calls to hosts (`core.calls`) and their answers, through colocated Python.
 
-A process may run its methods one at a time. So that a host that writes, copies or reads
-for seconds does not delay the batches of the data, it does so in a thread, and the head
+A process may run only one method at a time. Writing, copying and reading take seconds,
+which must not delay the data's batches, so a host does them in a thread, and the head
 polls for the answer.
 """
 
@@ -30,10 +30,10 @@ UNDER_WAY = -1
 
 
 class HostCalls:
-    """Runs calls beside the accelerators; colocated classes extend it.
+    """Runs calls on the accelerator hosts; colocated classes extend it.
 
     Args:
-      host_of: the number of each CPU device's host, by device id.
+      host_of: each CPU device's host number, by device id.
 
     Attributes:
       hosts: the hosts of this process, by number; normally one.
@@ -46,7 +46,7 @@ class HostCalls:
 
     @failures.reported()
     def begin(self, call: jax.Array) -> jax.Array:
-        """Starts a call under its number; returns the same as `lengths`."""
+        """Starts a call under its number; returns the same value as `lengths`."""
         content = messages.decode(call)
         for number in self.asked(call):
             ask = functools.partial(self._answer, number, content["method"])
@@ -99,7 +99,7 @@ class HostCalls:
             call, arguments = calls.decode(encoded)
             return call.run(self.hosts[number], arguments)
 
-        # The root of a thread: the head raises its errors.
+        # The top of a thread: the head raises its errors.
         name = compatibility.host_name()
         return json.dumps({"host": name, **allgather.outcome(run)}).encode()
 
@@ -118,7 +118,7 @@ class Caller:
     def outcomes(
         self, call: calls.Call, arguments: Mapping[str, Any], sharding: NamedSharding
     ) -> list[dict[str, Any]]:
-        """Runs a call on hosts; returns each `allgather.outcome` with the host's name.
+        """Runs a call on hosts; returns each `allgather.outcome` with the host name.
 
         Each device of the message's `sharding` has an outcome.
 
@@ -134,7 +134,7 @@ class Caller:
             if time.monotonic() > until_secs:
                 raise errors.RunError(
                     f"hosts did not answer {call.name} within {call.limit_secs:g} s;"
-                    " check their logs, and start the run again"
+                    " check their logs, and restart the run"
                 )
             next(pauses)
             lengths = self.run(self._agent.lengths, {"call": number}, sharding)
@@ -149,6 +149,6 @@ class Caller:
     def run(
         self, method: Any, content: Any, sharding: NamedSharding, *arrays: jax.Array
     ) -> np.ndarray:
-        """Runs a method of the agent; returns a row for each device of the message."""
+        """Runs an agent method; returns a row for each device of the message."""
         with failures.reaching_the_head():
             return messages.rows(method(messages.encode(content, sharding), *arrays))

@@ -1,8 +1,9 @@
-"""Messages between the head and the workers, besides the arrays of a run.
+"""Messages between the head and the workers, other than a run's arrays.
 
-Colocated Python passes only JAX arrays, so a message of the head is JSON in a uint8
-array of shape `[devices, bytes]`, one copy per device. Its sharding also determines
-which devices take part. A worker replies with an array that has a row per device.
+Colocated Python passes only JAX arrays, so the head sends a message as JSON in a uint8
+array of shape `[devices, bytes]`, one copy per device. The array's sharding also
+determines which devices take part. A worker replies with an array that has a row per
+device.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from elastic_ckpt.core import storage
 
-# The minimum length of a message; lengths are this times a power of two.
+# The minimum message length; lengths are this times a power of two.
 _MIN_BYTES = 512
 # The longest pause between two polls.
 _POLL_SECS = 0.2
@@ -28,24 +29,24 @@ _POLL_SECS = 0.2
 def encode(content: storage.Json, sharding: NamedSharding) -> jax.Array:
     """Encodes `content` for the devices of `sharding`, which has a row per device."""
     text = json.dumps(content).encode()
-    # Few lengths, because colocated Python specializes a method for each.
+    # Uses few lengths, because colocated Python specializes a method for each.
     num_bytes = _MIN_BYTES
     while num_bytes < len(text):
         num_bytes *= 2
     line = np.frombuffer(text.ljust(num_bytes), np.uint8)
     copies = np.broadcast_to(line, (sharding.mesh.devices.size, len(line)))
-    # Not `device_put`: with several controllers it compares values across hosts, and a
+    # Not `device_put`: with several controllers, it compares values across hosts, and a
     # thread may send a message while a training step runs its own collectives.
     return jax.make_array_from_callback(copies.shape, sharding, lambda i: copies[i])
 
 
 def decode(array: jax.Array) -> Any:
-    """Decodes what `encode` returned."""
+    """The inverse of `encode`."""
     return json.loads(np.asarray(array.addressable_data(0))[0].tobytes())
 
 
 def decode_rows(array: jax.Array) -> list[Any]:
-    """Decodes what `encode` returned on each host, by the rows of its devices."""
+    """Decodes each host's result of `encode`, from the rows of its devices."""
     return [json.loads(row.tobytes()) for row in rows(array)]
 
 
@@ -55,7 +56,10 @@ def on_each(call: jax.Array, value: float) -> jax.Array:
 
 
 def reply(call: jax.Array, row: Callable[[jax.Device], np.ndarray]) -> jax.Array:
-    """Returns a row for each device of this host, of one shape: `[devices, ...]`."""
+    """Returns one row for each device of this host, all of one shape.
+
+    The result has the shape `[devices, ...]`.
+    """
     devices = [shard.device for shard in call.addressable_shards]
     own = [jax.device_put(row(device)[None], device) for device in devices]
     shape = (call.sharding.num_devices, *own[0].shape[1:])
@@ -72,10 +76,11 @@ def pauses() -> Iterator[None]:
 
 
 def release(worker: Any, *, wait: bool = True) -> None:
-    """Releases a worker, an object of a colocated class; never waits for it.
+    """Releases a worker, an object of a colocated class, without waiting for it.
 
     The wrapper of a colocated class is in reference cycles, and its finalizer logs an
-    error if it runs while the interpreter exits. So this breaks the cycles before.
+    error if it runs while the interpreter exits. So this function breaks the cycles
+    earlier.
     """
     del wait
     vars(worker).clear()

@@ -1,6 +1,6 @@
-"""The head's handle of all hosts of a world, whose agents run beside the accelerators.
+"""The head's handle for all hosts of a world; their agents run on the hosts.
 
-It implements `checkpoint.hosts.Hosts`, so saves and restores are driven as in a
+It implements `checkpoint.hosts.Hosts`, so saves and restores work as in a
 multi-controller world. Calls and answers are messages; arrays stay on their hosts.
 """
 
@@ -46,7 +46,7 @@ Method = Callable[Concatenate[Any, P], AnswerT]
 
 
 def hosts_of(mesh: Mesh) -> list[HostDevices]:
-    """The hosts of a mesh, in order; devices with the same worker process form a host.
+    """The hosts of a mesh, in order; devices of one worker process form a host.
 
     Raises:
       ConfigError: if a host's software differs from the head's.
@@ -73,9 +73,9 @@ def over(mesh: Mesh, chosen: Chosen, *, run: str) -> RemoteHosts:
     """Connects to the hosts of a mesh.
 
     Args:
-      mesh: accelerators; its axis or the hardware determines the hosts' slices.
-      chosen: the tiers; `interface` of the peers is an address of the head, by default
-        that of its default route.
+      mesh: the accelerators; the mesh's axis or the hardware determines the slices.
+      chosen: the tiers. The peers' `interface` is an address of the head, by default
+        the local address of its default route.
       run: the identity of the run.
 
     Raises:
@@ -110,7 +110,7 @@ class RemoteHosts:
       num_hosts: the number of hosts.
     """
 
-    # The host whose paths mean the same in this process.
+    # The host on which paths mean the same as in this process.
     own = 0
 
     def __init__(
@@ -126,10 +126,10 @@ class RemoteHosts:
         self._tree = HostTree(num_hosts=self.num_hosts)
         self._cpus = [host.cpus[0] for host in hosts]
         self._layouts: dict[tuple[Group, ...], int] = {}
-        # The requested leaves, in groups, and the restored ones.
+        # The requested leaves, in groups, and the restored leaves.
         self._wanted: tuple[tuple[Group, ...], list[list[AskedLeaf]]] = ((), [])
         self._made: dict[str, Any] = {}
-        # Restored trees of other layouts.
+        # Restored trees with other layouts.
         self._others: dict[str, Any] = {}
         cpus = _over([device for host in hosts for device in host.cpus])
         # Also runs if `close` is never called.
@@ -221,7 +221,7 @@ class RemoteHosts:
                 arrays = take(messages.encode(content, _over(group.mesh)))
             made = group.restored(arrays, of_group, dtypes)
             if self._arrays.apart:
-                # The next group needs the hosts' memory.
+                # Frees the hosts' memory for the next group.
                 jax.block_until_ready(made)
             self._made |= made
         return self.all(HostReader.materialise, tuple(components))
@@ -256,7 +256,7 @@ class RemoteHosts:
     def _send(
         self, hosts: Sequence[int], method: calls.Call, arguments: Mapping[str, Any]
     ) -> dict[int, Any]:
-        # The answers of some hosts, by number.
+        # The answers of some hosts, by host number.
         sharding = _over([self._cpus[number] for number in hosts])
         outcomes = self._caller.outcomes(method, arguments, sharding)
         encoded = allgather.answers(dict(zip(hosts, outcomes, strict=True)))

@@ -1,4 +1,4 @@
-"""The head's handle of the data iterators that run beside the accelerator hosts."""
+"""The head's handle for the data iterators on the accelerator hosts."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from elastic_ckpt.data import (
 from elastic_ckpt_sidecar import failures, host_calls, messages, worker
 from elastic_ckpt_sidecar.worker import HostData
 
-# How long a worker may take to move to the beginning, or to change the batch size.
+# How long a worker may take to move to the beginning or change the batch size.
 _ANSWER_SECS = 60.0
 
 
 class RemoteIterator(iterator.Batches):
     """Global batches from workers in colocated Python, which write their own state.
 
-    It is an iterator for a training loop, and a `StatefulCheckpointable` for Orbax v1:
-    workers write the state into the step's temporary directory, before Orbax commits
-    the step, and it never passes through the head.
+    It is an iterator for a training loop and a `StatefulCheckpointable` for Orbax v1:
+    workers write the state into the step's temporary directory before Orbax commits
+    the step, and the state never passes through the head.
 
-    Workers prepare the next batches on their hosts' CPU devices. A thread of the head
-    moves the next one to the accelerators while a step runs, so a batch is requested,
-    transferred and checked before the loop needs it.
+    Workers prepare the next batches on their hosts' CPU devices. While a step runs, a
+    thread in the head moves the next batch to the accelerators, so the batch is
+    requested, transferred and checked before the loop needs it.
 
     Args:
       data: the data.
@@ -49,14 +49,15 @@ class RemoteIterator(iterator.Batches):
       read_ahead: how far each worker reads ahead of the head.
 
     Raises:
-      ConfigError: if hosts differ in software or data; lists the differences.
+      ConfigError: if hosts differ in software or data. The message lists the
+        differences.
     """
 
     def _begin(self, mesh: Mesh, read_ahead: prefetch.ReadAhead) -> Any:
         return _Workers(self._course, mesh, self._sharding, read_ahead)
 
 
-# A batch, and how long each host waited for it, with a row per device.
+# A batch, and how long each host waited for the batch, with a row per device.
 _Fetched = tuple[elastic_data.Batch, jax.Array]
 
 
@@ -65,7 +66,7 @@ class _Workers:
 
     Attributes:
       identity: the identity of the data.
-      calls: fetches batches ahead of the loop, and runs other calls in between.
+      calls: fetches batches ahead of the loop and runs other calls in between.
     """
 
     def __init__(
@@ -138,8 +139,8 @@ class _Workers:
             moved.result(limit_secs)
         except TimeoutError:
             raise errors.DataError(
-                f"the workers did not answer within {limit_secs:g} s: a read of the"
-                " data may hang; check the storage, and resume from the checkpoint"
+                f"the workers did not answer within {limit_secs:g} s: a data read may"
+                " hang; check the storage, and resume from the checkpoint"
             ) from None
         except BaseException:
             self._number = before
@@ -173,7 +174,7 @@ class _Workers:
     def _check_compatibility(self, mesh: Mesh) -> None:
         head = [compatibility.local_facts(self._course.data, role="the head")]
         message = messages.encode({}, self._cpus)
-        # First the facts that need no user code, because workers may fail to load it.
+        # First the facts that need no user code, which workers may fail to load.
         for ask in (worker.Facts, self._agent.connect):
             try:
                 with failures.reaching_the_head():
@@ -182,9 +183,10 @@ class _Workers:
                 raise
             except Exception as error:
                 raise errors.ConfigError(
-                    "the workers beside the accelerators cannot run our code, or yours:"
-                    f" {error}; build their image by docs/pages/guides/kubernetes.md,"
-                    " with the modules that your pipeline imports"
+                    "the workers on the accelerator hosts cannot run our code or yours:"
+                    f" {error}; build their image as in"
+                    " docs/pages/guides/kubernetes.md, with the modules that your"
+                    " pipeline imports"
                 ) from error
             compatibility.check(head + facts)
         compatibility.check_controllers(self._course.data, mesh)
@@ -194,7 +196,7 @@ class _Workers:
 
 
 class _Hosts:
-    """Calls the workers; methods other than `all` run in the thread that fetches."""
+    """Calls the workers; methods other than `all` run in the fetching thread."""
 
     def __init__(
         self, agent: Any, cpus: NamedSharding, sharding: NamedSharding
@@ -203,7 +205,7 @@ class _Hosts:
         self._caller = host_calls.Caller(agent)
         self._message = messages.encode({}, cpus)
         # The number of the state after the last batch received, and whether hosts may
-        # be past it.
+        # be past that state.
         self._number, self._is_behind = 0, False
 
     def all(self, method: Any, *args: Any) -> list[Any]:
@@ -219,10 +221,10 @@ class _Hosts:
         """Moves all hosts to a new state, which gets the number `begin`.
 
         Args:
-          before: the number of the state to which they return if one of them fails.
+          before: the number of the state to which all hosts return if one fails.
           begin: a number that no host has used.
           method: a method of `HostData`.
-          *args: its arguments after `begin`.
+          *args: the method's arguments after `begin`.
         """
         self._number, self._is_behind = before, True
         self.all(method, begin, *args)

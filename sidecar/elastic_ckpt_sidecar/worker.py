@@ -20,7 +20,8 @@ from elastic_ckpt_sidecar import failures, host_calls, messages
 
 # Batches that the head takes from its workers before the loop requests them.
 HEAD_AHEAD = 1
-# The number of states that a host keeps, with one that may not have reached the head.
+# The number of states that a host keeps, including one that may not have reached the
+# head.
 STATES = HEAD_AHEAD + 2
 
 # Shorter waits are not reported to the head.
@@ -37,11 +38,11 @@ def facts(call: jax.Array) -> jax.Array:
 
 
 class HostData:
-    """The data of one host, as the head calls it.
+    """One host's data, with methods that the head calls.
 
-    The head is ahead of the loop, so the host keeps its last states, by number. The
-    number grows by one with each batch; with each load or change the head assigns a new
-    number, which no host has used.
+    The head is ahead of the loop, so the host keeps its last states by number. The
+    number grows by one with each batch. With each load or change, the head assigns a
+    new number, which no host has used.
     """
 
     def __init__(self, rows: iterator.HostIterator) -> None:
@@ -57,7 +58,7 @@ class HostData:
     def next(self) -> elastic_data.Batch:
         """The next batch for the head."""
         batch = self._rows.next()
-        # Kept with earlier ones: the loop may not have taken this batch yet.
+        # Keeps earlier states, too: the loop may not have taken this batch yet.
         self._states.append((self._states[-1][0] + 1, self._rows.get_state()))
         return batch
 
@@ -144,12 +145,12 @@ class HostData:
                 return taken
         raise errors.DataError(
             "the hosts are no longer at the same batch, because a load or a change"
-            " failed on some of them; load a state again"
+            " failed on some of them; reload a state"
         )
 
 
 class _HostWorker(host_calls.HostCalls):
-    """The data of a process's host.
+    """The data of this process's host.
 
     Args:
       data: the data.
@@ -188,7 +189,7 @@ class _HostWorker(host_calls.HostCalls):
 
     @failures.reported()
     def next(self, call: jax.Array) -> tuple[elastic_data.Batch, jax.Array]:
-        """The next global batch, and how long each host waited for it.
+        """The next global batch, and how long each host waited for the batch.
 
         Returns:
           The batch, on the mesh of `call`, and the seconds, float32 `[devices]`.

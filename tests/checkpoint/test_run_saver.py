@@ -122,7 +122,7 @@ def test_a_step_of_plain_orbax_comes_back_with_its_data(start, batches, tmp_path
     state_file = step / "data" / "data_state.json"
     whole = state_file.read_bytes()
     state_file.write_bytes(whole[:20])
-    with pytest.raises(errors.DataError, match=r"data_state\.json is cut short"):
+    with pytest.raises(errors.DataError, match=r"data_state\.json is truncated"):
         run.restore(state())
     state_file.write_bytes(whole)
     for path in (step / "state").rglob("*"):

@@ -66,8 +66,8 @@ def test_it_tells_leftovers_preserved_steps_and_those_of_plain_orbax(tmp_path):
     ]
     text = runs.verb("inspect", ram, steps, "--all")
     assert "step 2: complete, preserved\n" in text
-    assert "step 5: saved by Orbax alone, without manifests\n" in text
-    assert f"step 4 is being written, or was cut short: {half}\n" in text
+    assert "step 5: saved by stock Orbax, without manifests\n" in text
+    assert f"step 4 is being written, or was interrupted: {half}\n" in text
 
 
 def test_of_a_run_it_shows_one_step_briefly_one_that_is_asked_for_and_all(tmp_path):
@@ -90,7 +90,7 @@ def test_of_a_run_it_shows_one_step_briefly_one_that_is_asked_for_and_all(tmp_pa
     assert of_step["known"] == [1, 2, 3]
     output = runs.verb("inspect", tmp_path, "--step", 7, code=1)
     assert (
-        "there is no step 7 in the given places; they contain the steps [1, 2, 3]"
+        "there is no step 7 in these locations; they contain the steps [1, 2, 3]"
         in output
     )
 

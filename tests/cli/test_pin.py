@@ -10,7 +10,7 @@ def test_steps_are_pinned_in_every_tier_and_given_back(tmp_path):
     (in_ram,) = (ram / "hosts" / "0").glob("1-*")
     paths = [in_ram, steps / "1"]
     output = runs.verb("pin", steps / "1", steps / "1" / "state", code=1)
-    assert "state is not the directory of a step" in output
+    assert "state is not a step directory" in output
     assert not preserved.is_preserved(steps / "1")
     output = runs.verb("pin", *paths)
     assert output == f"{in_ram}: pinned\n{steps}/1: pinned\n"

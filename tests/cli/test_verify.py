@@ -63,7 +63,7 @@ def problems(*paths):
 
 def test_all_is_well_in_any_mixture(saved):
     together = runs.verb("verify", saved / "ram", saved / "steps")
-    assert together.splitlines()[-1] == "PASSED: every copy is what was saved"
+    assert together.splitlines()[-1] == "PASSED: every copy matches what was saved"
     run, before = saved / "run", contents(saved)
     for path in (saved / "ram", saved / "steps", saved / "steps" / "1"):
         assert verify(path, code=0)["passed"]
@@ -231,7 +231,7 @@ def test_peer_is_read_through_its_agent_with_the_secret_from_a_file(saved):
         longer, flipped = sorted(problems(*by_peer), key=lambda each: each["part"])
         assert flipped["path"].startswith(f"{url}/hosts/0/2-")
         assert flipped["part"] == "state/params/w[6:8, 0:6]"
-        assert longer["why"] == "is longer than what was saved, by 4 bytes"
+        assert longer["why"] == "is 4 bytes longer than the saved copy"
         # By path and through the agent it is one holder.
         assert len(problems(saved / "ram", *by_peer)) == 2
     # It does not answer any more.

@@ -120,7 +120,7 @@ def test_a_call_that_hangs_is_left_alone_after_a_while_or_at_once(
     one.close()
     one.close()
     for use in (one.take, lambda: one.submit(list)):
-        with pytest.raises(errors.DataError, match="was closed; make a new one"):
+        with pytest.raises(errors.DataError, match="was closed; create a new one"):
             use()
     assert "has not returned within 0.05 s; its thread is abandoned" in caplog.text
     numbers.may_go_on.set()

@@ -201,7 +201,7 @@ def test_a_state_of_a_users_iterator_comes_back_as_it_was():
         (lambda _: [], "rank 0 is not a state of LocalBatches"),
         (lambda _: {"_num_yielded": 3}, r"rank 0 is not a state of .*; load"),
         (lambda own: [own, None], "rank 1 is not a state of LocalBatches"),
-        (lambda own: own | {"version": 2}, "version 2, and this program reads"),
+        (lambda own: own | {"version": 2}, "version 2, but this program reads"),
         (lambda own: own | {"at_end": True}, "rank 0 was altered"),
         (lambda own: [own, of_part(0, 1, 0)], r"rank 1 has position .*at the same"),
         (lambda _: [of_part(0, 4, 1)], r"lacks logical shards \[3, 4.*as a list"),
@@ -339,7 +339,7 @@ def test_entries_that_do_not_belong_together_are_refused():
         (missing, r"lacks logical shards \[7\]"),
         ({"shard_00003": another}, "has no entry 'position'"),
         (saved | {"shard_00003": altered}, "'shard_00003'.*digest differs"),
-        (saved | {"shard_00003": None}, "'shard_00003'.*is cut short"),
+        (saved | {"shard_00003": None}, "'shard_00003'.*is truncated"),
         (saved | {"position": json.dumps({"version": 1})}, "'position'.*altered"),
     ):
         with pytest.raises(errors.DataError, match=problem):

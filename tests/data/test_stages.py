@@ -141,7 +141,7 @@ def test_a_run_continues_with_other_stages_but_for_those_that_have_begun(
         later = batches_of(short_then_long(parts, 4))
         load(later, tmp_path / name)
         if before is short:
-            with pytest.raises(errors.DataError, match=r"call begin_at\(step\)"):
+            with pytest.raises(errors.DataError, match=r"begin_at\(step\) after"):
                 next(later)
             later.begin_at(2)
         found = taken(later, 3)
@@ -197,9 +197,9 @@ def test_stages_that_do_not_fit_are_refused(files):
         ),
     )
     for stages_of, message in (
-        ([], "no stages; give"),
+        ([], "no stages; pass"),
         ([(0, data, None), (0, data, None)], r"begin at steps \[0, 0\]"),
-        ([(0, data, 6), (1, data, 0)], r"global_batch_size \[6, 0\]; give"),
+        ([(0, data, 6), (1, data, 0)], r"global_batch_size \[6, 0\]; set"),
         ([(0, data, None), (5, finite, None)], "different ways to end"),
         ([(0, data, None), (3, renamed, None)], "differently .*books is now named web"),
         ([(0, own(books), None), (2, shuffled, None)], "ec.* that may buffer rows"),

@@ -130,7 +130,7 @@ def test_a_worker_that_is_killed_is_named_with_its_signal(function):
     left = children() - before - {*workers}
     assert len(left) == (function is forks)
     os.kill(workers[0], signal.SIGKILL)
-    said = rf"\(process {workers[0]}\) was ended by SIGKILL.* memory is short"
+    said = rf"\(process {workers[0]}\) stopped with SIGKILL.* memory runs out"
     try:
         with pytest.raises(errors.DataError, match=said):
             list(one)

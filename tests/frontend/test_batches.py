@@ -91,14 +91,14 @@ def test_without_a_spec_the_axes_named_for_rows_shard_them(axes, rows):
             {"a": 2, "b": 4},
             None,
             8,
-            r"none of the mesh's axes \(a=2, b=4\) is named \['batch', .*; name the"
+            r"none of the mesh's axes \(a=2, b=4\) is named \['batch', .*; list the"
             r" axes that shard the rows of a batch, as in spec=PartitionSpec\('a'\)",
         ),
         (
             {"data": 2, "tensor": 4},
             P("data", "sequence"),
             8,
-            r"does not fit the mesh \(data=2, tensor=4\); name axes of the mesh, each",
+            r"does not match the mesh \(data=2, tensor=4\); list mesh axes, each",
         ),
         ({"data": 2, "tensor": 4}, P("data", "data"), 8, "each at most once"),
         (
@@ -124,5 +124,7 @@ def test_closed_batches_yield_nothing(colocated):
     )
     next(batches)
     batches.close()
-    with pytest.raises(errors.DataError, match="this iterator was closed; make a new"):
+    with pytest.raises(
+        errors.DataError, match="this iterator was closed; create a new"
+    ):
         next(batches)

@@ -100,7 +100,7 @@ def test_screen_has_all_of_it():
             "hosts      4 alive, in 2 slices, 8 devices",
             "in RAM     step 30, 21 s old",
             "in storage step 20, 41 s old",
-            "backup     10 steps behind RAM, being written, or cut short: step 40"
+            "backup     10 steps behind RAM, being written, or interrupted: step 40"
             + why,
             "if lost    slices 0, 2: each restores step 20, 10 steps to retrain",
             "if lost    slice 1: the run would start over",

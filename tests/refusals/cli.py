@@ -115,10 +115,10 @@ REFUSALS = {
         error=errors.ConfigError,
     ),
     "audit of no run": verb(
-        "is not the directory of a run", "audit", "DIR", error=errors.ElasticCkptError
+        "is not a run directory", "audit", "DIR", error=errors.ElasticCkptError
     ),
     "inspection of nothing": verb(
-        "neither the directory of a run .* nor one with steps",
+        "neither a run directory .* nor a directory with steps",
         *("inspect", "DIR"),
         error=errors.ElasticCkptError,
     ),
@@ -156,7 +156,7 @@ REFUSALS = {
         error=errors.ElasticCkptError,
     ),
     "pin of no step": verb(
-        "is not the directory of a step", "pin", "DIR", error=errors.ElasticCkptError
+        "is not a step directory", "pin", "DIR", error=errors.ElasticCkptError
     ),
     "slices of a run that is not elastic": scale(
         "was not started with elastic_enabled=true",
@@ -179,7 +179,7 @@ REFUSALS = {
         "--cost step_secs=0: give a value above 0", "--cost", "step_secs=0"
     ),
     "failures of no run": simulated(
-        "nowhere is not the directory of a run",
+        "nowhere is not a run directory",
         *("--trace", "nowhere"),
         error=errors.ElasticCkptError,
     ),

@@ -117,11 +117,11 @@ in_document = row(lambda made, record: made.value(record), error=DATA)
 REFUSALS = {
     # Files and columns.
     "one file in place of a list": row(ec.data.Parquet)(
-        "files='a.parquet': give a tuple", files="a.parquet"
+        "files='a.parquet': pass a tuple", files="a.parquet"
     ),
-    "no file": row(ec.data.TFRecord)("give a tuple of one or more", files=()),
+    "no file": row(ec.data.TFRecord)("pass a tuple of one or more", files=()),
     "a file twice": row(ec.data.ArrayRecord)(
-        "has 'a' twice; name it", files=("a", "b", "a")
+        "has 'a' twice; list it", files=("a", "b", "a")
     ),
     "an index of Megatron": row(ec.data.Megatron)(
         "data.idx is not a .bin file", files=("data.idx",)
@@ -137,23 +137,23 @@ REFUSALS = {
     "a shard that is none of the shards": row(ec.data.Records)(
         "shard=4 of num_shards=4; shards are", RECORDS, shard=4, num_shards=4
     ),
-    "no epoch": row(ec.data.ReadOptions)("num_epochs=0; give 1 or", num_epochs=0),
+    "no epoch": row(ec.data.ReadOptions)("num_epochs=0; pass 1 or", num_epochs=0),
     "weights of other datasets": row(ec.data.Mixture)(
-        r"parts are named \['a'\], but weights \['b'\]; give each",
+        r"parts are named \['a'\], but weights \['b'\]; set a weight",
         *({"a": numbers(0)}, {"b": 1}),
         shard=0,
     ),
     "weights that are all zero": row(ec.data.Mixture)(
-        r"all weights of \['a'\] are 0; raise one",
+        r"all weights of \['a'\] are 0; raise at",
         *({"a": numbers(0)}, {"a": 0}),
         shard=0,
     ),
     "a packing that there is none of": in_rows(
         "packing='best'; choose one of first", numbers(0), packing="best", length=8
     ),
-    "rows of no token": in_rows("length=0; give 1 or more", numbers(0), length=0),
+    "rows of no token": in_rows("length=0; pass 1 or more", numbers(0), length=0),
     "a negative window": in_rows(
-        "window=-1; give 0 or m", numbers(0), length=8, window=-1
+        "window=-1; pass 0 or m", numbers(0), length=8, window=-1
     ),
     "a limit of documents to rows that cut them anywhere": in_rows(
         "max_examples=2 does not work with packing='concat_then_split'",
@@ -172,7 +172,7 @@ REFUSALS = {
         r"num_shards has the values \[\]; set it once", num_shards=None
     ),
     "a source that is not sliced by shard": in_shards(
-        r"would read all of .* repeat every example 2 times; give each shard .*::2\]",
+        r"would read all of .* repeat every example 2 times; let each shard .*::2\]",
         lambda _: NUMBERS.to_iter_dataset(),
     ),
     "an end that there is none of": in_shards(
@@ -183,7 +183,7 @@ REFUSALS = {
         r"data is a \w+MapDataset; .*ec.data.sharded\(mak", data=NUMBERS
     ),
     "text for a number of batches ahead": in_batches(
-        "read_ahead='2'; give a number of batches", read_ahead="2"
+        "read_ahead='2'; pass a number of batches", read_ahead="2"
     ),
     "text for a spec": in_batches(
         "spec='data'; .*PartitionSpec, such as Part", spec="data"
@@ -226,7 +226,7 @@ REFUSALS = {
         "b has no weight; write patterns,weight;", "a,0.5;b"
     ),
     "a list with the same files twice": in_list(
-        "names the same files twice", "a,0.5;a,0.5"
+        "lists the same files twice", "a,0.5;a,0.5"
     ),
     "a list with a negative weight": in_list(
         "dataset b has the weight -1.0; weights are", "a,0.5;b,-1"
@@ -235,11 +235,11 @@ REFUSALS = {
         r"mixture\.json: .* cannot be read as JSON", "{"
     ),
     "a mixture with a misspelt field": in_mixture(
-        "a has {'path': 'x', 'wieght': 1}; give it a numeric weight",
+        "a has {'path': 'x', 'wieght': 1}; set a numeric weight",
         {"a": {"path": "x", "wieght": 1}},
     ),
     "a mixture with text for a weight": in_mixture(
-        "'weight': '1'}; give it a numeric weight",
+        "'weight': '1'}; set a numeric weight",
         {"a": {"path": "x", "weight": "1"}},
     ),
     "a mixture that is missing": Refusal(
@@ -258,11 +258,9 @@ REFUSALS = {
         },
     ),
     # Media.
-    "media of which none fits": in_media(
-        "give each a max_per_row of 1 or more", max_per_row=0
-    ),
+    "media of which none fits": in_media("set max_per_row to 1 or more", max_per_row=0),
     "media with the name of a feature": in_media(
-        "and a name without clashes", kind="inputs"
+        "names that do not clash", kind="inputs"
     ),
     "media that are cut": in_media(
         "choose first_fit or best_fit", packing="concat_then_split"
@@ -278,7 +276,7 @@ REFUSALS = {
     # Keys.
     "an unknown key": in_keys("unknown key 'steps'; the nearest key of", steps=7),
     "packing and Parquet without logical shards": in_keys(
-        '^grain_file_type="parquet", packing=true needs logical shards; set num_logic',
+        '^grain_file_type="parquet", packing=true requires logical shards; set num_log',
         **{"num_logical_shards": 0, "packing": True},
     ),
     "training files that match nothing": in_files(
@@ -300,7 +298,7 @@ REFUSALS = {
         **{"use_sft": True, "tokenize_train_data": False},
     ),
     "a chat template and a file with one": in_keys(
-        "chat_template and chat_template_path are both set; set one",
+        "chat_template and chat_template_path are both set; set only",
         **{"use_sft": True, "chat_template": "a", "chat_template_path": "b"},
     ),
     "conversations without a template": row(conversations, writes=True)(
@@ -310,7 +308,7 @@ REFUSALS = {
         "the chat template is invalid", chat_template="{% if %}"
     ),
     "a conversation that is text": in_turns(
-        "has a str, not a list of messages; name", "Hello"
+        "has a str, not a list of messages; list", "Hello"
     ),
     "messages of another form": in_turns(
         r"a message with \['from', 'value'\]; a message needs a role",
@@ -321,14 +319,14 @@ REFUSALS = {
         [{"role": "user", "content": datetime.date.today()}],
     ),
     "conversations of three columns": row(chat.Conversations)(
-        r"columns=\('a', 'b', 'c'\) .*; name one column of messages, or two",
+        r"columns=\('a', 'b', 'c'\) .*; list one column of messages, or two",
         **{"template": TEMPLATE, "columns": ("a", "b", "c")},
     ),
     "a column that is missing": in_document(
         r"no column 'tokens', only \['text'\]", PRE_TOKENIZED, {"text": "a"}
     ),
     "text in place of tokens": in_document(
-        "not a list of tokens; give a tok", PRE_TOKENIZED, {"tokens": "text"}
+        "not a list of tokens; use a tok", PRE_TOKENIZED, {"tokens": "text"}
     ),
     "tokens in place of text": in_document(
         "has a ndarray, not text; set tokenizer=None",

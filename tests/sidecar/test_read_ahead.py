@@ -115,7 +115,7 @@ def test_closing_does_not_wait_for_a_pipeline_that_hangs(valve, monkeypatch, rem
         next(batches)
     # The valve is closed still.
     batches.close()
-    with pytest.raises(errors.DataError, match="was closed; make a new one"):
+    with pytest.raises(errors.DataError, match="was closed; create a new one"):
         next(batches)
 
 

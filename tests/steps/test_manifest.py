@@ -119,8 +119,8 @@ def test_a_manifest_that_is_not_the_one_or_not_whole_is_refused(tmp_path):
         (forged(run="x"), "is that of run 'x', step 40 and host 'host-01'"),
         (forged(step_id=[41, "1"]), "is that of run 'run-7', step 41 and"),
         (forged(holders=[[HOST, "local", ""]]), "host 'a'"),
-        *((spoilt, "cut short or altered") for spoilt in (b"", content[:-1])),
-        *((each, "cut short or altered") for each in (content + b"{}", b"?" + content)),
+        *((spoilt, "truncated or altered") for spoilt in (b"", content[:-1])),
+        *((each, "truncated or altered") for each in (content + b"{}", b"?" + content)),
     ):
         path.write_bytes(forgery)
         with pytest.raises(errors.CheckpointError, match=said) as raised:

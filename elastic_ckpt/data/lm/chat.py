@@ -1,9 +1,9 @@
 """Conversations as examples of a language model.
 
-`Conversations` takes the place of `Documents`: it renders each record by a chat
+`Conversations` takes the place of `Documents`: it renders each record with a chat
 template and tokenizes it. A token without loss, such as a user's, is stored as its
 complement, `~token`, which is negative. So the mask needs no array and stays with its
-tokens when documents are mixed, cut, shuffled and packed; `Rows` converts it to the
+tokens when documents are mixed, split, shuffled and packed; `Rows` converts it to the
 features of MaxText's rows.
 """
 
@@ -31,7 +31,7 @@ Messages = list[chat_templates.Message]
 _NO_TOKENS = np.empty(0, np.int32)
 _BYTES = tokenizers.Bytes()
 _KEYS = "train_data_columns in a configuration"
-# The names of the field with the assistant's reasoning, by precedence.
+# Names of the field with the assistant's reasoning, by precedence.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 # MaxText's names of completion and prompt, in the wrong order.
@@ -40,7 +40,7 @@ _REVERSED = (("completion", "prompt"), ("answer", "question"))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversations:
-    """Converts records to conversations of tokens, for `Tokens`.
+    """Converts records to tokenized conversations, for `Tokens`.
 
     Only the template determines which tokens begin and end a conversation. The text of
     a special token becomes that token anywhere in the template or a message, as in
@@ -50,10 +50,10 @@ class Conversations:
 
     Attributes:
       columns: the column with the messages, each with `role` and `content`; or the
-        columns of the prompt and of the completion, each with messages or a text.
+        prompt column and the completion column, each with messages or text.
       template: renders the messages.
-      tokenizer: `Bytes`, or one loaded from a `tokenizer.json`.
-      completion_only: whether only the assistant's tokens, not all, have loss.
+      tokenizer: `Bytes`, or a tokenizer loaded from a `tokenizer.json`.
+      completion_only: whether only the assistant's tokens have loss.
     """
 
     columns: tuple[str, ...] = ("messages",)
@@ -68,8 +68,8 @@ class Conversations:
         object.__setattr__(self, "columns", columns)
         if len(columns) not in (1, 2):
             raise errors.ConfigError(
-                f"Conversations: columns={columns!r} ({_KEYS}); name one column of"
-                " messages, or two, of the prompt and of the completion"
+                f"Conversations: columns={columns!r} ({_KEYS}); list one column of"
+                " messages, or two columns, the prompt and the completion"
             )
         # A tokenizer that would leave special tokens as plain text raises an error.
         cast(Any, self.tokenizer).encode_with_spans([])
@@ -103,11 +103,11 @@ class Conversations:
         return list(itertools.chain(*turns)) if all(turns) else []
 
     def value(self, element: dict[str, Any]) -> chat_templates.Rendered | None:
-        """The conversation of a record as text; None for a null value.
+        """A record's conversation as text; None for a null value.
 
         Raises:
-          DataError: if a column is missing or has no messages, or the template cannot
-            render them.
+          DataError: if a column is missing or has no messages, or if the template
+            cannot render the messages.
         """
         messages = self.messages(element)
         if not messages:
@@ -127,9 +127,9 @@ class Conversations:
     def tokens(
         self, values: Sequence[chat_templates.Rendered | None]
     ) -> list[np.ndarray]:
-        """The tokens of each conversation, int32; those without loss are `~token`.
+        """The tokens of each conversation, int32; a token without loss is `~token`.
 
-        Empty for None, and for a conversation without any loss.
+        The array is empty for None and for a conversation without any loss.
         """
         texts = [value.text for value in values if value is not None]
         encoded = iter(cast(Any, self.tokenizer).encode_with_spans(texts))
@@ -142,7 +142,7 @@ class Conversations:
 def _masked(
     encoded: tokenizers.Encoded, spans: Sequence[tuple[int, int]]
 ) -> np.ndarray:
-    # A token counts if it overlaps a span.
+    # A token has loss if it overlaps a span.
     begins, ends = np.array(spans, np.int64).reshape(-1, 2).T
     first, stop = encoded.spans.T
     # The first span that ends after a token begins; after the last, one at infinity.
@@ -154,13 +154,13 @@ def _masked(
 
 
 def _warn_of_special_texts(messages: Messages, tokenizer: Any) -> None:
-    # With such a text, a message could end its turn and begin another role's.
+    # With such text, a message could end its turn and begin another role's.
     texts = getattr(tokenizer, "special_texts", tuple)()
     if found := _any_of(texts).search(json.dumps(messages, ensure_ascii=False)):
         logging.log_first_n(
             logging.WARNING,
             "a message has the text %r, which becomes a special token; remove such"
-            " texts if you do not trust the authors of the messages",
+            " text if you do not trust the authors of the messages",
             1,
             found[0],
         )
@@ -168,12 +168,12 @@ def _warn_of_special_texts(messages: Messages, tokenizer: Any) -> None:
 
 @functools.cache
 def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
-    # Without texts, it matches nothing.
+    # Without texts, the pattern matches nothing.
     return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
 
 def _turns(element: dict[str, Any], column: str, *, role: str) -> Messages:
-    # The messages in a column; with a role, a text is one message of that role.
+    # The messages in a column; with a role, a string is one message of that role.
     value = token_numbers.in_column(element, column)
     if value is None:
         return []
@@ -182,7 +182,7 @@ def _turns(element: dict[str, Any], column: str, *, role: str) -> Messages:
     if not isinstance(value, list):
         raise errors.DataError(
             f"column {column!r} has a {type(value).__name__}, not a list of messages;"
-            " name the column of the conversation, or those of prompt and completion"
+            " list the conversation column, or the prompt and completion columns"
             f" ({_KEYS})"
         )
     return [_message(each, column) for each in value]
@@ -205,8 +205,8 @@ def _message(value: Any, column: str) -> chat_templates.Message:
 
 
 def _plain(value: Mapping[str, Any], column: str) -> chat_templates.Message:
-    # Only JSON's types, because other objects would give a template their methods; and
-    # no halves of surrogate pairs, which mark spans in a rendered text.
+    # Allows only JSON's types, because a template could call the methods of other
+    # objects, and no halves of surrogate pairs, which mark spans in rendered text.
 
     def as_list(item: Any) -> Any:
         if isinstance(item, np.ndarray | np.generic):

@@ -2,13 +2,13 @@
 
 A template is a Jinja program that comes with a tokenizer: `chat_template.jinja`, or the
 field `chat_template` of `tokenizer_config.json`. It renders the same text as Hugging
-Face's `apply_chat_template`, from the same variables. Jinja's sandbox keeps it from
-reaching Python, but limits neither its time nor its memory.
+Face's `apply_chat_template`, from the same variables. Jinja's sandbox keeps templates
+from reaching Python but limits neither their time nor their memory.
 
-If the template has `{% generation %}` blocks, the assistant's text is what they render.
-Otherwise the conversation is also rendered up to the start and up to the end of each
-turn of the assistant, and the difference is the turn. A template is rejected unless
-each rendering is a prefix of the next.
+If the template has `{% generation %}` blocks, they render the assistant's text.
+Otherwise, the conversation is also rendered up to the start and up to the end of each
+assistant turn, and the difference is the turn. A template is rejected unless each
+rendering is a prefix of the next.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Message = dict[str, Any]
 
 ASSISTANT = "assistant"
 
-# The files of a template next to a tokenizer's, by precedence.
+# Template files next to a tokenizer's file, by precedence.
 _FILES = ("chat_template.jinja", "tokenizer_config.json")
 _FIELD = "chat_template"
-# Enclose what `{% generation %}` blocks render. Messages have no half surrogate pairs.
+# Mark the output of `{% generation %}` blocks. Messages have no half surrogate pairs.
 _MARKS = "\ud800\udbff"
 _MARK = re.compile(f"[{_MARKS}]")
 _GENERATION = re.compile(r"{%[-+]?\s*generation\b")
@@ -47,7 +47,7 @@ class Rendered:
 
     Attributes:
       text: the whole conversation.
-      spans: the start and the end of each part that the assistant says, in characters;
+      spans: the start and end of each part that the assistant says, in characters,
         ascending.
     """
 
@@ -60,11 +60,11 @@ class ChatTemplate:
     """A chat template, as a picklable value; `load_chat_template` creates it.
 
     Attributes:
-      text: the template, in Jinja.
-      special_tokens: the texts of the tokenizer's special tokens by the names of the
-        template's variables, such as `bos_token`.
-      date: the date for `strftime_now`, `YYYY-MM-DD`. Without it, a template that asks
-        for the date is rejected, because rows would change from day to day.
+      text: the Jinja template.
+      special_tokens: the text of each of the tokenizer's special tokens, by the name of
+        the template variable, such as `bos_token`.
+      date: the date for `strftime_now`, `YYYY-MM-DD`. Without a date, a template that
+        asks for it is rejected, because rows would change from day to day.
 
     Raises:
       ConfigError: if the text is not a valid template.
@@ -78,7 +78,7 @@ class ChatTemplate:
         _compiled(self.text)
 
     def identity(self) -> dict[str, storage.Json]:
-        """The digest of the text, and the variables that it reads besides messages."""
+        """The digest of the text, and the variables it reads other than messages."""
         read = {**self.special_tokens, "strftime_now": self.date}
         return {
             "digest": digest.json_digest(self.text),
@@ -91,20 +91,21 @@ class ChatTemplate:
         """Renders a conversation as text.
 
         Args:
-          messages: dicts with `role` and `content`, of JSON's types.
-          add_generation_prompt: whether to end the text with the beginning of a turn
-            of the assistant.
+          messages: dicts of JSON types with `role` and `content`.
+          add_generation_prompt: whether to end the text with the beginning of an
+            assistant turn.
 
         Raises:
-          DataError: if the template rejects the conversation, or has an error.
+          DataError: if the template rejects the conversation or has an error.
         """
         return self._rendered(messages, add_generation_prompt).text
 
     def render_with_spans(self, messages: Sequence[Message]) -> Rendered:
-        """Renders a conversation, and finds what the assistant says.
+        """Renders a conversation and finds the assistant's parts.
 
         Raises:
-          DataError: as `render`; or if the template does not show what it says.
+          DataError: as `render`, or if the template does not show the assistant's
+            parts.
         """
         whole = self._rendered(messages, False)
         if _GENERATION.search(self.text):
@@ -119,15 +120,15 @@ class ChatTemplate:
         return Rendered(text=text, spans=tuple(turns))
 
     def _begin(self, messages: Sequence[Message], text: str, *, prompt: bool) -> int:
-        # The length of the first messages in the text of the whole conversation.
+        # The length of the first messages in the rendered conversation.
         begin = self.render(messages, add_generation_prompt=prompt)
         if not text.startswith(begin):
             raise errors.DataError(
                 "the chat template renders the first"
                 f" {len(messages)} messages of a conversation differently than within"
                 " the whole conversation, so it does not show which part the assistant"
-                " says; mark this part by {% generation %} ... {% endgeneration %} in a"
-                " copy of the template (chat_template_path in a configuration), or"
+                " says; mark this part with {% generation %} ... {% endgeneration %} in"
+                " a copy of the template (chat_template_path in a configuration), or"
                 " train on all turns (sft_train_on_completion_only=false)"
             )
         return len(begin)
@@ -166,18 +167,18 @@ def load_chat_template(
     """Loads a chat template: the given one, or the tokenizer's own.
 
     Next to a `tokenizer.json`, it looks for `chat_template.jinja`, then for the field
-    `chat_template` of `tokenizer_config.json`; of several templates in the field, it
+    `chat_template` of `tokenizer_config.json`. If the field has several templates, it
     takes the one named `default`.
 
     Args:
       tokenizer: has the template's special tokens, and the template next to its file.
       text: the template itself, instead of a file.
-      path: the path or URI of a file with the template: its text, or, if its name ends
-        in `.json`, an object with the field `chat_template`.
+      path: the path or URI of a file that contains the template text, or, if its name
+        ends in `.json`, an object with the field `chat_template`.
       date: see `ChatTemplate`.
 
     Raises:
-      ConfigError: if there is no template, or it is invalid.
+      ConfigError: if the template is missing or invalid.
       DataError: if a file cannot be read.
     """
     files = [storage.absolute(os.path.expanduser(path))] if path else []
@@ -188,8 +189,8 @@ def load_chat_template(
     text = text or (_of_file(files[0]) if files else "")
     if not text:
         raise errors.ConfigError(
-            f"no chat template: there is neither {_FILES[0]} nor the field {_FIELD!r}"
-            f" in {_FILES[1]} next to the tokenizer {of_tokenizer or tokenizer!r};"
+            f"no chat template: neither {_FILES[0]} nor the field {_FIELD!r} in"
+            f" {_FILES[1]} exists next to the tokenizer {of_tokenizer or tokenizer!r};"
             " set chat_template_path to a file with a template"
         )
     special_tokens = getattr(tokenizer, "special_tokens", dict)()
@@ -206,7 +207,7 @@ def _of_file(file: epath.Path) -> str:
             named = {each["name"]: each["template"] for each in template}
             template = named.get("default", "")
         if not isinstance(template, str):
-            raise TypeError(f"its field {_FIELD!r} is not text")
+            raise TypeError(f"the field {_FIELD!r} is not text")
         return template
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise errors.DataError(
@@ -220,10 +221,10 @@ def _compiled(text: str) -> Any:
     environment = _environment()
     try:
         return environment.from_string(text)
-    except Exception as error:  # a text may be anything
+    except Exception as error:  # the text may be anything
         raise errors.ConfigError(
             f"the chat template is invalid: {_shown(error)}; correct it, or set"
-            " chat_template_path to another one"
+            " chat_template_path to a different one"
         ) from None
 
 
@@ -239,7 +240,7 @@ def _environment() -> Any:
     from jinja2 import ext, nodes, sandbox
 
     class Generation(ext.Extension):
-        """Marks what a `{% generation %}` block renders."""
+        """Marks the output of a `{% generation %}` block."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -270,19 +271,19 @@ def _strftime(date: str, format: str) -> str:
         day = datetime.date.fromisoformat(date)
     except ValueError:
         raise errors.DataError(
-            "the chat template asks for today's date, with which rows would change from"
-            f" day to day, but chat_template_date={date!r} is not a date; set it to a"
-            " fixed date, YYYY-MM-DD"
+            "the chat template asks for today's date, which would change rows from day"
+            f" to day, but chat_template_date={date!r} is not a date; set it to a fixed"
+            " date, YYYY-MM-DD"
         ) from None
     return day.strftime(format)
 
 
 def _without_marks(marked: str) -> Rendered:
-    # In turns, the text before a block and what the block renders.
+    # Alternates between the text before a block and the block's output.
     pieces = _MARK.split(marked)
     if "".join(_MARK.findall(marked)) != _MARKS * (len(pieces) // 2):
         raise errors.DataError(
-            "the chat template cuts off what a {% generation %} block renders; put the"
+            "the chat template cuts off the output of a {% generation %} block; put the"
             " block around the remaining text"
         )
     ends = list(itertools.accumulate(map(len, pieces)))

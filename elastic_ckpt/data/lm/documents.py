@@ -22,7 +22,7 @@ Value = str | bytes | np.ndarray | None
 _BYTES = tokenizers.Bytes()
 _NO_TOKENS = np.empty(0, np.int32)
 
-# The number of documents that one thread tokenises at a time.
+# The number of documents that one thread tokenizes at a time.
 _OF_A_THREAD = 8
 
 # Set by `torchrun` and our launcher: the number of processes on this machine.
@@ -30,23 +30,23 @@ LOCAL_HOSTS_VARIABLE = "LOCAL_WORLD_SIZE"
 
 
 def num_threads(asked: int, *, num_processes: int = 1) -> int:
-    """The number of threads of each process that reads a host's data.
+    """The number of threads in each process that reads a host's data.
 
     Args:
-      asked: the configured threads of a host; 0 means the cores that this process may
-        use, divided by the number of hosts on this machine.
-      num_processes: the number of processes that share them.
+      asked: the configured number of threads per host; 0 means the cores that this
+        process may use, divided by the number of hosts on this machine.
+      num_processes: the number of processes that share the threads.
     """
     hosts = int(os.environ.get(LOCAL_HOSTS_VARIABLE) or 1)
     return max(1, (asked or _num_cores() // hosts) // num_processes)
 
 
 class Encoder(Protocol):
-    """Converts records to what `Tokens` yields; `Documents` is one."""
+    """Converts records to the elements of `Tokens`; `Documents` is one encoder."""
 
     @property
     def column(self) -> str:
-        """The column that it reads, for error messages."""
+        """The column that the encoder reads, for error messages."""
 
     @property
     def tokenizer(self) -> tokenizers.Tokenizer | None:
@@ -59,7 +59,7 @@ class Encoder(Protocol):
         """The part of a record to encode.
 
         Raises:
-          DataError: if the record lacks it.
+          DataError: if the record lacks this part.
         """
 
     def tokens(self, values: Sequence[Any]) -> list[Any]:
@@ -68,13 +68,13 @@ class Encoder(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Converts records to documents of tokens, for `Tokens`.
+    """Converts records to tokenized documents, for `Tokens`.
 
     Attributes:
-      column: the column with the text, or with the tokens.
+      column: the column with the text or the tokens.
       tokenizer: the tokenizer; None if the column contains tokens.
-      add_begin: whether each text begins with the tokenizer's begin token.
-      add_end: whether each text ends with the tokenizer's end token.
+      add_begin: whether each document begins with the tokenizer's begin token.
+      add_end: whether each document ends with the tokenizer's end token.
     """
 
     column: str = "text"
@@ -92,8 +92,8 @@ class Documents:
             if getattr(self, field) and token is None:
                 raise errors.ConfigError(
                     f"Documents: {field}=True ({key}=true in a configuration), but the"
-                    f" tokenizer has no token that {what} a text; set {key}=false, or"
-                    " use a tokenizer with such a token"
+                    f" tokenizer has no token that {what} a document; set {key}=false,"
+                    " or use a tokenizer with such a token"
                 )
 
     def identity(self) -> dict[str, storage.Json]:
@@ -142,13 +142,13 @@ def _as_tokens(token: int | None) -> np.ndarray:
 
 
 class Tokens(shard_steps.Step[np.ndarray]):
-    """The documents of records, each the tokens of one record, int32 `[tokens]`.
+    """The records' documents, each the tokens of one record, int32 `[tokens]`.
 
     Args:
       parent: records, dicts of columns.
       documents: converts records to tokens.
-      num_threads: tokenizer threads of this process, shared by all of its pipelines; 0
-        tokenises in the caller. Tokens do not depend on it.
+      num_threads: tokenizer threads in this process, shared by all of its pipelines; 0
+        tokenizes in the caller. Tokens do not depend on this number.
     """
 
     holds_nothing = True
@@ -205,8 +205,8 @@ class _TokensIterator(shard_steps.Elements[np.ndarray]):
         self._parent.set_state(state)
 
 
-# The tokenizer threads of this process, by their number. A forked process has none of
-# its parent's threads.
+# This process's pools of tokenizer threads, by number of threads. A forked process has
+# none of its parent's threads.
 _pools: dict[int, futures.ThreadPoolExecutor] = {}
 os.register_at_fork(after_in_child=_pools.clear)
 

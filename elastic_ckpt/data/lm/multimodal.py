@@ -1,9 +1,9 @@
 """Packs text with encoded images or audio, which are decoded once they are in a row.
 
 A document is a list of parts: tokens, and encoded media that each take the place of
-some tokens. Whole documents are fitted into rows by their tokens and media. Only the
-media in delivered rows are decoded, by a user's function, to arrays of one shape, as
-JAX needs them.
+some tokens. Whole documents are fitted into rows by their tokens and media. A user's
+function decodes only the media in delivered rows, to arrays of the one shape that JAX
+needs.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Encoded:
     """An encoded medium within a document.
 
     Attributes:
-      modality: the name of its modality.
+      modality: the modality name.
       data: the bytes of an image or audio file.
-      num_tokens: the number of tokens that the model puts in its place.
-      placeholder: the token that stands for each of them.
+      num_tokens: the number of tokens that the model puts in place of the medium.
+      placeholder: the token that stands for each of these tokens.
     """
 
     modality: str
@@ -64,29 +64,30 @@ class MultimodalRows(lm_rows.Rows):
     """Packs documents of text and media into rows of `length` tokens.
 
     A row has the features of `ec.data.lm.Rows`. Its `inputs` are all tokens of a
-    document, and its `targets` the tokens after them; `targets` and
+    document, and its `targets` are the tokens after them; `targets` and
     `targets_segmentation` are 0 before a placeholder and after the last token. For a
-    modality `images` with M media per row and arrays of shape `[...]`, it also has
+    modality `images` with M media per row and arrays of shape `[...]`, a row also has
 
-    * `images`, `[M, ...]`: the decoded media in the order of the row, then zeros;
-    * `images_segmentation`, int32 `[M]`: their documents, as in `inputs_segmentation`;
-      0 where there is none;
-    * `images_start` and `images_length`, int32 `[M]`: the index in the row of their
-      first token, and the number of their tokens.
+    * `images`, `[M, ...]`: the decoded media in row order, then zeros;
+    * `images_segmentation`, int32 `[M]`: the document of each medium, as in
+      `inputs_segmentation`; 0 where there is no medium;
+    * `images_start` and `images_length`, int32 `[M]`: the index in the row of each
+      medium's first token, and its number of tokens.
 
-    A document that does not fit into an empty row is cut before the first token or
-    medium that does not fit. One without text after its first token is dropped.
+    A document that does not fit into an empty row is truncated before the first token
+    or medium that does not fit. A document without text after its first token is
+    dropped.
 
     Args:
       parent: documents, lists of parts: `Encoded` media, and tokens, arrays or lists of
         integers.
       modalities: the modalities by name; rows have features of these names.
-      packing: `"first_fit"` or `"best_fit"`; `"concat_then_split"` would cut media.
-      **settings: further arguments of `ec.data.lm.Rows`, such as `length`, `window`,
+      packing: `"first_fit"` or `"best_fit"`; `"concat_then_split"` would split media.
+      **settings: other arguments of `ec.data.lm.Rows`, such as `length`, `window`,
         `seed`, `shard` and `max_examples`.
 
     Raises:
-      ConfigError: if `packing` has another value, or a modality has no room in a row or
+      ConfigError: if `packing` is invalid, or if a modality has no room in a row or has
         a name that clashes with another feature.
     """
 
@@ -108,9 +109,9 @@ class MultimodalRows(lm_rows.Rows):
         least = min((each.max_per_row for each in modalities.values()), default=1)
         if least < 1 or len({*names}) < len(names):
             raise errors.ConfigError(
-                f"MultimodalRows: modalities={dict(modalities)!r}; give each a"
-                " max_per_row of 1 or more, and a name without clashes among the"
-                f" features of rows, {names}"
+                f"MultimodalRows: modalities={dict(modalities)!r}; set max_per_row to 1"
+                " or more for each, and choose names that do not clash with the row"
+                f" features {names}"
             )
         super().__init__(parent, packing=packing, **settings)
         self.modalities = dict(modalities)
@@ -119,7 +120,7 @@ class MultimodalRows(lm_rows.Rows):
         return _MultimodalIterator(self)
 
     def settings(self) -> dict[str, storage.Json]:
-        """See `Rows`; includes the modalities, without their `decode`."""
+        """See `Rows`; includes the modalities without their `decode`."""
         kinds = {
             name: {"max_per_row": m.max_per_row, "shape": [*m.shape], "dtype": m.dtype}
             for name, m in self.modalities.items()
@@ -129,7 +130,7 @@ class MultimodalRows(lm_rows.Rows):
 
 @dataclasses.dataclass(frozen=True)
 class _Document:
-    # The parts as read; the tokens, as complements where not targets; and the media.
+    # The parts as read; the tokens (complements where not targets); and the media.
     parts: list[Any]
     tokens: np.ndarray
     media: _Media
@@ -153,7 +154,7 @@ class _MultimodalIterator(lm_rows.RowsIterator):
                     raise errors.DataError(
                         f"a document has a medium of modality {part.modality!r} with"
                         f" num_tokens={part.num_tokens}; use one of {sorted(media)},"
-                        " and give 1 or more tokens"
+                        " and 1 or more tokens"
                     )
                 of_kind = media[part.modality]
                 is_full = len(of_kind) == self.of.modalities[part.modality].max_per_row
@@ -167,12 +168,12 @@ class _MultimodalIterator(lm_rows.RowsIterator):
         tokens = np.concatenate(pieces)
         if not (tokens[1:] >= 0).any():
             return _Document(parts, tokens[:0], media)
-        # The last token is an input, too; its target has no loss.
+        # The last token is also an input; its target has no loss.
         tokens = np.append(tokens, np.int32(~token_numbers.PAD))
         return _Document(parts, tokens, media)
 
     def cut(self, held: lm_rows.Held, first: int, stop: int) -> list[Any]:
-        del stop  # documents are never cut
+        del stop  # documents are never split
         (number,) = _numbers(held, [first])
         return held.documents[number].parts
 
@@ -218,7 +219,7 @@ class _MultimodalIterator(lm_rows.RowsIterator):
 
 
 def _numbers(held: lm_rows.Held, at: Sequence[int] | np.ndarray) -> list[int]:
-    # The documents with these first tokens; of several, all but the last are empty.
+    # The documents with these first tokens. Of several, only the last is not empty.
     return (np.searchsorted(held.starts, at, side="right") - 1).tolist()
 
 

@@ -1,9 +1,9 @@
-"""The pipeline of a logical shard that a configuration describes.
+"""Builds a logical shard's pipeline from a configuration.
 
     records -> mixture -> tokens -> rows
 
 Records that contain tokens are decoded before the mixture. Each step is a Grain dataset
-whose iterator has a state, so the whole pipeline has one.
+whose iterator has a state, so the whole pipeline has a state.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _SOURCES: dict[str, Any] = {
 }
 # Formats that use `grain_record_format`.
 _OF_RECORDS = ("arrayrecord", "tfrecord")
-# Keys that need logical shards unless they have their default.
+# Keys that require logical shards unless they have their default value.
 _OF_SHARDS = (
     "data_stages",
     "grain_file_type",
@@ -75,7 +75,7 @@ _TRAIN_FILES = "grain_train_files"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """A dataset of the mixture: its name, files and weight."""
+    """A dataset in the mixture: its name, files and weight."""
 
     name: str
     source: source.Source
@@ -84,21 +84,21 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguagePipeline:
-    """Builds the pipeline of a shard; a pure function of these values.
+    """Builds a shard's pipeline; a pure function of these values.
 
     Attributes:
-      parts: the datasets, which are mixed by weight.
+      parts: the datasets to mix by weight.
       num_shards: S.
       reading: the order of records and the number of epochs.
       documents: converts records to tokens.
       length: tokens of a row, L.
-      truncate: whether longer documents are truncated; if not, they are chunked.
+      truncate: whether longer documents are truncated; otherwise they are split.
       window: the size of the shuffle window in examples; 0 does not shuffle.
       packing: one of `rows.PACKINGS`; empty pads each example to a row.
       max_examples: the maximum number of examples in a packed row; 0 sets no limit.
       seed: the seed of every shuffle.
-      tokenizer_threads: tokenizer threads of a host; 0 uses its share of cores.
-      num_processes: processes of a host that share these threads.
+      tokenizer_threads: tokenizer threads on a host; 0 uses the host's share of cores.
+      num_processes: the number of processes on a host that share these threads.
       vocab_size: rows of the model's embedding. Data that is already tokenized is
         checked against it; 0 disables the check.
       dealing: how records are dealt to shards; see `records.DEALING`.
@@ -133,8 +133,9 @@ class LanguagePipeline:
             read.lead = self._leads.get(name, 0)
             return read if has_texts else self._tokens(read)
 
-        # Even a single dataset is a mixture, because others may be added at a resume.
-        # Texts are tokenized after the mixture, so that threads get many at a time.
+        # Even a single dataset is a mixture, because a resume may add more datasets.
+        # Text is tokenized after the mixture, so that threads get many documents at a
+        # time.
         mixed: grain.IterDataset = mixing.Mixture(make_part, self._weights, shard=shard)
         return rows.Rows(
             self._tokens(mixed) if has_texts else mixed,
@@ -151,7 +152,7 @@ class LanguagePipeline:
     def threads_of_process(self) -> int:
         """The number of tokenizer threads in this process; 0 if threads do not help.
 
-        It depends on the machine, so it is computed where the threads run.
+        The number depends on the machine, so it is computed where the threads run.
         """
         tokenizer = self.documents.tokenizer
         if tokenizer is None or not tokenizer.is_parallel:
@@ -162,7 +163,7 @@ class LanguagePipeline:
 
     def identity(self) -> dict[str, storage.Json]:
         """The settings that determine the order of rows, by configuration key."""
-        # Skipped damage must not change the identity of a file.
+        # Skipped damage must not change a file's identity.
         identity = functools.partial(
             source.identity, digested=not self.reading.skip_corrupt
         )
@@ -185,7 +186,7 @@ class LanguagePipeline:
         }
 
     def dealt(self, dealing: str) -> LanguagePipeline:
-        """This pipeline with another dealing of records."""
+        """This pipeline with a different dealing of records."""
         return dataclasses.replace(self, dealing=dealing)
 
     @functools.cached_property
@@ -200,7 +201,7 @@ class LanguagePipeline:
     def _leads(self) -> dict[str, int]:
         # The first shard with an extra record of each dataset follows the last one of
         # the previous dataset, so that the totals of two shards of a finite mixture
-        # differ by at most one. Weights do not count, as they may change at a resume.
+        # differ by at most one. Weights do not matter: a resume may change them.
         num_epochs = self.reading.num_epochs
         if self.dealing != records.JOINT_SHARES or num_epochs is None:
             return {}
@@ -224,29 +225,29 @@ def from_config(
 ) -> elastic_data.ElasticData:
     """Creates the training data that configuration keys describe.
 
-    With `num_logical_shards` it is like that of `sharded`, otherwise like that of
-    `positional`, with a row for each text of ArrayRecord files.
+    With `num_logical_shards`, the data is like the result of `sharded`; otherwise it is
+    like the result of `positional`, with a row for each document in ArrayRecord files.
 
         from_config(grain_train_files="a*.parquet", grain_file_type="parquet",
                     num_logical_shards=64)
         from_config(ec.load_config("train.yml").data, num_logical_shards=64)
 
     Args:
-      data: the keys of the data, from a configuration or in a mapping.
+      data: the data keys, from a configuration or in a mapping.
       vocab_size: rows of the model's embedding, to reject a tokenizer with more tokens,
         for which JAX would silently use the wrong row; 0 if unknown.
-      **keys: further keys of the data, which override those in `data`.
+      **keys: more data keys, which override the keys in `data`.
 
     Raises:
-      ConfigError: if a key is unknown or its value invalid, if two keys do not fit
-        together, or if the tokenizer has more tokens than `vocab_size`.
-      DataError: if a file is missing, or not in the format that the keys name.
+      ConfigError: if a key is unknown or has an invalid value, if two keys are
+        incompatible, or if the tokenizer has more tokens than `vocab_size`.
+      DataError: if a file is missing or does not have the configured format.
     """
     given = vars(data) if isinstance(data, data_keys.DataKeys) else data or {}
     if not isinstance(given, Mapping):
         raise errors.ConfigError(
-            f"from_config: got a {type(data).__name__}; give the keys of the data as"
-            " keyword arguments, as a mapping, or from a configuration file:"
+            f"from_config: got a {type(data).__name__}; pass the data keys as keyword"
+            " arguments, as a mapping, or from a configuration file:"
             ' ec.data.from_config(ec.load_config("train.yml").data, ...)'
         )
     settings = {
@@ -295,7 +296,7 @@ def eval_from_config(
     """The evaluation data: one epoch of `grain_eval_files`, in order, padded.
 
     Args:
-      data: the keys of the data.
+      data: the data keys.
       global_batch_size: rows of a batch.
       vocab_size: see `from_config`.
     """
@@ -316,7 +317,7 @@ def vocab_size(data: data_keys.DataKeys) -> int:
 
 
 def describe(data: data_keys.DataKeys) -> str:
-    """A description of the training data: each dataset as a tree, with its share."""
+    """Describes the training data: each dataset as a tree, with its share."""
     described = []
     for begin, section in data_keys.stages(data):
         if data.data_stages:
@@ -433,7 +434,7 @@ def _documents(data: data_keys.DataKeys) -> lm_documents.Encoder:
 
 
 def _check(data: data_keys.DataKeys, *, num_tokens: int) -> None:
-    # Settings that do not fit together or the model, each with the remedy.
+    # Lists settings that are incompatible with each other or the model, with remedies.
     wanted = vocab_size(data) if num_tokens and data.tokenize_train_data else 0
     needs = [
         f"{key}={sections.render(value)}"
@@ -451,8 +452,8 @@ def _check(data: data_keys.DataKeys, *, num_tokens: int) -> None:
         ),
         (
             needs and not data.num_logical_shards,
-            f"{', '.join(needs)} needs logical shards; set num_logical_shards to a"
-            " multiple of each number of hosts that you will use, such as the global"
+            f"{', '.join(needs)} requires logical shards; set num_logical_shards to a"
+            " multiple of each host count that you will use, such as the global"
             " batch size",
         ),
         (
@@ -462,13 +463,13 @@ def _check(data: data_keys.DataKeys, *, num_tokens: int) -> None:
         ),
         (
             data.chat_template and data.chat_template_path,
-            "chat_template and chat_template_path are both set; set one of them",
+            "chat_template and chat_template_path are both set; set only one of them",
         ),
         (
             data.max_segments_per_seq and is_cut,
             f"max_segments_per_seq={data.max_segments_per_seq} does not work with"
-            " grain_packing_type=concat_then_split, which cuts documents wherever a row"
-            " is full; set it to 0, or pack by first_fit or best_fit",
+            " grain_packing_type=concat_then_split, which splits documents wherever a"
+            " row is full; set it to 0, or pack with first_fit or best_fit",
         ),
     ):
         if is_wrong:

@@ -1,9 +1,9 @@
-"""Rows of documents: cut, shuffled and packed, a chapter at a time.
+"""Rows of documents: split, shuffled and packed, a chapter at a time.
 
-A chapter is the next few groups of a shard's documents. Cutting, shuffling and packing
-depend on the chapter alone, and nothing else is buffered. So the state is the place
-where its documents were read, and the number of rows taken from it; to resume, they are
-read again.
+A chapter is the next few groups of a shard's documents. Splitting, shuffling and
+packing depend only on the chapter, and nothing else is buffered. So the state is the
+place where the chapter's documents were read and the number of rows taken from it; to
+resume, the documents are reread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FEATURES = (
     "targets_position",
 )
 
-# Minimum number of rows of a chapter: 48, with which rows are 97 % full, but fewer if
+# Minimum number of rows in a chapter: 48, which makes rows 97 % full, but fewer if
 # these have more than `_CHAPTER_TOKENS` tokens.
 _MOST_ROWS, _LEAST_ROWS = 48, 4
 _CHAPTER_TOKENS = 2**17
@@ -49,9 +49,9 @@ _LATER = 8
 _ENDLESS = 2**62
 
 Row = dict[str, np.ndarray]
-# An array of tokens, or a dict with `tokens` and further features.
+# An array of tokens, or a dict with `tokens` and other features.
 Document = Any
-# Inputs of a document: the index of the first one in the chapter, and their number.
+# Inputs of a document: the index of the first one in the chapter, and how many.
 Piece = tuple[int, int]
 
 
@@ -59,8 +59,8 @@ class Held(NamedTuple):
     """Concatenated documents.
 
     Attributes:
-      arrays: `tokens` and further features of all documents, `[tokens, ...]`.
-      lengths: the number of tokens of each document, int64 `[documents]`.
+      arrays: `tokens` and other features of all documents, `[tokens, ...]`.
+      lengths: the number of tokens in each document, int64 `[documents]`.
       documents: the original documents, if rows need more than the arrays.
     """
 
@@ -91,41 +91,42 @@ NONE = Unmade(_NOTHING, [])
 class Rows(shard_steps.Step[Row]):
     """Packs documents into rows of `length` tokens.
 
-    A document of n tokens has n - 1 inputs, each with the next token as its target; one
-    of fewer than two tokens has none. Each row has these features, int32 `[length]`:
+    A document of n tokens has n - 1 inputs, each with the next token as its target; a
+    document of fewer than two tokens has none. Each row has these features, int32
+    `[length]`:
 
     * `inputs` and `targets`;
-    * `inputs_segmentation` and `targets_segmentation`: the documents of the row,
-      numbered from 1; 0 in padding;
-    * `inputs_position` and `targets_position`: the tokens of each document in the row,
-      numbered from 0.
+    * `inputs_segmentation` and `targets_segmentation`: the number of each token's
+      document in the row, from 1; 0 in padding;
+    * `inputs_position` and `targets_position`: the number of each token in its part of
+      a document, from 0.
 
-    A document stores a token without loss, such as a user's, as `~token`. As an input
-    it becomes `token`; as a target it becomes 0, with 0 in `targets_segmentation`.
+    A document stores a token without loss, such as a user's, as `~token`. As an input,
+    it becomes `token`; as a target, it becomes 0, with 0 in `targets_segmentation`.
 
     Args:
       parent: documents, arrays of tokens `[tokens]`; with `features`, dicts of
         equally long arrays: `tokens` and these features.
       length: tokens of a row.
       packing: `"first_fit"` or `"best_fit"`, which put each document whole into a row;
-        `"concat_then_split"`, which fills rows and cuts documents at their ends; or
-        empty, which gives each document its own row.
+        `"concat_then_split"`, which fills rows and splits documents at row ends; or
+        empty, which puts each document into its own row.
       window: the minimum number of documents shuffled together; 0 shuffles none.
       seed: the seed of the shuffle, 0 or more; each shard shuffles differently.
-      shard: the number of the shard.
+      shard: the shard number.
       max_examples: the maximum number of documents in a row, for `"first_fit"` and
         `"best_fit"`; 0 sets no limit.
-      features: further features of documents; rows have their values at the inputs.
-      truncate: whether to truncate documents to `length` inputs; otherwise longer ones
-        are cut into several.
-      vocab_size: rows of the model's embedding; a token outside of it is an error. 0
-        disables the check.
+      features: additional features of documents; rows have their values at the inputs.
+      truncate: whether to truncate documents to `length` inputs; otherwise longer
+        documents are split.
+      vocab_size: rows of the model's embedding; a token outside this range is an error.
+        0 disables the check.
 
     Raises:
-      ConfigError: if a value is not as described.
+      ConfigError: if an argument is invalid.
     """
 
-    # Chapters read their documents again with the weights of the first time.
+    # Chapters reread their documents with the original weights.
     renews = True
 
     def __init__(
@@ -146,7 +147,7 @@ class Rows(shard_steps.Step[Row]):
         if packing not in ("", *PACKINGS):
             raise errors.ConfigError(
                 f"Rows: packing={packing!r}; choose one of {', '.join(PACKINGS)}, or"
-                " '' to give each document a row"
+                " '' to put each document into its own row"
             )
         for name, value, least in (
             ("length", length, 1),
@@ -155,18 +156,18 @@ class Rows(shard_steps.Step[Row]):
             ("max_examples", max_examples, 0),
         ):
             if value < least:
-                raise errors.ConfigError(f"Rows: {name}={value}; give {least} or more")
+                raise errors.ConfigError(f"Rows: {name}={value}; pass {least} or more")
         if max_examples and packing == CONCAT_THEN_SPLIT:
             raise errors.ConfigError(
                 f"Rows: max_examples={max_examples} does not work with"
-                " packing='concat_then_split', which cuts documents wherever a row is"
-                " full; set it to 0, or pack by first_fit or best_fit"
+                " packing='concat_then_split', which splits documents wherever a row is"
+                " full; set it to 0, or pack with first_fit or best_fit"
             )
         self.features = files.names(features, argument="Rows: features")
         if clashing := {"tokens", *FEATURES} & {*self.features}:
             raise errors.ConfigError(
                 f"Rows: features={self.features!r}: rows always have"
-                f" {sorted(clashing)}; name only further features, or rename these"
+                f" {sorted(clashing)}; list only additional features, or rename these"
             )
         self.length, self.packing, self.truncate = length, packing, truncate
         self.window, self.shard, self.key = window, shard, (seed, shard)
@@ -181,7 +182,7 @@ class Rows(shard_steps.Step[Row]):
         return f"Rows(shard={self.shard})"
 
     def settings(self) -> dict[str, storage.Json]:
-        """The settings that determine the rows, without the shard."""
+        """The settings that determine the rows, except for the shard."""
         return {
             "length": self.length,
             "packing": self.packing,
@@ -203,8 +204,8 @@ class _Group(NamedTuple):
     """Documents that were read together.
 
     Attributes:
-      place: the state from which they were read.
-      reads_on: whether that is the end of the previous group.
+      place: the state from which the documents were read.
+      reads_on: whether `place` is the end of the previous group.
       held: the documents.
     """
 
@@ -228,7 +229,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         self._groups: list[_Group] = []
         self._reads_on = False
         self._skip, self._used, self._number = skip, used, chapter
-        # The chapter: its state, documents and rows.
+        # The current chapter: its state, documents and rows.
         self._begin: dict[str, Any] = {}
         self._held = _NOTHING
         self._rows: list[list[Piece]] = []
@@ -301,9 +302,9 @@ class RowsIterator(grain.DatasetIterator[Row]):
         if self.of.dtype == np.int32 and digest != state.get("digest", ""):
             raise errors.DataError(
                 f"logical shard {self.of.shard}: the documents of the saved state's"
-                " rows have changed; make_shard must make the same document of a record"
-                " each time, so seed its random functions; if you changed them, change"
-                " pipeline=, too"
+                " rows have changed; make_shard must make the same document from a"
+                " record each time, so seed its random functions; if you changed them,"
+                " also change pipeline="
             )
         if state["row"]:
             self._make_rows(ended=state["ended"])
@@ -319,7 +320,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         return False
 
     def rest(self) -> list[Document]:
-        """The documents, some of them in part, that were read and are in no row yet."""
+        """The documents, or parts of them, that were read but are not in a row yet."""
         left = [
             self.cut(self._held, at, at + size + 1)
             for row in self._rows[self._next :]
@@ -338,7 +339,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         """Checks and concatenates documents.
 
         Raises:
-          DataError: if one is not as described in `Rows`.
+          DataError: if a document is not as described in `Rows`.
         """
         lists = {"tokens": documents}
         if self.of.features:
@@ -353,12 +354,12 @@ class RowsIterator(grain.DatasetIterator[Row]):
         return Held(arrays, np.array(list(map(len, tokens)), np.int64), [])
 
     def cut(self, held: Held, first: int, stop: int) -> Document:
-        """A range of tokens as a document, with their features."""
+        """A range of tokens and their features as a document."""
         some = {name: values[first:stop] for name, values in held.arrays.items()}
         return some if self.of.features else some["tokens"]
 
     def costs(self, held: Held, at: np.ndarray) -> list[tuple[int, ...]]:
-        """How much of each of `limits` the pieces beginning at `at` use."""
+        """How much of each limit in `limits` the pieces beginning at `at` use."""
         del held
         return [(1,) if self.of.max_examples else ()] * len(at)
 
@@ -367,7 +368,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         return (self.of.max_examples,) if self.of.max_examples else ()
 
     def more(self, rows: Sequence[Unmade | None]) -> Row:
-        """The further features of some rows."""
+        """The additional features of some rows."""
         more: Row = {}
         for name in self.of.features:
             like = next(row for row in rows if row).held.arrays[name]
@@ -431,7 +432,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
             some = shard_steps.take(self.documents, num_documents)
             held = self.hold(some) if some else _NOTHING
         except Exception:
-            # The next call reads the documents before the error again.
+            # The next call rereads the documents before the error.
             self.documents.set_state(place)
             self._reads_on = False
             raise
@@ -442,7 +443,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         return len(some)
 
     def _sizes(self) -> np.ndarray:
-        # The number of inputs of each document that is not used up.
+        # The number of inputs in each document that is not used up.
         lengths = [each.held.lengths for each in self._groups] or [_NOTHING.lengths]
         most = self.of.length if self.of.truncate else _ENDLESS
         sizes = np.clip(np.concatenate(lengths)[self._skip :] - 1, 0, most)
@@ -453,7 +454,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         if mixing.renew(self.documents):
             self._reads_on = False
         # Chapters start small, because the first batch waits for the first chapters of
-        # all shards: one or two rows, by a bit of the shard's number, then two or four,
+        # all shards: one or two rows, by a bit of the shard number, then two or four,
         # and so on. So about equally many shards begin a chapter in each batch.
         level = min(self._number, _LATER)
         wanted = (1 + (self.of.key[1] >> level & 1)) << level
@@ -486,7 +487,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         at[:1] += self._used
         num_whole = len(sizes)
         if self._is_cut and not ended:
-            # The next chapter gets what does not fill a row.
+            # Inputs that do not fill a row go to the next chapter.
             ends = np.cumsum(sizes)
             kept = int(ends[-1]) // length * length
             num_whole = int(np.searchsorted(ends, kept, side="right"))
@@ -528,14 +529,14 @@ def _check_features(document: Any, names: Collection[str]) -> None:
         found = sorted(document) if isinstance(document, dict) else type(document)
         raise errors.DataError(
             f"a document to pack has {found}; Rows expects a dict of"
-            f" {', '.join(names)}: name further features in its features=, or drop them"
+            f" {', '.join(names)}: list other features in its features=, or drop them"
             " before Rows"
         )
     lengths = {name: len(values) for name, values in document.items()}
     if len({*lengths.values()}) > 1:
         raise errors.DataError(
-            f"a document to pack has features of different lengths, {lengths}; give"
-            " each one value per token"
+            f"a document to pack has features of different lengths, {lengths}; each"
+            " needs one value per token"
         )
 
 
@@ -557,7 +558,7 @@ def _flat(tokens: list[Any], dtype: Any) -> np.ndarray:
 def _split(
     at: np.ndarray, sizes: np.ndarray, longest: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    # Cuts documents into pieces of at most `longest` inputs.
+    # Splits documents into pieces of at most `longest` inputs.
     counts = -(-sizes // longest)
     of = np.repeat(np.arange(len(sizes)), counts)
     first = (np.arange(len(of)) - (np.cumsum(counts) - counts)[of]) * longest
@@ -569,7 +570,7 @@ def _pieces(at: np.ndarray, sizes: np.ndarray) -> list[Piece]:
 
 
 def _concatenated(at: np.ndarray, sizes: np.ndarray, length: int) -> list[list[Piece]]:
-    # Pieces end at the ends of rows and of documents.
+    # Pieces end at row ends and document ends.
     ends = np.cumsum(sizes)
     begins, rows = ends - sizes, np.arange(0, sizes.sum(), length)
     cuts = np.union1d(begins, rows)
@@ -587,7 +588,7 @@ def fitted(
     length: int,
     is_best: bool,
 ) -> list[list[Piece]]:
-    """Fits pieces into rows, each into the first or the fullest row that has room.
+    """Fits each piece into the first or the fullest row that has room.
 
     Args:
       pieces: pieces of at most `length` inputs.
@@ -598,7 +599,7 @@ def fitted(
     """
     rows: list[list[Piece]] = []
     left: list[tuple[int, ...]] = []
-    # The room and the number of each row that is not full; sorted if `is_best`.
+    # The room in and number of each row that is not full; sorted if `is_best`.
     free: list[tuple[int, int]] = []
     for piece, cost in zip(pieces, costs, strict=True):
         size = piece[1]
@@ -624,11 +625,11 @@ def fitted(
 
 def _check_vocabulary(vocab_size: int, *arrays: np.ndarray) -> None:
     for numbers in arrays:
-        # Viewed as unsigned numbers, negative ones are the largest.
+        # Viewed as unsigned, negative numbers are the largest.
         is_wrong = numbers.view(np.uint32) >= vocab_size
         if is_wrong.any():
             raise errors.DataError(
                 f"a document has the token {numbers[is_wrong][0]}, but the model's"
                 f" vocabulary has tokens from 0 to {vocab_size - 1}; set vocab_size to"
-                " that of the tokenizer that made the tokens"
+                " the vocabulary size of the tokenizer that made the tokens"
             )

@@ -16,18 +16,18 @@ from elastic_ckpt.data.sources import parquet
 
 PYTHON_STDLIB = "python-stdlib"
 
-# Directories below the standard library that are not part of it.
+# Directories below the standard library's that are not part of it.
 _NOT_STDLIB = ("site-packages", "dist-packages")
 _ROW_GROUP_DOCUMENTS = 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Written:
-    """What was written.
+    """A summary of the written data.
 
     Attributes:
       num_documents: the number of documents.
-      text_bytes: the size of their text.
+      text_bytes: the total size of the text.
       skipped: the files that are empty or not UTF-8.
     """
 
@@ -39,12 +39,12 @@ class Written:
 def write_arrayrecord(directory: epath.PathLike, file: epath.PathLike) -> Written:
     """Writes the text files below a directory as the records of an ArrayRecord file.
 
-    Records are in the order of the sorted paths, so the same files always give the same
-    records. Files that are empty or not UTF-8 are skipped.
+    Records are in the order of the sorted paths, so the same files always produce the
+    same records. Files that are empty or not UTF-8 are skipped.
 
     Args:
-      directory: a local directory; or `python-stdlib`, the `.py` files of the running
-        Python's standard library, or a part of it such as `python-stdlib/email`.
+      directory: a local directory; or `python-stdlib` for the `.py` files of the
+        running Python's standard library, or a part such as `python-stdlib/email`.
       file: the ArrayRecord file, local or in a bucket; it is written atomically.
 
     Raises:
@@ -84,7 +84,7 @@ def write(directory: str, file: str, *, file_type: str) -> Written:
         _WRITERS[file_type](temporary, texts())
         if not sizes:
             raise errors.DataError(
-                f"{directory}: no text files below this directory on this machine; give"
+                f"{directory}: no text files below this directory on this machine; pass"
                 f" one that has some, or {PYTHON_STDLIB!r} for Python's own sources"
             )
     return Written(
@@ -93,7 +93,7 @@ def write(directory: str, file: str, *, file_type: str) -> Written:
 
 
 def file_type(file: str) -> str | None:
-    """The file type for the suffix of a name, such as `.parquet`; None if unknown."""
+    """The file type for a file name's suffix, such as `.parquet`; None if unknown."""
     return _FILE_TYPES.get(pathlib.PurePath(file).suffix.lower())
 
 

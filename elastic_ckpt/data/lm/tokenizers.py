@@ -1,10 +1,10 @@
 """Tokenizers: convert text to tokens, and report the settings that determine them.
 
 A `.tiktoken` file has a base64 token and its rank on each line. It is used as in Llama
-3 and MaxText: with their pattern, and 256 special tokens after the last rank.
+3 and MaxText: with their pattern, and with 256 special tokens after the last rank.
 
 The text of a special token in a document remains plain text, except with a
-`tokenizer.json`, where it becomes the special token as in `transformers`.
+`tokenizer.json`: there it becomes the special token, as in `transformers`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ LLAMA3_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3_NUM_SPECIAL = 256
-# tiktoken fails on texts that are much longer; Llama 3 and MaxText cut them here, too.
+# tiktoken fails on much longer strings; Llama 3 and MaxText also split them here.
 _MAX_CHARACTERS = 400_000
 
-# The usual special tokens, if no file next to a tokenizer.json names them.
+# The usual special tokens, if no file next to a tokenizer.json lists them.
 _USUAL = {
     "bos_token": ("<s>", "<|begin_of_text|>", "<bos>"),
     "eos_token": ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>"),
@@ -50,11 +50,11 @@ _USUAL = {
 
 
 class Encoded(NamedTuple):
-    """The tokens of a text.
+    """The tokens of a string.
 
     Attributes:
-      tokens: int32 `[tokens]`.
-      spans: the start and the end of each token in the text, in characters,
+      tokens: the tokens, int32 `[tokens]`.
+      spans: the start and end of each token in the string, in characters,
         `[tokens, 2]`.
     """
 
@@ -71,24 +71,24 @@ class Tokenizer(Protocol):
 
     @property
     def begin(self) -> int | None:
-        """The token that begins a text; None if there is none."""
+        """The token that begins a document; None if there is none."""
 
     @property
     def end(self) -> int | None:
-        """The token that ends a text; None if there is none."""
+        """The token that ends a document; None if there is none."""
 
     @property
     def is_parallel(self) -> bool:
         """Whether several threads encode faster than one."""
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """The tokens of a text, without begin and end tokens, int32 `[tokens]`."""
+        """The tokens of `text`, without begin and end tokens, int32 `[tokens]`."""
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        """The tokens of each text, as `encode` returns them."""
+        """The tokens of each string, as `encode` returns them."""
 
     def identity(self) -> storage.Json:
-        """The settings that determine the tokens, without the path of the file."""
+        """The settings that determine the tokens, without the file path."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,11 +106,11 @@ class Bytes:
         return tokens.of_bytes(content)
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        """The tokens of each text."""
+        """The tokens of each string."""
         return [self.encode(text) for text in texts]
 
     def encode_with_spans(self, texts: Sequence[str]) -> list[Encoded]:
-        """The tokens of each text, with their spans in it."""
+        """The tokens of each string, with their spans."""
         encoded = []
         for text in map(readable, texts):
             widths = [len(character.encode()) for character in text]
@@ -119,7 +119,7 @@ class Bytes:
         return encoded
 
     def identity(self) -> storage.Json:
-        """The kind; it has no file."""
+        """The tokenizer's kind; it has no file."""
         return {"kind": _BYTES}
 
 
@@ -128,7 +128,7 @@ class FileTokenizer:
     """A tokenizer in a file; `load` creates it.
 
     Only these fields are pickled: another process opens the file at `path`, an absolute
-    path or URI, for its first text, and rejects a file with a different `digest`.
+    path or URI, when it first encodes, and rejects a file with a different `digest`.
     """
 
     kind: str
@@ -140,17 +140,17 @@ class FileTokenizer:
     is_parallel: bool = dataclasses.field(default=True, init=False)
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """The tokens of `text`; invalid Unicode in it becomes U+FFFD."""
+        """The tokens of `text`; invalid Unicode becomes U+FFFD."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        """The tokens of each text, from one call of the library."""
+        """The tokens of each string, from one call to the library."""
         opened = _opened(self.kind, self.path, self.digest)
         encoded = opened.encode([readable(text) for text in texts])
         return [np.array(tokens, np.int32) for tokens in encoded]
 
     def encode_with_spans(self, texts: Sequence[str]) -> list[Encoded]:
-        """The tokens of each text, with their spans in it.
+        """The tokens of each string, with their spans.
 
         Raises:
           ConfigError: if the kind is not `"huggingface"`.
@@ -165,14 +165,14 @@ class FileTokenizer:
         return opened.encode_with_spans([readable(text) for text in texts])
 
     def special_tokens(self) -> dict[str, str]:
-        """The texts of the special tokens by their names, such as `bos_token`.
+        """The text of each special token by name, such as `bos_token`.
 
         Empty unless the kind is `"huggingface"`.
         """
         return dict(_opened(self.kind, self.path, self.digest).special_tokens or {})
 
     def special_texts(self) -> tuple[str, ...]:
-        """The texts that become special tokens wherever they occur."""
+        """The strings that become special tokens wherever they occur."""
         return _opened(self.kind, self.path, self.digest).special_texts
 
     def identity(self) -> storage.Json:
@@ -195,9 +195,9 @@ def load(kind: str, path: str = "") -> Tokenizer:
         `tokenizer.json` or its directory; empty for `"bytes"`.
 
     Raises:
-      ConfigError: if the kind is unknown, `path` does not fit it, or its package is not
-        installed.
-      DataError: if the file is missing, or is not a valid file of this kind.
+      ConfigError: if the kind is unknown, if it is incompatible with `path`, or if its
+        package is not installed.
+      DataError: if the file is missing or not a valid file of this kind.
     """
     if kind not in KINDS or (kind == _BYTES) != (not path):
         files = ", ".join(f"{name} with {file}" for name, file in _FILES.items())
@@ -246,8 +246,8 @@ def _open(kind: str, path: str, digest: str) -> _Opened:
     content = _read(kind, epath.Path(path))
     if digests.bytes_digest(content) != digest:
         raise errors.DataError(
-            f"{path} differs from the tokenizer that was loaded (by its digest); use"
-            " the same file on every host"
+            f"{path} has a different digest than the loaded tokenizer; use the same"
+            " file on every host"
         )
     try:
         return _OPEN[kind](content, epath.Path(path).parent)
@@ -256,7 +256,7 @@ def _open(kind: str, path: str, digest: str) -> _Opened:
     except Exception as error:  # `tokenizers` raises nothing narrower
         raise errors.DataError(
             f"{path}: cannot be read as {_FILES[kind]} ({error}); restore the file"
-            " from a copy, or name its kind (tokenizer_type in a configuration)"
+            " from a copy, or set its actual kind (tokenizer_type in a configuration)"
         ) from None
 
 
@@ -266,7 +266,7 @@ def _open_sentencepiece(content: bytes, _: epath.Path) -> _Opened:
     begin, end = (
         token if token >= 0 else None for token in (model.bos_id(), model.eos_id())
     )
-    # Encodes in the calling thread, because the caller has threads of its own.
+    # Encodes in the calling thread, because the caller has its own threads.
     encode = functools.partial(model.encode, num_threads=1)
     return _Opened(encode, model.vocab_size(), begin, end)
 
@@ -276,7 +276,7 @@ def _open_tiktoken(content: bytes, _: epath.Path) -> _Opened:
     ranks = {base64.b64decode(each, validate=True): int(rank) for each, rank in pairs}
     has_bytes = all(bytes([byte]) in ranks for byte in range(256))
     if not has_bytes or sorted(ranks.values()) != list(range(len(ranks))):
-        raise ValueError("it lacks tokens or ranks: it was cut short or altered")
+        raise ValueError("it lacks tokens or ranks: it was truncated or altered")
     begin, end = len(ranks), len(ranks) + 1
     encoding = _package("tiktoken").Encoding(
         name="llama3",
@@ -305,18 +305,18 @@ def _open_huggingface(content: bytes, directory: epath.Path) -> _Opened:
     tokenizer = _package("tokenizers").Tokenizer.from_str(content.decode())
     if getattr(tokenizer.model, "dropout", None):
         raise ValueError("it drops merges at random: set its dropout to null")
-    # The file may enable these; tokens must not depend on the length of a batch.
+    # The file may enable these, but tokens must not depend on the batch's length.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     vocabulary = tokenizer.get_vocab()
     special = _special_tokens(directory, vocabulary)
     begin, end = (vocabulary.get(special.get(key)) for key in _USUAL)
-    # Its own threads would use every core of the machine, whatever the configuration
-    # says, and would not survive a fork.
+    # The library's own threads would use every core of the machine, whatever the
+    # configuration says, and would not survive a fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     def encode(texts: list[str]) -> list[list[int]]:
-        # The fast variant skips the spans of tokens, which are not used here.
+        # The fast variant skips token spans, which are not used here.
         encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
@@ -347,7 +347,7 @@ def _open_huggingface(content: bytes, directory: epath.Path) -> _Opened:
 def _special_tokens(
     directory: epath.Path, vocabulary: Mapping[str, int]
 ) -> dict[str, str]:
-    # The texts of special tokens by the names in the files next to a tokenizer.json.
+    # The text of each special token named in the files next to a tokenizer.json.
     named: dict[str, Any] = {
         key: next((text for text in usual if text in vocabulary), None)
         for key, usual in _USUAL.items()
@@ -356,7 +356,7 @@ def _special_tokens(
         named |= _settings(directory / file)
     special = {}
     for key, value in named.items():
-        # The files store a text in two ways.
+        # The files store a token's text in two ways.
         text = value["content"] if isinstance(value, dict) else value
         if key.endswith("_token") and isinstance(text, str):
             special[key] = text
@@ -377,13 +377,13 @@ def _read(kind: str, file: epath.Path) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise errors.DataError(
-            f"{file}: cannot be read ({error.strerror or error}); name"
+            f"{file}: cannot be read ({error.strerror or error}); specify"
             f" {_FILES[kind]} (tokenizer_path in a configuration)"
         ) from None
 
 
 def readable(text: str | bytes) -> str:
-    """A text as valid Unicode; invalid parts become U+FFFD.
+    """Converts `text` to valid Unicode; invalid parts become U+FFFD.
 
     JSON can put halves of surrogate pairs into a `str`, which no library accepts.
     """

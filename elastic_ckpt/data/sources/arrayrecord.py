@@ -14,7 +14,7 @@ import numpy as np
 from elastic_ckpt.core import digest, errors
 from elastic_ckpt.data.sources import decoded, files, record_format, source
 
-# The last block of a file has the offset of the footer and a magic number.
+# A file's last block has the footer's offset and a magic number.
 _BLOCK_BYTES = 64 * 1024
 _FOOTER_OFFSET = re.compile(
     rb"\x08([\x80-\xff]*[\x00-\x7f])\x10\xde\xc0\xeb\xfe\x84\xce\xc3\xc9\x71"
@@ -33,8 +33,8 @@ class ArrayRecord(record_format.RecordFiles):
       columns: for `tf_example`, the features to keep, by default all; for `bytes`, the
         name of the only column, by default `text`.
       record_format: the content of a record: `"bytes"`, or `"tf_example"` for a
-        serialised `tf.train.Example`. A feature with one bytes value becomes that
-        value, one with several becomes a list, and numbers become float32 or int64 of
+        serialized `tf.train.Example`. A feature with one bytes value becomes this
+        value, several values become a list, and numbers become float32 or int64 of
         shape `[values]`.
     """
 
@@ -67,7 +67,7 @@ def record(paths: tuple[str, ...], number: int) -> bytes:
     """Reads a record by its number, counted over all files.
 
     Raises:
-      CorruptError: if it is corrupt.
+      CorruptError: if the record is corrupt.
     """
     texts = ArrayRecord(files=paths)
     firsts = decoded.blocks(texts).first_records
@@ -100,12 +100,12 @@ def _opened(file: str) -> Any:
 
     local = files.local_copy(file)
     with open(local, "rb"):
-        # Opened only for a precise error, which the reader does not give.
+        # Opened only for a precise error, which the reader does not raise.
         reader = array_record_module.ArrayRecordReader(
             local, "readahead_buffer_size:0", file_reader_buffer_size=32768
         )
     if not reader.ok():
-        # Otherwise it would look like a file without records.
+        # Otherwise, it would look like a file without records.
         raise RuntimeError("it cannot be opened")
     return reader
 
@@ -134,7 +134,7 @@ def _read_one(file: str, number: int) -> bytes | RuntimeError:
 
 
 def _footer(file: str) -> bytes:
-    # The bytes from the footer, which has the offsets of all chunks, to the end.
+    # The bytes from the footer to the end. The footer has all chunk offsets.
     with open(files.local_copy(file), "rb") as stream:
         end = stream.seek(-_BLOCK_BYTES, os.SEEK_END)
         found = _FOOTER_OFFSET.search(stream.read(_BLOCK_BYTES))
@@ -143,7 +143,7 @@ def _footer(file: str) -> bytes:
         # A varint: seven bits in each byte.
         stream.seek(sum((byte & 127) << 7 * n for n, byte in enumerate(found[1])))
         footer = stream.read(end - stream.tell())
-    # In joined files, the offset counts from the beginning of the last one.
+    # In joined files, the offset is relative to the beginning of the last file.
     if _FOOTER_OFFSET.search(footer):
         raise source.foreign(file, "ArrayRecord", "another file ends in it")
     return footer

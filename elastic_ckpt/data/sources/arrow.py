@@ -1,7 +1,7 @@
 """Arrow files, as Hugging Face `datasets` saves them, mapped into memory.
 
 A file is a stream of messages, with or without the frame of Arrow's file format.
-Finding the record batches takes a pass over the metadata of the messages, once for each
+Finding the record batches takes a pass over the messages' metadata, once for each
 version of a file.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 # Begins a file, but not a stream; messages follow after padding to 8 bytes. Also ends
-# the file, after the footer and its length.
+# the file, after the footer and the footer's length.
 _MAGIC = b"ARROW1"
 _END = struct.Struct(f"<i{len(_MAGIC)}s")
 _FIRST_OF_FILE = 8
@@ -40,9 +40,9 @@ class Arrow(source.Source):
     a Hugging Face dataset.
 
     An element has the value of each column by name: lists of numbers as NumPy arrays,
-    text as `str`, other values as Arrow converts them to Python; nulls as None. Arrow
-    files have no checksums: damage is only found if it makes a value invalid, such as
-    text that is not UTF-8.
+    text as `str`, nulls as None, and other values as Arrow converts them to Python.
+    Arrow files have no checksums: damage is only found if it makes a value invalid,
+    such as text that is not UTF-8.
 
     Attributes:
       files: the paths or URIs of the files; a remote file is copied to this machine
@@ -67,9 +67,9 @@ class Arrow(source.Source):
                 if message.type != "record batch":
                     raise foreign(
                         f"a {message.type} message at byte {start}: write the data"
-                        " without dictionaries, as one file or to Parquet"
+                        " without dictionaries, as one file or as Parquet"
                     )
-                # Without columns, nothing is decompressed.
+                # With no columns, nothing is decompressed.
                 batch = ipc.read_record_batch(message, pyarrow().schema([]))
                 sizes = source.pieces(batch.num_rows, len(message.body))
                 starts += [start] * len(sizes)
@@ -103,14 +103,15 @@ class Arrow(source.Source):
 
 
 def from_hf(dataset: Any, *, columns: tuple[str, ...] = ()) -> Arrow:
-    """The files of a Hugging Face dataset, as a source.
+    """Returns the files of a Hugging Face dataset as a source.
 
     Args:
       dataset: a `datasets.Dataset` on disk.
       columns: the columns to read; empty reads all.
 
     Raises:
-      ConfigError: if it is anything else, or its rows are not those of its files.
+      ConfigError: if `dataset` is anything else, or if its rows differ from the rows in
+        its files.
     """
     found = getattr(dataset, "cache_files", None)
     names = [each["filename"] for each in found] if isinstance(found, list) else []
@@ -119,9 +120,9 @@ def from_hf(dataset: Any, *, columns: tuple[str, ...] = ()) -> Arrow:
     if made is None or is_reordered or source.num_records(made) != len(dataset):
         raise errors.ConfigError(
             f"from_hf: this {type(dataset).__name__} is not a datasets.Dataset with all"
-            " rows of its files on disk, in order; save one split by"
-            " dataset.flatten_indices().save_to_disk(DIRECTORY), and give"
-            " ec.data.from_hf(datasets.load_from_disk(DIRECTORY))"
+            " rows of its files on disk, in order; save one split with"
+            " dataset.flatten_indices().save_to_disk(DIRECTORY), and pass"
+            " datasets.load_from_disk(DIRECTORY)"
         )
     return made
 
@@ -132,8 +133,8 @@ def _messages(stream: Any) -> Iterator[tuple[int, Any]]:
     try:
         pyarrow().ipc.read_message(stream)
     except (pyarrow().ArrowException, OSError):
-        # Polars 2.1 writes no length of the schema message, as readers of the file
-        # format do not need it. The next message begins with a mark.
+        # Polars 2.1 does not write the schema message's length, which readers of the
+        # file format do not need. The next message begins with a mark.
         stream.seek(begin)
         stream.seek(begin + stream.read(_SCHEMA_BYTES).find(_MARK))
     with contextlib.suppress(EOFError):
@@ -174,6 +175,6 @@ def pyarrow() -> Any:
     """`pyarrow`.
 
     Raises:
-      ConfigError: if it is not installed.
+      ConfigError: if `pyarrow` is not installed.
     """
     return extras.module("pyarrow", extra="parquet", otherwise="use other files")

@@ -22,7 +22,7 @@ def damaged(error_of: Callable[[object], Exception]) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, EOFError, UnicodeError) as error:
-        # Arrow also raises OSError for such bytes, but without an errno.
+        # For such bytes, Arrow also raises OSError, but without an errno.
         bare = type(error) is OSError and error.errno is None
         if isinstance(error, MemoryError | OSError) and not bare:
             raise
@@ -34,7 +34,7 @@ class Columns(source.Block):
 
     Args:
       batch: the records.
-      corrupt: creates the error for an invalid value.
+      corrupt: a function that creates the error for an invalid value.
       is_mapped: whether the batch is mapped from a file and takes no memory.
     """
 
@@ -80,7 +80,7 @@ def checked(
     *,
     is_mapped: bool = False,
 ) -> Columns:
-    """The records of a batch that may be damaged."""
+    """Returns the records of a batch that may be damaged."""
     with damaged(corrupt):
         # A damaged page may decode to offsets out of bounds or to invalid text.
         batch.validate(full=True)
@@ -129,7 +129,7 @@ _TOKEN_TYPES = (np.uint16, np.int32)
 
 
 def _narrowed(numbers: np.ndarray) -> np.ndarray:
-    # Integers in the first of these types that fits all of them.
+    # Converts integers to the first of these types that can hold all of them.
     is_whole = numbers.dtype.kind in "iu"
     least, most = numbers.min(initial=0), numbers.max(initial=0)
     for kind in _TOKEN_TYPES if is_whole else ():

@@ -1,7 +1,7 @@
 """Decoded blocks, shared by the shards of a process.
 
-The most recently used blocks of all files and datasets are cached, within a budget of
-memory. A file whose blocks can only be read in sequence stays open between two of them.
+The most recently used blocks of all files and datasets are cached within a memory
+budget. A file whose blocks can only be read in sequence stays open between two blocks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Blocks:
 
     Attributes:
       sizes: the number of records of each block, int64 `[blocks]`.
-      is_chained: whether each block follows its predecessor in any order.
+      is_chained: whether each block follows its predecessor even when shuffled.
       num_bytes: the size of all files.
       first_records: the number of the first record of each file.
     """
@@ -51,7 +51,7 @@ class Blocks:
         self._first = [0, *itertools.accumulate(counts)]
 
     def get(self, number: int, following: int | None) -> source.Block:
-        """Decodes a block; requests the `following` one if it is in an object store."""
+        """Decodes a block and requests the `following` one from an object store."""
         file, block = self._place(number)
         path = self._of.files[file]
 
@@ -69,7 +69,7 @@ class Blocks:
         return _KEPT.get((path, block, self._of.key), decode).result()
 
     def _place(self, number: int) -> tuple[int, int]:
-        # The last of the files that begin there; the others are empty.
+        # Of the files that begin there, only the last is not empty.
         file = bisect.bisect_right(self._first, number) - 1
         return file, number - self._first[file]
 
@@ -99,8 +99,8 @@ def in_turn(
 ) -> source.Block:
     """Reads a block that can only be read after its predecessors.
 
-    `begin` returns the blocks of its chain, from the first one on; after a
-    `CorruptError` the rest of the chain is lost.
+    `begin` returns the blocks of the chain, from the first one on. After a
+    `CorruptError`, the rest of the chain is lost.
     """
     chain = source.indexes(of)[file].chain(block)
     place = of.files[file], of.key

@@ -1,4 +1,4 @@
-"""Data files, local or in any store that fsspec supports, with retried reads."""
+"""Data files, local or in any store that fsspec supports; reads are retried."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LASTING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, Permission
 _SAMPLE_SPANS = 8
 _SAMPLE_SPAN_BYTES = 4096
 
-# The properties by which stores distinguish versions of an object. Of a local file,
+# The properties by which stores distinguish versions of an object. For a local file,
 # `created` is the time of the last change, which nobody can set.
 _VERSIONS = (
     "etag",
@@ -43,7 +43,7 @@ _VERSIONS = (
     "ino",
 )
 
-# Protocols of sites that may change, limit requests, or not list files.
+# Protocols of sites that may change files, limit requests, or not list files.
 _SITES = ("hf", "http", "https")
 
 # How long a store's first answer may take.
@@ -63,7 +63,7 @@ class Content:
     Attributes:
       num_bytes: the size of the file.
       digest: 16 hex digits, of up to 8 spans of 4 KiB, evenly spaced from the beginning
-        to the end, and of what the format digests besides.
+        to the end, and of any other parts that the format digests.
       version: changes with each write; empty if the store has no such property.
     """
 
@@ -73,14 +73,14 @@ class Content:
 
 
 def find_files(patterns: str, *, key: str = "grain_train_files") -> tuple[str, ...]:
-    """The files of comma-separated paths or globs, sorted within each.
+    """The files that match comma-separated paths or globs, sorted within each.
 
     Args:
       patterns: local paths, or URIs of any scheme that fsspec supports.
       key: the configuration key of the patterns, for error messages.
 
     Raises:
-      DataError: if a pattern matches nothing; names it.
+      DataError: if a pattern matches nothing. The message names the pattern.
       ConfigError: if two patterns match the same file.
     """
     matched: dict[str, str] = {}
@@ -109,11 +109,11 @@ def exists(file: str) -> bool:
 
 
 def names(value: Any, *, argument: str, required: bool = False) -> tuple[str, ...]:
-    """A tuple of names, such as `files` or `columns`, from a caller's `argument`.
+    """Checks an argument that takes names, such as `files`, and returns a tuple.
 
     Raises:
-      ConfigError: if it is a single string, does not consist of names, lacks a required
-        name, or has a name twice.
+      ConfigError: if `value` is a single string, does not consist of names, lacks a
+        required name, or has a name twice.
     """
     is_single = isinstance(value, str | bytes | os.PathLike)
     items = () if is_single else tuple(value or ())
@@ -123,21 +123,21 @@ def names(value: Any, *, argument: str, required: bool = False) -> tuple[str, ..
         or (required and not items)
     ):
         raise errors.ConfigError(
-            f"{argument}={value!r}: give a tuple of {'one or more ' * required}names"
+            f"{argument}={value!r}: pass a tuple of {'one or more ' * required}names"
         )
     for name, number in collections.Counter(items).most_common(1):
         if number > 1:
-            raise errors.ConfigError(f"{argument} has {name!r} twice; name it once")
+            raise errors.ConfigError(f"{argument} has {name!r} twice; list it once")
     return tuple(map(str, items))
 
 
 def absolute(patterns: str) -> str:
-    """Comma-separated patterns, with local ones made absolute."""
+    """Makes local paths in comma-separated patterns absolute."""
     return ",".join(map(absolute_path, _patterns(patterns)))
 
 
 def absolute_path(path: str) -> str:
-    """A path or URI, made absolute because the program may change its directory."""
+    """Makes a path absolute, because the program may change its directory."""
     if not storage.is_local(path):
         return path
     return os.path.abspath(os.path.expanduser(path))
@@ -166,9 +166,9 @@ def content(*files: str) -> Content:
 
 
 def version(*files: str) -> str:
-    """A text that changes, within 30 s, when one of the files is written.
+    """A string that changes, within 30 s, when one of the files is written.
 
-    Empty if a store has no such property, or a file is missing.
+    Empty if a store has no such property or a file is missing.
     """
     with contextlib.suppress(OSError):
         return _joined(map(_looked_up, files))
@@ -192,7 +192,7 @@ def forget_all() -> None:
 
 
 def opened(file: str, until: int | None = None) -> BinaryIO:
-    """Opens a file for reading, seekable, in an object store only up to `until`."""
+    """Opens a seekable file for reading; in an object store, only up to `until`."""
     if storage.is_local(file):
         return open(file, "rb")
     return remote_file.opened(_remote(file), until)
@@ -201,7 +201,7 @@ def opened(file: str, until: int | None = None) -> BinaryIO:
 def read_ahead(file: str, start: int, stop: int) -> None:
     """Requests bytes of a file in an object store before they are read.
 
-    The later read raises any errors.
+    Any error is raised later, by the read.
     """
     if start < stop and not storage.is_local(file):
         with contextlib.suppress(OSError, errors.DataError):
@@ -216,16 +216,16 @@ def local_copy(file: str) -> str:
 
 
 def retried(read: Callable[[], T], place: str, *, at_start: bool = False) -> T:
-    """Calls `read`, and tries again after each `OSError`.
+    """Calls `read` and retries after each `OSError`.
 
     Args:
-      read: may be called several times.
-      place: the file and the position in it, for error messages.
-      at_start: whether this is the run's first read of the file; then a missing file
-        fails at once.
+      read: the function, which may be called several times.
+      place: the file and the position in the file, for error messages.
+      at_start: whether this is the run's first read of the file. If it is, a missing
+        file fails immediately.
 
     Raises:
-      DataError: if the last try fails; names the place.
+      DataError: if the last try fails. The message names the place.
     """
     pauses_secs = iter(_PAUSES_SECS)
     while True:
@@ -240,7 +240,7 @@ def retried(read: Callable[[], T], place: str, *, at_start: bool = False) -> T:
             pause_secs = next(pauses_secs, None)
             if pause_secs is None:
                 raise errors.DataError(
-                    f"{place}: cannot be read, after {len(_PAUSES_SECS) + 1} tries"
+                    f"{place}: cannot be read after {len(_PAUSES_SECS) + 1} tries"
                     f" ({error}); restore the file or access to it, and start the run"
                     " again"
                 ) from error
@@ -253,7 +253,7 @@ def _patterns(text: str) -> Iterable[str]:
 
 
 def _matches(pattern: str) -> list[str]:
-    # Globs skip directories; a directory that is named fails when it is read.
+    # Globs skip directories; a directory that is listed fails when it is read.
     if storage.is_local(pattern):
         pattern = os.path.expanduser(pattern)
         if not glob.has_magic(pattern):
@@ -274,12 +274,14 @@ def _matches(pattern: str) -> list[str]:
 
 
 def _located(file: str) -> tuple[Any, str]:
-    # The file system of a remote file, and the file's path in it.
+    # A remote file's file system, and the file's path in it.
     protocol = file.partition("://")[0]
     bucket_clients.prepare(file, is_data=True)
     try:
         if protocol in _SITES:
-            raise ValueError("a site may change, limit requests, or not list files")
+            raise ValueError(
+                "a site may change files, limit requests, or not list files"
+            )
         system, path = fsspec.url_to_fs(file)
     except (ImportError, ValueError) as error:
         raise errors.DataError(
@@ -309,13 +311,13 @@ def _check_reachable(system: Any, bucket: str, path: str) -> None:
             raise errors.DataError(
                 f"{bucket}: its store cannot be reached within {_REACH_SECS} s"
                 f" ({error}); check this machine's network and the store's address"
-                " (AWS_ENDPOINT_URL, STORAGE_EMULATOR_HOST or that of Azure), and start"
+                " (AWS_ENDPOINT_URL, STORAGE_EMULATOR_HOST or Azure's), and start"
                 " the run again"
             ) from error
 
 
 def _remote(file: str) -> remote_file.Object:
-    # Checks that this process has read no other version before.
+    # Checks that this process has not read a different version before.
     remote = _looked_up(file)
     if _READ.setdefault(file, remote) != remote:
         raise errors.DataError(

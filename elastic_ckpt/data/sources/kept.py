@@ -16,11 +16,11 @@ class Kept(Generic[T]):
     """The most recently used values. Each is computed once while other threads wait.
 
     Args:
-      budget: returns the maximum size of all values together, in bytes.
-      size: returns the size of a value, in bytes.
+      budget: a function that returns the maximum total size of all values, in bytes.
+      size: a function that returns the size of a value, in bytes.
 
     Attributes:
-      num_bytes: the size of all values.
+      num_bytes: the total size of all values.
     """
 
     def __init__(self, budget: Callable[[], int], size: Callable[[T], int]) -> None:
@@ -29,7 +29,7 @@ class Kept(Generic[T]):
         os.register_at_fork(after_in_child=self.begin)
 
     def begin(self) -> None:
-        """Clears the cache; also after a fork, as another thread may hold the lock."""
+        """Clears the cache and renews its lock, which a thread may hold at a fork."""
         self._lock = threading.Lock()
         self._values: collections.OrderedDict[
             Hashable, tuple[futures.Future[T], int]
@@ -52,7 +52,7 @@ class Kept(Generic[T]):
         Args:
           key: the key.
           make: computes the value.
-          submit: calls a function with arguments, in this thread or in another.
+          submit: calls a function with arguments, in this or another thread.
           num_bytes: the assumed size until the value is computed.
         """
         with self._lock:

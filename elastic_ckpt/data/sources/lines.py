@@ -1,7 +1,7 @@
-"""Files of lines: JSON Lines, and plain text.
+"""Files of lines: JSON Lines and plain text.
 
-Each line that is not blank is a record. The blocks of a compressed file are a chain: a
-reader that starts in the middle decompresses everything before.
+Each line that is not blank is a record. The blocks of a compressed file form a chain: a
+reader that starts in the middle must decompress everything before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from elastic_ckpt.core import extras, storage
 from elastic_ckpt.data.sources import decoded, files, source
 
-# The compression of a file, by the suffix of its name.
+# The compression of a file, by file suffix.
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 # The approximate number of bytes decompressed at a time.
 _BUFFER_BYTES = 256 * 1024
@@ -40,7 +40,7 @@ class LineFiles(source.WalkedFiles):
         found = super()._find(file)
         if not _is_compressed(file):
             return found
-        # The offsets are those of the decompressed content.
+        # Offsets refer to the decompressed content.
         return found._replace(starts=None, chains=[0] * len(found.records))
 
     def decode(self, file: int, block: int) -> source.Block:
@@ -102,8 +102,8 @@ class JsonLines(LineFiles):
     Files that end in `.gz` or `.zst` are decompressed. An element has the value of each
     field by name: lists of integers as int64 arrays, lists of floats as float64 arrays,
     other values as `json` decodes them. A line is corrupt if it is not a JSON object,
-    or if a field would be lost or changed: it has a name twice, or half a surrogate
-    pair (`\ud800`).
+    or if a field would be lost or changed because a name occurs twice or a string has
+    half a surrogate pair (`\ud800`).
 
     Attributes:
       files: the paths or URIs of the files.
@@ -138,7 +138,7 @@ class Text(LineFiles):
     """Plain text in UTF-8 as a source: a document on each line, or in each file.
 
     Files that end in `.gz` or `.zst` are decompressed. An element has one column, the
-    text without line ending and byte-order mark. Blank lines and files are skipped.
+    text without line ending or byte-order mark. Blank lines and files are skipped.
 
     Attributes:
       files: the paths or URIs of the files.
@@ -186,7 +186,7 @@ def _value(value: Any) -> Any:
     kinds = set(map(type, value)) if isinstance(value, list) else set()
     if kinds <= {int, float} and len(kinds) == 1:
         array = np.array(value)
-        # Otherwise larger integers would be rounded or become objects.
+        # Otherwise, larger integers would be rounded or become objects.
         if array.dtype == (np.int64 if kinds == {int} else np.float64):
             return array
     return value

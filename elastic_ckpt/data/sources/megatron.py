@@ -1,9 +1,9 @@
 """Megatron's indexed datasets: tokens in a `.bin` file, their offsets in an `.idx`.
 
 An index (`megatron.core.datasets.indexed_dataset`) has a magic number, a version, the
-type of the tokens, the numbers of sequences and of documents, and then arrays: the
-length of each sequence, its offset in the `.bin` file, and the first sequence of each
-document. Both files are mapped into memory.
+token type, the numbers of sequences and documents, and then arrays: the length of each
+sequence, its offset in the `.bin` file, and the first sequence of each document. Both
+files are mapped into memory.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _TYPES: dict[int, type[np.generic]] = {
 class Megatron(source.Source):
     """Megatron's `.bin` files as a source, each with its `.idx` next to it.
 
-    An element has one column, the tokens of a document, of the type in the file. The
-    files have no checksums: an index is only checked to be complete, and within the
-    bounds of its `.bin` file.
+    An element has one column, a document's tokens, in the file's token type. The files
+    have no checksums: the index is only checked to be complete and within the bounds of
+    its `.bin` file.
 
     Attributes:
       files: the paths or URIs of the `.bin` files; remote files are copied to this
@@ -60,7 +60,7 @@ class Megatron(source.Source):
                 )
 
     def _paths(self, file: str) -> tuple[str, ...]:
-        """The file of tokens and its index."""
+        """The token file and its index."""
         return file, _index_of(file)
 
     def _find(self, file: str) -> source.Found:
@@ -82,10 +82,11 @@ class Megatron(source.Source):
             or index.num_bytes != num_bytes
         ):
             raise errors.DataError(
-                f"{file}: its index belongs to another file, or one of them is damaged"
-                f" or cut short: it has {num_bytes} bytes, but the index has"
-                f" {index.num_bytes}, and {len(index.lengths)} sequences; restore both"
-                " from a copy, and join files by Megatron's tools/merge_datasets.py"
+                f"{file}: its index belongs to a different file, or one of them is"
+                f" damaged or truncated: the file has {num_bytes} bytes, but the index"
+                f" has {index.num_bytes}, in {len(index.lengths)} sequences; restore"
+                " both from a copy, and join files with Megatron's"
+                " tools/merge_datasets.py"
             )
         content = digest.values_digest(np.memmap(path, np.uint8, "r")).hex()
         return source.Found(
@@ -111,7 +112,7 @@ class Megatron(source.Source):
         tokens = np.concatenate([np.zeros(0, np.uint8), *values]).view(index.dtype)
         offsets = np.concatenate([[0], np.cumsum(lengths)])[sequences - sequences[0]]
         if len(tokens) < offsets[-1]:
-            raise source.changed(path, f"documents from {first} on are cut short")
+            raise source.changed(path, f"documents from {first} on are truncated")
         pa = arrow.pyarrow()
         column = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(tokens))
         batch = pa.record_batch([column], names=self.columns[:1] or (COLUMN,))
@@ -122,9 +123,9 @@ class _Index(NamedTuple):
     """The arrays of an index.
 
     Attributes:
-      dtype: the type of the tokens.
+      dtype: the token type.
       lengths: the length of each sequence, int32.
-      offsets: the offset of each sequence in the file of tokens, int64.
+      offsets: the offset of each sequence in the token file, int64.
       documents: the first sequence of each document, and the number of sequences,
         int64.
     """
@@ -153,13 +154,13 @@ def _index(path: str, name: str) -> _Index:
         header = stream.read(_HEADER.size).ljust(_HEADER.size)
     magic, version, code, num_sequences, num_documents = _HEADER.unpack(header)
     num_bytes = 12 * num_sequences + 8 * num_documents
-    # An index of several modalities has an extra byte for each sequence.
+    # An index with several modalities has an extra byte for each sequence.
     sizes = _HEADER.size + num_bytes, _HEADER.size + num_bytes + num_sequences
     is_whole = num_documents and os.path.getsize(path) in sizes
     if magic != _MAGIC or version != _VERSION or code not in _TYPES or not is_whole:
         raise errors.DataError(
-            f"{name}: not a Megatron index, or cut short (it begins with {magic!r},"
-            f" version {version}, token type {code}); restore it, or write it again by"
+            f"{name}: not a Megatron index, or truncated (it begins with {magic!r},"
+            f" version {version}, token type {code}); restore it, or rewrite it with"
             " Megatron's tools/preprocess_data.py"
         )
     content = np.memmap(path, np.uint8, "r")[_HEADER.size :]

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 # The size of a read from a column chunk.
 _BUFFER_BYTES = 64 * 1024
-# The size of a decoded number of each type in bytes.
+# The size in bytes of a decoded number of each type.
 _WIDTHS = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8}
-# Begins and ends a file; at the end, it follows the footer and the footer's length.
+# Begins and ends a file; at the end, the footer and its length precede it.
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 8
 _CHUNK_BYTES = 2**20
@@ -29,7 +29,7 @@ class Parquet(source.Source):
     """Parquet files as a source; a block is a row group, or a part of a large one.
 
     An element has the value of each column by name: lists of numbers as read-only NumPy
-    arrays, text as `str`, other values as Arrow converts them to Python; nulls as None.
+    arrays, text as `str`, nulls as None, other values as Arrow converts them to Python.
 
     Attributes:
       files: the paths or URIs of the files.
@@ -107,9 +107,9 @@ files.register_cache(_metadata.cache_clear)
 
 
 def _footer(file: str, metadata: pq.FileMetaData) -> bytes:
-    # In files joined by `cat`, offsets count from the beginning of the last one, so a
-    # boundary of two files shows up between the data and the footer, where otherwise
-    # there are at most indexes.
+    # In files joined by `cat`, offsets are relative to the beginning of the last file,
+    # so a file boundary shows up between the data and the footer, where there are
+    # normally at most indexes.
     chunks = (
         metadata.row_group(group).column(column)
         for group in range(metadata.num_row_groups)
@@ -121,7 +121,7 @@ def _footer(file: str, metadata: pq.FileMetaData) -> bytes:
         stream.seek(max(ends, default=len(_MAGIC)))
         between = b""
         while (left := footer - stream.tell()) > 0:
-            # Finds the end of one file and the beginning of another across two reads.
+            # Finds the end of one file and the beginning of the next across two reads.
             between = between[1 - 2 * len(_MAGIC) :] + stream.read(
                 min(_CHUNK_BYTES, left)
             )
@@ -132,7 +132,7 @@ def _footer(file: str, metadata: pq.FileMetaData) -> bytes:
 
 
 def _num_bytes(group: pq.RowGroupMetaData, columns: Sequence[str]) -> int:
-    # The approximate size of the decoded columns, whose names may contain dots.
+    # The approximate size of the decoded columns. Names may contain dots.
     size = 0
     for number in range(group.num_columns):
         chunk = group.column(number)
@@ -154,8 +154,8 @@ def library() -> Any:
     """`pyarrow.parquet`.
 
     Raises:
-      ConfigError: if it is not installed.
+      ConfigError: if `pyarrow` is not installed.
     """
     return extras.module(
-        "pyarrow.parquet", extra="parquet", otherwise="set grain_file_type to another"
+        "pyarrow.parquet", extra="parquet", otherwise="change grain_file_type"
     )

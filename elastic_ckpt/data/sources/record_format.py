@@ -37,7 +37,7 @@ _NOT_EXAMPLES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordFiles(source.RawFiles):
-    """Common base of the sources whose records are bytes; see `TFRecord`."""
+    """Base class of sources whose records are bytes; see `TFRecord`."""
 
     record_format: str = BYTES
 
@@ -50,15 +50,15 @@ class RecordFiles(source.RawFiles):
             )
 
     def settings(self) -> dict[str, storage.Json]:
-        """The formats, and the columns to read."""
+        """The formats and the columns to read."""
         return {**super().settings(), "record_format": self.record_format}
 
     def _decoded(self, record: bytes, place: str) -> source.Element:
         """The element of a record.
 
         Raises:
-          CorruptError: if it has a different format; names `place`.
-          DataError: if it lacks a feature; names `place`.
+          CorruptError: if the record has a different format. The message names `place`.
+          DataError: if the record lacks a feature. The message names `place`.
         """
         if self.record_format == BYTES:
             (name,) = self.columns[:1] or (RAW_COLUMN,)
@@ -73,10 +73,10 @@ class RecordFiles(source.RawFiles):
 
 
 def parsed(record: bytes) -> dict[str, Any]:
-    """The features of a serialised `tf.train.Example` by name.
+    """The features of a serialized `tf.train.Example` by name.
 
     Raises:
-      ValueError: if it is not a tf.Example, or has a feature twice.
+      ValueError: if the record is not a tf.Example or has a feature twice.
     """
     try:
         entries = _example_class().FromString(record).features.feature
@@ -108,7 +108,7 @@ def _example_class() -> Any:
     return message_factory.GetMessageClass(example)
 
 
-# The file's descriptor, as from `protoc`, but with the map of features as a list of
+# The file descriptor, as from `protoc`, but with the map of features as a list of
 # entries, which shows duplicate names.
 _EXAMPLE_PROTO = """
 name: "elastic_ckpt/example.proto" package: "elastic_ckpt.tensorflow" syntax: "proto3"

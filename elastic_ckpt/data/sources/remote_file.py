@@ -1,10 +1,10 @@
 """Files in object stores: read ahead in blocks, by parallel ranged requests.
 
-The readers of a process share a cache of the most recently used blocks, each of one
+The readers of a process share a cache of the most recently used blocks, each from one
 version of a file. The more consecutive blocks before the current one are in the cache,
-the more blocks are requested ahead, up to a limit: a sequential reader has many
-requests in flight, unless others need the memory, and a random reader requests little
-that it does not need. Bytes known to be read next can be requested early
+the more blocks are requested ahead, up to a limit. So a sequential reader has many
+requests in flight, unless other readers need the memory, and a random reader requests
+few blocks that it does not need. Bytes known to be read next can be requested early
 (`read_ahead`).
 """
 
@@ -36,7 +36,7 @@ _MAX_REQUESTED = 4
 # Maximum number of requests in flight.
 _REQUESTS = 16
 _BUFFER_BYTES = 64 * 1024
-# Maximum number of bytes of one read.
+# Maximum number of bytes per read.
 _MOST_BYTES = _MAX_AHEAD * BLOCK_BYTES
 
 _BLOCKS: kept.Kept[bytes] = kept.Kept(lambda: _BUDGET_BYTES, len)
@@ -48,7 +48,7 @@ class Object:
 
     Attributes:
       url: the URI.
-      version: changes with each write; empty if the store has no versions.
+      version: a string that changes with each write; empty without versions.
       system: fsspec's file system.
       path: the path in the file system.
       num_bytes: the size.
@@ -92,7 +92,7 @@ class Object:
 
 @contextlib.contextmanager
 def store_errors() -> Iterator[None]:
-    """Converts errors of object store clients to an OSError with an `errno`."""
+    """Converts errors from object store clients to an OSError with an `errno`."""
     try:
         yield
     except (FileNotFoundError, PermissionError):
@@ -102,7 +102,7 @@ def store_errors() -> Iterator[None]:
 
 
 class _File(spec.AbstractBufferedFile):
-    # A file up to an offset, read through the cache of the process.
+    # A file up to an offset, read through the process's cache.
     def __init__(self, remote: Object, until: int) -> None:
         super().__init__(remote.system, remote.path, size=until, cache_type="none")
         self._remote = remote
@@ -122,7 +122,7 @@ class _File(spec.AbstractBufferedFile):
 
 
 def opened(remote: Object, until: int | None = None) -> BinaryIO:
-    """Opens a file for reading, seekable, up to `until`."""
+    """Opens a seekable file for reading up to `until`."""
     file: Any = _File(remote, remote.num_bytes if until is None else until)
     return io.BufferedReader(file, _BUFFER_BYTES)
 
@@ -135,13 +135,13 @@ def read_ahead(remote: Object, start: int, stop: int) -> None:
 
 @functools.cache
 def copied(remote: Object) -> str:
-    """The path of a copy on this machine, for readers that need a local file.
+    """Copies the file to this machine, for readers that need a local path.
 
-    Each process makes one copy and deletes it when it ends; the next start deletes that
-    of a killed process (`core.working_directory`).
+    Each process makes one copy and deletes it when it exits. If the process is killed,
+    the next start deletes the copy (`core.working_directory`).
 
     Raises:
-      OSError: if the file cannot be read, or does not fit on this machine.
+      OSError: if the file cannot be read or does not fit on this machine's disk.
     """
     identity = f"{remote.url} {remote.version} {remote.num_bytes}"
     name = f"{digest.name_hash(identity):016x}-{os.path.basename(remote.path)}"
@@ -167,7 +167,7 @@ def _directory() -> tuple[str, working_directory.WorkingDirectory]:
 
 
 def forget() -> None:
-    """Drops all blocks of this process, after a file has changed."""
+    """Drops all blocks that this process has cached, after a file has changed."""
     _BLOCKS.begin()
 
 
@@ -178,5 +178,5 @@ def _pool() -> concurrent.futures.ThreadPoolExecutor:
     )
 
 
-# A forked process has none of the threads that answer the requests.
+# A forked process does not have the threads that answer requests.
 os.register_at_fork(after_in_child=_pool.cache_clear)

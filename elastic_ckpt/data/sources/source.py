@@ -1,8 +1,8 @@
 """Sources: files of records, in blocks that are decoded as a whole.
 
-A source is a list of files. A file's index has the number of records in each of its
-blocks of at most about 512 KiB: a Parquet row group or a part of one, or some records
-of another format. Indexes that take a pass over a file are cached below
+A source is a list of files. A file's index has the number of records in each block. A
+block is at most about 512 KiB: a Parquet row group or a part of one, or several records
+of a different format. Indexes that take a pass over a file are cached below
 `$XDG_CACHE_HOME/elastic_ckpt`, for each version of the file. `data.order` deals records
 to shards.
 """
@@ -35,11 +35,11 @@ Element = dict[str, Any]
 # A block ends at the first of these limits, unless the format has its own blocks.
 BLOCK_RECORDS = 256
 BLOCK_BYTES = 2**19
-# Row groups and record batches up to this many blocks in size are not cut.
+# Row groups and record batches up to this many blocks in size are not split.
 _LARGER = 4
 # The number of blocks in a chain, in files without their own blocks.
 _RUN_BLOCKS = 8
-# Maximum number of files that an identity lists by name; more become one entry.
+# Maximum number of files that an identity lists by name; more are merged into one.
 _MAX_NAMED = 1024
 # Maximum number of files in a description.
 _MAX_SHOWN = 8
@@ -52,11 +52,11 @@ class Found(NamedTuple):
 
     Attributes:
       content: a digest of the file, or of the parts that show that it has changed.
-      records: the number of records of each block.
+      records: the number of records in each block.
       starts: the offset of each block; None if blocks cannot be read by offset.
-      chains: the number of each block's chain; None if each block is its own. The
-        blocks of a chain stay in sequence in any order of the data, because some can
-        only be read after their predecessors.
+      chains: the number of each block's chain; None if each block is its own chain. The
+        blocks of a chain stay in sequence even when shuffled, because some can only be
+        read after their predecessors.
     """
 
     content: str
@@ -70,10 +70,10 @@ class FileIndex:
     """The index of one file.
 
     Attributes:
-      content: the size of the file, and a digest of the parts that its format digests.
-      block_records: the number of records of each block, int64 `[blocks]`.
-      block_bytes: the offset of each block, int64 `[blocks]`; the size of the file if
-        blocks cannot be read by offset.
+      content: the file size, and a digest of the parts that the format digests.
+      block_records: the number of records in each block, int64 `[blocks]`.
+      block_bytes: the offset of each block, int64 `[blocks]`; the file size if blocks
+        cannot be read by offset.
       chains: as in `Found`, int64 `[blocks]`.
     """
 
@@ -103,7 +103,7 @@ class FileIndex:
 
 
 def pieces(num_records: int, num_bytes: int, most: int | None = None) -> list[int]:
-    """Cuts records of some size into blocks; returns the number of records of each."""
+    """Splits records into blocks; returns the number of records in each block."""
     number = -(-num_bytes // BLOCK_BYTES) if num_bytes > _LARGER * BLOCK_BYTES else 1
     size = max(1, min(-(-num_records // number), most or num_records))
     begins = range(0, max(1, num_records), size)
@@ -114,18 +114,19 @@ class Block(abc.ABC):
     """The records of a block.
 
     Attributes:
-      num_bytes: their approximate size in memory.
+      num_bytes: the records' approximate size in memory.
     """
 
     num_bytes = 0
 
     @abc.abstractmethod
     def elements(self, rows: Sequence[int]) -> list[Element]:
-        """The records `rows` up to the first with an error, at least one.
+        """Returns the records `rows` up to the first with an error, at least one.
 
         Raises:
           CorruptError: if the first record is corrupt.
-          DataError: if it lacks what the source or the reader requests.
+          DataError: if the first record lacks something that the source or the reader
+            requests.
         """
 
     def tokens(self, column: str, rows: Sequence[int]) -> list[np.ndarray]:
@@ -135,7 +136,7 @@ class Block(abc.ABC):
 
 
 def until_error(function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
-    """The results of a function for items up to its first error, at least one."""
+    """A function's results for items up to its first error, at least one."""
     results: list[T] = []
     for item in items:
         try:
@@ -166,7 +167,7 @@ class Source(abc.ABC):
     Attributes:
       files: the paths or URIs of the files, in order.
       columns: the columns to read; empty reads all.
-      file_type: the format, which each subclass sets.
+      file_type: the format; each subclass sets it.
     """
 
     file_type: ClassVar[str]
@@ -191,14 +192,14 @@ class Source(abc.ABC):
         return {"format": self.file_type, "columns": list(self.columns)}
 
     def _paths(self, file: str) -> tuple[str, ...]:
-        """A file and those that belong to it."""
+        """A file and all files that belong to it."""
         return (file,)
 
     def index(self, file: str) -> FileIndex:
         """The index of one file.
 
         Raises:
-          DataError: if it is not a whole file of this format.
+          DataError: if the file is incomplete or has a different format.
         """
         content = files.content(*self._paths(file))
         limits = [BLOCK_RECORDS, BLOCK_BYTES]
@@ -221,27 +222,27 @@ class Source(abc.ABC):
         """Finds the blocks of a file.
 
         Raises:
-          OSError: if it cannot be read.
-          DataError: if it is not a whole file of this format.
+          OSError: if the file cannot be read.
+          DataError: if the file is incomplete or has a different format.
         """
 
     @abc.abstractmethod
     def decode(self, file: int, block: int) -> Block:
-        """Reads a block of a file, both by their numbers.
+        """Reads a block of a file, given the file number and the block number.
 
         Raises:
           OSError: if the file cannot be read now; the caller tries again.
-          DataError: if it is not the indexed file.
+          DataError: if the file differs from its index.
         """
 
     @functools.cached_property
     def key(self) -> str:
-        """Equal for sources that decode blocks of the same file equally."""
+        """A string that is equal for sources that decode a file's blocks equally."""
         return digest.json_digest(self.settings())
 
 
 def _kept(kind: str, key: storage.Json, find: Callable[[], Found]) -> dict[str, Any]:
-    # The result of `find`, cached on disk by all that it depends on.
+    # The result of `find`, cached on disk under everything that it depends on.
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = f"{digest.json_digest(key)}.json"
     path = epath.Path(root) / "elastic_ckpt" / kind / name
@@ -261,13 +262,13 @@ class RawBlock(Block):
     """Records that are decoded one by one when they are read.
 
     Args:
-      records: the records in order; raises a `LostError` at damage.
-      element: decodes a record, given its place for errors.
-      name: the place of records, without their number.
+      records: an iterable of the records in order that raises a `LostError` at damage.
+      element: a function that decodes a record, given its place for errors.
+      name: the place of the records, without a record number.
       first: the number of the first record.
 
     Attributes:
-      records: the records before the damage.
+      records: the records before any damage.
       lost: the damage, if any.
     """
 
@@ -310,7 +311,7 @@ def _parts(record: Any) -> list[bytes]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RawFiles(Source):
-    """Files whose records are located by block, and decoded one by one."""
+    """Files whose records are located by block and decoded one by one."""
 
     @abc.abstractmethod
     def _element(self, record: Any, place: str) -> Element:
@@ -334,15 +335,15 @@ class RawFiles(Source):
 class WalkedFiles(RawFiles):
     """Files without an index of their records.
 
-    A pass over a file finds and digests them. Blocks form chains of a few, so that a
-    file in an object store is read in larger pieces.
+    A pass over a file finds and digests the records. A few blocks form a chain, so that
+    a file in an object store is read in larger pieces.
     """
 
     @abc.abstractmethod
     def _records(
         self, file: str, stream: BinaryIO, *, is_whole: bool
     ) -> Iterator[tuple[int, Any]]:
-        """The records of an open file or of the bytes of a block, with their offsets.
+        """Yields the records of an open file or a block's bytes, with their offsets.
 
         A whole file is also checked for completeness.
 
@@ -386,11 +387,11 @@ class WalkedFiles(RawFiles):
 
 
 class CorruptError(errors.DataError):
-    """A record's content differs from what was written."""
+    """A record's content differs from the written content."""
 
 
 def corrupt(place: str, problem: object, *, remedy: str = "") -> CorruptError:
-    """The error for a corrupt record; `remedy` is what to try if the file is intact."""
+    """The error for a corrupt record; `remedy` helps if the file is intact."""
     return CorruptError(
         f"{place}: corrupt ({problem});{remedy} restore the file from a copy, or set"
         " corrupt_records=skip, which is ReadOptions(skip_corrupt=True), to skip and"
@@ -421,12 +422,13 @@ def check_columns(
     """Checks that a file or record has the requested columns, each only once.
 
     Raises:
-      DataError: if not; names `place`, the missing columns and the existing ones.
+      DataError: if a column is missing or occurs twice. The message names `place` and
+        the missing and existing columns.
     """
     if len(set(found)) < len(found):
         twice = max(found, key=found.count)
         raise errors.DataError(
-            f"{place}: the {what} {twice!r} occurs twice; rename one, and write the"
+            f"{place}: the {what} {twice!r} occurs twice; rename one, and rewrite the"
             " file again"
         )
     missing = sorted(set(names) - set(found))
@@ -442,7 +444,7 @@ def indexes(source: Source) -> tuple[FileIndex, ...]:
     """The index of each file, read once in each process.
 
     Raises:
-      DataError: if a file does not have the source's format, or no file has a record.
+      DataError: if a file does not have the source's format, or if no file has records.
     """
 
     def read(file: str) -> FileIndex:
@@ -451,14 +453,14 @@ def indexes(source: Source) -> tuple[FileIndex, ...]:
     file_indexes = tuple(in_threads(read, source.files))
     if not any(index.num_records for index in file_indexes):
         raise errors.DataError(
-            f"{', '.join(source.files)}: no records; write the files again with"
+            f"{', '.join(source.files)}: no records; rewrite the files with"
             " `elastic-ckpt data DIRECTORY FILE`"
         )
     return file_indexes
 
 
 def current_indexes(source: Source) -> tuple[FileIndex, ...]:
-    """The index of each file; if a file has changed, all are indexed again."""
+    """The index of each file; if a file has changed, all are reindexed."""
     versions = [index.content.version for index in indexes(source)]
     now = in_threads(lambda file: files.version(*source._paths(file)), source.files)
     if now != versions:
@@ -481,7 +483,7 @@ def num_records(source: Source) -> int:
 
 
 def identity(source: Source, *, digested: bool = True) -> dict[str, storage.Json]:
-    """The settings and files, without paths, that determine the records now."""
+    """The settings and current files, without paths, that determine the records."""
     entries: list[list[Any]] = [
         [
             os.path.basename(file),
@@ -493,7 +495,7 @@ def identity(source: Source, *, digested: bool = True) -> dict[str, storage.Json
         for file, index in zip(source.files, current_indexes(source), strict=True)
     ]
     if len(entries) > _MAX_NAMED:
-        # To keep the data state small for any number of files.
+        # Keeps the data state small for any number of files.
         _, sizes, counts, *others = zip(*entries, strict=True)
         name = f"{entries[0][0]} and {len(entries) - 1:,} more"
         digests = [digest.json_digest(list(each))[:16] for each in others]
@@ -507,7 +509,7 @@ def fingerprint(source: Source) -> str:
 
 
 def tree(source: Source) -> str:
-    """A description of the source, with a line for each of its first files."""
+    """Describes the source, with a line for each of its first files."""
     file_indexes, settings = indexes(source), source.settings()
     lines = [
         f"{settings.pop('format')}: {len(file_indexes):,} files,"

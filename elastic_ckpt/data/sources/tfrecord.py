@@ -30,8 +30,8 @@ class TFRecord(record_format.RecordFiles, source.WalkedFiles):
       columns: for `tf_example`, the features to keep, by default all; for `bytes`, the
         name of the only column, by default `text`.
       record_format: the content of a record: `"bytes"`, or `"tf_example"` for a
-        serialised `tf.train.Example`. A feature with one bytes value becomes that
-        value, one with several becomes a list, and numbers become float32 or int64 of
+        serialized `tf.train.Example`. A feature with one bytes value becomes this
+        value, several values become a list, and numbers become float32 or int64 of
         shape `[values]`.
     """
 
@@ -54,7 +54,7 @@ class TFRecord(record_format.RecordFiles, source.WalkedFiles):
             (num_bytes,) = _LENGTH.unpack_from(header)
             record = stream.read(num_bytes + _FOOTER_BYTES)
             if len(record) < num_bytes + _FOOTER_BYTES:
-                raise source.LostError("its last record is cut short")
+                raise source.LostError("its last record is truncated")
             yield start, record
             start += _HEADER_BYTES + len(record)
 

@@ -1,8 +1,8 @@
-"""WebDataset: tar archives in which consecutive members of one name are a sample.
+"""WebDataset: tar archives in which consecutive members with one name form a sample.
 
 `0001.jpg` and `0001.txt` are the fields `jpg` and `txt` of the sample `0001`. An
-archive is rejected if a file would be lost: a field that a sample has twice, a sample
-in two places, a link, or anything after the end of the archive.
+archive is rejected if a file would be lost: if a sample has a field twice or is in two
+places, or if the archive has a link or anything after its end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import BinaryIO
 from elastic_ckpt.core import errors
 from elastic_ckpt.data.sources import source
 
-# The field with the name of a sample.
+# The field with a sample's name.
 KEY = "__key__"
 _CHUNK_BYTES = 2**20
 
@@ -26,9 +26,9 @@ _CHUNK_BYTES = 2**20
 class WebDataset(source.WalkedFiles):
     """Tar archives in WebDataset's form as a source.
 
-    An element has the content of each file of a sample, bytes, by the part of its name
-    after the first dot (`jpg`, `seg.png`), and the part before it as `__key__`. Decode
-    the bytes in a function of your own. Archives must not be compressed.
+    An element has the bytes of each file of a sample, by the part of the file name
+    after the first dot (`jpg`, `seg.png`), and the part before the dot as `__key__`.
+    Decode the bytes in your own function. Archives must not be compressed.
 
     Attributes:
       files: the paths or URIs of the archives.
@@ -59,7 +59,7 @@ class WebDataset(source.WalkedFiles):
         # Two blocks of zeros end an archive.
         least = archive.offset + 2 * tarfile.BLOCKSIZE
         if is_whole and stream.seek(0, os.SEEK_END) < least:
-            raise source.LostError(f"it is cut short at byte {archive.offset}")
+            raise source.LostError(f"it is truncated at byte {archive.offset}")
 
     def _element(self, record: dict[str, bytes], place: str) -> source.Element:
         names = self.columns or tuple(record)
@@ -73,7 +73,7 @@ class WebDataset(source.WalkedFiles):
 def _members(
     archive: tarfile.TarFile, file: str, stream: BinaryIO
 ) -> Iterator[tuple[tarfile.TarInfo, str, str]]:
-    # The files of samples, each with its key and field.
+    # The samples' files, each with its key and field.
     last = -1
     for member in archive:
         # A damaged size could lead back to an earlier header, in an endless loop.
@@ -87,16 +87,16 @@ def _members(
         if not member.isfile() or member.issparse():
             raise errors.DataError(
                 f"{file}, byte {member.offset}: {member.name!r} is a link or a device"
-                " without content, or a sparse file; write the archive again by"
+                " without content, or a sparse file; rewrite the archive with"
                 " `tar --dereference --hard-dereference`"
             )
         yield member, f"{directory}{slash}{key}", field.lower()
-    # `tarfile` takes a header that it cannot read for the end, which must be zeros.
+    # `tarfile` mistakes an unreadable header for the end, which must be zeros.
     end = stream.seek(archive.offset)
     while content := stream.read(_CHUNK_BYTES):
         if content.strip(b"\0"):
             raise tarfile.ReadError(
-                f"the archive ends at byte {end}, and more follows; join archives by"
+                f"the archive ends at byte {end}, but more follows; join archives with"
                 " `tar --concatenate`"
             )
 
@@ -104,6 +104,6 @@ def _members(
 def _twice(file: str, member: tarfile.TarInfo) -> errors.DataError:
     return errors.DataError(
         f"{file}, byte {member.offset}: {member.name!r} repeats a field of its sample"
-        " (ignoring case), or belongs to an earlier sample; write the archive again"
-        " with the files of a sample next to each other, and a unique name for each"
+        " (ignoring case), or belongs to an earlier sample; rewrite the archive with"
+        " each sample's files next to each other, and a unique name for each"
     )

@@ -228,7 +228,7 @@ def test_documents_that_are_others_when_they_are_read_again_are_refused():
         (
             {"tokens": np.arange(3), "other": np.arange(3)},
             {"features": ("mask",)},
-            r"has \['other', 'tokens'\]; Rows expects a dict of tokens, mask: name fur",
+            r"has \['other', 'tokens'\]; Rows expects a dict of tokens, mask: list oth",
         ),
         (
             {"tokens": np.arange(3), "mask": np.arange(2)},

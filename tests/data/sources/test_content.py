@@ -259,7 +259,7 @@ def test_an_example_has_its_features(record, features):
 
 TWICE_NAMED = "repeats a field of its sample .* or belongs to an earlier sample"
 LINK = "byte 1024: '9.txt' is a link"
-MORE_TAR = "not a complete webdataset file .the archive ends at byte 1024, and more"
+MORE_TAR = "not a complete webdataset file .the archive ends at byte 1024, but more"
 NO_ARROW = "not a complete Arrow file"
 MORE_ARROW = f"{NO_ARROW} .it does not end after its record batches"
 ANOTHER = "another file ends in it.*list the original files if it was joined by cat"

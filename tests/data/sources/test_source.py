@@ -30,7 +30,7 @@ def numbers(*blocks):
         ([ConnectionError("reset by peer")] * 3, None, 0),
         (
             [OSError(5, "bad")] * 5,
-            r"^/data/numbers-0: cannot be read, after 4 tries \(.*bad.*restore",
+            r"^/data/numbers-0: cannot be read after 4 tries \(.*bad.*restore",
             1,
         ),
         ([errors.DataError("cut short")] * 2, "^cut short$", 1),
