@@ -338,7 +338,7 @@ class Reader:
 
     def _spans(self, copies: Mapping[str, list[Copy]]) -> list[Span]:
         # One request reads copies that are near each other in a file. A large unchanged
-        # copy has its own, which reads straight into the buffer.
+        # copy has its own request, which reads straight into the buffer.
         spans: list[Span] = []
         for file, held in copies.items():
             gap_bytes, span_bytes, _ = self._sources.limits(file)
