@@ -243,7 +243,8 @@ def _names(
 
 
 def _state_of(name: str, keys: _Keys | None) -> tuple[str, str] | None:
-    # The names of the parameter in its model and of the state; None if it is no state.
+    # The parameter's name in its model and the state's name; None if `name` is not a
+    # state.
     if keys is not None:
         is_state = len(keys) > 2 and keys[-3] == "state"
         return (str(keys[-2]), str(keys[-1])) if is_state else None
