@@ -1,13 +1,13 @@
-"""Name patterns: `layers.{layer}.{part:q|k|v}.weight` matches names of tensors.
+"""Name patterns: `layers.{layer}.{part:q|k|v}.weight` matches tensor names.
 
-A capture is `{layer}`: a number if the rule uses it as one (as a dim or in an index),
-otherwise a text without `.` and `/`. `{name:path}` is any text, `{part:q|k|v}` one of
-these texts (its position, where it is used as a number), `{layer:03}` a number of at
-least three digits, `{layer+1}` a number that is larger by 1, `{(stage local)}` the
+A capture `{layer}` is a number if the rule uses it as one (as a dim or in an index),
+otherwise a string without `.` and `/`. `{name:path}` is any string, `{part:q|k|v}` one
+of these strings (or its position, where it is used as a number), `{layer:03}` a number
+of at least three digits, `{layer+1}` the number `layer + 1`, `{(stage local)}` the
 index of a dims expression. `{{` and `}}` are literal braces.
 
-Names that differ only in numbers share a skeleton, by which the patterns that may match
-are found.
+Names that differ only in numbers share a skeleton, which is used to find the patterns
+that may match.
 """
 
 from __future__ import annotations
