@@ -180,7 +180,7 @@ def pattern_of(name: str) -> str:
 
 
 def glob(texts: Iterable[str]) -> re.Pattern[str]:
-    """A pattern for all names that any glob matches: `*` is any string, `[*]` a star."""
+    """Matches names that any glob matches: `*` is any string, `[*]` a star."""
     globs = (
         "".join(
             ".*" if part == "*" else re.escape(part.replace("[*]", "*"))

@@ -5,10 +5,9 @@
 The new checkpoint becomes visible only when all of it is durable. If the process is
 killed at any point, the same call starts from the beginning.
 
-Targets are read and written in a few boxes, each of which is contiguous in its source
-as far as possible. A target is cut first along the dim with the largest stride in the
-files of its sources, so that each part of a file goes to few boxes. A transposed matrix
-is cut into columns.
+Targets are read and written in a few boxes that are near each other in their sources. A
+target is cut first along the dim with the largest stride in its source files, so that
+each part of a file goes to few boxes. A transposed matrix is cut into columns.
 
 JAX and Orbax take seconds to import and are imported only to write Orbax checkpoints.
 """
