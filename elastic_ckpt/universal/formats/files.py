@@ -183,8 +183,7 @@ def resolved(path: epath.PathLike) -> epath.PathLike:
     match = _ID.fullmatch(text.removeprefix(SCHEME))
     if match is None or ".." in text:
         raise FormatError(
-            f"{text} is not a model id; write hf://org/name or"
-            " hf://org/name@revision"
+            f"{text} is not a model id; write hf://org/name or hf://org/name@revision"
         )
     name, revision = match[1], match[2] or "main"
     folder = _cache() / f"models--{name.replace('/', '--')}"

@@ -126,13 +126,15 @@ def test_shards_are_joined_as_their_list_says(made):
 
 def test_the_description_that_autotp_writes_is_refused(sample):
     checkpoint = opening.open_checkpoint(sample("deepspeed/zero1_tp4"))
-    with pytest.raises(FormatError, match=r"has affine_map, of AutoTP.* give a layout"):
+    with pytest.raises(
+        FormatError, match=r"has AutoTP's affine_map.* specify your own layout"
+    ):
         deepspeed_rules.layout(checkpoint)
 
 
 ENTRY = {"patterns": ["w"], "partition_dim": 0}
 ROWS_OF_RANKS = [relayout.numbered(3, 1)] * 2
-MALFORMED = "is not as DeepSpeed writes it"
+MALFORMED = "universal_checkpoint_info is malformed"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ MALFORMED = "is not as DeepSpeed writes it"
         (None, "no universal_checkpoint_info"),
         ({"universal_checkpoint_version": 0.5}, "version 0.5"),
         ({"sub_param_shard_widths": {"w": [[1, 3]]}}, "sub_param_shard_widths"),
-        ({"autotp_unsupported_parameter_patterns": {"w": "x"}}, "of AutoTP"),
+        ({"autotp_unsupported_parameter_patterns": {"w": "x"}}, "AutoTP's"),
         ([REPLICATED], MALFORMED),
         ({REPLICATED: 1}, MALFORMED),
         ({REPLICATED: ["(w"]}, MALFORMED),
@@ -166,7 +168,7 @@ def test_ranks_that_differ_are_refused():
     checkpoint = dataclasses.replace(checkpoint, tensors=saved[:3])
     with pytest.raises(FormatError, match=r"1 of 2 ranks have w \(first_moment\)"):
         deepspeed_rules.layout(checkpoint)
-    with pytest.raises(FormatError, match=r"w: ranks have .* `widths`"):
+    with pytest.raises(FormatError, match=r"w: the shards of its ranks .* `widths`"):
         merged({"w": [relayout.numbered(rows, 2) for rows in (3, 5)]}, {})
 
 

@@ -70,7 +70,7 @@ def test_a_path_of_no_format_is_refused_with_the_formats_that_are_read(tmp_path)
 
 
 COMMIT, OLDER = "0123456789abcdef" * 2 + "01234567", "f" * 40
-INVALID = "is not the id of a model"
+INVALID = "is not a model id"
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_the_cache_is_where_the_hub_has_it(environ, variables, folder):
     [
         ("hf://org/other", "run `hf download org/other`, or set HF_HOME"),
         ("hf://org/tiny-1.0@v2", "run `hf download org/tiny-1.0 --revision v2`"),
-        (f"hf://org/tiny-1.0@{'0' * 40}", "is not in the cache"),
+        (f"hf://org/tiny-1.0@{'0' * 40}", "is not in the hub's cache"),
         ("hf://", INVALID),
         ("hf://../x", INVALID),
         ("hf://a/b/c", INVALID),

@@ -48,7 +48,7 @@ w 3 kind=momentum => 'momentum' has no known relation
 w 128 2 => sizes of vocab; .*--size vocab
 
 {"{l}.w": a b} -> {k: l a b}
-0.w 2 3; 1.w 200 => '1.w' has shape \[200\], .* 'a b'; a special tensor
+0.w 2 3; 1.w 200 => '1.w' has shape \[200\], .* 'a b'; put rules for special
 
 {w: (q d + d + d) x} -> {query: (q d) x, k: d x, v: d x} | {sizes: {q: 2}}
 w 8 3 => from\['w'\]: .* \(d x\).* its own name, with `sizes: {e: d}`
@@ -317,7 +317,7 @@ def test_a_file_and_python_values_make_the_same_layout(tmp_path):
         ("tree: items", "tree: ..", "layout: tree", "_-"),
         ("tree: items", "tree: _x", "layout: tree", "_-"),
         (FULL, "", "layout", "`null`"),
-        (FULL, "version: 1", "layout", "give either rules in `rules`"),
+        (FULL, "version: 1", "layout", "set either `rules`"),
         (FULL, f"{THROUGH}\ndrop: x", "layout", "drop cannot be used with `through`"),
         ("drop: [", "through: [untied]\ndrop: [", "layout", "and not both"),
     ],

@@ -481,7 +481,7 @@ FP8 = {"w": W.astype(ml_dtypes.float8_e4m3fn), "w_scale_inv": W[:1]}
     [
         ({EMBEDDING: W, OUTPUT: -W}, True, [], "lm_head.weight differs from model.emb"),
         ({EMBEDDING: W}, False, [], "the output of the model would be random"),
-        ({"w": W}, False, ["--dtype", "bf16"], "give bfloat16"),
+        ({"w": W}, False, ["--dtype", "bf16"], "use bfloat16"),
         (FP8, False, ["--dtype", "bfloat16"], "w is float8_e4m3fn"),
     ],
 )
