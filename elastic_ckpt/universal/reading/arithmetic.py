@@ -100,8 +100,8 @@ def check_cast(values: np.ndarray, dtype: np.dtype, name: str) -> None:
         is_kept &= values.imag == 0
     if not is_kept.all():
         raise errors.CheckpointError(
-            f"{name}: {values[~is_kept].flat[0]} is not a {dtype.name}; use a different"
-            " target dtype"
+            f"{name}: {values[~is_kept].flat[0]} cannot be represented in {dtype.name};"
+            " use a different target dtype"
         )
 
 

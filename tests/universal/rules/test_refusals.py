@@ -121,7 +121,7 @@ step => the sizes of n; .*`--size n=
 a 3; b 9 => 9
 
 {w: a@tp b} -> {w: a b} | {ranks: {tp: 3}}
-w 1 3 tp=0; w 1 3 tp=1 => `ranks` has 3 of tp, but the checkpoint 2
+w 1 3 tp=0; w 1 3 tp=1 => `ranks` has 3 of tp, but the checkpoint has 2
 
 {a: x} -> {k: x} | {b: x} -> {k: x}
 a 2; b 2 => by several rules, or twice: k

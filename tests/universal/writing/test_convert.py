@@ -368,8 +368,8 @@ def test_trees_of_orbax_have_the_name_and_the_lists_of_the_layout(tmp_path, caps
     [
         (("a", "a/b"), [], "a is a target, and so are tensors"),
         (("a/b", "a.b"), [], "one of them"),
-        (("w",), ["--size", "kv=2"], "give --rules"),
-        (("w",), ["--reverse"], "give --rules"),
+        (("w",), ["--size", "kv=2"], "specify --rules"),
+        (("w",), ["--reverse"], "specify --rules"),
         (("w",), ["--rules", "llama"], "hf_llama_to_maxtext"),
     ],
 )
