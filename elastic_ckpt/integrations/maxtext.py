@@ -305,7 +305,7 @@ class Run:
         return self._asked[1] is not None
 
     def begin(self, phase: str) -> None:
-        """Reports a phase of the run to the watchers of its hosts."""
+        """Reports a phase of the run to its hosts' watchers."""
         if self._world is not None:
             self._world.begin(phase)
 

@@ -86,7 +86,7 @@ class StatefulSave(ocp.args.CheckpointArgs):
     """Saves an object, for example an iterator from `ec.batches`.
 
     Attributes:
-      item: the object; it may change again once `CheckpointManager.save` has returned.
+      item: the object, which may change again after `CheckpointManager.save` returns.
     """
 
     item: v1.StatefulCheckpointable

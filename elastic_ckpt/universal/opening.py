@@ -67,8 +67,8 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
         [tensor.name for tensor in checkpoint.tensors]
 
     Args:
-      path: a directory or a single-file checkpoint, local or in a bucket; or the model
-        id of a model in the local Hugging Face cache, `hf://org/name` or
+      path: a directory or a single-file checkpoint, local or in a bucket; or the id of
+        a model in the local Hugging Face cache, `hf://org/name` or
         `hf://org/name@revision`. A PEFT adapter is opened together with its base.
 
     Returns:

@@ -60,8 +60,8 @@ class StoredTensor:
       fragments: boxes that cover the tensor, each element once; empty if `spec` is set,
         or if only names are matched.
       spec: the TensorStore array with the encoded bytes; None if they are not encoded.
-      view: what to do with each stored element: "conj" (take the conjugate), "neg"
-        (take the negative), "conj neg", or "" (keep it).
+      view: the operation on each stored element: "conj" (conjugate), "neg" (negate),
+        "conj neg", or "" (none).
     """
 
     name: str

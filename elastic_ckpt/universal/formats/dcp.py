@@ -38,7 +38,7 @@ from elastic_ckpt.universal.formats.torch_file import Archive
 FILE = ".metadata"
 # An item's zip directory and storage header are in its first and last bytes.
 _ENDS_BYTES = 8 << 10
-# Items whose ends are in memory at once.
+# The number of items whose ends are in memory simultaneously.
 _BATCH = 1 << 11
 
 _Keys = tuple[Any, ...]

@@ -270,7 +270,7 @@ def _check_options(tensor: Tensor, *, is_target: bool) -> None:
         ),
         (
             is_target and {*pattern.sum} & tensor.names,
-            "a sum cannot be undone; write `only: forward`",
+            "a sum cannot be inverted; write `only: forward`",
         ),
         (
             tensor.main is not None and any(others),
@@ -757,7 +757,7 @@ class Planner:
                 )
             if _is_quantized(dtype) and how == "plus":
                 raise LayoutError(
-                    f"{tensor.place}: weights of {dtype} mean nothing without scales, "
+                    f"{tensor.place}: {dtype} weights are meaningless without scales, "
                     "which `plus` does not apply; convert them to bfloat16 first"
                 )
             dtype = _DEQUANTIZED if _is_quantized(dtype) else dtype

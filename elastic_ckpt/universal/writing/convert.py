@@ -377,7 +377,7 @@ def _cast(target: TargetTensor, dtype: str | None) -> TargetTensor:
         return target
     if target.dtype.itemsize == 1:
         raise errors.ConfigError(
-            f"{target.name} is {target.dtype}, whose values mean nothing without their"
+            f"{target.name} is {target.dtype}, whose values are meaningless without"
             f" scales; to write {dtype}, use a layout that multiplies by them (`times`"
             " and `dtype`, as in hf_fp8), or omit --dtype"
         )

@@ -106,7 +106,7 @@ w 2 3; s 2 uint8 => as: float8_e8m0fnu
 w 2 3; B 2 1 => the whole checkpoint
 
 {w: {dims: a b, plus: {B: a r, A: r b}}} -> {k: a b}
-w 2 3 int8; B 2 1; A 1 3 => mean nothing without scales
+w 2 3 int8; B 2 1; A 1 3 => meaningless without scales
 
 {w: {dims: a b, as: uint4}} -> {k: a b}
 w 2 3 => a different size
