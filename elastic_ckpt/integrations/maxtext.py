@@ -437,7 +437,7 @@ class Manager:
         self.checkpointer = checkpointer
         self._run = run
         self._validation = validation
-        # The step that is saved to every tier, due or not.
+        # This step is saved to every tier, due or not.
         saves_last = config.save_checkpoint_on_completion
         self._last_step = config.steps - 1 if saves_last else None
         self._has_ended = False

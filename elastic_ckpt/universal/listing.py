@@ -1,4 +1,4 @@
-"""Lists a checkpoint's tensors by family, and reads the target tree of a layout."""
+"""Lists a checkpoint's tensors by family, and reads a layout's target tree."""
 
 from __future__ import annotations
 

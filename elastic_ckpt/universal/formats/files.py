@@ -1,4 +1,4 @@
-"""Opens files of other programs' checkpoints, and reads them whole or in parts.
+"""Opens files of other programs' checkpoints and reads them whole or in parts.
 
 A local file must be regular because reading a pipe might never finish. JSON objects
 must not repeat a name.
@@ -114,7 +114,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def windows(path: str, spans: Iterable[tuple[int, int]]) -> Callable[[int, int], bytes]:
-    """Reads many small parts of a file, and returns a function that looks them up.
+    """Reads many small parts of a file and returns a function that looks them up.
 
     Checkpoints with a header for each tensor need a few hundred bytes at many places.
     Nearby parts are read together; parts of a file in a bucket are read by parallel
@@ -143,7 +143,7 @@ def windows(path: str, spans: Iterable[tuple[int, int]]) -> Callable[[int, int],
 def merged_spans(
     spans: Iterable[tuple[int, int]], *, gap_bytes: int = 0
 ) -> list[tuple[int, int]]:
-    """Sorts ranges of bytes, and joins those with gaps of at most `gap_bytes`."""
+    """Sorts byte ranges and joins neighbors with gaps of at most `gap_bytes`."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
         if merged and start - merged[-1][1] <= gap_bytes:

@@ -58,7 +58,7 @@ def is_format(names: Collection[str]) -> bool:
 
 
 def open_checkpoint(path: epath.PathLike) -> Checkpoint:
-    """Opens an iteration's directory, or one with a file that names the latest.
+    """Opens an iteration's directory, or a directory with a file that names the latest.
 
     Raises:
       FormatError: as `dcp.open_checkpoint`, and if a rank's file is missing or damaged.

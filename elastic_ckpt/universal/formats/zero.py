@@ -79,7 +79,7 @@ def of_ranges(
         return dataclasses.replace(first.flat, name=name, kind=kind)
     if held != math.prod(shape):
         raise first.file.error(
-            f"and its neighbors hold {held} elements of {name}, which has"
+            f"and its neighbors have {held} elements of {name}, which has"
             f" {math.prod(shape)}; files of some ranks are missing, or from a different"
             " save"
         )
@@ -90,12 +90,12 @@ def of_ranges(
         strides = [each.strides for each in flat.fragments if flat.shape != (1,)]
         if not is_like or flat.view or strides not in ([], [(width,)]):
             raise file.error(
-                f"holds {name} in a tensor {flat.dtype}{list(flat.shape)} {flat.view}"
+                f"has {name} in a tensor {flat.dtype}{list(flat.shape)} {flat.view}"
                 f" that is not flat, or differs from the one in {first.file.path}"
             )
         if not 0 <= start <= start + numel <= flat.shape[0]:
             raise file.error(
-                f"holds {name} in elements {start} to {start + numel} of a tensor of"
+                f"has {name} in elements {start} to {start + numel} of a tensor of"
                 f" {flat.shape[0]}"
             )
         for box in _boxes_of_range(shape, at, at + numel):

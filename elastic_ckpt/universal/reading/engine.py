@@ -52,7 +52,7 @@ _FEW_BOXES = 256
 # The scale, shift and view of values that are copied as they are.
 _PLAIN = (1.0, 0.0, "")
 
-# A target, and those of its boxes that are read together.
+# A target, and boxes of it that are read together.
 Unit = tuple[TargetTensor, Sequence[Box]]
 
 

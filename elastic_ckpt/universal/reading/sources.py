@@ -58,8 +58,8 @@ class Limits(NamedTuple):
     """The limits of a request to one kind of storage.
 
     Attributes:
-      gap_bytes: the maximum gap that is read too because a second request would cost
-        more.
+      gap_bytes: the maximum gap within a request; a second request would cost more
+        than reading the gap.
       span_bytes: the maximum size of a request, unless a single row is larger.
       memory: the extra memory of a request, as a multiple of its size, because a client
         returns bytes in its own memory.
@@ -253,7 +253,7 @@ def _arrays(
         for tensor, future in zip(batch, opening, strict=True):
             try:
                 yield future.result()
-            # TensorStore raises ValueErrors, too.
+            # TensorStore also raises ValueErrors.
             except (OSError, ValueError) as error:
                 raise errors.CheckpointError(
                     f"{tensor.name} cannot be opened ({str(error).splitlines()[0]});"

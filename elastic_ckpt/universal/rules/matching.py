@@ -1,10 +1,10 @@
-"""Matches a layout with a checkpoint and a target, and returns the moves between them.
+"""Matches a layout with a checkpoint and a target and returns the moves between them.
 
-Each checkpoint tensor belongs to the layout's first rule that has a pattern that
-matches its name and all of whose tensors exist. A rule has an instance for each value
-of the captures that are in all of its names, which also determine its targets' names.
-Every tensor must be used or dropped, every element of the target filled once; one error
-lists all violations.
+Each checkpoint tensor belongs to the first rule in the layout that matches its name and
+all of whose tensors exist. A rule has an instance for each value of the captures that
+are in all of its names; these also determine the names of its targets. Every tensor
+must be used or dropped, every element of the target filled once; one error lists all
+violations.
 """
 
 from __future__ import annotations

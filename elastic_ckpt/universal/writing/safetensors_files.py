@@ -16,7 +16,7 @@ A Hugging Face model also has `config.json` and the tokenizer files. The configu
 comes from `--config`, or from the source if it has one. The conversion updates the
 configured dtype and removes quantization that the values no longer have. If the
 configuration ties the output to the embedding (`tie_word_embeddings`), the output
-tensor must have the same values, and is omitted.
+tensor must have the same values and is omitted.
 
 Spec: https://github.com/huggingface/safetensors#format
 """
