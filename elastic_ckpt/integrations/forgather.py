@@ -1,17 +1,17 @@
-"""Reads the components in checkpoints of Forgather's trainers, without torch.
+"""Reads the components in Forgather's trainer checkpoints, without torch.
 
-A checkpoint is a directory with the weights, which `ec.universal` reads, a file of
-`torch.save` for each component and each process that saved it, and
-`checkpoint_manifest.json`, which has the sharing pattern of each component.
+A checkpoint is a directory with the weights, which `ec.universal` reads, a `torch.save`
+file for each component and each process that saved it, and `checkpoint_manifest.json`,
+which has each component's sharing pattern.
 
     checkpoint = forgather.Checkpoint.open("output/checkpoint-500")
     optimizer = checkpoint.state("optimizer")  # one for all: global, replicated
     by_rank = checkpoint.states("rng")  # one each: per_rank, per_group, per_node
     checkpoint.load_into({"trainer": ec.components.Component(trainer, "global")})
 
-Forgather restores only on the same number of processes. It names a group's file by the
-leader's rank within the group, which is always 0; here a group's state is under the
-leader's global rank, so that groups are not confused.
+Forgather restores only on the same number of processes. Its file names identify a group
+by the leader's rank within the group, which is always 0. This module uses the leader's
+global rank, so that groups are not confused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from elastic_ckpt import components as ec_components
 
 MANIFEST = "checkpoint_manifest.json"
-# How file names continue after the component's name, by its pattern.
+# The suffix of file names after the component's name, by pattern.
 _SUFFIXES = {
     "global": "",
     "replicated": "",
@@ -46,10 +46,10 @@ class Component:
     """A component of a checkpoint.
 
     Attributes:
-      pattern: how it is shared: `global`, `replicated`, `per_rank`, `per_group` or
+      pattern: the sharing pattern: `global`, `replicated`, `per_rank`, `per_group` or
         `per_node`.
-      files: the names of its files, by the rank that saved each: the leader of a group
-        or node; 0 for a global or replicated component.
+      files: file names by the rank that saved the file: the leader of a group or node;
+        0 for a global or replicated component.
     """
 
     pattern: str
@@ -65,7 +65,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: epath.PathLike) -> Checkpoint:
-        """Reads the manifest and lists the files; reads no state.
+        """Reads the manifest and lists the files, but reads no state.
 
         Raises:
           FormatError: if the manifest, or a file that it lists, is missing.
@@ -89,20 +89,20 @@ class Checkpoint:
         """Reads the state of a component that all processes share, with NumPy arrays.
 
         Raises:
-          FormatError: if there is no such component, or it has several states, which
-            `states` reads.
+          FormatError: if there is no such component, or the component has several
+            states, which `states` reads.
         """
         component = self._held(key)
         if _SUFFIXES[component.pattern]:
             raise FormatError(
                 f"{self.path}: {key} is {component.pattern}, one for each of"
-                f" {sorted(component.files)}; read them with `states`, and merge them"
-                " by a function of your own"
+                f" {sorted(component.files)}; read them with `states` and merge them"
+                " with your own function"
             )
         return self.states(key)[0]
 
     def states(self, key: str) -> dict[int, Any]:
-        """Reads the states of a component, by the rank that saved each.
+        """Reads a component's states, by the rank that saved each state.
 
         Raises:
           FormatError: if there is no such component, or a file cannot be read.
@@ -113,19 +113,20 @@ class Checkpoint:
         }
 
     def load_into(self, components: Mapping[str, ec_components.Component]) -> list[str]:
-        """Sets components to the states of the same names, each under its pattern.
+        """Sets components to the states with the same names and patterns.
 
         States of ranks, nodes and groups are numbered in the order of the ranks that
         saved them. This is the order of coordinates if ranks fill the mesh in its
         order. `on_resize` sets a component with a different pattern or number of
-        states. If any state cannot be read, none is set.
+        states. If any state cannot be read, no component is set.
 
         Args:
           components: `ec.components` by name, such as `Replicated({})` for a scheduler.
-            For one with an object, `set_state` or `load_state_dict` is called.
+            If a component has an object, its `set_state` or `load_state_dict` is
+            called.
 
         Returns:
-          The names that were set; optional components may be missing.
+          The names of the components that were set; optional ones may be missing.
 
         Raises:
           CheckpointError: if a required component is missing, a file cannot be read, or
@@ -179,7 +180,7 @@ def _component(
             files[rank] = found
     if missing:
         raise FormatError(
-            f"{manifest} lists {key} ({pattern}), but its files of the ranks"
+            f"{manifest} lists {key} ({pattern}), but its files for the ranks"
             f" {errors.first_of(missing)} are missing; copy the whole checkpoint"
         )
     return Component(pattern=pattern, files=files)

@@ -1,11 +1,12 @@
 """Runs the installed MaxText on our batches, checkpoints and worlds.
 
-MaxText's trainer, model and keys stay in use. `maxtext_hooks` replaces five of its
-functions by methods of `Run`: they take our keys out before MaxText checks its own,
+MaxText's own trainer, model and keys are used. `maxtext_hooks` replaces five of its
+functions with methods of `Run`, which remove our keys before MaxText checks its own,
 create the iterators and the checkpoint manager, decide whether to stop, and record each
 step in an `ec.RunDirectory`.
 
-Our manager also saves and restores the data, so MaxText handles no iterator state.
+Our manager also saves and restores the data state, so MaxText handles no iterator
+state.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from elastic_ckpt.inspect import run_files
 from elastic_ckpt.integrations import maxtext_hooks, maxtext_keys
 from elastic_ckpt.training import configured, journal, schema
 
-# The inputs of a step of MaxText, all int32 `[B, L]`.
+# The inputs of a MaxText step, all int32 `[B, L]`.
 FEATURES = tuple(
     name + suffix
     for name in ("inputs", "targets")
     for suffix in ("", "_position", "_segmentation")
 )
-# The data is saved under this name, next to MaxText's `items`.
+# The data state is saved under this name, next to MaxText's `items`.
 ITERATOR = "iter"
 
 
@@ -54,17 +55,17 @@ def run(
     """Trains as `maxtext.trainers.pre_train.train` does with these arguments.
 
     Args:
-      arguments: MaxText's arguments, with our keys among them.
+      arguments: MaxText's arguments, including our keys.
       emit: shows the events of the run.
       world: the world that this process has joined as a host; None if MaxText joins one
         itself.
       started: the hosts and slices with which the run was started; by default one.
 
     Raises:
-      ConfigError: if MaxText is missing, has an unsupported version, or its
+      ConfigError: if MaxText is missing or has an unsupported version, or if its
         configuration requires features that our data does not have.
-      DataError: if the data cannot be read; MaxText alone would end without an error.
-      SystemExit: if MaxText refuses its configuration.
+      DataError: if the data cannot be read; stock MaxText would stop without an error.
+      SystemExit: if MaxText rejects its configuration.
     """
     maxtext_keys.check(maxtext_keys.given(arguments), maxtext_hooks.keys())
     maxtext_hooks.check_installed()
@@ -90,14 +91,14 @@ def run(
         except Exception as error:
             this.abandon(error)
             raise
-        # Not after an error: closing waits for other hosts, which may be gone.
+        # Skipped after an error: closing waits for other hosts, which may be gone.
         this.close()
 
 
 class Run:
-    """A run of MaxText on one host: its methods replace the hooks.
+    """A MaxText run on one host, whose methods replace the hooked functions.
 
-    For the arguments see `run`.
+    For the arguments, see `run`.
     """
 
     def __init__(
@@ -113,26 +114,27 @@ class Run:
         self._config: Any = None
         self._ours: maxtext_keys.Ours = {}
         self._data_keys = data_keys.DataKeys()
-        # What MaxText got; after an elastic event under Pathways it gets new ones.
+        # The parts that MaxText got; after an elastic event under Pathways, it gets new
+        # ones.
         self._record: ec.RunDirectory | None = None
         self._manager: Manager | None = None
         self._data: list[Data] = []
         # Rows of a global batch at the previous start; 0 if there was none.
         self._rows_before = 0
-        # Rows of the previous batch, and MaxText's batch sizes in a ramp.
+        # Rows of the previous batch, and MaxText's batch sizes during a ramp.
         self._rows = 0
         self._sizes: Any = None
         # The batch of the current step, until the step is logged.
         self._batch: elastic_data.Batch | None = None
         # Completed steps.
         self._done = 0
-        # The newest step that MaxText asked about, and the answer.
+        # The newest step about which MaxText asked, and the answer.
         self._asked: tuple[int, str | None] = (-1, None)
 
     def prepare(
         self, original: Callable[..., Any], raw_keys: Any, *rest: Any, **more: Any
     ) -> Any:
-        """Takes our keys out of those that MaxText has read."""
+        """Removes our keys from the keys that MaxText has read."""
         with past_maxtext():
             theirs, self._ours = maxtext_keys.divide(raw_keys)
         return original(theirs, *rest, **more)
@@ -184,7 +186,7 @@ class Run:
         return self._manager
 
     def _kept(self, chosen: schema.Config) -> schema.Config:
-        # The configuration that the run's directory keeps.
+        # The configuration that the run directory keeps.
         config, started = self._config, self._started
         return dataclasses.replace(
             started,
@@ -201,7 +203,7 @@ class Run:
             data=dataclasses.replace(
                 self._data_keys, global_batch_size=config.global_batch_size_to_load
             ),
-            # In a world, `chosen` has the slice's directory inside the run's.
+            # In a world, `chosen` has the slice's directory inside the run directory.
             tiers=chosen.tiers if self._world is None else started.tiers,
             checkpoint=chosen.checkpoint,
         )
@@ -209,7 +211,7 @@ class Run:
     def make_data(
         self, original: Callable[..., Any], config: Any, mesh: Any
     ) -> tuple[Data, Data | None]:
-        """Creates the iterators of the training and the evaluation data."""
+        """Creates the iterators over the training and evaluation data."""
         del original
         with past_maxtext():
             section, vocab_size = self._data_keys, config.vocab_size
@@ -237,8 +239,8 @@ class Run:
         return ec.batches(
             data,
             mesh=mesh,
-            # Rows over every axis, as in MaxText's own input pipeline; its step then
-            # reshards by `data_sharding`.
+            # Rows are sharded over all axes, as in MaxText's own input pipeline; its
+            # step then reshards by `data_sharding`.
             spec=jax.sharding.PartitionSpec(mesh.axis_names),
             global_batch_size=rows,
             colocated=section.colocated_python_data_input or None,
@@ -252,7 +254,7 @@ class Run:
         learning_rate_schedule: Any,
         start_step: int = 0,
     ) -> Any:
-        """Creates MaxText's logger, and has it also report each step to us."""
+        """Creates MaxText's logger, which then also reports each step to us."""
         assert self._record is not None
         record = self._record
         self._done = start_step
@@ -289,7 +291,7 @@ class Run:
     def leaves_after(
         self, original: Callable[..., bool], checkpoint_manager: Any, step: int
     ) -> bool:
-        """Whether the hosts leave their world; the last step ends the run instead."""
+        """Whether the hosts leave their world; after the last step, the run ends."""
         if self._world is None:
             return original(checkpoint_manager, step)
         if step != self._asked[0] and step != self._config.steps - 1:
@@ -303,7 +305,7 @@ class Run:
         return self._asked[1] is not None
 
     def begin(self, phase: str) -> None:
-        """Reports a phase of the run to the watchers of its hosts."""
+        """Reports a phase of the run to its hosts' watchers."""
         if self._world is not None:
             self._world.begin(phase)
 
@@ -324,7 +326,7 @@ class Run:
         rows = self._config.global_batch_size_to_load
         if self._ours["enable_rampup_batch_size"]:
             if self._sizes is None:
-                # The step from which the run resumes is known only now.
+                # The step from which the run resumes is not known earlier.
                 self._sizes = maxtext_hooks.RAMP.look_up()(self._config, self._done)
             rows = self._sizes.global_batch_size_current
         is_other, self._rows = rows != self._rows, rows
@@ -347,7 +349,7 @@ class Run:
         return next(batches)
 
     def close(self) -> None:
-        """Waits for saves, and closes all that MaxText had."""
+        """Waits for saves and closes all parts that MaxText had."""
         self.begin(watch.CLOSE)
         try:
             for each in self._data:
@@ -361,15 +363,15 @@ class Run:
             raise
 
     def abandon(self, error: BaseException) -> None:
-        """Ends what would delay the exit of this process after its run has failed."""
+        """Stops everything that would delay this process's exit after a failure."""
         self._end_parts(error)
-        # At its exit JAX would wait five minutes for the other processes, which wait
-        # for this one in the middle of a step.
+        # At exit, JAX would wait five minutes for the other processes, which wait for
+        # this one in the middle of a step.
         if jax.distributed.is_initialized():
             atexit.register(_end)
 
     def _end_parts(self, error: BaseException) -> None:
-        # Waits for nothing, as hosts may be gone.
+        # Waits for nothing because hosts may be gone.
         checkpointer = self._manager.checkpointer if self._manager else None
         parts: list[Any] = [checkpointer, self._record]
         of_error = (type(error), error, error.__traceback__)
@@ -385,9 +387,9 @@ class Run:
 
 
 class Data:
-    """Batches as MaxText's step takes them.
+    """Batches in the form that MaxText's step needs.
 
-    `draw` takes the next one from `batches`, the iterator from `ec.batches`.
+    `draw` takes the next batch from `batches`, the iterator from `ec.batches`.
     """
 
     def __init__(
@@ -397,12 +399,12 @@ class Data:
         self._draw = draw
         self._left: tuple[type[Exception], ...] = (StopIteration,)
         if config.elastic_enabled:
-            # Under Pathways MaxText handles lost slices itself.
+            # Under Pathways, MaxText handles lost slices itself.
             self._left = (StopIteration, jax.errors.JaxRuntimeError)
 
     @property
     def __class__(self) -> type:
-        """A class that MaxText neither saves nor restores, as our manager does."""
+        """A class that MaxText neither saves nor restores, because our manager does."""
         return maxtext_hooks.STATELESS.look_up()
 
     def __iter__(self) -> Data:
@@ -414,15 +416,15 @@ class Data:
         return {name: batch[name] for name in FEATURES}
 
     def reset(self) -> None:
-        """Rewinds to the beginning; MaxText does so before each evaluation."""
+        """Rewinds to the beginning, as MaxText does before each evaluation."""
         self.batches.reset()
 
 
 class Manager:
     """The methods that MaxText calls on its checkpoint manager, over our tiers.
 
-    Each step is saved with the data of `run`. `validation` compares replicas of what is
-    saved.
+    Each step is saved with the data state of `run`. `validation` compares the replicas
+    of the state that is saved.
     """
 
     def __init__(
@@ -435,21 +437,21 @@ class Manager:
         self.checkpointer = checkpointer
         self._run = run
         self._validation = validation
-        # The step that is saved to every tier, due or not.
+        # This step is saved to every tier, due or not.
         saves_last = config.save_checkpoint_on_completion
         self._last_step = config.steps - 1 if saves_last else None
         self._has_ended = False
-        # MaxText reads this attribute, and sets it on Orbax's manager.
+        # MaxText reads this attribute and sets it on Orbax's manager.
         self.use_async = config.async_checkpointing
 
     @property
     def __class__(self) -> type:
-        """Orbax's class: it is final, and MaxText asserts it before a load."""
+        """Orbax's class, which MaxText asserts before a load; it is final."""
         return ocp.training.Checkpointer
 
     @property
     def latest(self) -> Any:
-        """The newest complete step in any tier; it has a `step`."""
+        """The newest complete step in any tier, as an object with a `step`."""
         return self.checkpointer.latest
 
     @property
@@ -469,7 +471,7 @@ class Manager:
     def save_checkpointables_async(
         self, step: int, checkpointables: Mapping[str, Any], **options: Any
     ) -> Any:
-        """Saves MaxText's checkpointables, and the data."""
+        """Saves MaxText's checkpointables and the data state."""
         # MaxText skips a step that already exists.
         with past_maxtext(except_for=(FileExistsError,)):
             self._run.log(step)
@@ -493,7 +495,7 @@ class Manager:
     def load_checkpointables(
         self, step: int, abstract_checkpointables: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Restores MaxText's checkpointables, and the data."""
+        """Restores MaxText's checkpointables and the data state."""
         self._run.begin(watch.RESTORE)
         wanted = {**abstract_checkpointables, ITERATOR: self._run.batches}
         # MaxText's own context also asks Orbax for partial loads.
@@ -504,14 +506,14 @@ class Manager:
     def wait(self) -> None:
         """Waits for all pending work in every tier.
 
-        If the run continues in another world, it returns at once, and `close` waits
+        If the run continues in another world, returns immediately; `close` then waits
         only for RAM.
         """
         if not self.checkpointer.is_left:
             self.checkpointer.wait()
 
     def close(self) -> None:
-        """Waits for all tiers, and releases the hosts.
+        """Waits for all tiers and releases the hosts.
 
         Raises:
           CheckpointError: if the run's last step is not in persistent storage.
@@ -523,8 +525,8 @@ class Manager:
 class PastMaxText(BaseException):
     """Carries an error past `except Exception`.
 
-    MaxText takes any error of an iterator for the end of the data and ends normally,
-    and only prints errors of its configuration.
+    MaxText treats any error from an iterator as the end of the data and exits normally;
+    it only prints configuration errors.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -534,7 +536,7 @@ class PastMaxText(BaseException):
 
 @contextlib.contextmanager
 def past_maxtext(*, except_for: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Carries the errors of a block past MaxText, except some types."""
+    """Carries a block's errors past MaxText, except those types."""
     try:
         yield
     except except_for:

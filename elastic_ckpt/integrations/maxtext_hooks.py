@@ -1,9 +1,9 @@
-"""All that we use of MaxText: five functions to replace, and some names.
+"""Everything that we use from MaxText: five functions to replace, and some names.
 
-MaxText has no interface for a library that brings the data, the checkpoints and the
-world of a run. It looks its functions up by name at each call, so `maxtext.run` can
-replace five of them. Before a run, `check_installed` compares everything named here
-with the installed MaxText.
+MaxText has no interface for a library that provides a run's data, checkpoints and
+world. It looks its functions up by name at each call, so `maxtext.run` can replace five
+of them. Before a run, `check_installed` compares everything listed here with the
+installed MaxText.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ TESTED_VERSION = "0.2.5"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hook:
-    """A function or class of MaxText that is replaced or called.
+    """A MaxText function or class that is replaced or called.
 
     Attributes:
-      parameters: the names of its first parameters.
-      caller: module and name of the function that looks it up by this name.
+      parameters: the names of the first parameters.
+      caller: module and name of the function that looks this one up by name.
     """
 
     module: str
@@ -42,11 +42,11 @@ class Hook:
     caller: tuple[str, str] | None = None
 
     def look_up(self) -> Any:
-        """Returns what has this name; None if nothing has."""
+        """Returns the object with this name; None if there is none."""
         return _look_up(self.module, self.name)
 
     def check(self) -> None:
-        """Raises a ConfigError if it is missing or has changed."""
+        """Raises a ConfigError if the object is missing or has changed."""
         place = f"{self.module}.{self.name}"
         function = self.look_up()
         if function is None:
@@ -64,7 +64,7 @@ class Hook:
 
     @contextlib.contextmanager
     def replaced(self, by: Callable[..., Any]) -> Iterator[None]:
-        """Has MaxText call `by`, with the original as first argument, in this block."""
+        """Makes MaxText call `by`, with the original as first argument, in a block."""
         module, original = importlib.import_module(self.module), self.look_up()
         setattr(module, self.name, functools.partial(by, original))
         try:
@@ -98,7 +98,7 @@ DATA = Hook(
     parameters=("config", "mesh"),
     caller=_SET_UP,
 )
-# Created once the state is restored and the step compiled.
+# Created after the state is restored and the step compiled.
 LOGGER = Hook(
     module="maxtext.common.metric_logger",
     name="MetricLogger",
@@ -113,7 +113,7 @@ STOP = Hook(
 )
 HOOKS = (PREPARE, MANAGER, DATA, LOGGER, STOP)
 
-# The program to run, and the class of its configuration.
+# The program to run, and its configuration class.
 _MAIN = Hook(module=_TRAIN, name="main", parameters=("argv",))
 _KEYS = Hook(module="maxtext.configs.types", name="MaxTextConfig")
 # MaxText neither saves nor restores an iterator of this class.
@@ -122,7 +122,7 @@ STATELESS = Hook(
     name="PlaceHolderDataIterator",
     caller=(_CHECKPOINTING, "load_state_if_possible"),
 )
-# Yields the batch sizes of a ramp, from any step on.
+# Yields a ramp's batch sizes, beginning at any step.
 RAMP = Hook(
     module="maxtext.utils.rampup_batch",
     name="RampupBatchManager",
@@ -132,7 +132,7 @@ NAMES = (_MAIN, _KEYS, STATELESS, RAMP)
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Runs MaxText until its SystemExit, or an error that it does not catch."""
+    """Runs MaxText until it raises SystemExit or an error that it does not catch."""
     module = importlib.import_module(_MAIN.module)
     app.run(_MAIN.look_up(), argv=[str(module.__file__), *arguments])
 
@@ -144,7 +144,7 @@ def check_installed() -> None:
 
 
 def keys() -> Collection[str]:
-    """The keys of the installed MaxText.
+    """The installed MaxText's keys.
 
     Raises:
       ConfigError: if MaxText is not installed.
@@ -156,7 +156,7 @@ def keys() -> Collection[str]:
             " docs/pages/guides/maxtext.md describes, and run this in it"
         )
     for place in package.submodule_search_locations or ():
-        # An installed MaxText looks for its tokenizers where a clone has them.
+        # An installed MaxText looks for its tokenizers in the directory of a clone.
         os.environ.setdefault("MAXTEXT_ASSETS_ROOT", os.path.join(place, "assets"))
     return getattr(_KEYS.look_up(), "model_fields", {}).keys()
 

@@ -1,8 +1,8 @@
 """Converts MaxText's keys to ours: pure functions that import neither MaxText nor JAX.
 
-MaxText refuses unknown keys, and combinations that its own elastic iterator does not
-support. So `divide` takes our keys out before MaxText checks its configuration, and
-`data_keys` and `tiers` convert its keys, with ours, to our sections.
+MaxText rejects unknown keys, and combinations that its own elastic iterator does not
+support. So `divide` removes our keys before MaxText checks its configuration, and
+`data_keys` and `tiers` convert its keys and ours to our sections.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elastic_ckpt.data import datasets
 from elastic_ckpt.data.sources import files
 from elastic_ckpt.training import load, schema
 
-# MaxText's keys that mean the same here: of its data,
+# MaxText keys that mean the same here: for data,
 DATA_KEYS = (
     "add_bos",
     "add_eos",
@@ -50,7 +50,7 @@ DATA_KEYS = (
     "use_sft",
     "use_truncation",
 )
-# of its checkpoint tiers,
+# for checkpoint tiers,
 TIER_KEYS = (
     "checkpoint_period",
     "enable_checkpointing",
@@ -63,14 +63,14 @@ TIER_KEYS = (
     "run_name",
     "save_checkpoint_on_completion",
 )
-# and of its elastic training.
+# and for elastic training.
 ELASTIC_KEYS = (
     "elastic_enabled",
     "elastic_max_retries",
     "elastic_min_slice_count",
     "elastic_timeout_seconds",
 )
-# Keys that MaxText does not have: of its data,
+# Keys that MaxText does not have: for data,
 _OWN_DATA_KEYS = (
     "num_logical_shards",
     "max_shard_reads",
@@ -82,7 +82,7 @@ _OWN_DATA_KEYS = (
     "data_read_ahead_batches",
 )
 _HIDDEN_DATA_KEYS = (*_OWN_DATA_KEYS, "tokenizer_type", "colocated_python_data_input")
-# of its tiers, the validation of a step before it is saved, and metrics,
+# for tiers, the validation of steps before they are saved, and metrics,
 _OWN_TIER_KEYS = (
     *(
         field.name
@@ -94,7 +94,7 @@ _OWN_TIER_KEYS = (
     "prometheus_port",
     "prometheus_interface",
 )
-# and of the hosts that this program starts.
+# and for the hosts that this program starts.
 _OWN_WORLD_KEYS = (
     "hosts",
     "slices",
@@ -104,7 +104,7 @@ _OWN_WORLD_KEYS = (
         for field in dataclasses.fields(schema.ElasticSection)
         if field.name not in ELASTIC_KEYS
     ),
-    # In this period the hosts save and leave.
+    # During this period, the hosts save and leave.
     "termination_grace_period_seconds",
 )
 OWN_KEYS = (*_OWN_DATA_KEYS, *_OWN_TIER_KEYS, *_OWN_WORLD_KEYS)
@@ -122,24 +122,24 @@ _OF_SUPERVISOR = (
 
 _PLACE = "MaxText's configuration"
 _ROWS = "it has no effect: a global batch is {} times the number of devices; set that"
-_SAME_END = "set it to false, as all hosts end at the same batch here"
-# Keys with a single accepted value, and what to do instead.
+_SAME_END = "set it to false; all hosts stop at the same batch here"
+# Keys with a single accepted value, and the remedy for other values.
 _REFUSED = {
     "expansion_factor_real_data": (
         -1,
-        "leave it at -1, as any number of hosts reads any checkpoint here",
+        "keep it at -1; any number of hosts can read any checkpoint here",
     ),
     "formatting_func_path": ("", "apply the function when you write the files"),
     "generate_padding_batch_train": (False, _SAME_END),
     "generate_padding_batch_eval": (False, _SAME_END),
     "enable_emergency_checkpoint": (
         False,
-        "set it to false, as such checkpoints have no data state, and"
+        "set it to false because such checkpoints have no data state, and set"
         " enable_multi_tier_checkpointing to true",
     ),
     "use_dpo": (
         False,
-        "set it to false, as MaxText's preference trainer saves no data state",
+        "set it to false; MaxText's preference trainer saves no data state",
     ),
     "use_multimodal": (
         False,
@@ -155,7 +155,7 @@ _REFUSED = {
 }
 _OF_STAGES = ("grain_train_files", "grain_train_mixture_config_path")
 
-# Keys hidden from MaxText: ours, and those of its own that it would refuse or act on.
+# Keys hidden from MaxText: ours, and MaxText keys that it would reject or act on.
 Ours = Mapping[str, Any]
 
 
@@ -173,7 +173,7 @@ def given(arguments: Sequence[str]) -> dict[str, Any]:
         path, overrides = arguments[0], arguments[1:]
     for each in overrides:
         if each.startswith("base_config="):
-            _refuse(each, "give the file as the first argument")
+            _refuse(each, "pass the file as the first argument")
     # MaxText's own files, which may be the base of a file.
     package = importlib.util.find_spec("maxtext")
     places = package.submodule_search_locations if package else None
@@ -183,14 +183,15 @@ def given(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def check(given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Checks what can be checked before the rest of MaxText is imported.
+    """Runs the checks that are possible before the rest of MaxText is imported.
 
     Args:
       given: the keys that a user has set, with their values.
       known: MaxText's keys.
 
     Raises:
-      ConfigError: if a key is unknown or unsupported; names the key and the remedy.
+      ConfigError: if a key is unknown or unsupported; the message has the key and the
+        remedy.
       DataError: if data files are missing.
     """
     every = {*known, *OWN_KEYS}
@@ -198,7 +199,7 @@ def check(given: Mapping[str, Any], known: Collection[str]) -> None:
         accepted, remedy = _REFUSED.get(key, (value, ""))
         if value != accepted:
             _refuse(f"{key}={value}", remedy)
-        # MaxText takes `a.b=1` as a part of its key `a`.
+        # To MaxText, `a.b=1` sets a part of its key `a`.
         if key.split(".")[0] not in every:
             (near,) = difflib.get_close_matches(key, every, n=1, cutoff=0.0)
             raise errors.ConfigError(
@@ -208,7 +209,7 @@ def check(given: Mapping[str, Any], known: Collection[str]) -> None:
     for key in ("per_device_batch_size", "eval_per_device_batch_size"):
         rows = given.get(key)
         if isinstance(rows, float) and not rows.is_integer():
-            # MaxText would load a row for each device, and drop some of them.
+            # MaxText would load a row for each device and drop some of the rows.
             _refuse(f"{key}={rows}", "set it to a whole number of rows per device")
     for key in ("grain_train_files", "grain_eval_files"):
         for each in datasets.from_list(given.get(key) or "", key=key):
@@ -223,8 +224,8 @@ def divide(raw_keys: Mapping[str, Any]) -> tuple[dict[str, Any], Ours]:
     its checks and machinery for these do not apply to ours.
 
     Raises:
-      ConfigError: if another pipeline, or elastic training without hosts, is requested,
-        or the shards are not chosen.
+      ConfigError: if a different pipeline, or elastic training without hosts, is
+        requested, or the number of shards is not set.
     """
     theirs = dict(raw_keys)
     ours = {"grain_record_format": "tf_example"}
@@ -241,8 +242,8 @@ def divide(raw_keys: Mapping[str, Any]) -> tuple[dict[str, Any], Ours]:
     if theirs.get("elastic_enabled") and not theirs.get("enable_single_controller"):
         _refuse(
             "elastic_enabled=true without hosts",
-            "set hosts and slices to what this program should start here, or"
-            " enable_single_controller=true under Pathways, where MaxText itself"
+            "set hosts and slices to the numbers that this program should start here,"
+            " or enable_single_controller=true under Pathways, where MaxText itself"
             " handles lost slices",
         )
     if not ours.get("num_logical_shards"):
@@ -261,7 +262,7 @@ def divide(raw_keys: Mapping[str, Any]) -> tuple[dict[str, Any], Ours]:
     theirs |= {
         "dataset_type": "grain",
         "grain_use_elastic_iterator": False,
-        # So that MaxText asks our manager at each step whether to save.
+        # Makes MaxText ask our manager at each step whether to save.
         "enable_continuous_checkpointing": True,
     }
     return theirs, ours
@@ -270,15 +271,15 @@ def divide(raw_keys: Mapping[str, Any]) -> tuple[dict[str, Any], Ours]:
 def data_keys(
     config: Any, ours: Ours, *, evaluation: bool = False
 ) -> data_section.DataKeys:
-    """The training or evaluation data of a MaxText configuration.
+    """A MaxText configuration's training or evaluation data.
 
     Args:
-      config: has MaxText's keys as attributes.
-      ours: the keys that `divide` took out.
+      config: an object with MaxText's keys as attributes.
+      ours: the keys that `divide` removed.
       evaluation: whether to return the evaluation data.
 
     Raises:
-      ConfigError: if a key is unsupported; names the key.
+      ConfigError: if a key is unsupported; the message has the key.
     """
     values = {key: getattr(config, key) for key in DATA_KEYS if key not in ours}
     values |= {key: ours[key] for key in _HIDDEN_DATA_KEYS if key in ours}
@@ -288,27 +289,27 @@ def data_keys(
     if values["tokenizer_type"] == "bytes" or not values["tokenize_train_data"]:
         values["tokenizer_path"] = ""
     section = _from_values(values).data
-    # MaxText builds its model and step for a single length and batch size.
+    # MaxText builds its model and step for one sequence length and batch size.
     for begin, stage in data_section.stages(section):
         for key, value in vars(section).items():
             if vars(stage)[key] != value and key not in _OF_STAGES:
                 _refuse(
                     f"data_stages: the stage that begins at step {begin} sets {key}",
-                    "MaxText uses one value of it for the whole run; set only"
+                    "MaxText uses one value for the whole run; set only"
                     f" {' or '.join(_OF_STAGES)} there",
                 )
     return section
 
 
 def tiers(config: Any, ours: Ours) -> schema.Config:
-    """The checkpoint tiers and the metrics of a MaxText configuration.
+    """A MaxText configuration's checkpoint tiers and metrics.
 
     Args:
-      config: has MaxText's keys as attributes.
-      ours: the keys that `divide` took out.
+      config: an object with MaxText's keys as attributes.
+      ours: the keys that `divide` removed.
 
     Raises:
-      ConfigError: if a value is invalid; names the key.
+      ConfigError: if a value is invalid; the message has the key.
     """
     key = "enable_multi_tier_checkpointing"
     values = {key: getattr(config, key) for key in TIER_KEYS}
@@ -319,7 +320,7 @@ def tiers(config: Any, ours: Ours) -> schema.Config:
 def check_vocabulary(config: Any, vocab_size: int) -> None:
     """Raises a ConfigError unless the model has a row for each of `vocab_size` tokens.
 
-    JAX would use the last row for larger tokens.
+    JAX would use the last row for larger token ids.
     """
     if config.vocab_size < vocab_size:
         _refuse(
@@ -335,7 +336,7 @@ def supervised(given: Mapping[str, Any]) -> schema.Config:
       The hosts and slices to start here; `hosts` is 1 if there are none to start.
 
     Raises:
-      ConfigError: if a value is invalid or a key is missing; names the key.
+      ConfigError: if a value is invalid or a key is missing; the message has the key.
     """
     config = _from_values({key: given[key] for key in _OF_SUPERVISOR if key in given})
     hosts = config.world.hosts
@@ -353,7 +354,7 @@ def supervised(given: Mapping[str, Any]) -> schema.Config:
     if config.data.enable_rampup_batch_size and config.elastic.elastic_enabled:
         _refuse(
             f"enable_rampup_batch_size and elastic_enabled with hosts={hosts}",
-            "in the ramp, fewer slices would have smaller batches; set one of them to"
+            "in the ramp, fewer slices would get smaller batches; set one of them to"
             " false",
         )
     rows = config.data.per_device_batch_size * hosts * config.world.devices_per_host
@@ -365,8 +366,8 @@ def supervised(given: Mapping[str, Any]) -> schema.Config:
 
 
 def _from_values(values: Mapping[str, Any]) -> schema.Config:
-    # MaxText has text enumerations for some choices, and None, which its files also
-    # write as a text, where we have a default.
+    # MaxText has string enumerations for some choices; and where we have a default, it
+    # has None, which its files also write as a string.
     plain = {
         key: str(getattr(value, "value", value)) if isinstance(value, str) else value
         for key, value in values.items()

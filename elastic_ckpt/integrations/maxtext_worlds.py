@@ -1,7 +1,7 @@
 """MaxText on hosts that are lost and rejoin, on one or several machines.
 
-Supervisors start worlds as `elastic-ckpt train` does. On each host of a world MaxText
-runs with the same global batch, and leaves when asked to.
+Supervisors start worlds as `elastic-ckpt train` does. On each host of a world, MaxText
+runs with the same global batch and leaves when asked to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastic_ckpt.training import configured, launch, schema
 if TYPE_CHECKING:
     from elastic_ckpt.elastic.world import World
 
-# The fork server imports these, and thereby all that a host needs.
+# The fork server imports these modules and thereby everything that a host needs.
 _HOST_PROGRAMS = (
     "elastic_ckpt.integrations.maxtext",
     "maxtext.trainers.pre_train.train",
@@ -37,13 +37,13 @@ def run(
 
     Args:
       config: the supervisor's configuration, see `maxtext_keys.supervised`. With
-        `elastic_machines` each machine has a supervisor.
+        `elastic_machines`, each machine has a supervisor.
       arguments: MaxText's arguments.
       emit: shows the events.
-      train: the program of each host, picklable; by default MaxText.
+      train: the program to run on each host, picklable; by default MaxText.
 
     Returns:
-      Whether the run was asked to end before its last step.
+      Whether the run was asked to stop before its last step.
 
     Raises:
       ConfigError: if hosts cannot be started with this configuration.
@@ -58,7 +58,7 @@ def run(
     configured.check_local(config)
     station.warm_up(_HOST_PROGRAMS)
     of_host = functools.partial(train or train_maxtext, tuple(arguments))
-    # The same on all machines, whether keys are set in files or arguments.
+    # The same on all machines, whether keys are set in files or in arguments.
     program = [f"{key}={given[key]!r}" for key in sorted(given)]
     return launch.on_hosts(config, emit, place=place, train=of_host, program=program)
 
@@ -77,20 +77,20 @@ def train_maxtext(
 def in_world(
     arguments: Sequence[str], config: schema.Config, world: World
 ) -> list[str]:
-    """MaxText's arguments that change with each world of a run."""
+    """The MaxText arguments that change with each world of a run."""
     num_devices = world.topology.devices
     rows = config.data.global_batch_size
     settings: dict[str, Any] = {
         "per_device_batch_size": rows // (num_devices * world.microbatches),
         "gradient_accumulation_steps": world.microbatches,
         "skip_jax_distributed_system": True,
-        # The supervisor resumes the run; MaxText can only do so under Pathways.
+        # The supervisor resumes the run; MaxText can do so only under Pathways.
         "elastic_enabled": False,
-        # Hosts save the last step of a world before they leave it.
+        # Hosts save a world's last step before they leave.
         "enable_autocheckpoint": True,
     }
     # The rows of an evaluation with all slices, kept in each world whose devices divide
-    # them. Without this key MaxText uses the size of training batches.
+    # them. Without this key, MaxText uses the size of training batches.
     key = "eval_per_device_batch_size"
     of_device = maxtext_keys.given(arguments).get(key) or 0
     of_all = of_device * config.world.hosts * config.world.devices_per_host
@@ -98,6 +98,6 @@ def in_world(
     if eval_rows % num_devices == 0:
         settings[key] = eval_rows // num_devices
     if world.ram_directory is not None:
-        # MaxText appends the name of the run.
+        # MaxText appends the run name.
         settings["local_checkpoint_directory"] = os.path.dirname(world.ram_directory)
     return [f"{key}={value}" for key, value in settings.items()]

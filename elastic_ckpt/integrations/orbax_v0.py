@@ -9,8 +9,8 @@
     )
 
 `StatefulSave` and `StatefulRestore` take any object with Orbax v1's methods `save` and
-`load`: the iterator of `ec.batches`, a component of `ec.components`. If one host fails,
-the call fails on all hosts, with that host's message.
+`load`: an iterator from `ec.batches`, a component from `ec.components`. If one host
+fails, the call fails on all hosts, with that host's message.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class StatefulHandler(ocp.AsyncCheckpointHandler):
     async def async_save(
         self, directory: epath.Path, args: StatefulSave
     ) -> list[ocp.future.Future]:
-        """Takes the state of the item; the future writes it."""
-        # Without Orbax's suffix of an uncommitted directory.
+        """Captures the item's state; the future writes the state."""
+        # Without Orbax's suffix for uncommitted directories.
         name = directory.name.partition(".orbax-checkpoint-tmp")[0]
         writers: list[Callable[[], None]] = []
 
@@ -66,7 +66,7 @@ class StatefulHandler(ocp.AsyncCheckpointHandler):
             future.result()
 
     def restore(self, directory: epath.Path, args: StatefulRestore) -> Any:
-        """Loads the saved state into the item, and returns the item."""
+        """Loads the saved state into the item and returns the item."""
         load = functools.partial(component_io.load, args.item, directory)
         self._agreed(f"restore/{directory.name}", load)
         return args.item
@@ -83,10 +83,10 @@ class StatefulHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(StatefulHandler, for_save=True)
 @dataclasses.dataclass
 class StatefulSave(ocp.args.CheckpointArgs):
-    """Saves an object, for instance the iterator of `ec.batches`.
+    """Saves an object, for example an iterator from `ec.batches`.
 
     Attributes:
-      item: the object; it may change again once `CheckpointManager.save` has returned.
+      item: the object, which may change again after `CheckpointManager.save` returns.
     """
 
     item: v1.StatefulCheckpointable
@@ -95,7 +95,7 @@ class StatefulSave(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(StatefulHandler, for_restore=True)
 @dataclasses.dataclass
 class StatefulRestore(ocp.args.CheckpointArgs):
-    """Restores an object, for instance the iterator of `ec.batches`.
+    """Restores an object, for example an iterator from `ec.batches`.
 
     Attributes:
       item: the object, into which the saved state is loaded.

@@ -1,10 +1,10 @@
 """Cuts boxes of a move's factored dims at the bounds of boxes of its tensors.
 
-If a dim of a tensor is a product of several factored dims, its indices ascend with the
+If a tensor's dim is a product of several factored dims, its indices ascend with the
 elements of these dims in row-major order, so an interval of indices is a range of
-elements. A range is at most two boxes for each dim but the first: the rest of the first
-row, whole rows, the start of the last row, and so on inwards. ZeRO also saves such
-ranges, of flattened parameters.
+elements. A range is at most two boxes for each dim except the first: the rest of the
+first row, whole rows, the start of the last row, and so on inwards. ZeRO also saves
+flattened parameters as such ranges.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def row_major(shape: tuple[int, ...], itemsize: int = 1) -> tuple[int, ...]:
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The boxes of elements `start` to `stop` of an array, in row-major order.
+    """The boxes of an array's elements `start` to `stop`, in row-major order.
 
     Returns:
-      Disjoint boxes, in the order of their elements; none if the range is empty.
+      Disjoint boxes, in element order; none if the range is empty.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"elements {start} to {stop} are not inside shape {shape}")
@@ -39,7 +39,7 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     if not shape:
         return [Box(start=(), stop=())]
     row = math.prod(shape[1:])
-    # Whole rows lie between the rest of the first and the start of the last.
+    # Whole rows lie between the rest of the first row and the start of the last.
     head = min(-(-start // row) * row, stop)
     tail = max(stop // row * row, head)
     boxes = _in_row(shape, start, head)
@@ -60,9 +60,9 @@ def _in_row(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def inside(part: Box, side: Side, box: Box) -> list[Box]:
-    """The elements of a part of a move that lie in a box of one of its tensors.
+    """The elements of a move's part that lie in a box of one of its tensors.
 
-    `part` is a nonempty box of the factored dims, `box` one of the tensor.
+    `part` is a nonempty box of the factored dims; `box` is a box of the tensor.
 
     Returns:
       Disjoint boxes of the factored dims: `part` itself if all of it is in `box`.
@@ -82,7 +82,7 @@ def inside(part: Box, side: Side, box: Box) -> list[Box]:
 
 
 def bounds(part: Box, side: Side) -> Box:
-    """The smallest box of a tensor that contains a part of a move."""
+    """The smallest box of a tensor that contains a move's part."""
     lows, highs = _reach(part, side.dims, side.steps, len(side.start))
     return Box(
         start=tuple(map(operator.add, side.start, lows)),
@@ -93,14 +93,14 @@ def bounds(part: Box, side: Side) -> Box:
 def place(element: Sequence[int], side: Side, box: Box, strides: Sequence[int]) -> int:
     """The offset of an element of the factored dims in a box of a tensor.
 
-    It is in the units of `strides`, which are those of the box.
+    It is in the units of `strides`, the box's strides.
     """
     at = sum(map(operator.mul, map(operator.sub, side.start, box.start), strides))
     return at + sum(map(operator.mul, element, advances(side, strides)))
 
 
 def advances(side: Side, strides: Sequence[int]) -> tuple[int, ...]:
-    """The strides of the factored dims, from the strides of a tensor."""
+    """The strides of the factored dims, from a tensor's strides."""
     factors = zip(side.dims, side.steps, strict=True)
     return tuple(step * strides[dim] if dim >= 0 else 0 for dim, step in factors)
 
@@ -110,7 +110,7 @@ def advances(side: Side, strides: Sequence[int]) -> tuple[int, ...]:
 def _reach(
     part: Box, dims: tuple[int, ...], steps: tuple[int, ...], rank: int
 ) -> tuple[list[int], list[int]]:
-    # By dim, the lowest index and one past the highest, relative to the side's start.
+    # By dim, the lowest index, and one past the highest, relative to the side's start.
     lows, highs = [0] * rank, [1] * rank
     for dim, step, start, stop in zip(dims, steps, part.start, part.stop, strict=True):
         if dim >= 0:
@@ -126,8 +126,8 @@ def _inside(
     steps: tuple[int, ...],
     cuts: tuple[tuple[int, int, int], ...],
 ) -> list[Box]:
-    # Each cut is a dim of the tensor and an interval of its indices, relative to the
-    # part's lowest.
+    # Each cut is a dim of the tensor and an interval of indices along it, relative to
+    # the part's lowest index.
     choices = []
     for dim, first, after in cuts:
         factors = [

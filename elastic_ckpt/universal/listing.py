@@ -1,4 +1,4 @@
-"""Lists a checkpoint's tensors by family, and reads the target tree of a layout."""
+"""Lists a checkpoint's tensors by family, and reads a layout's target tree."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class Family(NamedTuple):
     """Tensors of one shape, dtype and kind whose names differ only in numbers.
 
     Attributes:
-      names: all names as one text, `layers.{0-31}.weight`, without control characters.
+      names: all names as one string, `layers.{0-31}.weight`, without control
+        characters.
       tensors: the number of tensors.
-      num_bytes: the size of all values together.
+      num_bytes: the total size of the values.
     """
 
     names: str
@@ -42,7 +43,7 @@ class Family(NamedTuple):
 
 def families(tensors: Sequence[StoredTensor]) -> list[Family]:
     """Groups tensors into families, in the order of each family's first tensor."""
-    # The numbers in the names, by what a family has in common.
+    # The numbers in the names, by the properties that a family shares.
     groups: dict[tuple, set[tuple[int, ...]]] = {}
     unboxed = names.unboxed({tensor.name for tensor in tensors})
     for tensor in tensors:
@@ -91,7 +92,7 @@ def tree(path: str) -> dict[str, TargetTensor]:
 
     Args:
       path: a checkpoint of any supported format, or a JSON file of shapes by name:
-        `{"embed/kernel": [8, 4]}` in float32, or `{"shape": [8, 4],
+        `{"embed/kernel": [8, 4]}` (float32), or `{"shape": [8, 4],
         "dtype": "bfloat16"}`.
 
     Raises:

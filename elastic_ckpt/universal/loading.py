@@ -1,6 +1,6 @@
 """Loads trees through layouts, from other programs' checkpoints and from steps.
 
-No copy is written to disk. A leaf becomes an array as soon as its group is complete,
+Nothing is written to disk. A leaf becomes an array as soon as its group is complete,
 while later groups are still being read.
 """
 
@@ -29,7 +29,7 @@ from elastic_ckpt.universal.reading.sources import VirtualFile
 from elastic_ckpt.universal.rules import matching, names
 from elastic_ckpt.universal.rules.layout import Layout
 
-# Chooses the layout for a checkpoint and targets.
+# Chooses the layout for a checkpoint and its targets.
 _Rules = Callable[[Checkpoint, Mapping[str, TargetTensor]], Layout]
 
 
@@ -45,32 +45,32 @@ def load(
         path = "gs://bucket/llama"
         state = ec.universal.load(path, abstract_state, layout="llama.yml")
 
-    Every process must call it; each reads only what its own devices need.
+    Every process must call it; each reads only the bytes that its own devices need.
 
     Args:
-      path: the directory or file of the checkpoint, local or in a bucket.
-      abstract_state: a pytree of `jax.ShapeDtypeStruct`s with shardings, of arrays or
-        of numbers: a dict, or a state of Flax or Equinox. The keys to a leaf, joined by
-        "/", are its name in the layout; the `value` of Flax's `Param` and `Partitioned`
-        may be left out.
-      layout: how the tensors of the checkpoint (`from`) relate to these leaves (`to`):
-        a `Layout`, the path of a YAML file, or the name of a layout that ships with the
-        package. None for DeepSpeed checkpoints, which describe their own layout, and
-        for checkpoints whose tensors have the names of the leaves; an adapter is then
-        merged into its base.
-      budget_bytes: the most bytes of requests in flight, and of leaves that are not yet
-        complete; each may use as many.
+      path: the checkpoint's directory or file, local or in a bucket.
+      abstract_state: a pytree of `jax.ShapeDtypeStruct`s with shardings, arrays or
+        numbers: a dict, or a Flax or Equinox state. The keys to a leaf, joined by "/",
+        are the leaf's name in the layout; the `value` key of Flax's `Param` and
+        `Partitioned` may be omitted.
+      layout: how the checkpoint's tensors (`from`) relate to these leaves (`to`): a
+        `Layout`, a YAML file path, or the name of a layout that ships with the package.
+        None for DeepSpeed checkpoints, which describe their own layout, and for
+        checkpoints whose tensors have the same names as the leaves. With None, an
+        adapter is merged into its base.
+      budget_bytes: the maximum size of the requests in flight, and, separately, of the
+        incomplete leaves.
 
     Returns:
       A pytree like `abstract_state`, of arrays in its shardings and dtypes. Functions
-      stay as they are.
+      are unchanged.
 
     Raises:
       FormatError: if the checkpoint is damaged, or not in a supported format.
-      LayoutError: if the layout does not fit the checkpoint or the tree.
+      LayoutError: if the layout does not match the checkpoint or the tree.
       CheckpointError: if a file cannot be read, or copies of a tensor that should be
         equal differ.
-      RunError: if loading fails on another host; names that host and its error.
+      RunError: if loading fails on another host; the message has that host and error.
     """
 
     def rules(checkpoint: Checkpoint, targets: Mapping[str, TargetTensor]) -> Layout:
@@ -84,11 +84,11 @@ def load(
 def load_leaves(path: epath.PathLike, abstract_state: Any) -> Any:
     """Loads each leaf from the tensor of the same name, and drops all other tensors.
 
-    Takes `path` and `abstract_state` as `load` does.
+    For the arguments, see `load`.
 
     Raises:
-      OtherModelError: if a tensor is missing, or has a different shape; others as
-        `load`.
+      OtherModelError: if a tensor is missing or has a different shape.
+      FormatError, CheckpointError, RunError: as `load`.
     """
 
     def rules(checkpoint: Checkpoint, targets: Mapping[str, TargetTensor]) -> Layout:
@@ -100,7 +100,7 @@ def load_leaves(path: epath.PathLike, abstract_state: Any) -> Any:
 def _loaded(
     path: epath.PathLike, abstract_state: Any, rules: _Rules, budget_bytes: int
 ) -> Any:
-    # If one host fails, all do: none waits in the collectives that follow.
+    # If one host fails, all fail: none hangs in the collectives that follow.
     hosts = allgather.shared()
     everywhere = functools.partial(hosts.agreed, timeout_secs=calls.LONG_SECS)
     found: list[tuple[Checkpoint, Matched]] = []
@@ -140,7 +140,7 @@ def layout_of_leaves(
     It drops all other tensors. `path` is for messages.
 
     Raises:
-      OtherModelError: if a tensor is missing, or has a different shape.
+      OtherModelError: if a tensor is missing or has a different shape.
     """
     shapes = {each.name: str(list(each.shape)) for each in stored}
     wanted = {name: str(list(each.shape)) for name, each in targets.items()}
@@ -156,10 +156,10 @@ def relayout(
     abstract: Any,
     layout: Layout | str | os.PathLike[str],
 ) -> Callable[[VerifiedReader | epath.Path], Any]:
-    """Matches a layout with a tree of a step; see `checkpoint.restore.Relayout`.
+    """Matches a layout with a step's tree; see `checkpoint.restore.Relayout`.
 
     Raises:
-      LayoutError: if the layout does not fit.
+      LayoutError: if the layout does not match the step or the tree.
     """
     matched = (
         matching.moves(
@@ -188,12 +188,12 @@ class _Leaf(NamedTuple):
     target: TargetTensor
     wanted: trees.WantedLeaf
     # Whether its values are copied to devices with their own memory. An array on CPU
-    # devices takes over the memory that its values were read into.
+    # devices reuses the memory that its values were read into.
     is_staged: bool
 
 
 def targets_of(abstract: Any) -> dict[str, TargetTensor]:
-    """The leaves of an abstract tree as targets of a layout, by name.
+    """An abstract tree's leaves as targets of a layout, by name.
 
     Args:
       abstract: a tree of `jax.ShapeDtypeStruct`s with shardings, arrays, numbers, and
@@ -216,27 +216,27 @@ def read_tree(
 ) -> Any:
     """Reads a tree's leaves from a checkpoint through a layout.
 
-    Every host of a world calls it, and reads once what its devices need.
+    Every host of a world calls it and reads the bytes that its devices need once.
 
     Args:
       checkpoint: the open checkpoint.
-      matched: a layout matched with it and with `targets_of(abstract)`.
+      matched: a layout matched with `checkpoint` and `targets_of(abstract)`.
       abstract: see `targets_of`.
-      budget_bytes: the most memory of requests in flight, and the most bytes of leaves
-        on the way to devices with their own memory; a single request or leaf may exceed
-        it.
+      budget_bytes: the maximum size of the requests in flight, and, separately, of the
+        leaves that are being copied to devices with their own memory. A single request
+        or leaf may exceed it.
       files: the virtual files of the checkpoint's tensors.
       host: the number of this host, and the number of hosts, which share the work of
         comparing checksums.
 
     Returns:
       A tree like `abstract`, of arrays in the shardings and dtypes of its leaves;
-      functions stay as they are.
+      functions are unchanged.
 
     Raises:
       CheckpointError: if an element of a leaf is filled by no source or by two, a file
-        cannot be read, or sources that should be equal differ; FormatError if a file
-        is cut short or its checksum does not match.
+        cannot be read, or sources that should be equal differ.
+      FormatError: if a file is truncated or its checksum does not match.
     """
     leaves = {leaf.target: leaf for leaf in _leaves(abstract)}
     made = {
@@ -254,7 +254,7 @@ def read_tree(
         host=host,
     )
     units = [(target, leaf.wanted.boxes) for target, leaf in leaves.items()]
-    # The traceback of an error would keep the iterator alive, and with it its threads.
+    # An error's traceback would keep the iterator and its threads alive.
     with contextlib.closing(reader.read(units)) as groups:
         for buffers in groups:
             arrays = iter([buffer.values for buffer in buffers])
@@ -263,7 +263,7 @@ def read_tree(
                 # From here on only the leaf refers to the memory.
                 made[wanted.path] = wanted.make([next(arrays) for _ in wanted.boxes])
                 if is_staged:
-                    # Until the devices have the values, they count for the budget.
+                    # Until the devices have the values, the budget includes them.
                     jax.block_until_ready(made[wanted.path])
     for leaf in leaves.values():
         if not leaf.wanted.boxes:

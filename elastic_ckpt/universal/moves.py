@@ -1,13 +1,13 @@
 """A layout matched with a checkpoint: moves, and the tensors derived for them.
 
 A move is a strided copy from one tensor to one target. Its dims are factored: each dim
-of a tensor is a product of one or more of them. In `(kv q d) embed -> embed kv (q d)`
-the factored dims are kv, q, d and embed; kv advances by q * d along dim 0 of the
-source, and by 1 along dim 1 of the target.
+of a tensor is a product of one or more factored dims. In
+`(kv q d) embed -> embed kv (q d)`, the factored dims are kv, q, d and embed; kv
+advances by q * d along dim 0 of the source and by 1 along dim 1 of the target.
 
 Anything but a copy is a derived tensor: compared replicas, a mean over ranks, a
-quantized weight times its scales. Moves copy from it as from a stored tensor. Tensor
-numbers count the stored tensors first, then the derived ones.
+quantized weight times its scales. Moves copy from derived tensors as from stored ones.
+Stored tensors are numbered first, then derived ones.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Side:
 
     Attributes:
       start: the index of the first element.
-      dims: the dim of the tensor that each factored dim advances along; -1 if the
-        tensor does not vary along it.
-      steps: how many elements each factored dim advances along that dim.
+      dims: the tensor's dim along which each factored dim advances; -1 if the tensor
+        does not vary along the factored dim.
+      steps: how many elements each factored dim advances along the tensor's dim.
     """
 
     start: tuple[int, ...]
@@ -50,9 +50,9 @@ class Move:
     Attributes:
       target: the name of the target tensor, `params/decoder/norm/scale`.
       sizes: lengths of the factored dims.
-      target_side: where they lie in the target tensor.
+      target_side: where the factored dims lie in the target tensor.
       source: the number of the source tensor.
-      source_side: where they lie in the source tensor.
+      source_side: where the factored dims lie in the source tensor.
       scale: factor applied to the values, in at least float32.
       shift: added after scaling.
     """
@@ -70,13 +70,13 @@ class Operand(NamedTuple):
     """A stored tensor that a derived one is computed from.
 
     Attributes:
-      tensor: its number.
-      dims: for each of its dims, the dim of the derived tensor that it runs along; -1
-        for the dim that `plus` contracts. It is constant along all other dims.
-      blocks: for each of its dims, how many indices of the derived tensor share one of
-        its own: index = index of the derived tensor // block.
-      viewed_as: the dtype to read its bytes as; None for its own. A dtype of four bits
-        doubles the last dim.
+      tensor: the stored tensor's number.
+      dims: for each stored dim, the corresponding dim of the derived tensor; -1 for the
+        dim that `plus` contracts. The operand is constant along all other derived dims.
+      blocks: for each stored dim, how many indices of the derived tensor share one
+        stored index: stored index = derived index // block.
+      viewed_as: the dtype to read the bytes as; None for the stored dtype. A four-bit
+        dtype doubles the last dim.
     """
 
     tensor: int
@@ -93,8 +93,9 @@ class Derived:
       how: `equal`: the first operand, compared with the others bit by bit; `mean` and
         `sum` of all; `times`: the product of all; `plus`: the first, plus `factor`
         times the matrix product of the second and the third.
-      operands: the first has all dims of the derived tensor, in its order.
-      dtype: that of the first operand for `equal`, int64 for sums of integers,
+      operands: the stored tensors; the first has all dims of the derived tensor, in the
+        same order.
+      dtype: the first operand's dtype for `equal`, int64 for sums of integers,
         otherwise float32 or wider: only the move rounds.
       factor: multiplies the product of `times` or `plus`.
     """
@@ -111,7 +112,7 @@ class TargetTensor:
     """A tensor that moves fill.
 
     Attributes:
-      name: its path in the target, joined by "/".
+      name: the path in the target, joined by "/".
       dtype: the dtype to which values are cast.
     """
 
@@ -121,7 +122,7 @@ class TargetTensor:
 
     @property
     def num_bytes(self) -> int:
-        """The size of its values."""
+        """The size of the values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -129,7 +130,7 @@ class TargetTensor:
 class Fill:
     """A box of a target tensor with one value and no source, such as padding.
 
-    It reaches from the index `start` to before `stop`, in each dim.
+    In each dim, it begins at index `start` and stops before `stop`.
     """
 
     target: str
@@ -143,10 +144,10 @@ class Matched:
     """A layout matched with a checkpoint.
 
     Attributes:
-      moves: from stored and derived tensors to target tensors.
-      derived: the derived tensors; their numbers follow those of the stored ones.
+      moves: copies from stored and derived tensors to target tensors.
+      derived: the derived tensors, numbered after the stored ones.
       fills: the padding of targets.
-      targets: the target tensors by name, as given or as the rules make them.
+      targets: the target tensors by name, as passed or as the rules make them.
       rules: the text of each rule, and where its moves end in `moves`; a rule occurs
         once for each of its states.
     """

@@ -1,4 +1,4 @@
-"""Opens a checkpoint of any supported format; its files show which.
+"""Opens a checkpoint of any supported format, which its file names identify.
 
     checkpoint = opening.open_checkpoint("gs://bucket/Qwen3-0.6B")
     checkpoint.format       # "safetensors"
@@ -33,7 +33,8 @@ def _open_adapter(path: epath.PathLike) -> Checkpoint:
     return peft.joined(path, adapter, open_checkpoint(peft.base(path)))
 
 
-# Whether a directory's file names fit a format, and its opener. The first fit counts.
+# Whether a directory's file names match a format, and the format's opener. The first
+# match is used.
 _Format = tuple[Callable[[Collection[str]], bool], Callable[[epath.Path], Checkpoint]]
 _OF_FILES: tuple[_Format, ...] = (
     (dcp.is_format, dcp.open_checkpoint),
@@ -68,15 +69,15 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
     Args:
       path: a directory or a single-file checkpoint, local or in a bucket; or the id of
         a model in the local Hugging Face cache, `hf://org/name` or
-        `hf://org/name@revision`. The directory of a PEFT adapter also opens its base.
+        `hf://org/name@revision`. A PEFT adapter is opened together with its base.
 
     Returns:
       The checkpoint, with its `format`, its `tensors`, and its `values` by path, such
       as the numbers in a `config.json`.
 
     Raises:
-      FormatError: if there is no checkpoint, or it is damaged, malicious, or not in a
-        supported format.
+      FormatError: if there is no checkpoint, or the checkpoint is damaged, malicious,
+        or not in a supported format.
       ConfigError: if the bucket's client is not installed.
     """
     path = files.resolved(path)
@@ -88,7 +89,7 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
         elif source.exists():
             names, formats = [source.name], _OF_FILES
         else:
-            raise FormatError(f"{path} does not exist; give the path of a checkpoint")
+            raise FormatError(f"{path} does not exist; pass a checkpoint path")
         for is_format, open_format in formats:
             if is_format(names):
                 with collector_paused():

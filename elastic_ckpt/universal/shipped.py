@@ -1,9 +1,9 @@
 """The layouts that ship with this package, by name: `hf_llama_to_maxtext`.
 
-They are the files in `configs/layouts`; its README lists them. Without a layout, a
-DeepSpeed checkpoint is loaded by its own description of its shards, and an adapter is
-merged into its base. Whole tensors of other formats keep their names. If a checkpoint
-has several kinds of tensors, the kind comes first, as in `deepspeed_rules`:
+The README in `configs/layouts` lists these files. Without a layout, a DeepSpeed
+checkpoint is loaded by its own description of its shards, and an adapter is merged into
+its base. Whole tensors of other formats keep their names. If a checkpoint has several
+kinds of tensors, names begin with the kind, as in `deepspeed_rules`:
 `first_moment/1.mlp.weight`.
 """
 
@@ -29,7 +29,7 @@ _INSTALLED = pathlib.Path(__file__).parent / "layouts"
 _IN_CHECKOUT = pathlib.Path(__file__).parents[2] / "configs" / "layouts"
 
 _ANY = TensorPattern(name="{name:path}", dims="...")
-# Each tensor goes to the target of the same name.
+# Copies each tensor to the target of the same name.
 SAME_NAMES = Rule(source=(_ANY,), target=(_ANY,), place="the layout of the same names")
 
 
@@ -53,15 +53,15 @@ def load(name: str) -> Layout:
     if name not in names():
         raise LayoutError(
             f"no layout is named {name!r}; choose one of "
-            f"{', '.join(names())}, or give the path of a file"
+            f"{', '.join(names())}, or specify a file path"
         )
     return Layout.load(directory() / f"{name}.yml")
 
 
 def resolve(layout: Layout | str | os.PathLike[str]) -> Layout:
-    """Resolves what a user gives: a layout, the path of a file, or a name.
+    """Resolves a user's choice: a layout, a file path, or a name.
 
-    A text without a suffix or a directory is a name.
+    A string without a suffix or a directory is a name.
 
     Raises:
       LayoutError: as `load` and `Layout.load`.
@@ -78,11 +78,12 @@ def default_layout(
 ) -> Layout:
     """The layout from a checkpoint's tensors to whole tensors of the same names.
 
-    `targets` are the names of the target's tensors; None for those that it makes.
+    `targets` are the names of the target's tensors; None for all that the layout makes.
 
     Raises:
-      FormatError: if a DeepSpeed checkpoint's description is missing or wrong.
-      LayoutError: if a checkpoint of another format has shards of ranks, or no tensors.
+      FormatError: if a DeepSpeed checkpoint's description is missing or invalid.
+      LayoutError: if a checkpoint in any other format has per-rank shards, or no
+        tensors.
     """
     if checkpoint.format.startswith(peft.FORMAT):
         return load("lora")
@@ -92,8 +93,8 @@ def default_layout(
     if not tensors or any(tensor.ranks for tensor in tensors):
         raise LayoutError(
             f"the {checkpoint.format} checkpoint has"
-            f" {'shards of ranks' if tensors else 'no tensors'}; give the layout of its"
-            " model, or another checkpoint"
+            f" {'shards of ranks' if tensors else 'no tensors'}; specify a layout for"
+            " its model, or a different checkpoint"
         )
     kinds = sorted({tensor.kind for tensor in tensors})
     is_plain = kinds == ["parameter"]

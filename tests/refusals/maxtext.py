@@ -167,7 +167,7 @@ REFUSALS = {
         "'peer_copie', .* did you mean 'peer_copies'", peer_copie=1
     ),
     "a base given as a key": given(
-        "base_config=post_train/sft.yml: give the file as the first argument",
+        "base_config=post_train/sft.yml: pass the file as the first argument",
         base_config="post_train/sft.yml",
     ),
     "part of a row for a device": given(

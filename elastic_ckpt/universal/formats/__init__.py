@@ -1,1 +1,1 @@
-"""Reads the files of other programs without those programs, and without torch."""
+"""Reads other programs' files without those programs and without torch."""

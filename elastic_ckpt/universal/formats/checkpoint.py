@@ -1,8 +1,9 @@
-"""The tensors of a checkpoint of any format, and where their bytes are.
+"""A checkpoint's tensors, in any format, and where their bytes are.
 
-The reader of a format opens a path as a `Checkpoint`. Its tensors are those in the
-files: if each rank saved a shard, each shard is a separate tensor, with the coordinates
-of that rank. A layout (`elastic_ckpt.universal.rules`) describes which belong together.
+A format's reader opens a path as a `Checkpoint`, which has the tensors as the files
+store them: if each rank saved a shard, each shard is a separate tensor with its rank's
+coordinates. A layout (`elastic_ckpt.universal.rules`) describes which shards belong
+together.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from elastic_ckpt.universal.formats.files import FormatError
 # NumPy's limit.
 MOST_DIMS = 64
 MOST_ELEMENTS = 1 << 48
-# Kinds by the names that optimizers use.
+# Kinds by the names that optimizers use for states.
 _KINDS = {"fp32": "master", "exp_avg": "first_moment", "exp_avg_sq": "second_moment"}
 _PLAIN = (str, bytes, int, float, bool, type(None))
 
@@ -37,7 +38,7 @@ class Fragment:
     Attributes:
       file: a path or URL.
       offset: the first byte of the box's first element.
-      strides: in bytes, by dim; not negative.
+      strides: the strides in bytes, by dim; not negative.
     """
 
     box: Box
@@ -51,16 +52,16 @@ class StoredTensor:
     """A tensor of a checkpoint, as its format stores it.
 
     Attributes:
-      name: the format's name of it, `decoder.layers.3.mlp.linear_fc1.weight`.
-      ranks: the coordinates of the rank that saved it, by axis (`tp`, `pp`, `dp`);
-        empty if tensors are global.
-      kind: its role for its parameter: `parameter`, `master`, `first_moment`,
-        `second_moment`, or the format's name of another state.
-      fragments: boxes that cover it, each element once; empty if `spec` is set, or if
-        only names are matched.
-      spec: the TensorStore array with its encoded bytes; None if they are not encoded.
-      view: what to do with each stored element: "conj" (take the conjugate), "neg"
-        (take the negative), "conj neg", or "" (keep it).
+      name: the name in the format, `decoder.layers.3.mlp.linear_fc1.weight`.
+      ranks: the coordinates of the rank that saved the tensor, by axis (`tp`, `pp`,
+        `dp`); empty if tensors are global.
+      kind: the tensor's role for its parameter: `parameter`, `master`, `first_moment`,
+        `second_moment`, or the format's name for any other state.
+      fragments: boxes that cover the tensor, each element once; empty if `spec` is set,
+        or if only names are matched.
+      spec: the TensorStore array with the encoded bytes; None if they are not encoded.
+      view: the operation on each stored element: "conj" (conjugate), "neg" (negate),
+        "conj neg", or "" (none).
     """
 
     name: str
@@ -74,12 +75,12 @@ class StoredTensor:
 
 
 def kind_of(state: str) -> str:
-    """The `StoredTensor.kind` of an optimizer's state; by default the same name."""
+    """The `StoredTensor.kind` of an optimizer state; by default the same name."""
     return _KINDS.get(state, state)
 
 
 class Checksum(NamedTuple):
-    """The CRC-32 that a format stores of the bytes `start` to `stop` of a file."""
+    """The CRC-32 that a format stores for the bytes `start` to `stop` of a file."""
 
     start: int
     stop: int
@@ -87,22 +88,22 @@ class Checksum(NamedTuple):
 
 
 def no_checksums(file: str) -> Sequence[Checksum]:
-    """The checksums of a format without any."""
+    """No checksums, for formats that store none."""
     del file
     return ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """An open checkpoint. It holds no values, and no files open.
+    """An open checkpoint. It stores no tensor values and keeps no files open.
 
     Attributes:
-      format: the name of the format, for people: `DeepSpeed ZeRO-1`.
-      tensors: all tensors, unique by name, kind and ranks together.
+      format: the human-readable name of the format: `DeepSpeed ZeRO-1`.
+      tensors: all tensors, unique by the combination of name, kind and ranks.
       axes: the number of ranks by axis; empty if tensors are global.
-      values: the other numbers and texts, by path: `iteration`, `args/lr`.
-      checksums: finds the checksums of a file. It raises FormatError if they cannot be
-        read; several threads call it.
+      values: the other numbers and strings, by path: `iteration`, `args/lr`.
+      checksums: finds a file's checksums. It raises FormatError if they cannot be read;
+        several threads call it.
     """
 
     format: str
@@ -113,23 +114,23 @@ class Checkpoint:
 
 
 def damaged(file: str, start: int, stop: int, found: str) -> FormatError:
-    """The error about bytes of a file that are not what was written."""
+    """The error about bytes that changed after they were written."""
     return FormatError(
         f"{file} is damaged: its bytes {start} to {stop} have {found}; copy it again"
-        " from where it was written, or use another step"
+        " from the machine that wrote it, or use another step"
     )
 
 
 @functools.lru_cache(maxsize=2**16)
 def whole(shape: tuple[int, ...]) -> Box:
-    """The box of a whole tensor."""
+    """The box that covers a whole tensor."""
     return boxes.whole(shape)
 
 
 def contiguous(
     shape: tuple[int, ...], itemsize: int, *, file: str, offset: int
 ) -> tuple[Fragment, ...]:
-    """The fragment of a tensor that is stored in row-major order; none if empty."""
+    """The fragment of a tensor that is stored row-major; none if it is empty."""
     if 0 in shape:
         return ()
     strides = row_major(shape, itemsize)
@@ -140,12 +141,12 @@ def checked_shape(shape: Iterable[object], place: str) -> tuple[int, ...]:
     """Checks a shape from a file. `place` is the file and the tensor, for messages.
 
     Raises:
-      FormatError: if it is not a shape, or too large.
+      FormatError: if the value is not a shape, or is too large.
     """
     dims = tuple(shape)
     numbers = [dim for dim in dims if type(dim) is int and dim >= 0]
     if len(numbers) != len(dims) or len(dims) > MOST_DIMS:
-        # Anything but numbers may be nested.
+        # Values that are not numbers may be nested.
         shown = [dim if type(dim) is int else type(dim).__name__ for dim in dims[:9]]
         raise FormatError(f"{place} has the invalid shape {shown}")
     if math.prod(filter(None, numbers)) > MOST_ELEMENTS:
@@ -159,7 +160,7 @@ def check_cover(shape: tuple[int, ...], parts: Sequence[Box], place: str) -> Non
     `place` is the file and the tensor, for messages.
 
     Raises:
-      FormatError: if a box lies outside, two overlap, or there is a gap.
+      FormatError: if a part lies outside the array, two overlap, or there is a gap.
     """
     array = whole(shape)
     if len(parts) == 1 and parts[0] == array:
@@ -176,7 +177,7 @@ def check_cover(shape: tuple[int, ...], parts: Sequence[Box], place: str) -> Non
 
 
 def flatten(value: Any, *, without: Collection[str] = ()) -> dict[str, Any]:
-    """Numbers and texts by path, `args/lr`; a list of them is one value.
+    """Numbers and strings by path, `args/lr`; a list of them is one value.
 
     Args:
       value: nested dicts and lists; anything else in them, such as tensors, is skipped.
@@ -202,9 +203,9 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Switches the cycle collector off while millions of tensors are created.
+    """Disables the cycle collector while millions of tensors are created.
 
-    It would scan them again and again, which doubles the time.
+    The collector would scan them again and again, which doubles the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,12 +1,13 @@
 """Opens PyTorch's distributed checkpoints: `.metadata`, and `.distcp` files of values.
 
 FSDP, DTensor and tensor parallelism save in this format. Tensors are global: a tensor
-has a fragment for each chunk. A chunk is an item of a file: a zip of `torch.save` with
-one tensor. States of an optimizer have the name of their parameter, and a kind.
-Everything but tensors is among the values, which are decoded on demand.
+has a fragment for each chunk. A chunk is an item of a file: a `torch.save` zip with one
+tensor. An optimizer state has the name of its parameter, and a kind. Everything but
+tensors is in the values, which are decoded on demand.
 
 There may be a million chunks. So only a few bytes at each item's start and end are
-read, near ones together, and items with equal pickles (of one shape) are decoded once.
+read, nearby ones together, and items with equal pickles (of one shape) are decoded
+once.
 """
 
 from __future__ import annotations
@@ -35,23 +36,23 @@ from elastic_ckpt.universal.formats.files import FormatError
 from elastic_ckpt.universal.formats.torch_file import Archive
 
 FILE = ".metadata"
-# An item's zip directory and the header of its storage are in its first and last bytes.
+# An item's zip directory and storage header are in its first and last bytes.
 _ENDS_BYTES = 8 << 10
-# Items whose ends are in memory at once.
+# The number of items whose ends are in memory simultaneously.
 _BATCH = 1 << 11
 
 _Keys = tuple[Any, ...]
 
 
 class _Item(NamedTuple):
-    # A part of a file, from its first byte on.
+    # A part of a file that begins at byte `start`.
     file: str
     start: int
     size: int
 
 
 class _Listed(NamedTuple):
-    # A tensor in the metadata, and the item of each chunk.
+    # A tensor in the metadata, and each chunk's item.
     dtype: np.dtype
     shape: tuple[int, ...]
     chunks: list[tuple[Box, _Item]]
@@ -66,7 +67,7 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
     """Opens a directory, or the metadata file in it.
 
     Raises:
-      FormatError: if a file is missing, damaged or malformed, or names another
+      FormatError: if a file is missing, damaged or malformed, or refers to a different
         directory, or if parts overlap or are missing.
     """
     directory = epath.Path(path)
@@ -98,13 +99,13 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
 def _read(
     fields: Mapping[str, Any], metadata: str
 ) -> tuple[dict[str, _Listed], dict[str, _Item], Mapping[str, _Keys]]:
-    # The tensors, the values, and for each name the keys to it in the saved dict.
+    # The tensors, the values, and, for each name, its keys in the saved dict.
     stored = {}
     for index, info in fields["storage_data"].items():
         stored[index.state["fqn"], index.state.get("offset")] = info.state
     listed, values = {}, {}
     for name, entry in fields["state_dict_metadata"].items():
-        # Raises unless the name is a text.
+        # Raises unless the name is a string.
         place, parts = f"{metadata}: " + name[:200], entry.state or {}
         if "chunks" not in parts:
             values[name] = _item(stored, name, None, metadata)
@@ -128,7 +129,7 @@ def _read(
 
 @functools.lru_cache(maxsize=2**14)
 def _box(first: tuple[int, ...], sizes: tuple[int, ...], rank: int) -> Box:
-    # Cached, as most chunks have one of a few shapes.
+    # Cached because most chunks have one of a few shapes.
     numbers = [n for n in (*first, *sizes) if type(n) is int and 0 <= n < 1 << 63]
     if not len(numbers) == 2 * len(first) == 2 * len(sizes) == 2 * rank:
         raise ValueError(f"a chunk of {rank} dims at {first} has the sizes {sizes}")
@@ -149,7 +150,7 @@ def _item(
     file, start, size = info["relative_path"], info["offset"], info["length"]
     if info.get("transform_descriptors"):
         raise FormatError(
-            f"{metadata} lists items that extensions changed, for instance by"
+            f"{metadata} lists items that extensions changed, for example by"
             f" compression ({info['transform_descriptors']!r:.60}); save without"
             " extensions"
         )
@@ -165,7 +166,7 @@ def _item(
 def _read_items(
     listed: Mapping[str, _Listed],
 ) -> tuple[dict[_Item, StoredTensor], dict[str, list[Checksum]]]:
-    # The tensor of each item, and the checksums of each file.
+    # Each item's tensor, and each file's checksums.
     names = {item: name for name, each in listed.items() for _, item in each.chunks}
     by_file: dict[str, list[_Item]] = collections.defaultdict(list)
     for item in sorted(names):
@@ -189,7 +190,7 @@ def _read_items(
 
 
 def _ends(item: _Item) -> list[tuple[int, int]]:
-    # The parts of an item with all of its headers.
+    # The parts of an item that contain all of its headers.
     stop, size = item.start + item.size, min(item.size, _ENDS_BYTES)
     return [(item.start, item.start + size), (stop - size, stop)]
 
@@ -226,7 +227,7 @@ def _tensor(
 def _names(
     listed: Collection[str], paths: Mapping[str, _Keys]
 ) -> dict[str, tuple[str, str]]:
-    # The parameter's name and the kind, by the name of the tensor.
+    # The parameter's name and the kind, by tensor name.
     states = {name: _state_of(name, paths.get(name)) for name in listed}
     named: dict[str, list[str]] = collections.defaultdict(list)
     for name, state in states.items():
@@ -242,7 +243,8 @@ def _names(
 
 
 def _state_of(name: str, keys: _Keys | None) -> tuple[str, str] | None:
-    # The names of the parameter in its model and of the state; None if it is no state.
+    # The parameter's name in its model and the state's name; None if `name` is not a
+    # state.
     if keys is not None:
         is_state = len(keys) > 2 and keys[-3] == "state"
         return (str(keys[-2]), str(keys[-1])) if is_state else None

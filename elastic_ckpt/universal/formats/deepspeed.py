@@ -1,29 +1,28 @@
 """Opens DeepSpeed checkpoints: ZeRO stages 0 to 3, pipelines, experts.
 
-DeepSpeed numbers the ranks of a model (`mp_rank_XX`) stage by stage, with the
-tensor-parallel ranks of a stage in sequence. Each rank has one model file, and a file
-of optimizer states for each data-parallel rank (`zero_pp_rank_DD`). With ZeRO-3, each
-data-parallel rank also has a model file. Layers of a pipeline and experts have files of
-their own.
+DeepSpeed numbers a model's ranks (`mp_rank_XX`) stage by stage; a stage's
+tensor-parallel ranks are consecutive. Each rank has one model file, and an optimizer
+file for each data-parallel rank (`zero_pp_rank_DD`). With ZeRO-3, each data-parallel
+rank also has a model file. Pipeline layers and experts have their own files.
 
-A tensor has the name of its parameter. Weights of the model are of kind `parameter`,
+A tensor has the name of its parameter. Model weights have the kind `parameter`,
 optimizer states `master`, `first_moment`, `second_moment` and `step`, buffers `buffer`.
 Tensor-parallel ranks are the axis `tp`. Data-parallel ranks are not an axis: their
 ranges of a parameter are fragments of one tensor. Neither are stages: layers and
 experts are numbered across all ranks. If several stages have a tied parameter, the
-first stage's is used, as in DeepSpeed's own conversion.
+first stage's copy is used, as in DeepSpeed's own conversion.
 
 DeepSpeed's description of the layout is in `values["universal_checkpoint_info"]`: lists
 of name patterns, sizes of parts, and affine maps, nested as DeepSpeed writes them.
 
 With stage 0 and a PyTorch optimizer, states are numbered. They get the names of their
-parameters if `zero.numbered` can derive them. The optimizer files of experts
+parameters if `zero.numbered` can derive them. The experts' optimizer files
 (`expp_rank_*`) are not read.
 
 A universal checkpoint has files of whole parameters, for any number of ranks:
 `zero/<parameter>/fp32.pt`, `exp_avg.pt`, `exp_avg_sq.pt` and `step.pt`. The model's
-weights in other dtypes are skipped. Model files next to them give the shapes of
-parameters, which files from ZeRO-3 lack.
+weights in other dtypes are skipped. Model files next to these have the parameter
+shapes, which files from ZeRO-3 lack.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from elastic_ckpt.universal.formats.zero import Shape
 
 FORMAT, UNIVERSAL = "DeepSpeed", "DeepSpeed universal"
 INFO = "universal_checkpoint_info"
-# Files with the name of a step's directory.
+# Files that contain the name of a step directory.
 _LATEST = ("latest", "latest_universal")
 # The directory of a universal checkpoint.
 _PARAMETERS = "zero"
@@ -70,27 +69,27 @@ _FILES = {
         r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt"
     ),
 }
-# Keys of a model file that have tensors or describe them.
+# A model file's keys that contain or describe tensors.
 _STRUCTURE = (
     *("module", "optimizer", "param_shapes", "buffer_names", INFO),
     *("frozen_param_shapes", "frozen_param_fragments"),
 )
-# Begins names of parameters that layers share; each stage of a pipeline has a copy.
+# Prefix of parameters that layers share; each pipeline stage has a copy.
 _TIED = "tied_modules."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """The files of a rank of the model.
+    """The files of one model rank.
 
     Attributes:
       tp: the tensor-parallel rank.
       model: the model file; the first data-parallel rank's, if each has one.
       shards: ZeRO-3's model files, by data-parallel rank.
       optimizers: the optimizer files, by data-parallel rank.
-      layers: the numbers and files of a pipeline's layers; the first stage has all.
-      peers: the model files of all stages of the same tensor-parallel rank.
-      experts: the files of experts, ordered by layer and number.
+      layers: the numbers and files of pipeline layers; the first stage has all of them.
+      peers: the model files of all stages with the same tensor-parallel rank.
+      experts: the experts' files, ordered by layer and number.
     """
 
     tp: int
@@ -103,16 +102,16 @@ class _Rank:
 
 
 def is_format(names: Collection[str]) -> bool:
-    """Whether a directory with these names has DeepSpeed files, or names a step."""
+    """Whether a directory with these file names has DeepSpeed files or a `latest`."""
     patterns = (_MODEL, _LAYER)
     return any(n in _LATEST or any(p.fullmatch(n) for p in patterns) for n in names)
 
 
 def open_checkpoint(path: epath.PathLike) -> Checkpoint:
-    """Opens the directory of a step, or one with a file `latest` that names it.
+    """Opens a step directory, or a directory whose file `latest` names a step.
 
     Raises:
-      FormatError: if a file is missing or damaged, or contradicts another.
+      FormatError: if a file is missing or damaged, or contradicts another file.
     """
     folder = _folder(epath.Path(path))
     if (folder / _PARAMETERS).exists():
@@ -141,7 +140,7 @@ def _folder(path: epath.Path) -> epath.Path:
             tag = files.read_name(pointer)
             if not files.is_plain_name(tag) or not (path / tag).exists():
                 raise FormatError(
-                    f"{pointer} names {tag!r}, which is not a directory next to it"
+                    f"{pointer} contains {tag!r}, which is not a directory next to it"
                 )
             return path / tag
     return path
@@ -176,9 +175,9 @@ def _open_universal(folder: epath.Path) -> Checkpoint:
                 tensor = zero.of_ranges(name, kind, shapes[name], [part])
             tensors.append(tensor)
         elif not isinstance(held, int | float):
-            raise file.error("holds neither a tensor nor a number")
+            raise file.error("contains neither a tensor nor a number")
     if not tensors:
-        raise FormatError(f"{folder / _PARAMETERS} has no directories of parameters")
+        raise FormatError(f"{folder / _PARAMETERS} has no parameter directories")
     return Checkpoint(
         format=UNIVERSAL,
         tensors=tensors,
@@ -217,13 +216,13 @@ def _tensors(ranks: Sequence[_Rank], axes: Mapping[str, int]) -> list[StoredTens
 
 
 def _ranks(folder: epath.Path) -> tuple[int, list[_Rank]]:
-    # The number of tensor-parallel ranks, and the files of all ranks of the model.
+    # The number of tensor-parallel ranks, and the files of all model ranks.
     by_kind = _read(folder)
     models = {rank: f for (dp, rank), f in by_kind["model"].items() if dp < 1}
     if not models:
         raise FormatError(f"{folder} has no files mp_rank_*_model_states.pt")
     tp, pp = _degrees(models, by_kind["layer"])
-    # By rank of the model and data-parallel rank.
+    # By model rank and data-parallel rank.
     shards = {(rank, dp): f for (dp, rank), f in by_kind["model"].items() if dp >= 0}
     optimizers = {(rank, dp): f for (dp, rank), f in by_kind["optimizer"].items()}
     first, dps = models[min(models)], [dp for dp, _ in by_kind["optimizer"]]
@@ -265,7 +264,7 @@ def _ranks(folder: epath.Path) -> tuple[int, list[_Rank]]:
 
 
 def _read(folder: epath.Path) -> dict[str, dict[tuple[int, ...], TorchFile]]:
-    # By content, and by the numbers in the names; -1 for an absent number.
+    # By content and by the numbers in the file names; -1 for an absent number.
     paths: dict[tuple[str, tuple[int, ...]], epath.Path] = {}
     for path in sorted(folder.iterdir()):
         for kind, pattern in _FILES.items():
@@ -276,7 +275,7 @@ def _read(folder: epath.Path) -> dict[str, dict[tuple[int, ...], TorchFile]]:
                 if first is not path:
                     raise FormatError(
                         f"{path} and {first.name} are of the same rank; remove the one"
-                        " from another save"
+                        " from a different save"
                     )
     read = torch_file.read_all(paths)
     return {
@@ -298,16 +297,16 @@ def _degrees(
     if type(tp) is not int or type(pp) is not int or not 0 < tp * pp == len(models):
         raise file.error(
             f"states {str(tp)[:9]} tensor-parallel ranks and {str(pp)[:9]} stages,"
-            f" but there are files of {len(models)} ranks of the model"
+            f" but there are files of {len(models)} model ranks"
         )
     return tp, pp
 
 
 def _weights(rank: _Rank) -> Iterator[StoredTensor]:
-    # Layers count as of the first stage.
+    # Layers are treated as the first stage's.
     buffers = _buffers([rank.model])
     for tensor in torch_file.tensors(rank.model.at("module")):
-        # ZeRO-3 replaces the tensors that it divides by empty ones.
+        # ZeRO-3 replaces the tensors that it divides with empty ones.
         if tensor.name in buffers:
             yield dataclasses.replace(tensor, kind="buffer")
         elif not rank.shards or tensor.shape != (0,):
@@ -324,7 +323,7 @@ def _buffers(models: Sequence[TorchFile]) -> set[str]:
 
 
 def _frozen(shards: Sequence[TorchFile]) -> Iterator[StoredTensor]:
-    # Frozen parameters: no optimizer has them.
+    # Frozen parameters, which no optimizer has.
     shapes = shards[0].at("frozen_param_shapes") if shards else None
     named = zero.named_shapes(shards[0], shapes) if shapes else {}
     for name, shape in named.items():

@@ -1,17 +1,17 @@
-"""Derives the layout of a DeepSpeed checkpoint from its own description.
+"""Derives a DeepSpeed checkpoint's layout from the checkpoint's own description.
 
     deepspeed_rules.layout(checkpoint)
 
-It relates the tensors of all ranks to whole parameters, under the parameters' names:
-the model's weights as `parameter/1.mlp.weight`, the optimizer's states as `master/...`,
+The layout relates the tensors of all ranks to whole parameters, under the parameters'
+names: model weights as `parameter/1.mlp.weight`, optimizer states as `master/...`,
 `first_moment/...`, `second_moment/...` and `step/...`. A rule covers names that differ
 only in numbers.
 
 The description is the value `universal_checkpoint_info`: lists of regular expressions,
-one list for each way to cut a parameter. Their precedence and defaults are those of
+one list for each way to cut a parameter. Precedence and defaults are the same as in
 DeepSpeed's `ds_to_universal`: a parameter in no list is cut along its first dim. All
-shards of a parameter must be equal; AutoTP's affine maps and shards of different widths
-are refused.
+shards of a parameter must have the same shape; AutoTP's affine maps and shards of
+different widths are rejected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from elastic_ckpt.universal.rules.layout import (
 
 _BUFFER = "buffer"
 _AXIS = "tp"
-# Numbers that a capture matches: without leading zeros, at most 18 digits.
+# The numbers that a capture matches: no leading zeros, at most 18 digits.
 _NUMBER = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,17})(?![0-9])")
 
 _NEWEST = 0.4
@@ -45,8 +45,8 @@ _HALVES = "parameter_with_2_sub_params_cat_dim_0"
 _PARTS = "parameter_with_sub_params"
 _ROWS = "parameter_with_row_parallelism_patterns"
 _VOCABULARY = "vocabulary_parameter_patterns"
-# The dims of a shard by list, in order of precedence; those of the parameter are the
-# same without "@tp". `rows` is `d0`, or in a shard `(d0 + pad)`.
+# A shard's dims by list, in order of precedence; the parameter's dims are the same
+# without "@tp". `rows` is `d0`, or in a shard `(d0 + pad)`.
 _DIMS = {
     _REPLICATED: "{rows} ...",
     _AVERAGED: "{rows} ...",
@@ -55,21 +55,21 @@ _DIMS = {
     _ROWS: "{rows} d1@tp ...",
 }
 _UNLISTED = "{rows}@tp ..."
-# What AutoTP adds to the lists.
+# Keys that AutoTP adds to the lists.
 _REFUSED = (
     "affine_map",
     "sub_param_shard_widths",
     "autotp_unsupported_parameter_patterns",
 )
-_OWN = "give a layout of your own"
+_OWN = "specify your own layout"
 
 _Shape = tuple[int, ...]
-# The name of a list, a pattern in it, and its entry in the list.
+# The name of a list, a pattern in it, and the pattern's entry in the list.
 _Entry = tuple[str, re.Pattern[str], Any]
 
 
 class _Cut(NamedTuple):
-    # The dims of a shard and of its parameter, its list, and sizes by name.
+    # The dims of a shard and of its parameter, the shard's list, and sizes by name.
     source: str
     target: str
     key: str
@@ -79,18 +79,18 @@ class _Cut(NamedTuple):
 def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> Layout:
     """The layout from a checkpoint's tensors to its parameters.
 
-    Drops kinds that do not occur in `targets`, the names of the target's tensors, if
-    these are given.
+    If `targets`, the names of the target's tensors, is not None, kinds that do not
+    occur in it are dropped.
 
     Raises:
-      FormatError: if the description is missing, or does not fit the tensors.
+      FormatError: if the description is missing, or does not match the tensors.
     """
     info = checkpoint.values.get(deepspeed.INFO)
     ranks = checkpoint.axes.get(_AXIS, 1)
     if info is None and ranks > 1:
         raise FormatError(
             f"the checkpoint has {ranks} tensor-parallel ranks, but no"
-            f" {deepspeed.INFO} that describes their shards; give a layout"
+            f" {deepspeed.INFO} that describes their shards; specify a layout"
         )
     # In a universal checkpoint, parameters are whole.
     is_whole = info is None or checkpoint.format == deepspeed.UNIVERSAL
@@ -104,7 +104,7 @@ def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> La
             if len(held) < ranks:
                 raise FormatError(
                     f"only {len(held)} of {ranks} ranks have {name} ({kind}); copy the"
-                    " files of the others, or save experts with"
+                    " files of the other ranks, or save experts with"
                     " enable_expert_tensor_parallelism"
                 )
             matched = {key: each for key, p, each in entries if p.match(name)}
@@ -115,7 +115,7 @@ def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> La
             cuts.setdefault(name, {}).setdefault(cut, []).append(kind)
     except (AttributeError, IndexError, KeyError, TypeError, re.error) as error:
         raise FormatError(
-            f"{deepspeed.INFO} is not as DeepSpeed writes it ({error!r:.300}); {_OWN}"
+            f"{deepspeed.INFO} is malformed ({error!r:.300}); {_OWN}"
         ) from None
     kept = None if targets is None else {name.partition("/")[0] for name in targets}
     states = {
@@ -141,7 +141,7 @@ def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> La
 
 
 def template(name: str) -> str:
-    """The name pattern of all names that differ from `name` only in numbers."""
+    """The pattern of all names that differ from `name` only in numbers."""
     first, *following = _NUMBER.split(names.pattern_of(name))
     return first + "".join(f"{{n{n}:01}}{part}" for n, part in enumerate(following))
 
@@ -211,8 +211,8 @@ def _cut(
 
 
 def _joined(partition_dim: int, shape: Any, **_: Any) -> tuple[str, dict[str, int]]:
-    # The dims of a shard of parameters joined along a dim, and sizes by name: each
-    # part's length, or the number of equal parts.
+    # The dims of a shard of parameters that are joined along a dim, and sizes by name:
+    # each part's length, or the number of equal parts.
     dim = range(len(shape))[partition_dim]
     parts, sizes = f"part d{dim}@{_AXIS}", {"part": shape[dim]}
     if not isinstance(shape[dim], int):

@@ -1,7 +1,7 @@
-"""Opens files of other programs' checkpoints, and reads them whole or in parts.
+"""Opens files of other programs' checkpoints and reads them whole or in parts.
 
-A local file must be regular, as reading a pipe would not end. JSON objects must not
-repeat a name.
+A local file must be regular because reading a pipe might never finish. JSON objects
+must not repeat a name.
 
 `hf://org/name` is a model in this machine's Hugging Face cache. The network is never
 used: `hf download org/name` fills the cache. A folder `models--org--name` has
@@ -24,23 +24,23 @@ from etils import epath
 from elastic_ckpt.core import bucket_clients, errors, storage
 
 SCHEME = "hf://"
-# The most bytes of a file that contains the name of another.
+# The maximum size of a file that contains the name of another file.
 MOST_NAME_BYTES = 1000
-# Reading so many bytes costs less than another request.
+# Reading this many bytes costs less than a second request.
 GAP_BYTES = 64 << 10
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _ID = re.compile(r"((?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?:@([\w-][\w.-]*(?:/[\w.-]+)*))?")
 
 
 class FormatError(errors.CheckpointError):
-    """Another program's file is damaged, unsafe, or in an unknown format."""
+    """A file from another program is damaged, unsafe, or in an unknown format."""
 
 
 def opened(path: epath.PathLike) -> IO[bytes]:
-    """Opens a file for reading, local or in a bucket; it may be a link.
+    """Opens a file for reading, local or in a bucket; links are followed.
 
     Raises:
-      FormatError: if it is missing, or not a regular file.
+      FormatError: if the file is missing or not regular.
     """
     try:
         if storage.is_local(path) and not stat.S_ISREG(os.stat(path).st_mode):
@@ -56,7 +56,7 @@ def read(path: epath.PathLike, *, most_bytes: int | None = None) -> bytes:
     """Reads a whole file.
 
     Raises:
-      FormatError: if the file is missing, or has more than `most_bytes`.
+      FormatError: if the file is missing, or larger than `most_bytes`.
     """
     with opened(path) as file:
         num_bytes = file.seek(0, 2)
@@ -69,16 +69,16 @@ def read(path: epath.PathLike, *, most_bytes: int | None = None) -> bytes:
 
 
 def read_name(path: epath.PathLike) -> str:
-    """Reads a file that only contains the name of another file or directory.
+    """Reads a file that contains only the name of another file or directory.
 
     Raises:
-      FormatError: if the file is missing, or longer than a name.
+      FormatError: if the file is missing, or larger than a name.
     """
     return read(path, most_bytes=MOST_NAME_BYTES).decode("utf-8", "replace").strip()
 
 
 def is_plain_name(name: object) -> TypeGuard[str]:
-    """Whether a value is a file name that leads to no other directory."""
+    """Whether a value is a file name without a path to any other directory."""
     return isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None
 
 
@@ -86,7 +86,7 @@ def read_json(path: epath.PathLike) -> dict[str, Any]:
     """Reads the JSON object in a file.
 
     Raises:
-      FormatError: if the file is missing, or as `parse_json`.
+      FormatError: if the file is missing, and as `parse_json`.
     """
     return parse_json(read(path), str(path))
 
@@ -95,7 +95,7 @@ def parse_json(content: bytes, place: str) -> dict[str, Any]:
     """Parses a JSON object in UTF-8; `place` is for messages.
 
     Raises:
-      FormatError: if it is not a JSON object, or repeats a name.
+      FormatError: if the content is not a JSON object, or repeats a name.
     """
     try:
         fields = json.loads(content, object_pairs_hook=_without_doubles)
@@ -114,18 +114,19 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def windows(path: str, spans: Iterable[tuple[int, int]]) -> Callable[[int, int], bytes]:
-    """Reads many small parts of a file, and returns a function that looks them up.
+    """Reads many small parts of a file and returns a function that looks them up.
 
     Checkpoints with a header for each tensor need a few hundred bytes at many places.
-    Near parts are read together, and those of a file in a bucket by parallel requests.
+    Nearby parts are read together; parts of a file in a bucket are read by parallel
+    requests.
 
     Args:
-      path: local, or in a bucket.
-      spans: the first byte of each part, and the byte after the last.
+      path: the file, local or in a bucket.
+      spans: each part's first byte, and the byte after its last.
 
     Returns:
-      A function of a first byte, in one of the parts, and a number of bytes. It returns
-      these bytes, fewer if the part ends early.
+      A function that takes a first byte, in one of the parts, and a number of bytes. It
+      returns these bytes, fewer if the part ends early.
     """
     merged = merged_spans(spans, gap_bytes=GAP_BYTES)
     starts, stops = [start for start, _ in merged], [stop for _, stop in merged]
@@ -142,7 +143,7 @@ def windows(path: str, spans: Iterable[tuple[int, int]]) -> Callable[[int, int],
 def merged_spans(
     spans: Iterable[tuple[int, int]], *, gap_bytes: int = 0
 ) -> list[tuple[int, int]]:
-    """Sorts ranges of bytes, and joins those with gaps of at most `gap_bytes`."""
+    """Sorts byte ranges and joins neighbors with gaps of at most `gap_bytes`."""
     merged: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
         if merged and start - merged[-1][1] <= gap_bytes:
@@ -166,15 +167,15 @@ def _read_parts(path: str, starts: Sequence[int], stops: Sequence[int]) -> list[
 
 
 def resolved(path: epath.PathLike) -> epath.PathLike:
-    """Resolves the id of a model to its path in the hub's cache; returns other paths.
+    """Resolves a model id to its path in the hub's cache; returns other paths as is.
 
     Args:
       path: a path, or `hf://org/name`, or `hf://org/name@revision` with a branch, a tag
-        or a commit (default: the branch `main`). `HF_HUB_CACHE` or `HF_HOME` lead to
-        the cache.
+        or a commit (default: the branch `main`). `HF_HUB_CACHE` or `HF_HOME` sets the
+        location of the cache.
 
     Raises:
-      FormatError: if the id is malformed, or the cache lacks the model.
+      FormatError: if the model id is malformed, or the cache lacks the model.
     """
     text = str(path)
     if not text.startswith(SCHEME):
@@ -182,8 +183,7 @@ def resolved(path: epath.PathLike) -> epath.PathLike:
     match = _ID.fullmatch(text.removeprefix(SCHEME))
     if match is None or ".." in text:
         raise FormatError(
-            f"{text} is not the id of a model; write hf://org/name or"
-            " hf://org/name@revision"
+            f"{text} is not a model id; write hf://org/name or hf://org/name@revision"
         )
     name, revision = match[1], match[2] or "main"
     folder = _cache() / f"models--{name.replace('/', '--')}"
@@ -201,7 +201,7 @@ def resolved(path: epath.PathLike) -> epath.PathLike:
 
 
 def _cache() -> pathlib.Path:
-    # As huggingface_hub finds it.
+    # The same search as huggingface_hub's.
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
     hub = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")

@@ -1,16 +1,16 @@
-"""Opens Megatron's checkpoints: `torch_dist`, and one file for each rank of the model.
+"""Opens Megatron's checkpoints: `torch_dist`, and one file for each model rank.
 
-`torch_dist` is a distributed checkpoint of PyTorch, whose tensors are global. Layers of
-equal shapes are stacked: `decoder.layers.mlp.linear_fc1.weight` has a dim of layers,
-and one of experts if there are any. States of the optimizer get the name of their
-parameter. Values are the numbers and texts of `common.pt`, such as `args/num_layers`,
-except states of random number generators.
+`torch_dist` is a PyTorch distributed checkpoint, whose tensors are global. Layers of
+equal shapes are stacked: `decoder.layers.mlp.linear_fc1.weight` has a layer dim, and
+an expert dim if there are experts. Optimizer states get the name of their parameter.
+Values are the numbers and strings in `common.pt`, such as `args/num_layers`, except
+states of random number generators.
 
 `iter_0000100/mp_rank_TT_PPP_EEE/model_optim_rng.pt` is the file of tensor-parallel rank
-TT, stage PPP and expert-parallel rank EEE; the name omits the last two where there is
-only one. Tensor names count layers within a stage, so stages are the axis `pp`, and
-chunks of interleaved stages the axis `vp`. Optimizer states are numbered, see
-`zero.numbered`. `distrib_optim.pt` is not read, as it lists no parameters.
+TT, stage PPP and expert-parallel rank EEE; the name omits PPP or EEE if there is only
+one stage or rank. Tensor names number layers within a stage, so stages are the axis
+`pp`, and chunks of interleaved stages the axis `vp`. Optimizer states are numbered, see
+`zero.numbered`. `distrib_optim.pt` is not read because it lists no parameters.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _EXTRA = "_extra_state"
 
 
 def is_format(names: Collection[str]) -> bool:
-    """Whether a directory with these names is a Megatron checkpoint, or names one."""
+    """Whether a directory with these file names is or refers to such a checkpoint."""
     return (
         LATEST in names
         or _is_torch_dist(names)
@@ -58,7 +58,7 @@ def is_format(names: Collection[str]) -> bool:
 
 
 def open_checkpoint(path: epath.PathLike) -> Checkpoint:
-    """Opens the directory of an iteration, or one with a file that names the latest.
+    """Opens an iteration's directory, or a directory with a file that names the latest.
 
     Raises:
       FormatError: as `dcp.open_checkpoint`, and if a rank's file is missing or damaged.
@@ -96,7 +96,7 @@ def _folder(path: epath.Path) -> epath.Path:
     folder = path / (f"iter_{int(text):07d}" if is_number else text)
     if not (is_number or text == "release") or not folder.exists():
         raise FormatError(
-            f"{pointer} names {text!r}, which is not an iteration next to it"
+            f"{pointer} contains {text!r}, which is not an iteration next to it"
         )
     return folder
 
@@ -127,7 +127,7 @@ def _of_ranks(folder: epath.Path) -> Checkpoint:
     read = torch_file.read_all(paths)
     first = read[min(read)]
     if first.at("args", "pipeline_model_parallel_size") == 1:
-        # Then a second number is the expert-parallel rank.
+        # Then the second number is the expert-parallel rank.
         read = {(tp, 0, pp or ep): each for (tp, pp, ep), each in read.items()}
     sizes = [1 + max(numbers) for numbers in zip(*read, strict=True)]
     if len(read) != math.prod(sizes):

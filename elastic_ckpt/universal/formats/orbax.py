@@ -1,12 +1,12 @@
 """Opens checkpoints of Orbax v0 and v1, and our steps in persistent storage.
 
 A tensor's name is the path of its leaf, `params/dense/kernel`; if a checkpoint has
-several pytrees, it begins with the name of one, `state/params/dense/kernel`. Numbers
-are tensors, too; texts are values. TensorStore reads tensors by their specs and
-compares their checksums: our steps have one for each chunk, Orbax's have none.
+several pytrees, the name begins with the pytree's, `state/params/dense/kernel`. Numbers
+are also tensors; strings are values. TensorStore reads tensors by their specs and
+compares their checksums: our steps have one for each chunk, stock Orbax's have none.
 
 Orbax stores arrays as zarr, version 2 or 3, each in a directory or all together in an
-OCDBT store. Only the metadata of the arrays is read here, many at once: opening an
+OCDBT store. This module reads only the arrays' metadata, many concurrently: opening an
 array in TensorStore takes ten times as long.
 """
 
@@ -32,21 +32,21 @@ from elastic_ckpt.universal.formats.files import FormatError
 
 _TREE, _STRINGS, _STEP = "_METADATA", "_strings.json", "_CHECKPOINT_METADATA"
 _UNCOMMITTED = ".orbax-checkpoint-tmp"
-# Types of values without an array: texts, and nodes without children.
+# Types of values without an array: strings, and nodes without children.
 _WITHOUT_ARRAY = frozenset(("string", "None", "Dict", "List", "Tuple"))
 
 
 def is_format(names: Collection[str]) -> bool:
-    """Whether a directory with these names is a step or a pytree of Orbax."""
+    """Whether a directory with these file names is an Orbax step or pytree."""
     return _TREE in names or _STEP in names
 
 
 def open_checkpoint(path: epath.PathLike) -> Checkpoint:
-    """Opens a step, or the directory of a pytree in one.
+    """Opens a step, or the directory of one of its pytrees.
 
     Raises:
-      FormatError: if it was not committed, has no pytree, or its metadata is malformed
-        or does not fit its arrays.
+      FormatError: if the step was not committed or has no pytree, or if the metadata is
+        malformed or does not match the arrays.
     """
     directory = epath.Path(path)
     held = {each.name: each for each in sorted(directory.iterdir())}
@@ -58,7 +58,7 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
     if _TREE not in held:
         trees = {name: each for name, each in held.items() if (each / _TREE).exists()}
     if not trees:
-        raise FormatError(f"{path} has no pytree: no directory in it has {_TREE}")
+        raise FormatError(f"{path} has no pytree: none of its directories has {_TREE}")
     values: dict[str, Any] = {}
     if _STEP in held:
         custom = files.read_json(directory / _STEP).get("custom_metadata")
@@ -87,10 +87,10 @@ def _tensors(directory: epath.Path, prefix: str) -> Iterator[StoredTensor]:
         is_ocdbt = (directory / "manifest.ocdbt").exists()
     if is_ocdbt:
         base = {**ocdbt.store_spec(directory), "path": ""}
-        # The reader's context limits the memory of all caches together.
+        # The reader's context limits the total memory of all caches.
         del base["cache_pool"]
     elif not all(part.strip(".") for name in keys for part in name.split("/")):
-        # A store takes any name; a path must not lead out of the directory.
+        # A store accepts any name; a path must not leave the directory.
         raise FormatError(f"{directory} lists an array outside it: {list(keys)}")
 
     def at(path: str) -> Any:
@@ -103,7 +103,7 @@ def _tensors(directory: epath.Path, prefix: str) -> Iterator[StoredTensor]:
         store = ts.KvStore.open(at("")).result()
         reads = {name: store.read(each + file) for name, each in prefixes.items()}
         contents = {name: read.result() for name, read in reads.items()}
-    # TensorStore raises ValueErrors, too.
+    # TensorStore also raises ValueErrors.
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0][:300]
         raise FormatError(
@@ -131,7 +131,7 @@ def _tensors(directory: epath.Path, prefix: str) -> Iterator[StoredTensor]:
 
 
 def _leaves(fields: Mapping[str, Any], directory: epath.Path) -> dict[str, list[str]]:
-    # The keys to each array, by its name.
+    # The keys to each array, by array name.
     names: dict[str, list[str]] = {}
     try:
         for leaf in fields["tree_metadata"].values():
@@ -156,7 +156,7 @@ def _dtype(name: Any, place: str) -> np.dtype:
         dtype = np.dtype(str(name)).newbyteorder("=")
     except (TypeError, ValueError, SyntaxError):
         dtype = np.dtype(object)
-    # Dtypes of other kinds must be those of ml_dtypes.
+    # Dtypes of other kinds must come from ml_dtypes.
     if dtype.kind not in "biufc" and dtype.isbuiltin != 2:
         raise FormatError(f"{place} has the unsupported type {name!r:.40}")
     return dtype

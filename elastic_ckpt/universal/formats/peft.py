@@ -1,8 +1,8 @@
 """PEFT adapters, which are opened together with the model that they adapt.
 
-`adapter_config.json` names this model, the base: a directory, or the id of a model in
-the hub's local cache. The checkpoint has the tensors of both, with the names in their
-files. Numbers and texts of `adapter_config.json` are values, `adapter/r`.
+`adapter_config.json` specifies this model, the base: a directory, or the id of a model
+in the hub's local cache. The checkpoint has the tensors of both, with the names in
+their files. Numbers and strings in `adapter_config.json` are values, `adapter/r`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _BASE = "base_model_name_or_path"
 _REMEDY = (
-    f"set {_BASE} there to the path of the model, absolute or relative to that"
-    f" directory; for the adapter alone, give the path of {_WEIGHTS[0]}"
+    f"set {_BASE} there to the model's path, absolute or relative to that"
+    f" directory; to open only the adapter, pass the path of {_WEIGHTS[0]}"
 )
 
 
@@ -36,7 +36,7 @@ def weights(path: epath.PathLike) -> epath.Path:
     """The file with an adapter's tensors.
 
     Raises:
-      FormatError: if it is missing.
+      FormatError: if the file is missing.
     """
     for name in _WEIGHTS:
         if (file := epath.Path(path) / name).exists():
@@ -45,11 +45,11 @@ def weights(path: epath.PathLike) -> epath.Path:
 
 
 def base(path: epath.PathLike) -> epath.Path:
-    """The directory or file of the model that an adapter adapts.
+    """The directory or file of an adapter's base model.
 
     Raises:
-      FormatError: if the adapter does not name it, or it is not on this machine, or
-        itself an adapter.
+      FormatError: if the adapter does not specify a base, or the base is not on this
+        machine or is itself an adapter.
     """
     found = storage.absolute(path)
     config = found / CONFIG
@@ -82,7 +82,7 @@ def joined(path: epath.PathLike, adapter: Checkpoint, base: Checkpoint) -> Check
     """Joins the checkpoints of an adapter, whose directory is `path`, and of its base.
 
     Raises:
-      FormatError: if both have a tensor of the same name.
+      FormatError: if both have a tensor with the same name.
     """
     values = flatten({"adapter": files.read_json(epath.Path(path) / CONFIG)})
     of_base = {tensor.name for tensor in base.tensors}

@@ -1,8 +1,8 @@
 """Safetensors files: a JSON header, followed by the values of the tensors.
 
-The header is checked before a value is read: every tensor has exactly the bytes of its
-shape, and together they are the rest of the file, without gaps or overlaps. There are
-no checksums.
+The header is checked before any value is read: every tensor must have exactly the bytes
+of its shape, and the tensors together must fill the rest of the file, without gaps or
+overlaps. There are no checksums.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _DTYPES = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# Marks the header of a file with parts of tensors, as PyTorch's distributed checkpoints
-# may write.
+# Marks the header of a file with parts of tensors, which PyTorch's distributed
+# checkpoints may write.
 _SHARDING = "DCP_SHARDING_INFO"
 
 
 def dtype_name(dtype: np.dtype) -> str:
-    """The name of a dtype in headers.
+    """A dtype's name in headers.
 
     Raises:
       FormatError: if the format lacks the dtype.
@@ -63,10 +63,10 @@ def dtype_name(dtype: np.dtype) -> str:
 
 
 def read_header(path: epath.PathLike) -> tuple[list[StoredTensor], dict[str, str]]:
-    """Reads the tensors of a file, in its order, and texts by name, but no values.
+    """Reads a file's tensors, in file order, and its strings by name, but no values.
 
     Raises:
-      FormatError: if it is not a safetensors file, is cut short, or has parts of
+      FormatError: if the file is not a safetensors file, is truncated, or has parts of
         tensors.
     """
     with files.opened(path) as file:
@@ -75,7 +75,7 @@ def read_header(path: epath.PathLike) -> tuple[list[StoredTensor], dict[str, str
         size = int.from_bytes(file.read(8), "little")
         if not 2 <= size <= min(MOST_HEADER_BYTES, total - 8):
             raise FormatError(
-                f"{path} is not a safetensors file, or is cut short: its header would"
+                f"{path} is not a safetensors file, or is truncated: its header would"
                 f" have {size} bytes, but the file has {total}"
             )
         fields = files.parse_json(file.read(size), f"the header of {path}")
@@ -85,7 +85,7 @@ def read_header(path: epath.PathLike) -> tuple[list[StoredTensor], dict[str, str
         texts = {key: str(text) for key, text in texts.items()}
         if _SHARDING in texts:
             raise FormatError(
-                f"{path} has parts of tensors of a distributed checkpoint; join them"
+                f"{path} has tensor parts from a distributed checkpoint; join them"
                 " with torch.distributed.checkpoint's consolidate_safetensors_files,"
                 " or save with enable_consolidation=True"
             )
@@ -95,7 +95,7 @@ def read_header(path: epath.PathLike) -> tuple[list[StoredTensor], dict[str, str
             if dtype is None:
                 raise FormatError(
                     f"{place} has the unsupported dtype {field['dtype']!r:.60};"
-                    f" supported are {', '.join(_DTYPES)}"
+                    f" supported dtypes are {', '.join(_DTYPES)}"
                 )
             shape = checked_shape(field["shape"], place)
             stop = at + math.prod(shape) * dtype.itemsize

@@ -1,14 +1,15 @@
-"""Reads files of `torch.save` without torch, and without running anything in them.
+"""Reads `torch.save` files without torch, and without running anything in them.
 
 Such a file is a zip of uncompressed entries: `data.pkl`, a pickle in which tensors are
 views of storages, and `data/<key>`, the bytes of each storage. A tensor becomes a
 `StoredTensor`, a record of where its values are.
 
-Python's unpickler in C decodes the pickle. Names in it are never imported: a few of
-PyTorch's map to types in this module, all others to `Inert`, which only stores what it
-is given. Nothing in the file is trusted: a tensor must lie inside its storage and not
-be larger than it, and all that is decoded must match its CRC-32, if the file has any.
-A malicious pickle can still exhaust memory or end the process.
+Python's C unpickler decodes the pickle. Names in it are never imported: a few PyTorch
+names map to types in this module, all other names to `Inert`, which only stores its
+arguments and state. Nothing in the file is trusted: a tensor must lie inside its
+storage and must not be larger than the storage, and everything that is decoded must
+match its CRC-32, if the file has checksums. A malicious pickle can still exhaust memory
+or crash the process.
 """
 
 from __future__ import annotations
@@ -66,13 +67,12 @@ _END = struct.Struct("<4s6xHII2x")
 _END64 = struct.Struct("<4s28xQQQ")
 _LISTED = struct.Struct("<4s4xHH4xIIIHHH8xI")
 _LOCAL = struct.Struct("<4s22xHH")
-# The last bytes of a zip, with the end records of its directory.
+# The last bytes of a zip, which contain the end records of its directory.
 _TAIL_BYTES = 256
 
 
 def _entries(read: Read, begin: int, size: int) -> dict[str, Checksum]:
-    # Each entry's bytes in the file, with their CRC-32; raises ValueError or
-    # struct.error.
+    # Each entry's byte range in the file and CRC-32; raises ValueError or struct.error.
     #
     # Python's zipfile takes ten times as long, and a distributed checkpoint has a zip
     # for each part of a tensor.
@@ -80,7 +80,7 @@ def _entries(read: Read, begin: int, size: int) -> dict[str, Checksum]:
     tail = read(tail_start, begin + size - tail_start)
     at = tail.rfind(b"PK\5\6")
     if at < 0:
-        raise ValueError("it is not a zip, or cut short")
+        raise ValueError("it is not a zip, or is truncated")
     _, count, num_bytes, start = _END.unpack_from(tail, at)
     if count == 0xFFFF or 0xFFFFFFFF in (num_bytes, start):
         at64 = max(0, tail.rfind(b"PK\6\6", 0, at))
@@ -108,7 +108,7 @@ def _entries(read: Read, begin: int, size: int) -> dict[str, Checksum]:
         local_magic, *lengths = _LOCAL.unpack(local)
         content = header + _LOCAL.size + sum(lengths)
         if local_magic != b"PK\3\4" or content + length > start or name in held:
-            raise ValueError(f"its entry {name[:200]!r} is repeated or outside it")
+            raise ValueError(f"its entry {name[:200]!r} is repeated or outside the zip")
         content += begin
         held[name] = Checksum(content, content + length, crc)
         at += _LISTED.size + sum(sizes)
@@ -116,25 +116,25 @@ def _entries(read: Read, begin: int, size: int) -> dict[str, Checksum]:
 
 
 class _Closed(type):
-    # A pickle may set attributes of anything on its stack, even of types.
+    # A pickle may set attributes on anything on its stack, even on types.
     def __setattr__(cls, name: str, value: Any) -> None:
         raise TypeError("sets an attribute of a class")
 
 
 class Inert(metaclass=_Closed):
-    """What a pickle says of an object whose class is not imported."""
+    """A pickle's record of an object whose class is not imported."""
 
     __slots__ = ("arguments", "items", "parts", "state")
     full_name: ClassVar[str] = ""
 
     def __new__(cls, *arguments: Any, **_: Any) -> Any:
-        """Keeps the arguments."""
+        """Stores the arguments."""
         made: Any = object.__new__(cls)
         made.arguments, made.state, made.parts, made.items = arguments, None, [], {}
         return made
 
     def __setstate__(self: Any, state: Any) -> None:
-        """Keeps the state."""
+        """Stores the state."""
         self.state = state
 
     def extend(self: Any, parts: Any) -> None:
@@ -149,7 +149,7 @@ class Inert(metaclass=_Closed):
         self.items[key] = value
 
     def content(self: Any) -> Any:
-        """Its elements, its attributes, or the single argument it was created with."""
+        """Its elements, attributes, or the single argument it was created with."""
         if self.items or self.parts:
             return self.items or self.parts
         if self.state is not None:
@@ -160,7 +160,7 @@ class Inert(metaclass=_Closed):
 
 
 class _Dict(dict[Any, Any], metaclass=_Closed):
-    # Drops attributes, and the argument of a defaultdict that is its default.
+    # Drops attributes, and a defaultdict's default argument.
     __slots__ = ()
 
     def __init__(self, *arguments: Any) -> None:
@@ -181,8 +181,8 @@ class _View(NamedTuple):
 
 
 def _view(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> _View:
-    # Two arguments about gradients are followed by a type, if it differs from the
-    # storage's, and by the bits of lazy views.
+    # After two arguments about gradients come the type, if it differs from the
+    # storage's, and the bits of lazy views.
     held, key = storage
     types: Iterator[Any] = (each for each in more if isinstance(each, type))
     dtype = next((NAMES.get(each.full_name, each) for each in types), held)
@@ -192,7 +192,7 @@ def _view(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> _V
 
 
 def _maker(function: Callable[..., Any]) -> type:
-    # A class to call in place of a function, which it hides from the pickle.
+    # A class that the pickle calls instead of the function, which it cannot reach.
     fields = {"__slots__": (), "__new__": lambda _, *arguments: function(*arguments)}
     return _Closed("Maker", (), fields)
 
@@ -207,7 +207,7 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v3": _view,
     "torch._utils._rebuild_parameter": lambda value, *_: value,
     "torch._utils._rebuild_parameter_with_state": lambda value, *_: value,
-    # A tensor with attributes, which are dropped; tensors of other classes are inert.
+    # A tensor with attributes, which are dropped; tensors of subclasses become inert.
     "torch._tensor._rebuild_from_type_v2": lambda make, kind, parts, *_: (
         make(*parts)
         if getattr(kind, "full_name", "") in _PLAIN_TENSORS
@@ -248,27 +248,27 @@ def decoded(content: bytes, place: str) -> Any:
     """Decodes a pickle; objects become `Inert`.
 
     Raises:
-      FormatError: if it is malformed or cut short.
+      FormatError: if the pickle is malformed or truncated.
     """
     try:
-        # The buffer reads ahead: a call for each opcode would be slow.
+        # The buffer reads ahead because a call for each opcode would be slow.
         return _Unpickler(io.BufferedReader(io.BytesIO(content), 1 << 17)).load()
     except Exception as error:
         raise FormatError(
-            f"{place} has a pickle that is malformed or cut short ({error!r:.300})"
+            f"{place} has a pickle that is malformed or truncated ({error!r:.300})"
         ) from None
 
 
 class Archive:
-    """A zip of `torch.save`: `size` bytes of a file from `begin` on.
+    """A `torch.save` zip: `size` bytes of a file, beginning at `begin`.
 
     Attributes:
       place: the file and the part of it, for messages.
       entries: the entries by name.
-      has_crc: whether it was written with CRC-32.
+      has_crc: whether the file was written with CRC-32.
 
     Raises:
-      FormatError: if it is not such a zip, or is cut short.
+      FormatError: if these bytes are not such a zip, or are truncated.
     """
 
     def __init__(self, read: Read, begin: int, size: int, path: str) -> None:
@@ -279,13 +279,13 @@ class Archive:
             self.entries = _entries(read, begin, size)
         except (ValueError, struct.error) as error:
             raise FormatError(
-                f"{self.place} is not a file of torch.save, or is cut short ({error});"
+                f"{self.place} is not a torch.save file, or is truncated ({error});"
                 " files from before PyTorch 1.6 are not zips: load them with torch and"
                 " save them again"
             ) from None
         pickles = [name for name in self.entries if name.endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise FormatError(f"{path} has no data.pkl; it is not a file of torch.save")
+            raise FormatError(f"{path} has no data.pkl; it is not a torch.save file")
         self._prefix = pickles[0].removesuffix("data.pkl")
         self.has_crc = any(each.crc for each in self.entries.values())
 
@@ -293,7 +293,7 @@ class Archive:
         """Reads an entry.
 
         Raises:
-          FormatError: if its CRC-32 does not match.
+          FormatError: if the CRC-32 does not match.
         """
         start, stop, expected = entry
         content = self._read(start, stop - start)
@@ -307,7 +307,7 @@ class Archive:
         """Reads the pickle.
 
         Raises:
-          FormatError: if it is too large or damaged, or the file is big-endian.
+          FormatError: if the pickle is too large or damaged, or the file is big-endian.
         """
         order = self.entries.get(f"{self._prefix}byteorder")
         if order is not None and self.content(order) != b"little":
@@ -327,13 +327,13 @@ class Archive:
         self,
         of_tensor: Callable[[StoredTensor, Checksum], Any] = lambda tensor, _: tensor,
     ) -> Any:
-        """Decodes the pickle to dicts, lists, numbers and texts.
+        """Decodes the pickle to dicts, lists, numbers and strings.
 
         Objects become dicts of their attributes, members of enumerations their values,
         classes and functions their names.
 
         Args:
-          of_tensor: makes the replacement of a tensor, given also its storage's entry.
+          of_tensor: returns a tensor's replacement, from its view and storage entry.
 
         Raises:
           FormatError: if the pickle is damaged, or a tensor invalid.
@@ -365,12 +365,12 @@ class Archive:
         `name` is for messages.
 
         Raises:
-          FormatError: if it is not a tensor, does not lie inside its storage, or is
-            larger than it.
+          FormatError: if `view` is not a tensor, does not lie inside its storage, or is
+            larger than the storage.
         """
         place = f"{self.place}: the tensor {name!r:.200}"
         if type(view) is not _View:
-            raise FormatError(f"{place} is not a tensor of torch.save")
+            raise FormatError(f"{place} is not a tensor that torch.save wrote")
         dtype, key, offset, shape, strides, lazy = view
         entry = self.entries.get(f"{self._prefix}data/{key}")
         if entry is None or not isinstance(dtype, np.dtype):
@@ -384,8 +384,8 @@ class Archive:
             and all(type(n) is int and 0 <= n < 1 << 63 for n in (offset, *strides))
         ):
             raise FormatError(
-                f"{place} has an offset or strides that are not numbers from 0 up, or"
-                " not one stride for each dim"
+                f"{place} has an offset or strides that are not integers of at least 0,"
+                " or not one stride for each dim"
             )
         checkpoint.checked_shape(shape, place)
         count, most = math.prod(shape), (entry.stop - entry.start) // dtype.itemsize
@@ -417,7 +417,7 @@ class Archive:
 class TorchFile:
     """A file that was read and closed.
 
-    Its `value` is dicts, lists, numbers and texts, and tensors without names.
+    Its `value` consists of dicts, lists, numbers, strings, and tensors without names.
     """
 
     path: str
@@ -434,7 +434,7 @@ class TorchFile:
         """The value under nested dicts.
 
         Raises:
-          FormatError: if it is missing, or of another type.
+          FormatError: if the value is missing or has a different type.
         """
         value = self.at(*keys)
         if not isinstance(value, kind):
@@ -442,7 +442,7 @@ class TorchFile:
         return value
 
     def error(self, what: str) -> FormatError:
-        """An error that names the file; `what` continues its sentence."""
+        """An error about the file; `what` continues the sentence."""
         return FormatError(f"{self.path} {what}")
 
 
@@ -450,11 +450,11 @@ def read(path: epath.PathLike, *, span: tuple[int, int] | None = None) -> TorchF
     """Reads a file's structure, but not the values of its tensors.
 
     Args:
-      path: local, or in a bucket.
-      span: the first byte of the zip and its size; None for the whole file.
+      path: the file, local or in a bucket.
+      span: the zip's first byte and size; None for the whole file.
 
     Raises:
-      FormatError: if it is not a file of `torch.save`, or damaged.
+      FormatError: if the file is not a `torch.save` file, or is damaged.
     """
     with files.opened(path) as file:
         value = _archive(file, str(path), span).value()
@@ -487,7 +487,7 @@ def read_arrays(path: epath.PathLike) -> Any:
     """
     with files.opened(path) as file:
         archive = _archive(file, str(path))
-        # Views of one storage are seldom far apart.
+        # Views of one storage are rarely far apart.
         content = functools.lru_cache(maxsize=4)(archive.content)
 
         @functools.cache
@@ -509,10 +509,10 @@ def _array(content: bytes, start: int, tensor: StoredTensor) -> np.ndarray:
 
 
 def checksums(path: str) -> Sequence[Checksum]:
-    """The CRC-32 of every entry of a file; none if it was written without.
+    """The CRC-32 of each of a file's entries; none if it was written without checksums.
 
     Raises:
-      FormatError: if it is not a file of torch.save.
+      FormatError: if the file is not a `torch.save` file.
     """
     with files.opened(path) as file:
         archive = _archive(file, path)

@@ -1,12 +1,11 @@
 """Opens a model's weights in safetensors or PyTorch format: one file, or several.
 
-A directory may have an index, `model.safetensors.index.json`, that lists the file of
-each tensor, and a `config.json`, whose entries become values,
-`config/num_key_value_heads`.
+A directory may have an index, `model.safetensors.index.json`, that lists each tensor's
+file, and a `config.json`, whose entries become values, `config/num_key_value_heads`.
 
-PyTorch files (`pytorch_model.bin`, or any `.pt`, `.pth` or `.bin`) have state dicts.
+PyTorch files (`pytorch_model.bin`, or any `.pt`, `.pth` or `.bin`) contain state dicts.
 Keys of nested dicts and lists are joined by dots: a training checkpoint has
-`model.layers.0.weight` and `optimizer.state.0.exp_avg`. Its numbers and texts become
+`model.layers.0.weight` and `optimizer.state.0.exp_avg`. Its numbers and strings become
 values.
 """
 
@@ -50,12 +49,12 @@ def _read_torch(path: epath.PathLike) -> tuple[list[StoredTensor], dict[str, Any
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """A file format of weights.
+    """A file format for weights.
 
     Attributes:
       index: the suffix of an index.
       usual: the usual name of a file or an index, without suffix.
-      read: reads the tensors and values of a file.
+      read: reads a file's tensors and values.
       are_joined: whether several files without an index are one model.
     """
 
@@ -76,8 +75,8 @@ class Weights:
 
         Raises:
           FormatError: if a file is missing, damaged or not listed, a numbered set
-            without an index is incomplete, an index leads to another directory or does
-            not fit its files, or a tensor occurs twice.
+            without an index is incomplete, an index refers to a different directory or
+            does not match its files, or a tensor occurs twice.
         """
         source = epath.Path(path)
         is_dir = source.is_dir()
@@ -101,17 +100,17 @@ class Weights:
             for tensor in held:
                 if tensors.setdefault(tensor.name, tensor) is not tensor:
                     raise FormatError(
-                        f"{folder / file} has {tensor.name}, as has another file or"
-                        " dict; give the path of one file, or of an index"
+                        f"{folder / file} has {tensor.name}, and so has another file or"
+                        " dict; pass the path of one file or of an index"
                     )
             lacking = set(expected).difference(tensor.name for tensor in held)
             if lacking:
                 raise FormatError(
-                    f"{folder / file} lacks {min(lacking)}, which {index} lists there"
+                    f"{folder / file} lacks {min(lacking)}, which {index} lists in it"
                 )
             values |= texts
         if not tensors:
-            raise FormatError(f"{path} has no tensors; give the path of a model")
+            raise FormatError(f"{path} has no tensors; pass the path of a model")
         return Checkpoint(
             format=self.format,
             tensors=list(tensors.values()),
@@ -125,7 +124,7 @@ class Weights:
             return self.usual + self.index
         if len(found) > 1:
             raise FormatError(
-                f"{path} has several indices ({errors.first_of(found)}); give the path"
+                f"{path} has several indices ({errors.first_of(found)}); pass the path"
                 " of one of them"
             )
         return found[0] if found else None
@@ -141,13 +140,13 @@ class Weights:
                 raise FormatError(
                     f"{path} has {number} of the {int(count)} files"
                     f" {stem}-*-of-{count}{suffix}, and no index of them: a conversion"
-                    " or a download was not finished; repeat it"
+                    " or download did not finish; repeat it"
                 )
         if len(found) != 1 and not self.are_joined:
             raise FormatError(
                 f"{path} has {len(found)} files of {self.format}"
                 f" ({errors.first_of(found) or 'no state dict'}) and no index of them;"
-                " give the path of one file"
+                " pass the path of one file"
             )
         return found
 
@@ -176,13 +175,13 @@ def config_values(path: epath.Path) -> dict[str, Any]:
     """The values of a configuration, `config/...`; none if the file is missing.
 
     Raises:
-      FormatError: if it is not a JSON object.
+      FormatError: if the file is not a JSON object.
     """
     return flatten({"config": files.read_json(path)}) if path.exists() else {}
 
 
 def _read_index(index: epath.Path) -> tuple[dict[str, list[str]], dict[str, Any]]:
-    # The tensors of each file, and an index's numbers and texts.
+    # Each file's tensors, and the index's numbers and strings.
     fields = files.read_json(index)
     weight_map, metadata = fields.get("weight_map"), fields.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -1,11 +1,11 @@
-"""Turns optimizer states, saved as flat ranges or without names, into named tensors.
+"""Converts optimizer states, saved as flat ranges or without names, to named tensors.
 
-In stages 1 and 2 of ZeRO each file lists its parameters, with the range of a flat
-tensor that it has of each; ranges follow one another by data-parallel rank. Stage 3
-lists nothing: each rank has an equal part of every parameter, rounded up, in the order
-of `param_shapes`. Parameters of experts are spread over fewer ranks: those of the same
-expert-parallel rank. Muon's momentum in stages 1 and 2 has its own layout, which is
-refused.
+In ZeRO stages 1 and 2, each file lists its parameters and, for each, a range of a flat
+tensor; a parameter's ranges follow one another in the order of data-parallel ranks.
+Stage 3 lists nothing: each rank has an equal part of every parameter, rounded up, in
+the order of `param_shapes`. Expert parameters are spread over fewer ranks, which have
+the same expert-parallel rank. Muon's momentum in stages 1 and 2 has its own layout,
+which is rejected.
 
 PyTorch's optimizers number parameters, see `numbered`.
 """
@@ -32,31 +32,31 @@ from elastic_ckpt.universal.formats.checkpoint import (
 )
 from elastic_ckpt.universal.formats.torch_file import TorchFile
 
-# The name of an expert's parameter; the middle group is the expert's number.
+# An expert parameter's name; the middle group is the expert's number.
 EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d{1,9})(\..*)", re.DOTALL)
 _STATE = "optimizer_state_dict"
-# Begins the name of a state with an unknown parameter; its number follows.
+# Prefix of a state whose parameter is unknown; the parameter's number follows.
 UNNAMED = "optimizer/"
-# Where wrapping optimizers have the state dict of PyTorch's, and the float32
-# parameters: DeepSpeed's, then Megatron's.
+# Keys under which wrapping optimizers store the PyTorch optimizer's state dict, and the
+# float32 parameters: DeepSpeed's, then Megatron's.
 _NESTED = ("optimizer_state_dict", "optimizer")
 _MASTERS = ("fp32_groups", "fp32_groups_flat", "fp32_from_fp16_params")
-# States with the shape of their parameter.
+# States that have the shape of their parameter.
 _SHAPED = ("fp32", "exp_avg", "momentum_buffer")
 _MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
-# The states of a parameter have equal ranges, and share their boxes.
+# A parameter's states have equal ranges and share their boxes.
 _boxes_of_range = functools.lru_cache(maxsize=2**14)(factors.boxes_of_range)
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
-# The number of a data-parallel rank, and how many there are.
+# A data-parallel rank, and the number of these ranks.
 _Rank = tuple[int, int]
 
 
 class Range(NamedTuple):
-    """`numel` elements of the tensor `flat` of a file, from `start` on.
+    """`numel` elements of a file's tensor `flat`, beginning at `start`.
 
-    A number, such as a count of steps, is a tensor without dims.
+    A number, such as a step count, is a tensor without dims.
     """
 
     file: TorchFile
@@ -68,7 +68,7 @@ class Range(NamedTuple):
 def of_ranges(
     name: str, kind: str, shape: Shape, ranges: Sequence[Range]
 ) -> StoredTensor:
-    """A state of a parameter as one tensor, from ranges in the order of its elements.
+    """A parameter's state as one tensor, from ranges in the order of its elements.
 
     Raises:
       FormatError: if a range lies outside its flat tensor, or the ranges have more or
@@ -79,8 +79,8 @@ def of_ranges(
         return dataclasses.replace(first.flat, name=name, kind=kind)
     if held != math.prod(shape):
         raise first.file.error(
-            f"and its neighbors hold {held} elements of {name}, which has"
-            f" {math.prod(shape)}; files of some ranks are missing, or from another"
+            f"and its neighbors have {held} elements of {name}, which has"
+            f" {math.prod(shape)}; files of some ranks are missing, or from a different"
             " save"
         )
     pieces: list[Fragment] = []
@@ -90,12 +90,12 @@ def of_ranges(
         strides = [each.strides for each in flat.fragments if flat.shape != (1,)]
         if not is_like or flat.view or strides not in ([], [(width,)]):
             raise file.error(
-                f"holds {name} in a tensor {flat.dtype}{list(flat.shape)} {flat.view}"
-                f" that is not flat, or differs from that of {first.file.path}"
+                f"has {name} in a tensor {flat.dtype}{list(flat.shape)} {flat.view}"
+                f" that is not flat, or differs from the one in {first.file.path}"
             )
         if not 0 <= start <= start + numel <= flat.shape[0]:
             raise file.error(
-                f"holds {name} in elements {start} to {start + numel} of a tensor of"
+                f"has {name} in elements {start} to {start + numel} of a tensor of"
                 f" {flat.shape[0]}"
             )
         for box in _boxes_of_range(shape, at, at + numel):
@@ -128,10 +128,10 @@ def equal_part(
 
 
 def shapes_of(model: TorchFile) -> list[dict[str, Shape]]:
-    """The shapes of the parameters of each group, from a model's file.
+    """The parameter shapes of each group, from a model file.
 
     Raises:
-      FormatError: if they are missing or invalid.
+      FormatError: if the shapes are missing or invalid.
     """
     groups = model.typed(list, "param_shapes")
     return [named_shapes(model, group) for group in groups]
@@ -154,10 +154,10 @@ def named_shapes(file: TorchFile, shapes: Any) -> dict[str, Shape]:
 
 
 def states(model: TorchFile, held: Sequence[TorchFile]) -> Iterator[StoredTensor]:
-    """The states in one model rank's optimizer files, given by data-parallel rank.
+    """The states in one model rank's optimizer files, ordered by data-parallel rank.
 
     Raises:
-      FormatError: if a file contradicts itself or another.
+      FormatError: if a file contradicts itself or another file.
     """
     is_equal = held[0].at(_STATE, "fp32_flat_groups") is not None
     for group, shapes in enumerate(shapes_of(model)):
@@ -188,7 +188,7 @@ def states(model: TorchFile, held: Sequence[TorchFile]) -> Iterator[StoredTensor
         if lacking:
             raise held[0].error(
                 f"and its neighbors lack states of {errors.first_of(lacking)}; files of"
-                " some ranks are missing, or from another save"
+                " some ranks are missing, or from a different save"
             )
         for (name, kind), (shape, ranges) in made.items():
             yield of_ranges(name, kind, shape, ranges)
@@ -197,7 +197,7 @@ def states(model: TorchFile, held: Sequence[TorchFile]) -> Iterator[StoredTensor
 def _equal_parts(
     file: TorchFile, group: int, shapes: Shapes, part: _Rank
 ) -> Iterator[tuple[str, str, Range]]:
-    # Stage 3: the parameter, the optimizer's name of the state, and the range.
+    # Stage 3: the parameter, the optimizer's name for the state, and the range.
     if file.at(_STATE, "ds_zero_partition_groups") is not None:
         raise file.error(
             "has experts that AutoEP divided; convert it with DeepSpeed's"
@@ -226,7 +226,8 @@ def _listed_parts(file: TorchFile, group: int) -> Iterator[tuple[str, str, Range
     if is_muon or file.at(_STATE, "whole_param_optimizer_states"):
         raise file.error(
             "has the momentum of Muon, which is supported only in ZeRO stage 3; save"
-            " with it, or load only the weights, from a copy without *_optim_states.pt"
+            " in stage 3, or load only the weights, from a copy without"
+            " *_optim_states.pt"
         )
     mapping = file.typed(list, _STATE, "param_slice_mappings")[group]
     for name, place in mapping.items():
@@ -236,7 +237,7 @@ def _listed_parts(file: TorchFile, group: int) -> Iterator[tuple[str, str, Range
 
 
 def _flats(masters: list[Any], base: Any, group: int) -> dict[str, StoredTensor]:
-    # The tensors of a group in one file, by the optimizer's names. With the option
+    # A group's tensors in one file, by the optimizer's names. With the option
     # `elastic_checkpoint`, `base` is a list of the groups.
     held = base["state"] if isinstance(base, dict) else base
     held = dict(enumerate(held)) if isinstance(held, list) else held
@@ -250,8 +251,8 @@ def _flats(masters: list[Any], base: Any, group: int) -> dict[str, StoredTensor]
 def _experts(
     file: TorchFile, group: int, shapes: Shapes, part: _Rank
 ) -> dict[str, str]:
-    # The models' names of experts, by the optimizers' names: optimizer files number
-    # experts within a rank, model files across all ranks.
+    # The names of expert parameters in model files, by their names in optimizer files,
+    # which number experts within a rank; model files number them across all ranks.
     dp, ranks = part
     counts = file.at(_STATE, "partition_count")
     # Stage 3 has one count for all groups.
@@ -271,13 +272,13 @@ def _experts(
 def numbered(
     file: TorchFile, weights: Sequence[StoredTensor]
 ) -> Iterator[StoredTensor]:
-    """The states of an optimizer, named like the weights of their rank where possible.
+    """An optimizer's states, named like the weights of their rank where possible.
 
-    PyTorch's optimizers number parameters group by group, and within a group in the
-    order of the model. So if all parameters of a shape are in one group, their names
-    follow from the order; otherwise they are unknown.
+    PyTorch's optimizers number parameters group by group, and within a group in model
+    order. So if all parameters of a shape are in one group, the order determines their
+    names; otherwise the names are unknown.
 
-    `weights` are the rank's tensors of kind `parameter`, in the order of the model.
+    `weights` are the rank's tensors of kind `parameter`, in model order.
 
     Raises:
       FormatError: if the file has no state dict `optimizer`.

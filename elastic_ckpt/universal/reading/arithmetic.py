@@ -2,7 +2,7 @@
 
 A derived tensor is read like a stored one. Its parts are virtual files of at most
 16 MiB in row-major order; each is computed from boxes of its operands, one operand
-after the other. Each element is computed by itself, so it is the same however the
+after the other. Elements are computed independently, so they are the same however the
 tensor is cut.
 """
 
@@ -22,10 +22,10 @@ from elastic_ckpt.universal.reading import sources
 from elastic_ckpt.universal.reading.sources import VirtualFile
 
 _CACHE_LINE_BYTES = 64
-# The elements of a tile along the fastest dim of `into`, and along that of `values`.
-# NumPy copies rows along the first in a loop over the second.
+# The lengths of a tile along the fastest dims of `into` and of `values`. NumPy copies
+# rows along the first in a loop over the second.
 _ROW, _COLUMN = 64, 128
-# With fewer elements, a call takes longer than the copying.
+# With fewer elements, the call takes longer than the copy.
 _FEW_ELEMENTS = 1024
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -36,7 +36,7 @@ ReadBox = Callable[[int, Box], np.ndarray]
 def changed(values: np.ndarray, scale: float, shift: float, view: str) -> np.ndarray:
     """Stored values times `scale` plus `shift`, in at least float32.
 
-    For `view` see `StoredTensor`.
+    For `view`, see `StoredTensor`.
 
     Raises:
       CheckpointError: as `widened`.
@@ -59,8 +59,8 @@ def widened(values: np.ndarray) -> np.ndarray:
         most = max(abs(int(values.min())), int(values.max()))
         if most > 2**53:
             raise errors.CheckpointError(
-                f"{most} cannot be scaled or averaged without rounding it; read these "
-                "integers as they are"
+                f"{most} cannot be scaled or averaged without rounding; read these "
+                "integers unchanged"
             )
     with np.errstate(all="ignore"):
         return values.astype(_wide(values.dtype), copy=False)
@@ -76,8 +76,8 @@ def is_safe(stored: np.dtype, dtype: np.dtype) -> bool:
 def check_cast(values: np.ndarray, dtype: np.dtype, name: str) -> None:
     """Checks that a cast to `dtype` keeps the values.
 
-    It may round reals and integers to floats, but not to infinity. `name` is that of
-    the target, for the error.
+    It may round reals and integers to floats, but not to infinity. `name` is the
+    target's name, for the error.
 
     Raises:
       CheckpointError: if `dtype` cannot represent a value.
@@ -88,7 +88,7 @@ def check_cast(values: np.ndarray, dtype: np.dtype, name: str) -> None:
     numbers = values.real if is_real else values
     made = numbers.astype(dtype)
     if dtype.kind == "b" or "int" in dtype.name:
-        # An integer may wrap around, and back again.
+        # An integer may wrap around and back.
         is_kept = made.astype(numbers.dtype) == numbers
         is_kept &= (made < 0) == (numbers < 0)
     elif np.isfinite(np.array(np.inf).astype(dtype)):
@@ -100,19 +100,19 @@ def check_cast(values: np.ndarray, dtype: np.dtype, name: str) -> None:
         is_kept &= values.imag == 0
     if not is_kept.all():
         raise errors.CheckpointError(
-            f"{name}: {values[~is_kept].flat[0]} is not a {dtype.name}; give the target"
-            " a different dtype"
+            f"{name}: {values[~is_kept].flat[0]} cannot be represented in {dtype.name};"
+            " use a different target dtype"
         )
 
 
 @np.errstate(all="ignore")
 def copy(into: np.ndarray, values: np.ndarray) -> None:
-    """Copies `values` to `into` of the same shape, cast to its dtype.
+    """Copies `values` to `into`, which has the same shape, cast to its dtype.
 
-    NumPy copies in the order of one side. A transposing copy then takes a cache line
-    for each element of the other side, and is four times as slow. So it is done in
-    tiles that fit into the cache on both sides. The strides of `into` must descend, as
-    those of a form do.
+    NumPy copies in the memory order of one side. A transposing copy then loads a cache
+    line for each element of the other side, which is four times as slow. So such a copy
+    is done in tiles that fit into the cache on both sides. The strides of `into` must
+    descend, as a form's do.
     """
     inner = into.ndim - 1
     if inner < 1 or into.size < 4 * _FEW_ELEMENTS:
@@ -149,7 +149,7 @@ def _wide(dtype: np.dtype) -> np.dtype:
 
 
 def stored_of(matched: Matched, source: int, num_stored: int) -> list[int]:
-    """The numbers of the stored tensors behind a move's source."""
+    """The numbers of the stored tensors from which a move's source comes."""
     if source < num_stored:
         return [source]
     return [each.tensor for each in matched.derived[source - num_stored].operands]
@@ -164,7 +164,7 @@ def tensors(
 ) -> list[StoredTensor]:
     """Describes derived tensors as stored ones; adds files to `virtual` for those used.
 
-    `used` are the numbers of tensors that are read.
+    `used` are the numbers of the tensors that are read.
 
     Raises:
       CheckpointError: if tensors that are compared or added up have different dtypes.
@@ -199,7 +199,7 @@ def computed(
             _check_equal(spec, box, stored, operand, first, other)
         return first
     if spec.how == "sum" and "int" in first.dtype.name:
-        # Python's integers, as a sum of 8-byte ones may need more than 64 bits.
+        # Python integers: a sum of 8-byte ones may need more than 64 bits.
         wide = np.dtype(object if first.dtype.itemsize == 8 else np.int64)
         total = functools.reduce(np.add, operands, first.astype(wide))
         try:
@@ -240,8 +240,8 @@ def _make(
 def _aligned(
     operand: Operand, box: Box, stored: Sequence[StoredTensor], read: ReadBox
 ) -> np.ndarray:
-    # The part of an operand that a box of the derived tensor needs. Its dims are in the
-    # derived tensor's order, of length 1 where the operand is constant; the dim that
+    # The operand's part that a box of the derived tensor needs. Its dims are in the
+    # derived tensor's order, with length 1 where the operand is constant; the dim that
     # `plus` contracts is last.
     start, stop = [], []
     shape = stored[operand.tensor].shape
@@ -277,8 +277,8 @@ def _check_dtypes(spec: Derived, stored: Sequence[StoredTensor]) -> None:
             raise errors.CheckpointError(
                 f"{first.name} of {_rank(first)} is {first.dtype.name}, and"
                 f" {other.name} of {_rank(other)} is {other.dtype.name}, but the layout"
-                " makes one tensor of them; use another step, or read only one of them"
-                " (`unchecked`)"
+                " combines them into one tensor; use another step, or read only one of"
+                " them (`unchecked`)"
             )
 
 
@@ -299,7 +299,7 @@ def _check_equal(
     raise errors.CheckpointError(
         f"{tensor.name} of {_rank(tensor)} and {other.name} of {_rank(other)}"
         f" differ at {index}: {first[element]} and {second[element]}; the layout"
-        " requires them to be equal. Use `mean` if the ranks are to be averaged,"
+        " requires them to be equal. Use `mean` to average the ranks,"
         " `unchecked` to read one of them, `copy: unchecked` for a copy of another"
         " tensor, or another step"
     )

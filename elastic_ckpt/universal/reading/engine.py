@@ -1,13 +1,14 @@
 """Reads the boxes of targets that a host needs, in groups.
 
-A group is as many targets as fit into half of the budget. Its moves are cut by the
-needed boxes and by the fragments of the source tensors into strided copies, each from
-one file into one buffer. Copies that are near each other in a file form a span, which a
-thread reads with one request. A span whose bytes are those of a buffer is read straight
-into it; any other is read into scratch memory, and copied while it is in the cache.
-While the caller uses a group, the next one is read.
+A group is as many targets as fit into half of the budget. Its moves are cut at the
+bounds of the needed boxes and of the source tensors' fragments into strided copies,
+each from one file into one buffer. Copies that are near each other in a file form a
+span, which a thread reads with one request. A span whose bytes equal a buffer's is read
+straight into the buffer; any other span is read into scratch memory and copied while it
+is in the cache. While the caller uses a group, the next group is read.
 
-Copies that differ only in their place share a form, as there may be one for each row.
+Copies that differ only in their place share a form because there may be a copy for each
+row.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from elastic_ckpt.universal.reading.sources import Checks, Limits, Sources, Virt
 BUDGET_BYTES = 2**28
 _LOCAL_THREADS = 8
 _REMOTE_THREADS = 16
-# An unchanged copy of at least this size gets a request of its own.
+# An unchanged copy of at least this size gets its own request.
 _ALONE_BYTES = 2**18
 # Scratch memory of at most this size is kept for the next requests.
 _KEPT_BYTES = 12 * 2**20
 # Values keep their file's alignment in memory.
 _ALIGNMENT = 64
-# Up to this many are tried one by one.
+# Up to this many boxes are tried one by one.
 _FEW_BOXES = 256
 # The scale, shift and view of values that are copied as they are.
 _PLAIN = (1.0, 0.0, "")
@@ -60,8 +61,8 @@ class Form:
     """A strided copy without its place.
 
     Attributes:
-      sizes: the lengths of its dims, each above 1; the last advances least in the
-        buffer.
+      sizes: the lengths of the dims, each above 1; the last dim has the smallest stride
+        in the buffer.
       source: the strides in the file, in bytes.
       buffer: the strides in the buffer, in elements.
       kind: the dtype of the elements in the file, the scale, the shift, and the view of
@@ -95,7 +96,7 @@ class Form:
 
 @dataclasses.dataclass(eq=False)
 class Buffer:
-    """A box of a target, and its values in row-major order; `left` are unplanned."""
+    """A target's box and its values, row-major; `left` elements are not yet planned."""
 
     target: TargetTensor
     box: Box
@@ -140,11 +141,13 @@ class Reader:
 
     Args:
       checkpoint: an open checkpoint.
-      matched: the layout matched with it.
+      matched: the layout matched with `checkpoint`.
       targets: the names of the targets to read.
-      budget_bytes: the most bytes of targets that are read and not yet taken, and also
-        of other memory of requests; a single unit or request may exceed it.
-      is_kept: whether the caller keeps the buffers' memory, which then does not count.
+      budget_bytes: the maximum size of targets that were read but not yet taken, and,
+        separately, of the requests' other memory. A single unit or request may exceed
+        it.
+      is_kept: whether the caller keeps the buffers' memory, which the budget then does
+        not include.
       files: the virtual files of the checkpoint's tensors.
       host: the number of this host, and the number of hosts, which share the work of
         comparing checksums.
@@ -199,20 +202,20 @@ class Reader:
             for number in used
             for each in tensors[number].fragments[:1]
         )
-        # Twice the cores, as threads that wait for a decoder copy nothing.
+        # Twice the cores: threads that wait for a decoder copy nothing.
         most = min(_LOCAL_THREADS, 2 * (os.cpu_count() or 1))
         self._num_threads = _REMOTE_THREADS if is_remote else most
 
     def read(self, units: Iterable[Unit]) -> Generator[list[Buffer]]:
         """Yields the filled buffers of each group of units, in the order of the units.
 
-        A list is cleared when the caller asks for the next one. A caller that stops
-        early must close the iterator, which ends the threads.
+        A list is cleared when the caller requests the next one. A caller that stops
+        early must close the iterator, which stops the threads.
 
         Raises:
           CheckpointError: if an element is filled by nothing or twice, a file cannot be
-            read or is cut short, values do not fit a dtype, or values that should be
-            equal differ.
+            read or is truncated, a dtype cannot represent a value, or values that
+            should be equal differ.
         """
         last: _Group | None = None
         with futures.ThreadPoolExecutor(
@@ -268,7 +271,7 @@ class Reader:
                     raise errors.CheckpointError(
                         f"{target.name}{box}: {abs(buffer.left)} of its elements are"
                         f" filled by {'nothing' if buffer.left > 0 else 'two sources'};"
-                        " correct the rules of the layout that name it, or use another"
+                        " correct the layout's rules for it, or use another"
                         " step"
                     )
                 every.append(buffer)
@@ -299,7 +302,7 @@ class Reader:
     def _near(
         self, every: Sequence[Any], box: Box, key: object, box_of: Callable[[Any], Box]
     ) -> Sequence[Any]:
-        # Those of many parts of a tensor, `key`, that may overlap a box.
+        # The parts of the tensor `key` that may overlap a box, if it has many.
         rank = len(box.start)
         if key not in self._boxes:
             self._boxes[key] = Boxes.from_boxes(map(box_of, every), rank=rank)
@@ -335,7 +338,7 @@ class Reader:
 
     def _spans(self, copies: Mapping[str, list[Copy]]) -> list[Span]:
         # One request reads copies that are near each other in a file. A large unchanged
-        # copy has its own, which reads straight into the buffer.
+        # copy has its own request, which reads straight into the buffer.
         spans: list[Span] = []
         for file, held in copies.items():
             gap_bytes, span_bytes, _ = self._sources.limits(file)
@@ -407,7 +410,7 @@ class Reader:
             behind = (c for c in span.copies if c.start + c.form.extent > end)
             raise FormatError(
                 f"{file}: {next(behind).tensor} is at bytes {start} to {stop}, but"
-                f" the file ends after {end}; it is cut short, so restore it from a"
+                f" the file ends after {end}; it is truncated, so restore it from a"
                 " copy"
             )
         if file not in self._sources.virtual:
@@ -423,7 +426,7 @@ def _finished(group: _Group) -> Generator[list[Buffer]]:
 
 
 class _Room:
-    # Memory for requests: one that needs all of it waits until no other has any.
+    # Memory for requests: a request that needs all of it waits until no other has any.
     def __init__(self, num_bytes: int) -> None:
         self._most = self._free = num_bytes
         self._changed = threading.Condition()
@@ -505,7 +508,7 @@ def _parts(
 def _lengths(
     sizes: tuple[int, ...], source: tuple[int, ...], itemsize: int, limits: Limits
 ) -> tuple[int, ...]:
-    # The lengths of a part: it stops at a dim with gaps that are too large to read.
+    # The lengths of a part, which stops at a dim with gaps that are too large to read.
     lengths, extent = [1] * len(sizes), itemsize
     for dim in sorted(range(len(sizes)), key=source.__getitem__):
         if source[dim] - extent > limits.gap_bytes:

@@ -4,10 +4,10 @@ A virtual file is a box of a tensor that is computed when it is read: decoded ch
 TensorStore, a verified box of a step, a part of a derived tensor. Its bytes are the
 elements in row-major order.
 
-Checksums of a format are compared while bytes are read. A CRC-32 covers a whole entry
-of a file, of which a host may need only some bytes. The CRC of a range follows from
-those of its parts (zlib's `crc32_combine`, a product of polynomials modulo that of
-CRC-32), so only the entry's remaining bytes are read in addition.
+A format's checksums are compared while bytes are read. A CRC-32 covers a whole entry of
+a file, of which a host may need only some bytes. A range's CRC follows from its parts'
+CRCs (zlib's `crc32_combine`, a product of polynomials modulo the CRC-32 polynomial), so
+only the entry's remaining bytes have to be read in addition.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ import zlib
 from elastic_ckpt.universal.formats import files
 from elastic_ckpt.universal.formats.checkpoint import Checksum
 
-# The most bytes of a virtual file, unless a single chunk has more.
+# The maximum size of a virtual file, unless a single chunk is larger.
 PART_BYTES = 2**24
 # TensorStore's cache of OCDBT's index nodes.
 _INDEX_BYTES = 2**25
 _CHUNKS = "cache_pool#chunks"
-# Arrays that are opened concurrently, as each waits for storage.
+# Arrays that are opened concurrently because each waits for storage.
 _OPENED_AT_ONCE = 256
 _OPEN_FILES = 64
 _PIECE_BYTES = 1 << 24
@@ -58,11 +58,11 @@ class Limits(NamedTuple):
     """The limits of a request to one kind of storage.
 
     Attributes:
-      gap_bytes: a gap of at most this many bytes is read along, as a second request
-        would cost more.
-      span_bytes: the most bytes of a request, unless a single row has more.
-      memory: the extra memory of a request, in multiples of its bytes: a client returns
-        them in its own memory.
+      gap_bytes: the maximum gap within a request; a second request would cost more
+        than reading the gap.
+      span_bytes: the maximum size of a request, unless a single row is larger.
+      memory: the extra memory of a request, as a multiple of its size, because a client
+        returns bytes in its own memory.
     """
 
     gap_bytes: int
@@ -82,7 +82,7 @@ class VirtualFile(NamedTuple):
 
     Attributes:
       make: writes the elements of a box of the tensor into memory, uint8.
-      is_whole: whether it can only be read whole.
+      is_whole: whether the box can only be read whole.
     """
 
     box: Box
@@ -92,7 +92,7 @@ class VirtualFile(NamedTuple):
 
 
 class Sources:
-    """Reads the bytes of a checkpoint's tensors, from any number of threads.
+    """Reads the bytes of a checkpoint's tensors; any number of threads may use it.
 
     `virtual` are the virtual files, by their names in fragments.
     """
@@ -124,8 +124,8 @@ class Sources:
           The number of bytes read; fewer than the memory holds if the file ends early.
 
         Raises:
-          OSError: if the file cannot be read; or one of `bucket_clients.failures`, or a
-            ValueError from TensorStore.
+          OSError: if the file cannot be read. One of `bucket_clients.failures`, or a
+            ValueError from TensorStore, is also possible.
         """
         virtual = self.virtual.get(file)
         if virtual is not None:
@@ -152,7 +152,7 @@ class Sources:
 
 
 class _File:
-    # Stays open while something refers to it.
+    # Stays open while it is referenced.
     def __init__(self, path: str) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.descriptor)
@@ -163,16 +163,15 @@ def encoded(
     used: Iterable[int],
     virtual: dict[str, VirtualFile],
 ) -> list[StoredTensor]:
-    """Gives fragments to tensors with encoded bytes, which TensorStore decodes.
+    """Adds fragments to tensors with encoded bytes, which TensorStore decodes.
 
-    TensorStore holds a chunk twice while it decodes it, encoded and decoded, and caches
-    none.
+    While TensorStore decodes a chunk, it holds the chunk twice, encoded and decoded. It
+    caches no chunks.
 
-    It opens only the tensors with the numbers `used`, and adds their files to
-    `virtual`.
+    Opens only the tensors with the numbers `used`, and adds their files to `virtual`.
 
     Raises:
-      CheckpointError: if an array cannot be opened, or contradicts its tensor.
+      CheckpointError: if an array cannot be opened or contradicts its tensor.
     """
     tensors = list(tensors)
     numbers = [number for number in used if tensors[number].spec is not None]
@@ -201,7 +200,7 @@ def in_parts(
     make: Callable[[Box, np.ndarray], None],
     virtual: dict[str, VirtualFile],
 ) -> StoredTensor:
-    """Gives a tensor fragments in virtual files of one or more chunks each.
+    """Adds fragments to a tensor, in virtual files of one or more chunks each.
 
     `make` writes the elements of a box into memory, uint8.
     """
@@ -254,7 +253,7 @@ def _arrays(
         for tensor, future in zip(batch, opening, strict=True):
             try:
                 yield future.result()
-            # TensorStore raises ValueErrors, too.
+            # TensorStore also raises ValueErrors.
             except (OSError, ValueError) as error:
                 raise errors.CheckpointError(
                     f"{tensor.name} cannot be opened ({str(error).splitlines()[0]});"
@@ -271,8 +270,8 @@ def _decode(array: ts.TensorStore, box: Box, memory: np.ndarray) -> None:
 
 
 def _rows(virtual: VirtualFile, start: int, stop: int) -> tuple[Box, int, int]:
-    # The smallest box of whole rows that contains a range of a virtual file's bytes,
-    # and the range of bytes of that box.
+    # The smallest box of whole rows that contains a byte range of a virtual file, and
+    # the byte range of that box.
     box, first, base = virtual.box, [], 0
     strides = row_major(box.shape, virtual.itemsize)
     if virtual.is_whole or not strides:
@@ -296,10 +295,10 @@ def _rows(virtual: VirtualFile, start: int, stop: int) -> tuple[Box, int, int]:
 def saved_boxes(
     saved: VerifiedReader, tree: str
 ) -> tuple[list[StoredTensor], dict[str, VirtualFile]]:
-    """The leaves of a step's tree with fragments, and the virtual files of these.
+    """A step tree's leaves with fragments, and the fragments' virtual files.
 
-    Each file is a saved box. It is read whole, as its digest is that of the whole, from
-    the nearest tier with a good copy.
+    Each file is a saved box. Because its digest covers the whole box, it is read whole,
+    from the nearest tier with a good copy.
     """
     made: list[StoredTensor] = []
     files: dict[str, VirtualFile] = {}
@@ -338,7 +337,7 @@ def _verified(saved: VerifiedReader, item: int, _: Box, memory: np.ndarray) -> N
 
 
 def tensors_of(contents: Contents, tree: str) -> list[StoredTensor]:
-    """The leaves of a step's tree, without fragments."""
+    """A step tree's leaves, without fragments."""
     leaves = [contents.leaves[number] for number in _numbers(contents, tree)]
     return [
         StoredTensor(
@@ -351,7 +350,7 @@ def tensors_of(contents: Contents, tree: str) -> list[StoredTensor]:
 
 
 def _numbers(contents: Contents, tree: str) -> list[int]:
-    # The numbers of the leaves of a tree.
+    # The numbers of a tree's leaves.
     paths = enumerate(leaf.path for leaf in contents.leaves)
     return [number for number, path in paths if path.partition("/")[0] == tree]
 
@@ -359,8 +358,8 @@ def _numbers(contents: Contents, tree: str) -> list[int]:
 class Checks:
     """Compares the checksums of the tensors that are read; threads may call `note`.
 
-    The hosts of a world share the entries: one host compares each, and reads all of it,
-    however little it needs of it.
+    The hosts of a world share the entries: each entry is compared by one host, which
+    reads the whole entry even if its devices need little of it.
 
     Args:
       checksums: finds the checksums of a file; see `Checkpoint`.
@@ -376,11 +375,11 @@ class Checks:
     ) -> None:
         self._tensors, self._host = tensors, host
         self._listed = functools.cache(lambda file: sorted(checksums(file)))
-        # By file and entry, the CRCs of the ranges that were read.
+        # The CRCs of the ranges that were read, by file and entry.
         self._read: dict[tuple[str, Checksum], dict[tuple[int, int], int]] = {}
 
     def note(self, file: str, start: int, memory: np.ndarray) -> None:
-        """Notes bytes that were read, uint8, from `start` of a file on.
+        """Records bytes that were read, uint8, beginning at `start` of a file.
 
         Raises:
           FormatError: if checksums cannot be read.
@@ -408,7 +407,7 @@ class Checks:
         file, entry = of_file
         at, crc, parts = entry.start, 0, self._read.pop(of_file, {})
         for (start, stop), part in sorted(parts.items()):
-            # The rest of a part that overlaps what was read is read again.
+            # The rest of a part that overlaps an earlier one is read again.
             if start >= at:
                 crc = _continued(file, at, start, crc)
                 crc = _times(_power(stop - start), crc) ^ part
@@ -433,7 +432,7 @@ class Checks:
                 yield file, entry
 
     def _of_host(self, file: str, start: int, stop: int) -> list[Checksum]:
-        # The entries of this host that a range of a file overlaps.
+        # This host's entries that a range of a file overlaps.
         listed, (host, hosts) = self._listed(file), self._host
         first = bisect.bisect_right(listed, start, key=lambda entry: entry.stop)
         after = bisect.bisect_left(listed, stop, key=lambda entry: entry.start)
@@ -443,7 +442,7 @@ class Checks:
 
 
 def _continued(file: str, start: int, stop: int, crc: int) -> int:
-    # Continues a CRC through a range that was not read before.
+    # Continues a CRC over a range that was not read before.
     if start < stop:
         with files.opened(file) as content:
             content.seek(start)

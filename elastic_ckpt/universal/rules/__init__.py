@@ -1,5 +1,5 @@
-"""Rules that relate the tensors of a checkpoint to those of a target.
+"""Rules that relate a checkpoint's tensors to a target's tensors.
 
 GRAMMAR.md describes the language. A `layout.Layout` has rules; `matching.moves` matches
-them with the tensors of both sides.
+them with the tensors on both sides.
 """

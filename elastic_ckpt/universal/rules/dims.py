@@ -1,7 +1,7 @@
 """Dims expressions: `(kv@tp (q + k + v) d) embed` names the factors of dims.
 
-An expression has a node for each dim. Its length follows from named sizes and the
-number of ranks; `cut` finds which indices of the names lie where along it.
+An expression has a node for each dim. A node's length follows from named sizes and the
+number of ranks; `cut` finds where along the dim the indices of the names lie.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """`(a + b)`: one after the other."""
+    """`(a + b)`, a concatenation."""
 
     parts: tuple[Node, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """`a@tp`: the part of a node on a rank; over several axes in row-major order."""
+    """`a@tp`, one rank's part of a node; over several axes in row-major order."""
 
     parts: tuple[Node]
     axes: tuple[str, ...]
@@ -56,11 +56,11 @@ Node = Name | Product | Sum | Shard
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """The sizes and ranks that give an expression its length.
+    """The sizes and ranks that determine an expression's length.
 
     Attributes:
-      ranks: by axis, the number of the rank, and the number of ranks.
-      widths: by name and axis, the size on each rank, where sizes differ.
+      ranks: the rank and the number of ranks, by axis.
+      widths: the size on each rank, by name and axis, where sizes differ.
     """
 
     sizes: Mapping[str, int | Fraction]
@@ -145,11 +145,11 @@ def check_names(nodes: Sequence[Node]) -> None:
             listed = [name for each in node.parts for name in sorted(names((each,)))]
             for name in listed:
                 if listed.count(name) > 1:
-                    raise LayoutError(f"{name!r} occurs twice; give the dims two names")
+                    raise LayoutError(f"{name!r} occurs twice; use two different names")
 
 
 def walk(nodes: Sequence[Node]) -> Iterator[Node]:
-    """All nodes, with those inside them."""
+    """All nodes, including nested ones."""
     for node in nodes:
         yield node
         if not isinstance(node, Name):
@@ -207,7 +207,7 @@ def cut(node: Node, first: int, last: int, scope: Scope) -> list[tuple[int, Rang
     """Cuts the indices from `first` to before `last` into strips.
 
     Returns:
-      For each strip, its start relative to `first`, and the ranges of its names.
+      For each strip, the start relative to `first`, and the ranges of its names.
     """
     if first >= last:
         return []
@@ -253,11 +253,11 @@ def whole(size: int | Fraction) -> int:
     """A length as an integer.
 
     Raises:
-      LayoutError: if it does not divide equally among the ranks.
+      LayoutError: if the length does not divide equally among the ranks.
     """
     if size.denominator != 1:
         raise LayoutError(
             f"{size.numerator} elements do not divide into {size.denominator} equal "
-            "parts; give `widths`"
+            "parts; set `widths`"
         )
     return int(size)

@@ -1,11 +1,11 @@
-"""A layout: the rules that relate the tensors of a checkpoint to those of a target.
+"""A layout: the rules that relate a checkpoint's tensors to a target's tensors.
 
-A layout is a YAML file (see GRAMMAR.md), or the same as Python values:
+A layout is a YAML file (see GRAMMAR.md), or the same content as Python values:
 
     Layout.from_dict({"rules": [{"from": {...}, "to": {...}}]})
 
-The keys of a file are the attributes of the classes below, except those in `_KEYS`. A
-rule is a relation: swapping its sides inverts it.
+A file's keys are the attributes of the classes below, renamed as in `_KEYS`. A rule is
+a relation: swapping its sides inverts it.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from elastic_ckpt.core import codec, errors
 
 # Stands for the parameter's name in the name of a state.
 PARAMETER = "{}"
-# The keys of a file, by attribute, where the names differ.
+# A file's keys by attribute, where the names differ.
 _KEYS = {
     **{"source": "from", "target": "to", "excepted": "except"},
     **{"viewed_as": "as", "paths": "value"},
 }
-# The attributes that are not keys of a file.
+# The attributes that are not keys in files.
 _HIDDEN = ("place", "unmet", "drop_of_kind")
 # The keys that may occur together with `through`.
 _BESIDE = ("version", "through", "sizes", "fill", "lists", "tree", "tree_inverse")
-# Becomes the name of a directory.
+# Becomes a directory name.
 _TreeName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_-]{0,99}\Z")]
 _StateName = Annotated[str, msgspec.Meta(pattern=r"\A[^{}]*\{\}[^{}]*\Z")]
 # Sizes on each rank, by dim and rank axis.
 Widths = Mapping[str, Mapping[str, tuple[Annotated[int, msgspec.Meta(ge=0)], ...]]]
-# The allowed values by path; None allows a missing value.
+# Allowed values by path; None allows a missing value.
 Required = Mapping[str, tuple[bool | int | float | str | None, ...]]
 
 
 class LayoutError(errors.ConfigError):
-    """A layout is malformed, or does not fit its checkpoint or its tree."""
+    """A layout is malformed, or does not match its checkpoint or tree."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +52,8 @@ class CheckpointValue:
     """A reference to a number among a checkpoint's values.
 
     Attributes:
-      paths: such as `args/num_query_groups`; the first that the checkpoint has counts.
-      default: used if it has none; None for no default.
+      paths: paths such as `args/num_query_groups`; the first that exists is used.
+      default: the number if no path exists; None for no default.
       place: the place in the layout, for messages.
     """
 
@@ -65,10 +65,10 @@ class CheckpointValue:
         """Looks the number up in a checkpoint's values, or returns the default.
 
         Args:
-          values: see `Checkpoint.values`. None counts as missing, a flag as 0 or 1.
+          values: see `Checkpoint.values`. None means missing; a flag is 0 or 1.
 
         Raises:
-          LayoutError: if the value is not a number, or too large.
+          LayoutError: if the value is not a number, or is too large.
         """
         for path in self.paths:
             value = values.get(path)
@@ -77,14 +77,14 @@ class CheckpointValue:
             # A list of numbers is one value; `config/block_size/0` is its first.
             if isinstance(held, list) and at in map(str, range(len(held))):
                 value = held[int(at)]
-            # Metadata of safetensors are texts. Integers below 2**53 are exact floats.
+            # Safetensors metadata are strings. Integers below 2**53 are exact floats.
             is_number = isinstance(value, int | float) or str(value).isdecimal()
             if is_number and abs(number := float(value or 0)) < 2**53:
                 return int(number) if number.is_integer() else number
             if value is not None:
                 raise LayoutError(
                     f"{self.place}: {path} in the checkpoint is {value!r:.100}, not a"
-                    " number between -2**53 and 2**53; give a number instead"
+                    " number between -2**53 and 2**53; write a number instead"
                 )
         return self.default
 
@@ -102,26 +102,26 @@ Size = int | float | str | CheckpointValue
 class TensorPattern:
     """The tensors whose names match a pattern, and their dims.
 
-    Their values are those of the other side, scaled, then shifted.
+    Their values are the other side's values, scaled, then shifted.
 
     Attributes:
       name: a name pattern.
-      dims: a dims expression; for scales in `times` with blocks: `out/128 in/128`.
+      dims: a dims expression; with blocks for scales in `times`: `out/128 in/128`.
       replicated: captures and rank axes over which values must be bit-equal, and dims
         of which only the first index is read.
-      unchecked: captures, rank axes and dims of which only the first is read.
+      unchecked: captures, rank axes and dims of which only the first value is read.
       mean: captures and rank axes over which values are averaged.
       sum: captures and rank axes over which values are added.
-      copy: marks a duplicate of another tensor on its side: whether the other direction
-        compares it with the original, or skips it.
+      copy: marks a duplicate of another tensor on the same side, and sets whether the
+        other direction compares it with the original or skips it.
       times: tensors that multiply these when they are read. A tensor is constant along
         the dims that it lacks.
       plus: two matrices whose product is added when these are read. They share one name
         that the sum lacks.
-      viewed_as: the dtype to read the stored bytes as; None for the file's.
+      viewed_as: the dtype to read the stored bytes as; None for the stored dtype.
       scale: a number, or arithmetic on named sizes.
       shift: a number, or arithmetic on named sizes.
-      dtype: the dtype of a target tensor; None for its source's.
+      dtype: a target tensor's dtype; None for its source's dtype.
     """
 
     name: str
@@ -149,7 +149,7 @@ class State:
     """The names of one kind of state; `{}` stands for the parameter's name.
 
     Attributes:
-      source: the name in the checkpoint, `exp_avg/{}`; None if it has no such state.
+      source: the name in the checkpoint, `exp_avg/{}`; None if the state is not there.
       target: the name in the target, `opt_state/0/mu/{}`; None to drop the state.
     """
 
@@ -168,18 +168,19 @@ class Rule:
     Attributes:
       source: the tensors of the checkpoint.
       target: the tensors of the target.
-      pad: padding values, by the name of a dim that only one side has.
+      pad: padding values, by the names of dims that only one side has.
       sizes: sizes by name, which override the layout's.
       widths: the sizes of a dim on each rank, by dim and rank axis; they override the
         layout's.
-      states: the states to which it applies; empty for all of the layout's.
-      kind: if not None, it applies to tensors of this kind, and its names are complete,
-        without those of a state.
-      optional: whether the checkpoint may lack all of its tensors.
-      only: the only direction in which it applies: from the checkpoint, or to it.
-      excepted: names that its sources do not match; `*` stands for any text.
-      require: the checkpoint values that it needs, by path.
-      unmet: says which of these the checkpoint lacks; "" if none.
+      states: the states to which the rule applies; empty for all of the layout's.
+      kind: if not None, the rule applies to tensors of this kind, and its names are
+        complete: no state's name is added.
+      optional: whether the checkpoint may lack all of the rule's tensors.
+      only: the only direction in which the rule applies: from the checkpoint, or to it.
+      excepted: names that its sources do not match; `*` stands for any string.
+      require: the checkpoint values that the rule needs, by path.
+      unmet: a message about the first required value that the checkpoint lacks; "" if
+        it has all.
       place: the place in the layout, for messages.
     """
 
@@ -214,10 +215,10 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How the tensors of a checkpoint relate to the leaves of a tree.
+    """How a checkpoint's tensors relate to a tree's leaves.
 
-    `load` reads one from a YAML file, `from_dict` from Python values. The attributes
-    are the parsed keys, which the site's page of layout rules explains.
+    `load` reads a layout from a YAML file, `from_dict` from Python values. The
+    attributes are the parsed keys, which the site's layout rules page explains.
 
     Attributes:
       version: the version of the layout format.
@@ -225,23 +226,23 @@ class Layout:
       sizes: the sizes of dims by name.
       widths: the sizes of a dim on each rank, by dim and rank axis, if ranks differ.
       ranks: the number of ranks by axis, where the format does not store it.
-      states: the kinds of tensors that belong to a parameter: itself, its master
-        weights, its moments.
-      drop: names of checkpoint tensors to ignore; `*` stands for any text.
+      states: the kinds of tensors that belong to a parameter: the parameter itself, its
+        master weights, its moments.
+      drop: names of checkpoint tensors to ignore; `*` stands for any string.
       drop_inverse: the same in the other direction.
-      drop_of_kind: the same for tensors of one kind; not a key of a file.
-      fill: values for leaves that no rule fills, by their names: numbers, or references
-        to values of the checkpoint.
+      drop_of_kind: the same for tensors of one kind; not a key in files.
+      fill: values for leaves that no rule fills, by leaf name: numbers, or references
+        to checkpoint values.
       fill_inverse: the same in the other direction.
-      require: the values that the checkpoint must have, by path; None is a missing
+      require: the values that the checkpoint must have, by path; None allows a missing
         value.
       require_inverse: the same in the other direction.
       lists: the paths of lists, such as `opt_state`, in a tree that is written; their
         keys are numbers.
       through: layouts that are applied one after another, instead of rules.
-      tree: the name of the tree in an Orbax step that is written.
+      tree: the tree's name in an Orbax step that is written.
       tree_inverse: the same in the other direction.
-      place: the file, or another name, for messages.
+      place: the file, or a different name, for messages.
     """
 
     version: Literal[1] = 1
@@ -277,8 +278,7 @@ class Layout:
 
         if bool(self.rules) == bool(self.through):
             raise LayoutError(
-                f"{self.place}: give either rules in `rules` or layouts in `through`,"
-                " and not both"
+                f"{self.place}: set either `rules` or `through`, and not both"
             )
         for rule in self.rules:
             if unknown := {*rule.states} - self.states.keys():
@@ -294,8 +294,8 @@ class Layout:
         """Reads a layout from a YAML file.
 
         Raises:
-          LayoutError: if the file cannot be read, or is not a layout; names the place
-            in the layout.
+          LayoutError: if the file cannot be read or is not a layout. The message has
+            the place in the layout.
         """
         try:
             text = pathlib.Path(path).read_text(encoding="utf-8")
@@ -308,7 +308,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, *, file: str = "layout") -> Layout:
-        """Reads a layout from the text of a YAML file; `file` is for messages.
+        """Reads a layout from a YAML file's text; `file` is for messages.
 
         Raises:
           LayoutError: as `load`.
@@ -321,7 +321,7 @@ class Layout:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], *, name: str = "layout") -> Layout:
-        """Makes a layout from the values that its file would contain.
+        """Builds a layout from the values that its file would contain.
 
             rule = {"from": {"wte": "vocab embed"}, "to": {"emb": "vocab embed"}}
             Layout.from_dict({"rules": [rule]})
@@ -331,7 +331,7 @@ class Layout:
           name: a name for messages.
 
         Raises:
-          LayoutError: if they are not a layout; names the place.
+          LayoutError: if `fields` are not a layout. The message has the place.
         """
         made = _decoded(cls, fields, name)
         if made.through and (beside := fields.keys() - {*_BESIDE}):
@@ -364,10 +364,10 @@ class Layout:
         )
 
     def with_sizes(self, sizes: Mapping[str, Size]) -> Layout:
-        """The layout with these sizes of dims; a rule's own sizes stay.
+        """The layout with these dim sizes; rules keep their own sizes.
 
         Raises:
-          LayoutError: if no rule uses one.
+          LayoutError: if no rule uses one of the sizes.
         """
         self._check_used(sizes)
         return dataclasses.replace(
@@ -400,16 +400,16 @@ class Layout:
         """Replaces references to a checkpoint's values by the numbers.
 
         Args:
-          values: the values by path, such as those of a `config.json`. References to
-            missing values stay, as shapes may determine the sizes.
+          values: the values by path, such as a `config.json`'s. References to missing
+            values stay because shapes may determine the sizes.
 
         Raises:
           LayoutError: if a value is not a number, or does not meet `require`.
         """
         if lacking := _unmet(self.require, values):
             raise LayoutError(
-                f"{self.place}: {lacking}; use another layout, or change the value with"
-                " the program that wrote the checkpoint"
+                f"{self.place}: {lacking}; use a different layout, or change the value"
+                " with the program that wrote the checkpoint"
             )
         rules = [
             dataclasses.replace(
@@ -431,7 +431,7 @@ class Layout:
         """The layout of only the weights: parameters, or else master weights.
 
         Raises:
-          LayoutError: if no state is either.
+          LayoutError: if the layout has neither.
         """
         whole = {
             kind for kind, each in self.states.items() if each.source and each.target
@@ -461,7 +461,7 @@ class Layout:
         )
 
     def complete(self, rule: Rule) -> Rule:
-        """`rule`, completed by the sizes and widths of the layout."""
+        """`rule` with the layout's sizes and widths added."""
         return dataclasses.replace(
             rule,
             sizes={**self.sizes, **rule.sizes},
@@ -478,7 +478,8 @@ def _with_values(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
 
 
 def _unmet(required: Required, values: Mapping[str, Any]) -> str:
-    # Says which required value the checkpoint lacks first; "" if it has all.
+    # A message about the first required value that the checkpoint lacks; "" if it has
+    # all.
     for path, allowed in required.items():
         found = next((each for each in values if each.startswith(f"{path}/")), path)
         value = values.get(found)
@@ -507,7 +508,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _decoded(kind: Any, value: Any, place: str) -> Any:
-    # Decodes a value of an annotated type. A list of one needs no brackets.
+    # Decodes a value of an annotated type. A list of one element needs no brackets.
     origin, arguments = get_origin(kind), get_args(kind)
     if isinstance(value, Mapping):
         fields = {_decoded(str, key, place): each for key, each in value.items()}
@@ -540,7 +541,7 @@ def _decoded(kind: Any, value: Any, place: str) -> Any:
     remedy = (
         f"choose one of {arguments}"
         if origin is Literal
-        else "see the page of layout rules"
+        else "see the layout rules page"
     )
     try:
         return codec.decode(kind, value, name=place)
@@ -549,7 +550,7 @@ def _decoded(kind: Any, value: Any, place: str) -> Any:
 
 
 def _made(kind: Any, fields: Mapping[str, Any], place: str) -> Any:
-    # Makes a dataclass from the keys of a file.
+    # Builds a dataclass from a file's keys.
     hints = get_type_hints(kind, include_extras=True)
     made: dict[str, Any] = {"place": place} if "place" in hints else {}
     names = {_KEYS.get(name, name): name for name in hints if name not in _HIDDEN}

@@ -1,10 +1,10 @@
-"""Matches a layout with a checkpoint and a target, and returns the moves between them.
+"""Matches a layout with a checkpoint and a target and returns the moves between them.
 
-Each tensor of the checkpoint belongs to the first rule of the layout whose pattern
-matches its name, and all of whose tensors exist. A rule has an instance for each value
-of the captures in all of its names, which also give the names of its targets. Every
-tensor must be used or dropped, every element of the target filled once; one error lists
-all that is left over.
+Each checkpoint tensor belongs to the first rule in the layout that matches its name and
+all of whose tensors exist. A rule has an instance for each value of the captures that
+are in all of its names; these also determine the names of its targets. Every tensor
+must be used or dropped, every element of the target filled once; one error lists all
+violations.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from elastic_ckpt.universal.rules.rule import (
     target_dtype,
 )
 
-# The kind of all tensors in formats without kinds; it fits any state.
+# The kind of all tensors in formats without kinds; it matches any state.
 ANY_KIND = "parameter"
-# The rank axes of formats. A checkpoint that lacks one has a single rank of it.
+# The rank axes of formats. A checkpoint without an axis has a single rank on it.
 _AXES = ("dp", "ep", "pp", "tp", "vp")
 
-# The most names to search for the nearest one.
+# The maximum number of names to search for the nearest one.
 _MOST_COMPARED = 2000
-_MISFIT = "rules do not fit the shapes of the checkpoint and the target"
+_MISFIT = "rules do not match the shapes in the checkpoint and the target"
 
 # The values of the captures in all names of a rule.
 Kept = tuple[Value, ...]
@@ -73,13 +73,13 @@ def moves(
     axes: Mapping[str, int],
     targets: Mapping[str, TargetTensor] | None,
 ) -> Matched:
-    """The moves from the tensors of a checkpoint to those of a target.
+    """The moves from a checkpoint's tensors to a target's tensors.
 
-    `axes` has the checkpoint's number of ranks; `targets` is None for those that the
-    rules make.
+    `axes` has the checkpoint's number of ranks by axis; `targets` is None for all
+    targets that the rules make.
 
     Raises:
-      LayoutError: if the layout does not fit; one error lists all that is left over.
+      LayoutError: if the layout does not match; one error lists all problems.
     """
     with collector_paused():
         if layout.through:
@@ -95,8 +95,8 @@ class _Owner:
       sources: the complete name patterns of its sources.
       targets: the complete name patterns of its targets.
       excepted: matches the names that its sources must not match.
-      present: the sources that each instance has, by kept captures.
-      groups: the tensors of each instance, with their numbers, by kept captures.
+      present: each instance's existing sources, by kept captures.
+      groups: each instance's tensors with their numbers, by kept captures.
     """
 
     rule: ParsedRule
@@ -108,7 +108,7 @@ class _Owner:
     groups: dict[Kept, list[tuple[Row, int]]] = dataclasses.field(default_factory=dict)
 
     def reader(self, name: NamePattern) -> _Reader:
-        """A function that reads the kept and the other captures from a name."""
+        """A function that parses the kept and the other captures from a name."""
         fullmatch = name.regex(self.rule.numbers).fullmatch
         readers = [(c.key, c.reader(self.rule.numbers)[1]) for c in name.captures]
 
@@ -125,11 +125,11 @@ class _Owner:
         return read
 
     def name_of(self, kept: Kept, number: int, values: Mapping[str, Value]) -> str:
-        """The name of a source; captures without a value remain."""
+        """A source's name; captures without a value remain."""
         return self.sources[number].format({**self.named(kept), **values})
 
     def named(self, kept: Kept) -> dict[str, Value]:
-        """The values of kept captures, by their keys."""
+        """The values of kept captures, by key."""
         return dict(zip(self.rule.kept, kept, strict=True))
 
 
@@ -159,8 +159,8 @@ def _owners(layout: Layout) -> Iterator[_Owner]:
 
 
 def _dropped(layout: Layout) -> list[tuple[str | None, bool, re.Pattern[str]]]:
-    # The kind of tensors, whether those of formats without kinds are also dropped, and
-    # their names.
+    # The kind of the tensors to drop, whether tensors without kinds are also dropped,
+    # and the names.
     listed = [
         *((None, text) for text in layout.drop),
         *layout.drop_of_kind,
@@ -187,7 +187,7 @@ class _Matching:
             if count != axes.get(axis, count):
                 raise LayoutError(
                     f"{layout.place}: `ranks` has {count} of {axis}, but the "
-                    f"checkpoint {axes[axis]}; remove {axis} from `ranks`"
+                    f"checkpoint has {axes[axis]}; remove {axis} from `ranks`"
                 )
         self._counts = {**layout.ranks, **axes}
         self._shorter = names.unboxed({each.name for each in stored})
@@ -204,7 +204,7 @@ class _Matching:
         """The moves of all instances.
 
         Raises:
-          LayoutError: if the layout does not fit.
+          LayoutError: if the layout does not match.
         """
         plans = self._plans()
         if _MISFIT in self._problems:
@@ -254,7 +254,8 @@ class _Matching:
         )
 
     def _assign(self) -> None:
-        # Assigns each tensor to the first rule that matches it and has all its tensors.
+        # Assigns each tensor to the first rule that matches it and all of whose tensors
+        # exist.
         dropped = _dropped(self._layout)
         readers = [
             (owner, number, name.skeleton(owner.rule.numbers), owner.reader(name))
@@ -319,8 +320,8 @@ class _Matching:
         self._check_patterns(taken)
 
     def _first(self, matches: Sequence[_Match]) -> _Match | None:
-        # Of the rules that match a tensor, the first that has all of its tensors, or
-        # else the first that has those it needs.
+        # Of the rules that match a tensor, the first all of whose tensors exist, or
+        # else the first whose needed tensors exist.
         found = []
         for each in matches:
             owner, _, kept, _ = each
@@ -359,7 +360,7 @@ class _Matching:
         return self._by_name.get(name.removesuffix(names.BOX))
 
     def _search(self, owner: _Owner, kept: Kept, number: int) -> list[dict[str, Value]]:
-        # The captures, except the kept ones, of the targets that match a pattern.
+        # The captures, except kept ones, of the targets that match a pattern.
         if (owner, number) not in self._searched:
             found = self._searched[owner, number] = collections.defaultdict(list)
             read = owner.reader(owner.targets[number])
@@ -421,7 +422,7 @@ class _Matching:
     def _targets(
         self, owner: _Owner, kept: Kept, plan: Plan, targets: dict[str, TargetTensor]
     ) -> list[TargetTensor]:
-        # Adds the targets of an instance to all targets, and returns them.
+        # Adds an instance's targets to all targets and returns them.
         named = owner.named(kept)
         held = []
         for each in plan.targets:
@@ -439,12 +440,12 @@ class _Matching:
                     tensor, each.sources, given.dtype if given else None
                 )
             except LayoutError as error:
-                self._note("dtypes do not fit", f"{tensor.place}: {name!r} {error}")
+                self._note("dtypes do not match", f"{tensor.place}: {name!r} {error}")
             if given is None and self._given is not None:
                 self._note("tensors are made by rules, but missing in the target", text)
             elif given is not None and given.shape != each.shape:
                 text = f"{list(each.shape)} by rule, but {list(given.shape)}: {text}"
-                self._note("targets have different shapes", text)
+                self._note("targets have a different shape", text)
             made = given or TargetTensor(name=name, dtype=dtype, shape=each.shape)
             if made.name in targets:
                 self._note("tensors are made by several rules, or twice", text)
@@ -466,7 +467,8 @@ class _Matching:
         return Fill(target=target.name, start=start, stop=stop, value=value)
 
     def _fill(self, targets: dict[str, TargetTensor], fills: list[Fill]) -> None:
-        # Fills targets with the layout's numbers; targets not given become scalars.
+        # Fills targets with the layout's numbers; without given targets, they become
+        # scalars.
         for name, value in self._layout.fill.items():
             target = self._by_name.get(name)
             if self._given is None:
@@ -475,7 +477,7 @@ class _Matching:
             if target is None or target.name in targets:
                 continue
             if isinstance(value, CheckpointValue):
-                raise LayoutError(f"{value.missing}; give a number, or a `default`")
+                raise LayoutError(f"{value.missing}; set a number or a `default`")
             targets[target.name] = target
             box = target, (0,) * len(target.shape), target.shape
             fills.append(self._filled(*box, value, "`fill`"))
@@ -495,7 +497,7 @@ class _Matching:
         lacking = [
             owner.rule.wanted - owner.present[kept] for owner, _, kept, _ in matches
         ]
-        # Names the rule that lacks least.
+        # Reports the rule that lacks the fewest tensors.
         at = min(range(len(matches)), key=lambda n: len(lacking[n]))
         owner, _, kept, _ = matches[at]
         names_of = (owner.name_of(kept, n, {}) for n in sorted(lacking[at]))
@@ -504,7 +506,7 @@ class _Matching:
         self._note(problem, f"{name} ({owner.rule.text} lacks {lacks})")
 
     def _note_left(self, problem: str, name: str, side: int, kind: str = "") -> None:
-        # Adds the nearest pattern of a side and its rule, if the error lists the name.
+        # Adds the side's nearest pattern and its rule if the error lists the name.
         near = ""
         if len(self._problems[problem]) <= errors.MOST_NAMED:
             texts = {
@@ -541,9 +543,9 @@ class _Matching:
         ]
         if lines:
             raise LayoutError(
-                f"{self._layout.place} does not fit the checkpoint and the target; add "
-                "or change rules, list tensors of the checkpoint in `drop`, or remove "
-                f"those of the target from its tree:{''.join(lines)}"
+                f"{self._layout.place} does not match the checkpoint and the target; "
+                "add or change rules, list checkpoint tensors in `drop`, or remove "
+                f"target tensors from the tree:{''.join(lines)}"
             )
 
 
@@ -552,7 +554,7 @@ def _fits(pattern: re.Pattern[str], name: str, shorter: str) -> bool:
 
 
 def _viewed(tensor: StoredTensor, pattern: Tensor) -> tuple[tuple[int, ...], np.dtype]:
-    # The shape and dtype that a rule gives to the bytes of a tensor.
+    # The shape and dtype as which a rule reads a tensor's bytes.
     if pattern.view is None:
         return tensor.shape, tensor.dtype
     if tensor.dtype.itemsize != pattern.view.itemsize or not tensor.shape:
@@ -586,7 +588,7 @@ def _through(
 
 
 def _composed(first: Matched, second: Matched, place: str) -> Matched:
-    # Joins two layouts: the targets of the first are the tensors of the second.
+    # Joins two layouts: the first one's targets are the second one's tensors.
     between = list(first.targets.values())
     into: dict[str, list[Move]] = collections.defaultdict(list)
     for move in (*first.moves, *_of_fills(first.fills)):
@@ -620,7 +622,7 @@ def _composed(first: Matched, second: Matched, place: str) -> Matched:
 
 
 def _of_fills(fills: Sequence[Fill]) -> Iterator[Move]:
-    # Moves without a source, which make a number by their shift.
+    # Moves without a source, whose shift is the value.
     for fill in fills:
         lengths = [b - a for a, b in zip(fill.start, fill.stop, strict=True)]
         # As in other moves, a dim of length 1 is not a factor.
@@ -637,7 +639,8 @@ def _of_fills(fills: Sequence[Fill]) -> Iterator[Move]:
 
 
 def _chained(before: Move, after: Move, shape: Sequence[int], place: str) -> Move:
-    # The move of the elements that one writes into a tensor and the other reads.
+    # Joins two moves: it moves the elements that one writes into a tensor and the other
+    # reads from it.
     into, of = before.target_side, after.source_side
     if _is_whole(of, after.sizes, shape):
         # Factors along which the intermediate tensor is repeated.
@@ -653,7 +656,7 @@ def _chained(before: Move, after: Move, shape: Sequence[int], place: str) -> Mov
     else:
         raise LayoutError(
             f"{place}: both layouts regroup a dim of {before.target}, from which "
-            f"{after.target} is made; write them as one"
+            f"{after.target} is made; write them as one layout"
         )
     return Move(
         target=after.target,
@@ -685,7 +688,7 @@ def _is_whole(side: Side, sizes: Sequence[int], shape: Sequence[int]) -> bool:
 
 
 def _beyond(inner: Side, whole: Side, outer: Side) -> Side:
-    # Where elements that are `inner` in a tensor lie on the other side of a move of the
+    # Where the elements at `inner` in a tensor lie on the other side of a move of the
     # whole tensor.
     factors = {dim: n for n, dim in enumerate(whole.dims) if dim >= 0}
     start = list(outer.start)

@@ -1,13 +1,13 @@
-"""Name patterns: `layers.{layer}.{part:q|k|v}.weight` matches names of tensors.
+"""Name patterns: `layers.{layer}.{part:q|k|v}.weight` matches tensor names.
 
-A capture is `{layer}`: a number if the rule uses it as one (as a dim or in an index),
-otherwise a text without `.` and `/`. `{name:path}` is any text, `{part:q|k|v}` one of
-these texts (its position, where it is used as a number), `{layer:03}` a number of at
-least three digits, `{layer+1}` a number that is larger by 1, `{(stage local)}` the
+A capture `{layer}` is a number if the rule uses it as one (as a dim or in an index),
+otherwise a string without `.` and `/`. `{name:path}` is any string, `{part:q|k|v}` one
+of these strings (or its position, where it is used as a number), `{layer:03}` a number
+of at least three digits, `{layer+1}` the number `layer + 1`, `{(stage local)}` the
 index of a dims expression. `{{` and `}}` are literal braces.
 
-Names that differ only in numbers share a skeleton, by which the patterns that may match
-are found.
+Names that differ only in numbers share a skeleton, which is used to find the patterns
+that may match.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Capture:
     """A variable part of a name.
 
     Attributes:
-      key: the key of its values: the text of its node.
-      node: a name, or the expression whose index the number is.
-      form: "", "path", its texts, as in "q|k|v", or its digits, as in "03".
+      key: the key of the values: the node as written.
+      node: a name, or the expression whose index is the number.
+      form: "", "path", the choices, as in "q|k|v", or the digits, as in "03".
       offset: the number in the name minus the value.
     """
 
@@ -51,7 +51,7 @@ class Capture:
 
     @functools.cached_property
     def choices(self) -> list[str]:
-        """The texts that it can match; none if it is not restricted to some."""
+        """The strings that it can match; empty if it is not restricted to some."""
         return self.form.split("|") if "|" in self.form else []
 
     @property
@@ -60,12 +60,12 @@ class Capture:
         return not isinstance(self.node, dims.Name)
 
     def is_number(self, numbers: Collection[str]) -> bool:
-        """Whether its value is a number, if the captures `numbers` are."""
+        """Whether its value is a number if the captures `numbers` are numbers."""
         is_always = self.is_index or self.form.isdigit() or self.offset > 0
         return is_always or (self.key in numbers and self.form != "path")
 
     def reader(self, numbers: Collection[str]) -> tuple[str, Callable[[str], Value]]:
-        """A regular expression's group that matches it, and a parser of its value.
+        """A regular expression group that matches it, and a parser of its value.
 
         Negative values become -1: names that count from 1 have no 0.
         """
@@ -74,14 +74,14 @@ class Capture:
             group = "|".join(map(re.escape, self.choices))
             return f"({group})", self.choices.index if is_number else str
         if is_number:
-            # Leading zeros only up to the width.
+            # Leading zeros are allowed only up to the width.
             width = int(self.form or 1)
             group = rf"([0-9]{{{width}}}|[1-9][0-9]{{{width},17}})"
             return group, lambda text: max(int(text) - self.offset, -1)
         return "(.+)" if self.form == "path" else "([^./]+)", str
 
     def text(self, value: Value) -> str:
-        """How a name spells a value."""
+        """A value as it is spelled in names."""
         if isinstance(value, str):
             return value
         if self.choices:
@@ -92,7 +92,7 @@ class Capture:
 
 @dataclasses.dataclass(frozen=True)
 class NamePattern:
-    """A parsed pattern: literals and captures in order."""
+    """A parsed pattern: literals and captures, in order."""
 
     text: str
     parts: tuple[str | Capture, ...]
@@ -111,7 +111,7 @@ class NamePattern:
         return re.compile("".join(parts), re.DOTALL)
 
     def skeleton(self, numbers: Collection[str]) -> re.Pattern[str]:
-        """A regular expression for the skeletons of matching names."""
+        """A regular expression for the skeletons of the names that match."""
         joined = "".join(
             part if isinstance(part, str)
             else "0" if part.is_number(numbers) and not part.choices
@@ -132,7 +132,7 @@ class NamePattern:
 
 
 def skeleton(name: str) -> str:
-    """Replaces each number in `name` by 0."""
+    """Replaces each number in `name` with 0."""
     return re.sub(r"[0-9]+", "0", name)
 
 
@@ -150,16 +150,16 @@ def parse(text: str, forms: Mapping[str, str] | None = None) -> NamePattern:
             (node, *others), _ = dims.parse(inside["node"])
             if others:
                 raise LayoutError(
-                    f"{text!r}: {part} has several indices; write their product in"
+                    f"{text!r}: {part} has several indices; put their product in"
                     " parentheses, {(stage local)}"
                 )
             form = inside["form"] or (forms or {}).get(inside["node"], "")
             offset = int(inside["offset"] or 0)
             made = Capture(inside["node"], node, form, offset)
             if form and not form.isdigit() and (made.is_index or offset):
-                raise LayoutError(f"{text!r}: {part} is a number; it has no texts")
+                raise LayoutError(f"{text!r}: {part} is a number; omit its strings")
             if parts and isinstance(parts[-1], Capture):
-                raise LayoutError(f"{text!r}: put a text between two captures")
+                raise LayoutError(f"{text!r}: put a literal between two captures")
             parts.append(made)
         elif part in ("{{", "}}"):
             parts.append(part[0])
@@ -180,7 +180,7 @@ def pattern_of(name: str) -> str:
 
 
 def glob(texts: Iterable[str]) -> re.Pattern[str]:
-    """Matches what any of these texts matches: `*` is any text, `[*]` a star."""
+    """Matches names that any glob matches: `*` is any string, `[*]` a star."""
     globs = (
         "".join(
             ".*" if part == "*" else re.escape(part.replace("[*]", "*"))
@@ -188,20 +188,20 @@ def glob(texts: Iterable[str]) -> re.Pattern[str]:
         )
         for text in texts
     )
-    # Without texts, nothing matches.
+    # Without globs, nothing matches.
     return re.compile("|".join(globs) or r"(?!)", re.DOTALL)
 
 
 def glob_of(name: str) -> str:
-    """The text for `glob` that matches only `name`."""
+    """The glob that matches only `name`."""
     return name.replace("*", "[*]")
 
 
 def unboxed(names: Collection[str]) -> dict[str, str]:
-    """The short names of leaves that Flax wraps, by their full names.
+    """The short names of leaves that Flax wraps, by full name.
 
     NNX's `Param` and Linen's `Partitioned` are nodes with the single key `value`. So
-    the leaf `kernel/value` is also `kernel`, if nothing else is below `kernel`.
+    the leaf `kernel/value` is also `kernel` if nothing else is below `kernel`.
     """
     boxes = {name.removesuffix(BOX) for name in names if name.endswith(BOX)}
     for name in names if boxes else ():

@@ -1,9 +1,9 @@
-"""Parses a rule, and plans its instances.
+"""Parses a rule and plans its instances.
 
-All tensors of a rule are cut into slabs: boxes of named coordinates, which captures,
-rank axes and factors of dims supply. Slabs of both sides with the same names are
-joined: each overlap is a copy. Anything but a copy is a derived tensor: compared
-replicas, means, sums, weights times scales.
+A rule's tensors are cut into slabs: boxes of named coordinates, which captures, rank
+axes and factors of dims supply. Slabs from both sides with the same names are joined:
+each overlap is a copy. Anything but a copy is a derived tensor: compared replicas,
+means, sums, weights times scales.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from elastic_ckpt.universal.rules.layout import (
 )
 from elastic_ckpt.universal.rules.names import Value
 
-# Limits targets, as empty tensors may have dims of any size.
+# Limits the number of targets because empty tensors may have dims of any size.
 MOST_TARGETS = 1 << 20
 DTYPES = (
     "bool",
@@ -48,37 +48,37 @@ DTYPES = (
     "float4_e2m1fn",
 )
 # The power of a parameter's scale by which a state is multiplied. Gradients are divided
-# by the scale; the second moment is that of squared gradients.
+# by the scale; the second moment averages squared gradients.
 _POWERS = {
     **{"parameter": 1, "master": 1, "first_moment": -1, "second_moment": -2},
     # Muon's and SGD's.
     "momentum_buffer": -1,
 }
-# The kinds of state that get the rule's shift and padding values.
+# The kinds of states that get the rule's shift and padding values.
 _SHIFTED = ("parameter", "master")
-# The dtype of a quantized weight times its scales.
+# The dtype of quantized weights times their scales.
 _DEQUANTIZED = np.dtype(ml_dtypes.bfloat16)
 _LIST_IT = "list it in `replicated`, `unchecked`, `mean` or `sum`"
 
-# Values of captures and numbers of ranks, by their keys.
+# Capture values and rank numbers, by key.
 Items = tuple[tuple[str, Any], ...]
-# By axis: the number of the rank, and the number of ranks.
+# By axis: the rank and the number of ranks.
 Ranks = tuple[tuple[str, tuple[int, int]], ...]
-# Identifies a tensor of an instance: its pattern, and values.
+# Identifies a tensor of an instance: its pattern and values.
 Key = tuple[int, Items]
 # The first coordinate, the number of coordinates, the dim along which they advance, and
 # their step.
 Range = tuple[int, int, int, int]
-# A move of an instance: the number of its target, its sizes, its place in the target,
-# the number of its source, its place in the source, its scale and its shift.
+# A move of an instance: target number, sizes, place in the target, source number, place
+# in the source, scale, shift.
 Copy = tuple[int, tuple[int, ...], Side, int, Side, float, float]
-# The range of a coordinate that dims do not supply.
+# The range of a coordinate that no dim supplies.
 _POINT = (0, 1, -1, 0)
 How = Literal["equal", "mean", "sum", "times", "plus"]
 
 
 class UnknownSizeError(LayoutError):
-    """Shapes do not determine a size; another rule's shapes may."""
+    """A rule's shapes do not determine a size; another rule's shapes may."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,10 +87,10 @@ class Tensor:
 
     Attributes:
       dims: the node of each dim.
-      blocks: for each dim, how many indices of the tensor it multiplies share one index
-        of its own.
-      main: the number of the source that it multiplies or is added to; None if it is
-        not such an operand.
+      blocks: for an operand, and each of its dims, how many indices of the main tensor
+        share one index of the operand.
+      main: for an operand, the number of the source that it multiplies or is added to;
+        otherwise None.
     """
 
     pattern: TensorPattern
@@ -107,12 +107,12 @@ class Tensor:
 
     @functools.cached_property
     def view(self) -> np.dtype | None:
-        """The dtype to read its bytes as; None for its own."""
+        """The dtype to read the bytes as; None for the stored dtype."""
         return np.dtype(self.pattern.viewed_as) if self.pattern.viewed_as else None
 
     @functools.cached_property
     def nodes(self) -> tuple[dims.Node, ...]:
-        """The nodes of its captures, then those of its dims."""
+        """The nodes of its captures, then the nodes of its dims."""
         return (*(each.node for each in self.name.captures), *self.dims)
 
     @functools.cached_property
@@ -132,7 +132,7 @@ class Tensor:
 
     @property
     def is_original(self) -> bool:
-        """Whether it is read for its own sake."""
+        """Whether it is neither an operand nor a copy."""
         return self.main is None and not self.pattern.copy
 
     @functools.cached_property
@@ -158,14 +158,15 @@ class ParsedRule:
     """A parsed and checked rule.
 
     Attributes:
-      rule: the rule as written, with the sizes and widths of its layout.
-      text: its place, for messages.
-      sources: the tensors of the checkpoint; operands of others are last.
+      rule: the rule as written, with its layout's sizes and widths.
+      text: the rule's place, for messages.
+      sources: the tensors of the checkpoint, operands last.
       numbers: the captures whose values are numbers.
       kept: the captures in all names; the rule has an instance for each of their
         values.
-      forms: the forms of captures that are texts, which apply to all names.
-      listed: the targets with captures whose values only existing targets show.
+      forms: the forms of captures that are strings, which apply to all names.
+      listed: the targets with captures whose values are known only from existing
+        targets.
       names: the names of captures, dims and rank axes.
       wanted: the sources of a complete instance.
       needed: the sources without which an instance makes nothing.
@@ -175,7 +176,7 @@ class ParsedRule:
         """Parses a rule.
 
         Raises:
-          LayoutError: if it cannot fit any checkpoint.
+          LayoutError: if the rule cannot match any checkpoint.
         """
         self.rule, self.text = rule, rule.text
         written: list[tuple[str, TensorPattern, int | None]] = [
@@ -269,7 +270,7 @@ def _check_options(tensor: Tensor, *, is_target: bool) -> None:
         ),
         (
             is_target and {*pattern.sum} & tensor.names,
-            "a sum cannot be undone; write `only: forward`",
+            "a sum cannot be inverted; write `only: forward`",
         ),
         (
             tensor.main is not None and any(others),
@@ -298,8 +299,7 @@ class Row(NamedTuple):
 
     Attributes:
       pattern: the number of its pattern among the sources.
-      values: the numbers of its rank by axis, and the values of captures that are not
-        kept.
+      values: its rank's numbers by axis, and the values of captures that are not kept.
     """
 
     pattern: int
@@ -315,7 +315,7 @@ class Made(NamedTuple):
     Attributes:
       pattern: the number of its pattern among the targets.
       captured: the values of captures that are not kept.
-      sources: the dtypes of its sources, each with whether it lacks scales.
+      sources: the dtype of each source, and whether the source lacks scales.
     """
 
     pattern: int
@@ -325,12 +325,12 @@ class Made(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What an instance makes; instances that differ only in kept captures share it.
+    """An instance's result; instances that differ only in kept captures share it.
 
     Attributes:
-      derived: tensors derived from rows; their numbers follow those of the rows.
-      moves: from rows and derived tensors to targets.
-      fills: padding: the number of a target, the start and stop of a box, a value.
+      derived: tensors derived from rows, numbered after the rows.
+      moves: copies from rows and derived tensors to targets.
+      fills: padding: target number, the start and stop of a box, value.
     """
 
     targets: list[Made]
@@ -342,7 +342,7 @@ class Plan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Strip:
-    """A box of the coordinates that dims supply, from the index `start` on."""
+    """A box of the coordinates that dims supply, beginning at index `start`."""
 
     start: tuple[int, ...]
     ranges: Mapping[str, Range]
@@ -352,9 +352,9 @@ class Slab(NamedTuple):
     """A box of coordinates in a tensor.
 
     Attributes:
-      tensor: the number of the target, or of the row or derived tensor.
+      tensor: the number of the target, row or derived tensor.
       strip: the coordinates that dims supply.
-      ranges: all ranges; those from the name advance along dim -1.
+      ranges: all ranges; ranges from the name advance along dim -1.
     """
 
     pattern: Tensor
@@ -379,13 +379,13 @@ class Planner:
     ) -> None:
         """Solves the sizes of an instance.
 
-        It has at least one row. `given` has the existing target of each pattern with
-        captures 0; `listed` the captures of existing targets, by the patterns in
-        `ParsedRule.listed`; `shared` sizes from other rules. `name_of` names a source,
-        given its number and the values of captures.
+        It has at least one row. `given` has each pattern's existing target with
+        captures 0; `listed` has the captures of existing targets, by the patterns in
+        `ParsedRule.listed`; `shared` has sizes from other rules. `name_of` returns a
+        source's name from its number and capture values.
 
         Raises:
-          LayoutError: if shapes do not fit.
+          LayoutError: if shapes do not match.
         """
         self._rule, self._state, self._rows = rule, state, rows
         self._given, self._listed, self._name_of = given, listed, name_of
@@ -411,14 +411,15 @@ class Planner:
         self._sizes = {n: int(s) for n, s in solved.items() if s.denominator == 1}
         self._numbers = {n: float(s) for n, s in solved.items()}
         self._derived: list[Derived] = []
-        # By row or derived tensor: the dtype for targets, and whether it lacks scales.
+        # By row or derived tensor: the dtype for targets, and whether scales are
+        # missing.
         self._dtypes: dict[int, tuple[np.dtype, bool]] = {}
 
     def plan(self) -> Plan:
-        """Plans what the instance makes.
+        """Plans the targets that the instance makes.
 
         Raises:
-          LayoutError: if the sides do not fit: an element is filled twice or never.
+          LayoutError: if the sides do not match: an element is filled twice or never.
         """
         by_names: dict[frozenset[str], tuple[list[Slab], list[Slab]]]
         by_names = collections.defaultdict(lambda: ([], []))
@@ -466,8 +467,8 @@ class Planner:
                     for e in (slab, near)
                 )
                 raise LayoutError(
-                    f"{slab.pattern.place}: {shown}; make what one of them lacks a dim "
-                    f"or capture there, or {_LIST_IT}, or in `pad` if it is padding of "
+                    f"{slab.pattern.place}: {shown}; add the missing coordinate as a "
+                    f"dim or capture, or {_LIST_IT}, or in `pad` if it is padding on "
                     "one side"
                 )
         found: dict[int, set[tuple[np.dtype, bool]]] = collections.defaultdict(set)
@@ -498,7 +499,7 @@ class Planner:
             if count > counts.get(axis, count):
                 raise LayoutError(
                     f"{self._rule.text}: names have {count} ranks of {axis}, but "
-                    f"`ranks` or the checkpoint {counts[axis]}; make them the same"
+                    f"`ranks` or the checkpoint has {counts[axis]}; make them equal"
                 )
         listed = {
             axis: len(widths)
@@ -537,7 +538,7 @@ class Planner:
             yield sizes.Equation(dims.Name(axis), self._counts.get(axis, 1), {}, origin)
 
     def _ranks(self, tensor: Tensor, values: Items) -> Ranks:
-        # By axis that shards a tensor: the number of its rank, and the number of ranks.
+        # By axis that shards a tensor: the tensor's rank and the number of ranks.
         counts, axes = self._counts, tensor.axes
         return tuple([(a, (n, counts.get(a, 1))) for a, n in values if a in axes])
 
@@ -555,9 +556,9 @@ class Planner:
             absent = [e.missing for e in given if isinstance(e, CheckpointValue)]
             first, *_ = missing
             told = (
-                f"the number of ranks of {first}; give `ranks: {{{first}: N}}`"
+                f"the number of ranks of {first}; set `ranks: {{{first}: N}}`"
                 if first in tensor.axes
-                else f"the sizes of {', '.join(missing)}; give them in `sizes`, or by "
+                else f"the sizes of {', '.join(missing)}; set them in `sizes`, or with "
                 f"`--size {first}=...`"
             )
             raise UnknownSizeError(
@@ -572,7 +573,7 @@ class Planner:
         widths, known = self._rule.rule.widths, {**self._counts, **self._sizes}
         captures = [e for e in tensor.name.captures if e.key not in self._rule.kept]
         found: list[dict[str, Value]] = [{}]
-        # Ranks first, as each may have its own number of other captures.
+        # Ranks first because each may have its own number of other captures.
         for each in sorted(captures, key=lambda each: each.key not in tensor.axes):
             self._need(tensor, dims.names((each.node,)), known)
             scopes = (
@@ -581,7 +582,7 @@ class Planner:
             )
             counts = [dims.whole(dims.length(each.node, scope)) for scope in scopes]
             if sum(counts) > MOST_TARGETS:
-                raise LayoutError(f"{tensor.place}: it makes {sum(counts)} tensors")
+                raise LayoutError(f"{tensor.place}: makes {sum(counts)} tensors")
             found = [
                 {**values, each.key: value}
                 for values, count in zip(found, counts, strict=True)
@@ -630,7 +631,7 @@ class Planner:
                 for name, (first, count, step) in of_dim.items()
             }
             if tensor in self._sources:
-                # Of a dim that the other side lacks, only the first index is read.
+                # Only the first index of a dim that the other side lacks is read.
                 left_out = tensor.reduced & ranges.keys()
                 if any(ranges[name][0] for name in left_out):
                     continue
@@ -667,8 +668,8 @@ class Planner:
             tensor = self._sources[number]
             if tensor.main is not None or tensor.pattern.copy == "checked":
                 raise LayoutError(
-                    f"{tensor.place}: a tensor matches it, but the one that it belongs "
-                    "to, with the same dims, captures and options, is missing; use the "
+                    f"{tensor.place}: a tensor matches, but its main tensor, with the "
+                    "same dims, captures and options, is missing; use the "
                     "whole checkpoint, or write `copy: unchecked` if it is a copy"
                 )
 
@@ -682,8 +683,9 @@ class Planner:
         unused = sorted(differing - tensor.reduced)
         if unused or not differing:
             raise LayoutError(
-                f"{tensor.place}: it occurs for several {', '.join(unused)}, which "
-                f"the rule does not use; {_LIST_IT}, or shard a dim over it with @"
+                f"{tensor.place}: the tensor occurs for several {', '.join(unused)}, "
+                f"which the rule does not use; {_LIST_IT}, or shard a dim over it with "
+                "@"
             )
         unchecked = tensor.pattern.unchecked
         return [
@@ -693,7 +695,7 @@ class Planner:
         ]
 
     def _others(self) -> dict[int, list[int]]:
-        # By source, the tensors that change it or are compared with it.
+        # By source, the tensors that change the source or are compared with it.
         found: dict[int, list[int]] = collections.defaultdict(list)
         present = sorted({row.pattern for row in self._rows})
         for number, tensor in enumerate(self._sources):
@@ -707,10 +709,10 @@ class Planner:
     def _made_of(
         self, number: int, chosen: Sequence[int], beside: Mapping[int, Sequence[int]]
     ) -> int:
-        # The number of the row, or of the tensor derived from several.
+        # The number of the row, or of the tensor derived from several rows.
         tensor, row = self._sources[number], self._rows[chosen[0]]
         pattern, made, dtype = tensor.pattern, chosen[0], row.dtype
-        # 8-bit floats always need scales, integers only if the rule has some.
+        # 8-bit floats always need scales, integers only if the rule has scales.
         needs_scales = bool(pattern.times) or _category(dtype) is np.floating
         lacks_scales = needs_scales and _is_quantized(dtype)
         is_alone = len(chosen) == 1 and not beside and not pattern.viewed_as
@@ -720,7 +722,7 @@ class Planner:
         how: How = "mean" if pattern.mean else "sum" if pattern.sum else "equal"
         if how != "equal" and len(chosen) != self._expected(number):
             raise LayoutError(
-                f"{tensor.place}: it occurs {len(chosen)} times of "
+                f"{tensor.place}: the checkpoint has only {len(chosen)} of "
                 f"{self._expected(number)} over {', '.join(sorted(tensor.reduced))}; a "
                 "mean or sum needs all"
             )
@@ -739,7 +741,7 @@ class Planner:
                 is_real = _category(self._rows[rows[0]].dtype) is np.floating
                 if not is_real and each.pattern.dtype is None:
                     raise LayoutError(
-                        f"{each.place}: it is not a float; write `as: float8_e8m0fnu` "
+                        f"{each.place}: not a float; write `as: float8_e8m0fnu` "
                         "if its bytes are exponents, as MXFP4's are, or `dtype: "
                         "float32` if its integers are factors"
                     )
@@ -748,13 +750,14 @@ class Planner:
             needed = [n for n, each in enumerate(self._sources) if each.main == number]
             if changing != needed or len(operands) != 1 + len(needed):
                 raise LayoutError(
-                    f"{tensor.place}: it and all tensors in `times` or `plus` must "
-                    "exist once, as they are not compared; use the whole checkpoint, "
-                    "and list what they differ in under `unchecked`"
+                    f"{tensor.place}: this tensor and all tensors in `times` or `plus` "
+                    "must exist once because they are not compared; use the whole "
+                    "checkpoint, and list the coordinates in which they differ under "
+                    "`unchecked`"
                 )
             if _is_quantized(dtype) and how == "plus":
                 raise LayoutError(
-                    f"{tensor.place}: weights of {dtype} mean nothing without scales, "
+                    f"{tensor.place}: {dtype} weights are meaningless without scales, "
                     "which `plus` does not apply; convert them to bfloat16 first"
                 )
             dtype = _DEQUANTIZED if _is_quantized(dtype) else dtype
@@ -774,7 +777,7 @@ class Planner:
         return made
 
     def _expected_of(self, number: int) -> int:
-        # How many tensors a mean or sum needs.
+        # The number of tensors that a mean or sum needs.
         pattern = self._sources[number].pattern
         values = [dict(row.values) for row in self._rows if row.pattern == number]
         return math.prod(
@@ -789,11 +792,11 @@ class Planner:
         shape: tuple[int, ...],
         other_shape: tuple[int, ...],
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        # By dim of `other`: the dim of `number` that it runs along, and its block.
+        # By dim of `other`: the corresponding dim of `number`, and the block.
         main, tensor = self._sources[number], self._sources[other]
         found: dict[int, tuple[int, int]] = {}
         free = dict(enumerate(main.dims))
-        # Dims of length `1` come last, and take those that are left.
+        # Dims of length `1` come last and get the remaining dims.
         order = sorted(enumerate(tensor.dims), key=lambda e: -len(_factors(e[1])))
         for dim, node in order:
             if main.pattern.plus and not dims.names((node,)) & main.names:
@@ -811,9 +814,9 @@ class Planner:
             found[dim] = at, max(1, int(size))
         is_copy = tensor.main is None
         if len(found) < len(other_shape) or (is_copy and free):
-            remedy = "multiply in a separate layout, and join both by `through`"
+            remedy = "multiply in a separate layout, and join both with `through`"
             raise LayoutError(
-                f"{tensor.place}: its dims {list(other_shape)} are neither those of "
+                f"{tensor.place}: its dims {list(other_shape)} are neither the dims of "
                 f"{main.name.text!r}, {list(shape)}, nor blocks of them, such as "
                 f"`out/128`; {'write `copy: unchecked`' if is_copy else remedy}"
             )
@@ -853,7 +856,7 @@ class Planner:
                     dict(zip(held, gap.start, strict=True)),
                 )
                 if slabs is tos and "{" not in name:
-                    shown += f"; {name!r} is missing, or lacks them"
+                    shown += f"; {name!r} is missing or lacks them"
                 raise LayoutError(
                     f"{slabs[at].pattern.place}: elements that {problem}: {shown}"
                 )
@@ -862,8 +865,8 @@ class Planner:
         if is_doubled or len(originals) > 1:
             raise LayoutError(
                 f"{(froms if is_doubled else tos)[0].pattern.place}: elements with the "
-                f"coordinates ({' '.join(held)}) occur twice; give each part "
-                "its own name, with `sizes: {e: d}` if they have one size, "
+                f"coordinates ({' '.join(held)}) occur twice; call each part by "
+                "its own name, with `sizes: {e: d}` if the sizes are equal, "
                 "or write `copy: checked` for a tensor that is a copy"
             )
         lengths, low = map(tuple, (stop - start).tolist()), start.tolist()
@@ -939,7 +942,7 @@ class Planner:
         if self._state not in _POWERS and (scale, shift) != (1, 0):
             raise LayoutError(
                 f"{target.place}: {self._state!r} has no known relation to a scaled "
-                "parameter; list only the other `states` in this rule"
+                "parameter; list only other `states` in this rule"
             )
         scale **= _POWERS.get(self._state, 1)
         return scale, shift if self._state in _SHIFTED else 0.0
@@ -954,7 +957,7 @@ def _of_shape(
     if len(shape) != len(tensor.dims):
         raise LayoutError(
             f"{tensor.place}: {name!r} has shape {list(shape)}, but the rule has dims "
-            f"{tensor.pattern.dims!r}; put the rule of a special tensor before others"
+            f"{tensor.pattern.dims!r}; put rules for special tensors first"
         )
     for dim, (node, length) in enumerate(zip(tensor.dims, shape, strict=True)):
         if tensor.blocks[dim] == "1":
@@ -977,7 +980,7 @@ def _start(slab: Slab, held: Sequence[str], first: Sequence[int]) -> tuple[int, 
 
 
 def _are_alike(copy: Tensor, original: Tensor) -> bool:
-    # Whether a copy has the coordinates and options of another tensor.
+    # Whether a copy has another tensor's coordinates and options.
     keys = [
         (
             each.names - each.reduced,
@@ -994,7 +997,8 @@ def _factors(node: dims.Node) -> tuple[dims.Node, ...]:
 
 
 def _rest(node: dims.Node, leading: dims.Node) -> tuple[dims.Node, ...] | None:
-    # The factors of a node after those of `leading`; None if it does not begin so.
+    # A node's factors after the factors of `leading`; None if it does not begin with
+    # them.
     factors, first = _factors(node), _factors(leading)
     return factors[len(first) :] if factors[: len(first)] == first else None
 
@@ -1047,9 +1051,9 @@ def target_dtype(
 
     Args:
       tensor: the target's pattern.
-      sources: the dtypes of its sources, each with whether it means nothing without
-        scales.
-      given: the dtype of the existing target; None if there is none.
+      sources: the dtype of each source, and whether the source lacks scales that it
+        needs.
+      given: the existing target's dtype; None if there is no existing target.
 
     Raises:
       LayoutError: if the rule makes a different dtype, or needs a cast that it does not
@@ -1061,14 +1065,14 @@ def target_dtype(
     listed = ", ".join(map(str, held)) or "no dtype"
     is_unlike = any(made is None or _category(e) is not _category(made) for e in held)
     for is_wrong, problem in (
-        (given not in (None, made), f"is {given} in the target, {written} by rule"),
+        (given not in (None, made), f"is {given} in the target, {written} in the rule"),
         (
             not (written or given) and len(held) != 1,
             f"has sources of {listed}; write `dtype:`",
         ),
         (
             not written and is_unlike,
-            f"is {made} in the target, but {listed} in its source; write"
+            f"is {made} in the target, but {listed} in the source; write"
             f" `dtype: {made}`",
         ),
         (

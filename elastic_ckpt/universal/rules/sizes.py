@@ -1,8 +1,8 @@
-"""Solves the sizes of named dims from the shapes of tensors, and computes with them.
+"""Solves the sizes of named dims from tensor shapes, and computes with sizes.
 
-Shapes give equations, which are solved one unknown size at a time. Sizes and scales can
-be arithmetic on other sizes: `d ** 0.5`, `heads / kv`; `bfloat16(x)` rounds x to that
-dtype.
+Shapes are equations, which are solved one unknown size at a time. Sizes and scales can
+be arithmetic on other sizes: `d ** 0.5`, `heads / kv`; `bfloat16(x)` rounds x to
+bfloat16.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def names(expression: object) -> frozenset[str]:
     """The sizes that an expression uses; none if it is a number.
 
     Raises:
-      LayoutError: if a text is not arithmetic on numbers and names.
+      LayoutError: if the expression is not arithmetic on numbers and names.
     """
     return _parsed(expression)[1] if isinstance(expression, str) else frozenset()
 
@@ -84,7 +84,7 @@ def value(expression: float | str, sizes: Mapping[str, Any]) -> float:
     """The value of an expression; `sizes` must have all its names.
 
     Raises:
-      LayoutError: if it has no finite value.
+      LayoutError: if the expression has no finite value.
     """
     if not isinstance(expression, str):
         return expression
@@ -104,8 +104,8 @@ class Equation:
     Attributes:
       ranks: the rank, as in `dims.Scope`.
       origin: describes the dim in messages.
-      is_least: whether the true length may be larger, as a capture need not take all
-        values.
+      is_least: whether the true length may be larger because a capture need not have
+        all values.
     """
 
     node: dims.Node
@@ -123,9 +123,9 @@ class Equation:
 def solve(
     rule: Rule, equations: Sequence[Equation], shared: Mapping[str, int]
 ) -> dict[str, Fraction]:
-    """Solves the sizes of a rule from equations and given sizes.
+    """Solves a rule's sizes from equations and the sizes that the rule sets.
 
-    `shared` sizes, from other rules, are used if the equations do not determine one.
+    `shared` sizes, from other rules, are used if the equations do not determine a size.
 
     Raises:
       LayoutError: if no sizes satisfy the equations.
@@ -156,7 +156,7 @@ def solve(
 
 
 def _computed(rule: Rule, known: dict[str, Fraction]) -> dict[str, Fraction]:
-    # Adds the sizes that the rule computes from known ones.
+    # Adds the sizes that the rule computes from known sizes.
     more: dict[str, Fraction] | None = None
     while more is None or more:
         more = {
@@ -173,7 +173,7 @@ def _computed(rule: Rule, known: dict[str, Fraction]) -> dict[str, Fraction]:
 def unknown(
     used: frozenset[str], rule: Rule, known: Mapping[str, object]
 ) -> frozenset[str]:
-    """The unknown sizes among `used`, or the unknown ones they are computed from."""
+    """The unknown sizes among `used`, or the unknown sizes that they depend on."""
     found = used - known.keys()
     for _ in rule.sizes:
         found = frozenset(
@@ -187,7 +187,7 @@ def unknown(
 def _solved(
     equation: Equation, rule: Rule, known: dict[str, Fraction]
 ) -> tuple[str, Fraction] | None:
-    # An equation's unknown size, if it has exactly one and is linear in it.
+    # An equation's unknown size if there is exactly one and the equation is linear.
     found = unknown(equation.names, rule, known)
     if len(found) != 1:
         return None
@@ -206,7 +206,7 @@ def _solved(
     size = 1 + Fraction(equation.length - lengths[0]) / step
     size = Fraction(math.ceil(size)) if equation.is_least else size
     if size.denominator != 1 or size < 0:
-        raise _misfit(equation, known, f"which no size {name} yields")
+        raise _misfit(equation, known, f"which no size of {name} yields")
     return name, size
 
 

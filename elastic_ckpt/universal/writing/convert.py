@@ -1,15 +1,15 @@
-"""Converts a checkpoint by a layout.
+"""Converts a checkpoint with a layout.
 
     convert.convert(Job(source="model", target="run/persistent/0", rules="llama.yml"))
 
-The new checkpoint becomes visible only when all of it is durable. After a kill at any
-point, the same call starts from the beginning.
+The new checkpoint becomes visible only when all of it is durable. If the process is
+killed at any point, the same call starts from the beginning.
 
-Targets are read and written in boxes: few, and near each other in their sources. A
-target is cut first along the dim with the largest stride in the files of its sources,
-so that each part of a file goes to few boxes. A transposed matrix is cut into columns.
+Targets are read and written in a few boxes that are near each other in their sources. A
+target is cut first along the dim with the largest stride in its source files, so that
+each part of a file goes to few boxes. A transposed matrix is cut into columns.
 
-JAX and Orbax take seconds to import, and are only imported to write Orbax checkpoints.
+JAX and Orbax take seconds to import and are imported only to write Orbax checkpoints.
 """
 
 from __future__ import annotations
@@ -47,34 +47,34 @@ _DESTINATIONS = {
     "safetensors": ("safetensors_files", "SafetensorsFiles"),
     "hf": ("safetensors_files", "HuggingFaceModel"),
 }
-# For boxes that are being read or not yet written, and as many for requests.
+# For boxes that are being read or not yet written, and the same again for requests.
 _BUDGET_BYTES = 2**27
-# Smaller memory is allocated as fast as it is found in the pool.
+# Smaller buffers are allocated as fast as they are found in the pool.
 _LEAST_KEPT_BYTES = 2**18
 # Boxes in formats that store a tensor in one piece are larger by this factor.
 _PLAIN_TIMES = 4
-# The size of a box in Orbax.
+# The size of a box in Orbax checkpoints.
 CHUNK_BYTES = 2**24
-# An order of cuts must not take more than this many times the fewest chunks.
+# An order of cuts must not make more than this many times the fewest chunks.
 _MOST_TIMES = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A conversion, as a user requests it.
+    """A user's conversion request.
 
     Attributes:
       source: the path of a checkpoint in any supported format.
       target: the path to write.
-      rules: the path of a layout, or the name of one that ships; None for the
-        checkpoint's own, see `default_layout`.
+      rules: a layout's path, or the name of a layout that ships with the package; None
+        for the checkpoint's own layout, see `default_layout`.
       sizes: sizes of dims that neither shapes nor the layout determine.
       is_reversed: whether to apply the layout's inverse.
       to: the format to write.
       config: a Hugging Face model whose `config.json` has values for the layout: a
-        directory, or the id of one in the hub's local cache, `hf://org/name`.
+        directory, or a model id in the hub's local cache, `hf://org/name`.
       dtype: the dtype to which floating-point tensors are cast; None keeps each dtype.
-      only_weights: whether to leave out the optimizer and the step.
+      only_weights: whether to omit the optimizer and the step.
     """
 
     source: str
@@ -92,20 +92,20 @@ class Conversion:
     """An open checkpoint, and the tensors that a layout makes from it.
 
     Attributes:
-      layout: from the checkpoint's tensors to the targets.
-      targets: in the order in which their sources are stored.
+      layout: the layout from the checkpoint's tensors to the targets.
+      targets: the targets, in the order in which their sources are stored.
 
     Raises:
-      FormatError: if the source is not in a supported format, or damaged.
-      LayoutError: if the layout does not fit.
-      ConfigError: if sizes or a direction are given without rules, or values would be
+      FormatError: if the source is damaged, or not in a supported format.
+      LayoutError: if the layout does not match the source.
+      ConfigError: if sizes or a direction are set without rules, or values would be
         cast without their scales.
     """
 
     def __init__(self, job: Job) -> None:
         if job.dtype is not None and not _is_floating(job.dtype):
             raise errors.ConfigError(
-                f"{job.dtype!r} is not a floating-point dtype; give bfloat16, float16"
+                f"{job.dtype!r} is not a floating-point dtype; use bfloat16, float16"
                 " or float32"
             )
         self.job = job
@@ -135,12 +135,12 @@ class Conversion:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the values of all targets."""
+        """The total size of all targets' values."""
         return sum(target.num_bytes for target in self.targets)
 
     @functools.cached_property
     def reader(self) -> Reader:
-        """Reads the targets."""
+        """The reader of the targets."""
         return Reader(
             self.checkpoint,
             self.matched,
@@ -159,7 +159,7 @@ class Conversion:
 
     def chunk(self, target: TargetTensor) -> tuple[int, ...]:
         """The shape of the boxes in which a target is written."""
-        # Only Orbax stores each box by itself.
+        # Only Orbax stores each box separately.
         times = 1 if self.job.to == "orbax" else _PLAIN_TIMES
         return chunk_shape(
             target,
@@ -183,18 +183,18 @@ class Conversion:
 
         Args:
           targets: the targets to read, in this order.
-          like: a target of their shape whose boxes are used for all; None for each
-            target's own.
+          like: a target of the same shape whose boxes are used for all targets; None
+            for each target's own boxes.
 
         Raises:
           CheckpointError: if an element is filled by no source or by two, a file cannot
-            be read or is cut short, or values that should be equal differ.
+            be read or is truncated, or values that should be equal differ.
         """
         units = ((each, [box]) for each in targets for box in self.boxes(like or each))
         with contextlib.closing(self.reader.read(units)) as groups:
             for batch in groups:
                 yield batch
-                # Only the memory of one batch is kept.
+                # Only one batch's memory is kept.
                 self._free = host_memory.Pool()
                 for each in batch:
                     if each.values.nbytes >= _LEAST_KEPT_BYTES:
@@ -218,14 +218,14 @@ class Destination(abc.ABC):
         self.target = storage.absolute(conversion.job.target)
         if not conversion.targets:
             raise errors.CheckpointError(
-                "there are no tensors to write; give rules that match some"
+                "there are no tensors to write; specify rules that match some"
             )
 
     @abc.abstractmethod
     def write(self) -> Generator[int]:
-        """Writes the checkpoint durably, and makes it visible at the end.
+        """Writes the checkpoint durably and makes it visible at the end.
 
-        First removes what a killed conversion left behind.
+        First removes any files that a killed conversion left behind.
 
         Yields:
           The number of bytes written since the last yield; 0 at first.
@@ -235,13 +235,13 @@ class Destination(abc.ABC):
             fails.
           FormatError: if the source's checksums do not match.
           RunError: if a run writes to the same place.
-          OSError: if storage fails, or another of `bucket_clients.failures`.
+          OSError: if storage fails, or any other type in `bucket_clients.failures`.
         """
 
     def exists_already(self) -> errors.CheckpointError:
         """The error that the target exists."""
         return errors.CheckpointError(
-            f"{self.target} already exists; remove it, or give another path"
+            f"{self.target} already exists; remove it, or specify a different path"
         )
 
 
@@ -274,8 +274,8 @@ def convert(
       The conversion that was written.
 
     Raises:
-      FormatError: if the source is not in a supported format, or damaged.
-      LayoutError: if the layout does not fit.
+      FormatError: if the source is damaged, or not in a supported format.
+      LayoutError: if the layout does not match the source.
       CheckpointError: if the target exists, the source cannot be read, or storage
         fails.
       RunError: if another process writes to the same directory.
@@ -298,7 +298,7 @@ def convert(
     except bucket_clients.failures() as error:
         raise errors.CheckpointError(
             f"{str(target)!r} cannot be written ({error}); free space, grant access to"
-            " it, or give another path, and convert again"
+            " it, or specify a different path, and convert again"
         ) from error
     return conversion
 
@@ -306,7 +306,7 @@ def convert(
 def config_directory(model: str) -> epath.Path:
     """The directory with a model's `config.json`, see `Job.config`.
 
-    For an adapter it is the directory of its base.
+    For an adapter, it is the base model's directory.
 
     Raises:
       ConfigError: if there is no `config.json`.
@@ -317,24 +317,24 @@ def config_directory(model: str) -> epath.Path:
         path = peft.base(path)
     if not (path / weights.CONFIG).exists():
         raise errors.ConfigError(
-            f"{model} has no {weights.CONFIG}; by --config, give the directory of a"
-            " model, or the id of one that was downloaded, hf://org/name"
+            f"{model} has no {weights.CONFIG}; set --config to a model directory, or"
+            " to the id of a downloaded model, hf://org/name"
         )
     return path
 
 
 def given_layout(job: Job, checkpoint: Checkpoint) -> Layout:
-    """The layout of a job, with the values of a checkpoint.
+    """A job's layout, with a checkpoint's values.
 
     Raises:
-      LayoutError: if the layout cannot be read, or does not use the given sizes.
+      LayoutError: if the layout cannot be read, or does not use the job's sizes.
       ConfigError: if `config` is not a model, or options need rules and there are none.
     """
     if job.rules is None:
         if job.sizes or job.is_reversed or job.only_weights:
             raise errors.ConfigError(
                 "sizes, the reverse direction and the choice of weights need rules;"
-                " give --rules"
+                " specify --rules"
             )
         return shipped.default_layout(checkpoint).with_values(checkpoint.values)
     layout = shipped.resolve(job.rules).with_sizes(job.sizes)
@@ -348,8 +348,8 @@ def given_layout(job: Job, checkpoint: Checkpoint) -> Layout:
 
 
 def _of_weights(layout: Layout, stored: Sequence[StoredTensor]) -> Layout:
-    # Drops trees that no rule of the weights reads, such as the optimizer's; what is
-    # left over in the others is an error, as usual.
+    # Drops trees that no rule for weights reads, such as the optimizer's. Tensors left
+    # over in other trees are still an error.
     weights = layout.weights()
     first = weights.through[0] if weights.through else weights
     patterns = {
@@ -377,8 +377,8 @@ def _cast(target: TargetTensor, dtype: str | None) -> TargetTensor:
         return target
     if target.dtype.itemsize == 1:
         raise errors.ConfigError(
-            f"{target.name} is {target.dtype}, whose values mean nothing without their"
-            f" scales; to write {dtype}, give a layout that multiplies by them (`times`"
+            f"{target.name} is {target.dtype}, whose values are meaningless without"
+            f" scales; to write {dtype}, use a layout that multiplies by them (`times`"
             " and `dtype`, as in hf_fp8), or omit --dtype"
         )
     return dataclasses.replace(target, dtype=np.dtype(dtype))
@@ -399,7 +399,7 @@ def chunk_shape(
     *,
     chunk_bytes: int,
 ) -> tuple[int, ...]:
-    """The shape of the boxes of a target; it divides the target's in each dim.
+    """The shape of a target's boxes, which divides the target's shape in each dim.
 
     A box has at most `chunk_bytes`, unless dims are prime. `moves` are all moves into
     the target.
@@ -417,7 +417,7 @@ def chunk_shape(
 def _cut(
     target: TargetTensor, order: Sequence[int], chunk_bytes: int
 ) -> tuple[int, tuple[int, ...]]:
-    # The number of chunks and their shape if dims are cut in this order.
+    # The number of chunks, and their shape, if dims are cut in this order.
     shape = layout.chunk_shape(
         [target.shape[dim] for dim in order],
         item_bytes=target.dtype.itemsize,

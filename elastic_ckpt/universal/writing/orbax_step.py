@@ -1,6 +1,6 @@
 """Converts to Orbax: a step in persistent storage, with our manifest and digests.
 
-One host uploads and commits it like the step of a run (`tiers.persistent.upload`).
+One host uploads and commits the step like a run's step (`tiers.persistent.upload`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.writing.convert import Conversion, Destination
 
 _HOST = Host(id="convert-0", number=0, domains={})
-# An index in a list.
+# A list index.
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,3}")
 
 
@@ -32,8 +32,8 @@ class OrbaxStep(Destination):
     """See `Destination`.
 
     Raises:
-      CheckpointError: if the target is not the directory of a step, Orbax would write
-        two targets under one name, or a list has keys other than numbers.
+      CheckpointError: if the target is not a step directory, Orbax would write two
+        targets under one name, or a list has keys that are not numbers.
     """
 
     def __init__(self, conversion: Conversion) -> None:
@@ -41,8 +41,8 @@ class OrbaxStep(Destination):
         name = self.target.name
         if not name.isdecimal() or str(int(name)) != name:
             raise errors.CheckpointError(
-                f"{self.target} is not the directory of a step, which has a number for"
-                f" its name; convert to {self.target / '0'}"
+                f"{self.target} is not a step directory, whose name must be a number;"
+                f" convert to {self.target / '0'}"
             )
         self._root = PersistentRoot.from_path(self.target.parent)
         # Paths in the manifest, which lists leaves in this order.
@@ -89,7 +89,7 @@ class OrbaxStep(Destination):
                 raise errors.CheckpointError(
                     f"{root.path} already has steps"
                     f" ({errors.first_of(map(str, steps))}), but a converted step must"
-                    " be the first of a run; convert to another directory"
+                    " be a run's first step; convert to a different directory"
                 )
             for each in root.leftovers():
                 if each.step == saved.step_id.step:
@@ -119,7 +119,7 @@ def _tree(
     path: tuple[str, ...],
     lists: Sequence[str],
 ) -> Any:
-    # Nests targets, given by their paths below `path`.
+    # Nests targets by their paths below `path`.
     if () in named:
         if len(named) > 1:
             raise errors.CheckpointError(

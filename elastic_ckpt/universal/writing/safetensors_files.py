@@ -7,15 +7,16 @@
 Tensors are assigned to files in the order of their sources. Within a file, wider
 elements come first, so that each tensor starts at a multiple of its element's size.
 
-A rename makes a directory visible. An object store cannot rename directories: there the
-index commits the files, or a single file commits itself. A file next to the directory,
-`<target>.unfinished`, shows that a conversion is writing it or was killed.
+A rename makes a directory visible. An object store cannot rename directories: there,
+the index commits the files, or a single file commits itself. A file next to the
+directory, `<target>.unfinished`, shows that a conversion is writing the directory or
+was killed.
 
-A Hugging Face model also has `config.json` and the tokenizer's files. The configuration
-is that of `--config`, or of a source that has one. The conversion updates the dtype of
-the values in it, and removes quantization that they no longer have. If it ties the
-output to the embedding (`tie_word_embeddings`), the output's tensor is omitted, and
-must have the same values.
+A Hugging Face model also has `config.json` and the tokenizer files. The configuration
+comes from `--config`, or from the source if it has one. The conversion updates the
+configured dtype and removes quantization that the values no longer have. If the
+configuration ties the output to the embedding (`tie_word_embeddings`), the output
+tensor must have the same values and is omitted.
 
 Spec: https://github.com/huggingface/safetensors#format
 """
@@ -49,7 +50,7 @@ from elastic_ckpt.universal.writing.convert import (
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ALIGNMENT_BYTES = 8
 _METADATA = "__metadata__"
-# Files to copy with a model. Programs are not copied.
+# Files to copy with a model. Code is not copied.
 _COPIED = (
     "generation_config.json",
     "tokenizer*",
@@ -73,7 +74,7 @@ _EMBEDDING = "embed_tokens.weight"
 class SafetensorsFiles(Destination):
     """See `Destination`."""
 
-    # The most bytes of values in a file; a larger tensor has a file of its own.
+    # The maximum size of the values in a file; a larger tensor has its own file.
     most_file_bytes = 5 * 10**9
 
     def __init__(self, conversion: Conversion) -> None:
@@ -91,14 +92,14 @@ class SafetensorsFiles(Destination):
             numbers, last = range(1, len(groups) + 1), f"{len(groups):05d}.safetensors"
             names = [f"model-{number:05d}-of-{last}" for number in numbers]
         self._files = dict(zip(names, groups, strict=True))
-        # Before anything is written, as the format may lack a dtype.
+        # Before anything is written because the format may lack a dtype.
         self._headers = {name: _header(group) for name, group in self._files.items()}
         self._is_local = storage.is_local(self.target)
         self._unfinished = self.target.parent / f"{self.target.name}.unfinished"
         self._directory = self._unfinished if self._is_local else self.target
 
     def beside(self) -> Mapping[str, bytes]:
-        """The contents of all other files, by name."""
+        """The contents of all other files, by file name."""
         return {}
 
     def write(self) -> Generator[int]:
@@ -158,7 +159,7 @@ class HuggingFaceModel(SafetensorsFiles):
     """See `Destination`.
 
     Raises:
-      ConfigError: if there is no configuration, or the output is missing.
+      ConfigError: if there is no configuration, or the output tensor is missing.
     """
 
     def __init__(self, conversion: Conversion) -> None:
@@ -192,7 +193,7 @@ class HuggingFaceModel(SafetensorsFiles):
         for target in self._conversion.targets:
             sizes[target.dtype.name] += target.num_bytes
         floats = {name: size for name, size in sizes.items() if "float" in name}
-        # Quantized values that are not packed have at most a byte.
+        # Quantized values that are not packed have at most one byte.
         is_quantized = any(
             (target.dtype.itemsize == 1 and target.dtype.kind != "b")
             or target.name.endswith(_PACKED)
@@ -215,14 +216,14 @@ class HuggingFaceModel(SafetensorsFiles):
         if not is_equal or len(found) > len({box for box, _ in found}):
             raise errors.CheckpointError(
                 f"{self._model / CONFIG} says {_TIED}: true, but"
-                f" {output.name} differs from {embedding.name}; set it to false there,"
+                f" {output.name} differs from {embedding.name}; set it to false there"
                 " and convert again"
             )
 
 
 def _header(group: Iterable[TargetTensor]) -> tuple[bytes, dict[TargetTensor, int]]:
-    # The header of a file, and where each of its tensors begins. Hugging Face's
-    # transformers require `format`.
+    # A file's header, and where each of its tensors begins. Hugging Face's transformers
+    # library requires `format`.
     fields: dict[str, object] = {_METADATA: {"format": "pt"}}
     offsets: dict[TargetTensor, int] = {}
     end = 0
@@ -251,17 +252,17 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def _sync(descriptor: int) -> None:
-    # Frees pages for what follows, as fresh ones cost more than a copy.
+    # Frees pages for later writes because fresh pages cost more than a copy.
     os.fdatasync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _rows(part: Buffer) -> Iterator[tuple[np.ndarray, int]]:
-    # The pieces of a box that are contiguous in its tensor, and their offsets.
+    # The pieces of a box that are contiguous in the tensor, and their offsets.
     target, box, values = part.target, part.box, part.values
     strides = row_major(target.shape, target.dtype.itemsize)
     first = sum(map(operator.mul, box.start, strides))
-    # The dims after `dim` are whole, so they and it are contiguous.
+    # The dims after `dim` are whole, so the elements along `dim` are contiguous.
     dim = len(target.shape)
     while dim and (dim == len(target.shape) or box.shape[dim] == target.shape[dim]):
         dim -= 1
@@ -280,14 +281,14 @@ def _copied(model: epath.Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _changed(fields: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
-    # The configuration of the model with this dtype, and without quantization.
+    # The model's configuration with this dtype and without quantization.
     made = dict(fields)
     made.pop("quantization_config", None)
     keys = {"dtype", "torch_dtype"}
     for key in keys.intersection(made) or {"dtype"}:
         made[key] = dtype
     for key, each in made.items():
-        # A model of several parts has a configuration for each.
+        # A model with several parts has a configuration for each part.
         if isinstance(each, dict) and keys.intersection(each):
             made[key] = _changed(each, dtype=dtype)
     return made

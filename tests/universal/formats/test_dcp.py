@@ -87,7 +87,7 @@ class Parts:
     ("save", "match"),
     [
         ("zstd", r"\.metadata lists items that extensions changed.*'stream\.zstd/1'"),
-        ("safetensors", r"__0_0\.distcp is not a file of torch\.save"),
+        ("safetensors", r"__0_0\.distcp is not a torch\.save file"),
     ],
 )
 def test_extensions_and_other_formats_of_tensors_are_refused(save, match):
@@ -160,7 +160,7 @@ def test_code_in_a_distributed_checkpoint_is_not_run(tmp_path, place):
         (tensor(kind="IntStorage"), r"a tensor int32\[2, 2\]"),
         (None, "'w' is not a tensor"),
         (torch_files.lazy(tensor(), "neg"), "only some .* the conj or neg bit"),
-        (b"PK" * 50, "not a file of torch.save"),
+        (b"PK" * 50, "not a torch.save file"),
     ],
 )
 def test_items_that_are_no_tensor_as_listed_are_refused(tmp_path, value, match):
@@ -199,10 +199,10 @@ def test_chunks_that_do_not_make_a_tensor_are_refused(tmp_path, shape, chunks, m
     [
         (("../x/" + FILE, 0, 9), "'../x/__0_0.distcp', which is not part of a file"),
         (("other.distcp", 0, 9), "other.distcp is missing"),
-        ((FILE, 0, 2**40), "is cut short"),
+        ((FILE, 0, 2**40), "is truncated"),
         ((FILE, 2**70, 9), "which is not part"),
-        ((FILE, 2**60, 9), "is cut short"),
-        ((FILE, 2, 9), "not a file of torch.save"),
+        ((FILE, 2**60, 9), "is truncated"),
+        ((FILE, 2, 9), "not a torch.save file"),
         ((FILE, -1, 9), "lists 9 bytes from -1"),
     ],
 )

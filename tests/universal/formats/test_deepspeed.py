@@ -126,13 +126,15 @@ def test_shards_are_joined_as_their_list_says(made):
 
 def test_the_description_that_autotp_writes_is_refused(sample):
     checkpoint = opening.open_checkpoint(sample("deepspeed/zero1_tp4"))
-    with pytest.raises(FormatError, match=r"has AutoTP's affine_map.* give a layout"):
+    with pytest.raises(
+        FormatError, match=r"has AutoTP's affine_map.* specify your own layout"
+    ):
         deepspeed_rules.layout(checkpoint)
 
 
 ENTRY = {"patterns": ["w"], "partition_dim": 0}
 ROWS_OF_RANKS = [relayout.numbered(3, 1)] * 2
-MALFORMED = "is not as DeepSpeed writes it"
+MALFORMED = "universal_checkpoint_info is malformed"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +168,7 @@ def test_ranks_that_differ_are_refused():
     checkpoint = dataclasses.replace(checkpoint, tensors=saved[:3])
     with pytest.raises(FormatError, match=r"1 of 2 ranks have w \(first_moment\)"):
         deepspeed_rules.layout(checkpoint)
-    with pytest.raises(FormatError, match=r"w: the shards of .* with `widths`"):
+    with pytest.raises(FormatError, match=r"w: the shards of its ranks .* `widths`"):
         merged({"w": [relayout.numbered(rows, 2) for rows in (3, 5)]}, {})
 
 

@@ -217,7 +217,7 @@ def test_ranks_are_reduced(option, dtype, expected):
     made = relayout(made_by, tensors, {"dp": 3})
     assert_same(made, {"w": np.array(expected, dtype)})
     if option != "unchecked":
-        with pytest.raises(LayoutError, match="2 times of 3 over dp"):
+        with pytest.raises(LayoutError, match="only 2 of 3 over dp"):
             relayout(made_by, tensors[:2], {"dp": 3})
 
 
@@ -283,7 +283,8 @@ def test_matrices_of_low_rank_are_added_and_the_first_complete_rule_counts():
     for lacking, left_over in (("add.x.B", "add.x.A"), ("y.w", "add.y.w")):
         held = {name: each for name, each in tensors.items() if name != lacking}
         with pytest.raises(
-            LayoutError, match=rf"lack other tensors: {left_over} .* lacks {lacking}"
+            LayoutError,
+            match=rf"that lack other tensors: {left_over} .* lacks {lacking}",
         ):
             relayout(made_by, held)
 
@@ -445,7 +446,7 @@ def test_replicas_have_the_ranks_of_the_layout():
         (
             layout(STAGES, ranks={"pp": 2}).inverse(),
             UP,
-            "9 elements do not divide into 2 equal parts; give `widths`",
+            "9 elements do not divide into 2 equal parts; set `widths`",
         ),
     ],
 )
@@ -498,7 +499,7 @@ WRONG = Layout.from_dict({"rules": [rule({"v": "x"}, {"w": "x"})]}, name="the fi
     [
         (TURNED, REGROUPED, "both layouts regroup a dim of w, from which w"),
         (TURNED, SCALED, "only the first layout"),
-        (WRONG, TURNED, r"the first does not fit(?s:.)* in no rule: [sw]"),
+        (WRONG, TURNED, r"the first does not match(?s:.)* in no rule: [sw]"),
     ],
 )
 def test_what_cannot_be_one_move_is_refused(first, second, message):

@@ -48,7 +48,7 @@ w 3 kind=momentum => 'momentum' has no known relation
 w 128 2 => sizes of vocab; .*--size vocab
 
 {"{l}.w": a b} -> {k: l a b}
-0.w 2 3; 1.w 200 => '1.w' has shape \[200\], .* 'a b'; put the rule of a special tensor
+0.w 2 3; 1.w 200 => '1.w' has shape \[200\], .* 'a b'; put rules for special
 
 {w: (q d + d + d) x} -> {query: (q d) x, k: d x, v: d x} | {sizes: {q: 2}}
 w 8 3 => from\['w'\]: .* \(d x\).* its own name, with `sizes: {e: d}`
@@ -106,7 +106,7 @@ w 2 3; s 2 uint8 => as: float8_e8m0fnu
 w 2 3; B 2 1 => the whole checkpoint
 
 {w: {dims: a b, plus: {B: a r, A: r b}}} -> {k: a b}
-w 2 3 int8; B 2 1; A 1 3 => mean nothing without scales
+w 2 3 int8; B 2 1; A 1 3 => meaningless without scales
 
 {w: {dims: a b, as: uint4}} -> {k: a b}
 w 2 3 => a different size
@@ -121,7 +121,7 @@ step => the sizes of n; .*`--size n=
 a 3; b 9 => 9
 
 {w: a@tp b} -> {w: a b} | {ranks: {tp: 3}}
-w 1 3 tp=0; w 1 3 tp=1 => `ranks` has 3 of tp, but the checkpoint 2
+w 1 3 tp=0; w 1 3 tp=1 => `ranks` has 3 of tp, but the checkpoint has 2
 
 {a: x} -> {k: x} | {b: x} -> {k: x}
 a 2; b 2 => by several rules, or twice: k
@@ -317,7 +317,7 @@ def test_a_file_and_python_values_make_the_same_layout(tmp_path):
         ("tree: items", "tree: ..", "layout: tree", "_-"),
         ("tree: items", "tree: _x", "layout: tree", "_-"),
         (FULL, "", "layout", "`null`"),
-        (FULL, "version: 1", "layout", "give either rules in `rules`"),
+        (FULL, "version: 1", "layout", "set either `rules`"),
         (FULL, f"{THROUGH}\ndrop: x", "layout", "drop cannot be used with `through`"),
         ("drop: [", "through: [untied]\ndrop: [", "layout", "and not both"),
     ],

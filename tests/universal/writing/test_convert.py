@@ -368,8 +368,8 @@ def test_trees_of_orbax_have_the_name_and_the_lists_of_the_layout(tmp_path, caps
     [
         (("a", "a/b"), [], "a is a target, and so are tensors"),
         (("a/b", "a.b"), [], "one would be lost"),
-        (("w",), ["--size", "kv=2"], "give --rules"),
-        (("w",), ["--reverse"], "give --rules"),
+        (("w",), ["--size", "kv=2"], "specify --rules"),
+        (("w",), ["--reverse"], "specify --rules"),
         (("w",), ["--rules", "llama"], "hf_llama_to_maxtext"),
     ],
 )
@@ -481,7 +481,7 @@ FP8 = {"w": W.astype(ml_dtypes.float8_e4m3fn), "w_scale_inv": W[:1]}
     [
         ({EMBEDDING: W, OUTPUT: -W}, True, [], "lm_head.weight differs from model.emb"),
         ({EMBEDDING: W}, False, [], "the output of the model would be random"),
-        ({"w": W}, False, ["--dtype", "bf16"], "give bfloat16"),
+        ({"w": W}, False, ["--dtype", "bf16"], "use bfloat16"),
         (FP8, False, ["--dtype", "bfloat16"], "w is float8_e4m3fn"),
     ],
 )
