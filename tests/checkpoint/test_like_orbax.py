@@ -269,9 +269,9 @@ def test_names_that_cannot_be_directories_and_what_is_no_json_are_refused(checkp
     number = save_next(checkpointer, {"w": 1}) + 1
     names = ["", ".", "..", "a/b", "metrics", "AUTO", "manifest-a.json", "\ud800"]
     refused = [({name: {"w": 1}}, "cannot be used for a check") for name in names]
-    mapping = "are a mapping of names .* and not "
+    mapping = "a mapping from names to values.* not "
     refused += [
-        ({}, "no checkpointables were given"),
+        ({}, "no checkpointables were passed"),
         (jnp.ones(2), f"{mapping}a ArrayImpl"),
         ([jnp.ones(2)], f"{mapping}a list"),
         ({1: jnp.ones(2)}, rf"{mapping}a dict with the keys \[1\]"),

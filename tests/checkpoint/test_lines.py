@@ -116,7 +116,7 @@ def test_a_run_that_begins_anew_or_looks_at_an_older_step_abandons_nothing(run):
                 refused(5)
     with run.open() as opened:
         behind = (
-            "step 0 cannot be saved: .*/steps has step 4, .*later.*another directory"
+            "step 0 cannot be saved: .*/steps has step 4, .*later.*different directory"
         )
         for refused in (opened.should_save, functools.partial(run.save, opened)):
             with pytest.raises(errors.CheckpointError, match=behind):

@@ -140,7 +140,7 @@ def test_a_bad_manifest_is_a_problem_beside_others(root, url, client, monkeypatc
     (moved[2] / name).write_bytes(altered)
     (moved[3] / name).write_bytes(checked_blobs.to_bytes({}, [], version=2))
     (moved[4] / name).write_bytes(b"[" * 10**6)
-    whys = dict.fromkeys((40, 50, 60), "is that of run, step and file")
+    whys = dict.fromkeys((40, 50, 60), "has run, step and file")
     whys |= {70: "or altered", 80: "later version", 90: "or altered"}
     for step, why in whys.items():
         served.save(root, step, FILES)
@@ -324,7 +324,7 @@ def test_an_agent_puts_right_files_of_steps_alone(directory, url, root, client):
         with pytest.raises(source.RepairError):
             client.endpoint(url).put(path, SAVED)
     secret.adopt(root, "the-secret-of-another-run")
-    refuse("does not take the run's secret", here=False)
+    refuse("rejects the run's secret", here=False)
     secret.adopt(root, SECRET)
     (directory / "data").rename(outside)
     (directory / "data").symlink_to(outside)
