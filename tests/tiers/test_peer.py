@@ -324,7 +324,7 @@ def test_an_agent_puts_right_files_of_steps_alone(directory, url, root, client):
         with pytest.raises(source.RepairError):
             client.endpoint(url).put(path, SAVED)
     secret.adopt(root, "the-secret-of-another-run")
-    refuse("rejects the run's secret", here=False)
+    refuse("does not take the run's secret", here=False)
     secret.adopt(root, SECRET)
     (directory / "data").rename(outside)
     (directory / "data").symlink_to(outside)

@@ -38,7 +38,7 @@ _MOST_REASON_BYTES = 1000
 _BROKEN = (ConnectionError, ssl.SSLEOFError, http.client.IncompleteRead)
 _FAILURES = (OSError, http.client.HTTPException)
 _STATUS: dict[int, str] = {
-    http.HTTPStatus.UNAUTHORIZED: "rejects the run's secret",
+    http.HTTPStatus.UNAUTHORIZED: "does not take the run's secret",
     http.HTTPStatus.NOT_FOUND: "has no such file",
     http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE: "has a shorter file",
 }
