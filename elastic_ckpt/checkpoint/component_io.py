@@ -89,7 +89,7 @@ def begin_save(
 
     Args:
       components: the components, by name.
-      directory: a function that creates the directory of the component with a name.
+      directory: a function that creates a component's directory from its name.
 
     Returns:
       A function that writes the states; call it once, on any thread.

@@ -103,11 +103,11 @@ class Step:
         Leaves that have not changed since the previous step are not read again.
 
         Args:
-          tree: the wanted leaves, in their saved structure, such as `{"params":
-            abstract_params}`; other leaves are skipped. A leaf is an array or
-            `jax.ShapeDtypeStruct`, which is placed by its sharding, or an object with
-            only shape and dtype, which becomes a read-only NumPy array. None takes the
-            weights: the state's `params` or `model`, or the whole state if it has
+          tree: the wanted leaves, in their saved structure, such as
+            `{"params": abstract_params}`; other leaves are skipped. A leaf is an array
+            or `jax.ShapeDtypeStruct`, which is placed by its sharding, or an object
+            with only shape and dtype, which becomes a read-only NumPy array. None takes
+            the weights: the state's `params` or `model`, or the whole state if it has
             neither.
           checkpointable_name: the name of the tree in the step.
 

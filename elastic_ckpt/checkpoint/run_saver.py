@@ -146,7 +146,7 @@ class RunSaver:
             self.callbacks.begin_anew()
 
     def save_again(self, step: int, state: Any) -> None:
-        """Saves the step that the run rolled back to, in every tier, and waits.
+        """Saves the step that the run rolled back to in every tier and waits.
 
         From now on, a restart continues from this step, with the current data state.
 

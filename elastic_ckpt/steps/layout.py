@@ -116,7 +116,7 @@ def array_metadata(leaf: Leaf) -> dict[str, storage.Json]:
 
 
 def _largest_divisor(number: int, most: int) -> int:
-    # Only up to the root, since dims may have 1e8 elements.
+    # Only up to the root, because dims may have 1e8 elements.
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return max(n for n in (*low, *(number // n for n in low)) if n <= most)
 

@@ -174,12 +174,12 @@ class Owners:
         num_machines = len({*self._machine})
         lacks = {
             "a holder in this world: until the next step is saved, only machines"
-            " outside of it have them": 0 in machines,
+            " outside it have them": 0 in machines,
             f"a distant holder: they are all in one {policy.domain} of"
-            f" {len(self._sizes)}, and would be lost with it; add another, or save to"
+            f" {len(self._sizes)} and would be lost with it; add another, or save to"
             " the persistent tier": policy.copies > 0 and 1 in domains,
             f"copies: they are on fewer than {policy.copies + 1} machines, of"
-            f" {num_machines}; add machines, or ask for fewer copies": any(
+            f" {num_machines}; add machines, or set fewer copies": any(
                 0 < number <= policy.copies for number in machines
             ),
         }

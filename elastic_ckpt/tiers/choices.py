@@ -216,7 +216,7 @@ class Chosen:
         tier.
       is_read_only: whether this program writes nothing, so that another program may
         write.
-      read_ram: the directory of a RAM disk that is only read; None if there is none.
+      read_ram: a RAM disk directory that is only read; None if there is none.
     """
 
     local: Local | None
@@ -263,7 +263,7 @@ class Chosen:
             if storage.is_local(persistent.directory) and stored.is_relative_to(ram):
                 raise errors.ConfigError(
                     f"Persistent({str(stored)!r}) is inside Local({str(ram)!r}) and"
-                    " would be lost with the host's memory; choose another directory"
+                    " would be lost with the host's memory; set a different directory"
                     " (base_output_directory in a configuration)"
                 )
         return cls(local=local, peers=peers, persistent=persistent)

@@ -183,8 +183,8 @@ class Component:
         * `"per_node"`: each machine, whose hosts share it
         * `"per_group"`: each group of devices along `axis` of `mesh`
 
-        Or a function that returns one of these, the same on all hosts, and is called at
-        each save and load.
+        Or a function that returns one of these, the same on all hosts, at each save and
+        load.
       axis: for `"per_group"`, the name of a mesh axis, or several names. Devices that
         differ only in their places on these axes share a state, just as they share the
         result of `jax.lax.psum` over them: on a mesh of `data` and `model`, the state

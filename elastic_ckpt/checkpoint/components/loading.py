@@ -85,7 +85,7 @@ def load(
     Args:
       checkpointer: this library's checkpointer or Orbax's.
       components: components by name, or pairs of a name and a component; also abstract
-        trees and other checkpointables, as for `load_checkpointables`.
+        trees and other checkpointables, as in `load_checkpointables`.
       step: the number of the step; None takes the newest step.
       strict: whether to raise an error if a required component is missing or cannot be
         loaded on any host, or if the step has a component that is not requested.

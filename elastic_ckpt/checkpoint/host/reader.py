@@ -6,9 +6,9 @@
     select, read           plan and do each host's reads
     repair                 repairs bad copies
 
-What hosts have goes up to host 0, which reads the manifests in storage; the table of
-the step goes down to all hosts (`exchange`). A host that does not get it, or whose
-world has no agents, reads the manifests itself.
+Reports go up to host 0, which reads the manifests in storage; the step's table goes
+down to all hosts (`exchange`). A host that does not get the table, or whose world has
+no agents, reads the manifests itself.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class AbstractArray:
 
 
 def leaf_path(checkpointable: str, key_path: KeyPath) -> str:
-    """The path of a leaf, such as `state/params/w`."""
+    """A leaf's path, such as `state/params/w`."""
     keys = (jax.tree_util.keystr((key,), simple=True) for key in key_path)
     return "/".join([checkpointable, *map(escaped, keys)])
 
@@ -138,8 +138,8 @@ class WantedLeaf:
 def asked(abstract: Mapping[str, Any]) -> list[AskedLeaf]:
     """Describes the requested leaves of abstract trees.
 
-    A leaf is an array, a `jax.ShapeDtypeStruct` or another object with shape, dtype and
-    sharding, placed by the sharding (on a device of this host, if it is None); an
+    A leaf is an array, a `jax.ShapeDtypeStruct` or any other object with shape, dtype
+    and sharding, placed by the sharding (on a device of this host, if it is None); an
     object with only shape and dtype, which becomes a NumPy array; or a number, which
     becomes a number of the same type.
 

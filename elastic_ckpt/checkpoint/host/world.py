@@ -243,13 +243,13 @@ class HostWorld:
         if step_id not in self.held:
             raise errors.CheckpointError(
                 f"step {step_id.step} is no longer in this host's memory; save"
-                " another one"
+                " a different step"
             )
         return self.held[step_id]
 
     @calls.call()
     def new_save(self, after: str) -> str:
-        """A name for new saves, as text greater than `after` and this disk's saves.
+        """A name for new saves, greater as a string than `after` and this disk's saves.
 
         Args:
           after: the newest known save; empty if there is none.

@@ -8,7 +8,7 @@
     GET, HEAD  /v1/<run>/hosts/<slot>/<step>-<save>/<path>   a file, or a range of it
     PUT        /v1/<run>/hosts/<slot>/<step>-<save>/<path>   replaces a bad copy of a
                                                              file (`ram.ram_disk`)
-    PUT        /v1/<run>/holds/<step>-<save>                 keeps the step for a while,
+    PUT        /v1/<run>/holds/<step>-<save>                 keeps the step for a time,
                                                              in seconds (`preserved`)
 
 Every request needs the run's secret (`Authorization: Bearer ...`). The secret is in a
@@ -68,7 +68,7 @@ _ENDING_SECS = 0.1
 _OPTIONS: Mapping[str, Any] = {
     "root": {
         "metavar": "directory",
-        "help": "the directory of the RAM disk to serve",
+        "help": "the RAM disk directory to serve",
     },
     "--interface": {
         "default": "127.0.0.1",
@@ -113,7 +113,7 @@ _NODE_OPTIONS: Mapping[str, Any] = {
     "--remove-unused-after": {
         "type": option_numbers.positive_number,
         "metavar": "SECS",
-        "help": "remove the directory of a run that no process has used for this long",
+        "help": "remove a run directory that no process has used for this long",
     },
     "--max-bytes": {
         "type": option_numbers.positive_count,
@@ -419,7 +419,7 @@ def read_labels(
         raise errors.RunError(
             f"the labels of node {node} cannot be read from {host}:{port}{path}"
             f" ({error}); the service account of the pod needs the verb get on nodes,"
-            " as in the node agent's manifest; outside of a pod, specify the domains"
+            " as in the node agent's manifest; outside a pod, specify the domains"
             " with --domains"
         ) from None
 

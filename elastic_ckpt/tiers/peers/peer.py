@@ -86,7 +86,7 @@ class PeerSource:
         self._endpoint.put(self._of(leaf, box), content)
 
     def _of(self, leaf: Leaf, box: Box) -> str:
-        # Encoded exactly once, as the agent decodes it once.
+        # Encoded exactly once, because the agent decodes it once.
         return urllib.parse.quote(self._path + layout.part_file(leaf, box))
 
 

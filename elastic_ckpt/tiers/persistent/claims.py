@@ -45,7 +45,7 @@ class Claimant:
     Attributes:
       name: the unique name of the start; by default derived from this process.
       has_claimed: whether an earlier world of this start was claimed.
-      owner: the start's process, if it alone shows whether the start is alive; None if
+      owner: the start's process, if only that shows whether the start is alive; None if
         the start has several processes, or a launcher restarts it.
     """
 
@@ -261,7 +261,7 @@ class Writer:
             if not may_follow and before.process != own.process:
                 raise errors.RunError(
                     f"{self._steps} is being written by another live program, {before};"
-                    " wait for it or stop it, write to another directory, or open this"
+                    " wait for it or stop it, write to a new directory, or open this"
                     " one with read_only=True to only read it"
                 )
         if before is not None and before.fields["run"] == self._run:

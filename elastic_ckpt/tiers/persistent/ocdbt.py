@@ -51,8 +51,8 @@ class Chunk:
     """A leaf's chunk and its values.
 
     Attributes:
-      box: the chunk's box; for an array without elements, whose metadata alone is
-        written, the whole box.
+      box: the chunk's box; for an array without elements, the whole box (only its
+        metadata is written).
       values: the box's values, in the leaf's dtype.
     """
 
@@ -64,8 +64,8 @@ class Chunk:
 def store_name(host_id: str, save: str) -> str:
     """The name of a host's store for one save, in a checkpointable directory.
 
-    Orbax uses process numbers here. But a later world that repeats an upload may give a
-    number to a different host, and a replaced start may still write to its store. So
+    Orbax uses process numbers here. But a later world that repeats an upload may assign
+    a number to a different host, and a replaced start may still write to its store. So
     the name contains hashes of host and save. Orbax accepts only letters and digits.
     """
     return f"{_PREFIX}{digest.name_hash(f'{save}/{host_id}'):016x}"

@@ -41,7 +41,7 @@ _ADVICE = "check the path, its free space and its permissions"
 
 
 def call(what: str, act: Callable[[], Result]) -> Result:
-    """Calls `act` until it succeeds, and returns its result.
+    """Calls `act` until it succeeds and returns its result.
 
     Args:
       what: how messages begin, such as `writing /a/b`.

@@ -16,7 +16,7 @@ an agent may be gone, everything that it sends is verified, and the run's secret
 in the file.
 
 An evaluation applies to the saved step of the same number, otherwise to the newest step
-before it (`steps.retention.with_evaluations`), and is removed with that step. It stores
+before it (`steps.retention.with_evaluations`) and is removed with that step. It stores
 its world's save: as with a step, the run's line (`steps.step`) decides whether the
 evaluation counts.
 """
@@ -209,7 +209,7 @@ def keep(directory: epath.PathLike, identity: Identity, *, is_first: bool) -> No
         raise errors.ReplacedError(
             f"{path} is gone or another run's: the directory was removed while this"
             " run was writing to it, or another run has started in it at the same time."
-            " This run's steps there are lost, so it stops; start it again, in another"
+            " This run's steps there are lost, so it stops; restart it, in a different"
             " directory if the other run needs this one"
         )
 

@@ -165,7 +165,7 @@ class Upload:
                 self._next_list_secs = clock.monotonic() + pause_secs
 
     def finish(self) -> Manifest:
-        """Writes the manifest of all written parts, and returns it.
+        """Writes the manifest of all written parts and returns it.
 
         Raises:
           CheckpointError: if storage fails for good, or for longer than the retries.
@@ -223,13 +223,14 @@ def commit(
     Args:
       root: the directory of the steps.
       saved: the uploaded step.
-      hosts: the ids of the hosts that took part, and have finished.
+      hosts: the IDs of the hosts that took part and have finished.
       orbax_files: Orbax's files, by path in the step (`checkpoint.orbax_format`).
-      make_way: called before the step becomes visible; must move older saves away.
+      make_way: a function called before the step becomes visible; it must move older
+        saves away.
 
     Raises:
       CheckpointError: if the uploads do not make up the whole step, the step was
-        committed by another save, or storage fails for good.
+        committed by another save, or storage fails permanently.
     """
     unfinished, final = root.unfinished(saved.step_id), root.final(saved.step_id.step)
     success = commit_text(final, saved.run, saved.step_id.save)

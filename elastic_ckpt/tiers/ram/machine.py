@@ -37,7 +37,7 @@ def machine_id(root: epath.PathLike) -> str:
             raise errors.CheckpointError(
                 f"the RAM directory {os.fspath(root)} cannot be created"
                 f" ({error.strerror}); set local_checkpoint_directory (the directory of"
-                " ec.Local) to one on a tmpfs that this user may write to, such as"
+                " ec.Local) to a tmpfs directory that this user may write to, such as"
                 " /dev/shm"
             ) from error
     # The owner could change the steps and their digests. Root can change them anyway.
