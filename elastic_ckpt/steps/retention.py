@@ -24,7 +24,7 @@ class HeldStep:
     """A step in one tier, with the fields of Orbax's `PolicyCheckpointInfo`.
 
     Attributes:
-      time_ms: when it was saved, in milliseconds since 1970.
+      time_ms: when the step was saved, in milliseconds since 1970.
       metrics: the values that the step is ranked by; None if it was not evaluated.
       complete: in storage, whether the whole step is there; in RAM, whether this host's
         manifest is readable. None if that is unknown; the step is then kept.
@@ -43,7 +43,7 @@ class HeldStep:
 
     @property
     def time(self) -> datetime.datetime:
-        """When it was saved, in UTC."""
+        """When the step was saved, in UTC."""
         return datetime.datetime.fromtimestamp(self.time_ms / 1000, datetime.UTC)
 
 
@@ -150,7 +150,7 @@ def best_step(
 ) -> int | None:
     """The best complete step by a metric that was saved with it or recorded later.
 
-    Every process of the run must call it.
+    Every process of the run must call this.
 
     Args:
       checkpointer: this library's or Orbax's, whose `checkpoints` have `metrics`.

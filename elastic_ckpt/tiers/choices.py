@@ -29,7 +29,7 @@ class SaveDecisionPolicy(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TlsFiles:
-    """PEM files for TLS between the agents of the machines.
+    """PEM files for TLS between the machines' agents.
 
     Attributes:
       certificate: the certificate of this machine's agent.

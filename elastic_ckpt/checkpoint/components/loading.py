@@ -80,7 +80,7 @@ def load(
 
     Components are set once all of them were read on all hosts. Objects of other
     classes, such as batches, set themselves as they are read. Every process must call
-    it.
+    this.
 
     Args:
       checkpointer: this library's checkpointer or Orbax's.

@@ -122,7 +122,7 @@ def report(
 def compare(step: int, components: Mapping[str, Any], *, emit: events.Emit) -> None:
     """Compares the states that a save has captured from replicated components.
 
-    All hosts must call it.
+    All hosts must call this.
 
     Raises:
       RunError: if a host did not answer in time.

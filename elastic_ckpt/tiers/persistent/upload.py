@@ -1,8 +1,8 @@
 """Upload: each host writes its share of a step to storage, and one host commits it.
 
 A host writes chunks and files in any order, from any number of threads. Every few
-seconds, and at the end, it lists what is durable in its manifest. If an earlier upload
-of this save was killed, parts that any host listed are not written again.
+seconds, and at the end, it lists the durable parts in its manifest. If an earlier
+upload of this save was killed, parts that any host listed are not written again.
 
     <unfinished>/state/ocdbt.process_<save, host>/   its store: the chunks of `state`
     <unfinished>/data/shards-00000-00063.json.gz     a file of the component `data`
@@ -10,9 +10,9 @@ of this save was killed, parts that any host listed are not written again.
 
 When all hosts have finished, one of them turns the upload into an ordinary Orbax
 checkpoint: it merges the stores, adds the files that Orbax requires, and then makes the
-step visible by a rename or by a last file (see `persistent_root`). If it is killed at
-any point, any host can repeat this: until the very end the step does not exist for this
-library or for Orbax, and then it is complete.
+step visible by a rename or by a last file (see `persistent_root`). If that host is
+killed at any point, any host can repeat this: until the very end, the step does not
+exist for this library or for Orbax, and then it is complete.
 """
 
 from __future__ import annotations

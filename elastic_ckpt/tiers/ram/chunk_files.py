@@ -121,7 +121,7 @@ class ChunkFiles:
     ) -> bytes:
         """Adds the checksum to a file and moves the file into a step.
 
-        Since only the manifest makes a file count, a small one is written in place.
+        A small file is written in place, because only the manifest makes a file count.
 
         Args:
           file: the file with the values.
