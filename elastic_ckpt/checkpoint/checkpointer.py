@@ -1112,7 +1112,7 @@ class HostsCheckpointer:
         parents = line.parents if latest is None else latest.line
         if overwrite and latest is not None and step < latest.step:
             raise errors.CheckpointError(
-                f"step {step} cannot be overwritten: only the newest step can, which"
+                f"step {step} cannot be overwritten: only the newest step can be, which"
                 f" is {latest.step}; to continue from an earlier step, load it with"
                 " go_back=True"
             )

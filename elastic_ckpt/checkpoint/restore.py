@@ -189,8 +189,8 @@ def _not_found(
         return StepNotFoundError(f"there is no step {step}: {survey.nothing}")
     instead = newest.step_id.step
     return StepNotFoundError(
-        f"step {step} is not in any tier; newest complete step is {instead}: restore"
-        f" it with step={instead}"
+        f"step {step} is not in any tier; the newest complete step is {instead};"
+        f" restore it with step={instead}"
     )
 
 

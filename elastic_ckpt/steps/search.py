@@ -158,7 +158,8 @@ class Search(Generic[ExaminedT]):
             raise errors.CheckpointError(f"{why}; no step is complete")
         number = instead.step_id.step
         raise errors.CheckpointError(
-            f"{why}; newest complete step is {number}; restore it with step={number}"
+            f"{why}; the newest complete step is {number}; restore it with"
+            f" step={number}"
         )
 
     def _examined(

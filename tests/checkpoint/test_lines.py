@@ -199,7 +199,7 @@ def test_a_missing_step_and_an_empty_directory_are_told(run):
             assert isinstance(caught.value, errors.CheckpointError)
         gone = opened.checkpoints[0]
         opened.delete(1)
-        with pytest.raises(NotFound, match="step is 2: restore it with step=2"):
+        with pytest.raises(NotFound, match="step is 2; restore it with step=2"):
             opened.load(gone)
     for call in (lambda: run.save(opened, 8), opened.load):
         with pytest.raises(errors.CheckpointError, match="was closed; save and load"):

@@ -180,7 +180,7 @@ def check_same_model(
         more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise errors.OtherModelError(
             f"{what} is a checkpoint of a different model: its tree differs from the"
-            f" requested one ({shown}{more}); request the saved shapes and types, load"
+            f" requested tree ({shown}{more}); request the saved shapes and types, load"
             " it through a `layout`, or start a new run in a different directory (with"
             " a different run_name in a configuration)"
         )

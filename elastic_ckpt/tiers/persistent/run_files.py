@@ -181,7 +181,7 @@ def agreed(
                 " run that was stored. If the storage of this run is gone or was"
                 " replaced, RAM holds the only copy: to continue from it, copy"
                 f" {os.path.join(each.directory, IDENTITY)} to"
-                f" {os.path.join(place_of_run, IDENTITY)} and start again; for only the"
+                f" {os.path.join(place_of_run, IDENTITY)} and start again; to get only"
                 f" weights, run elastic-ckpt convert {each.directory} DIRECTORY/STEP."
                 f" If these steps belong to another run, {remedy}"
             )
