@@ -162,7 +162,7 @@ def test_going_back_abandons_newer_steps_at_once_and_they_are_saved_again(run):
     with run.open() as opened:
         run.save(opened, 1, 2, 3, 4)
         opened.load(2, go_back=True)
-        with pytest.raises(errors.CheckpointError, match="the newest step can be, which"):
+        with pytest.raises(errors.CheckpointError, match="newest step can be, which"):
             run.save(opened, 1, overwrite=True)
     # Also if it is killed before it saves.
     assert run.steps() == old(1, 2)
