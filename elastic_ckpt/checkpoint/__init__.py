@@ -1,1 +1,1 @@
-"""Checkpoints of a run: a step is complete, or it does not exist."""
+"""Checkpoints of a run: a step is either complete or does not exist."""

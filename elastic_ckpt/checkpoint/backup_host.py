@@ -1,10 +1,10 @@
 """A backup host: a machine in no world that keeps a share of each step in its RAM.
 
-It follows the run: `agents.json`, next to the run's steps in storage, names the
-machines. It copies its share from their RAM, which keeps the step meanwhile (a `hold`
-at one agent). Together, the backup hosts of a run have a copy of a step only if they
-all copy the same step. So a host that is behind takes the newest step that another
-backup host has, and none takes a newer step before all that answer have this one.
+It follows the run: `agents.json`, next to the run's steps in storage, lists the
+machines. The backup host copies its share from their RAM, which keeps the step
+meanwhile (a `hold` at one agent). Together, a run's backup hosts have a whole copy only
+if they all copy the same step. So a host that is behind takes the newest step of any
+other backup host, and none takes a newer step before all that answer have this one.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def follow(
     """Copies this host's share of one step.
 
     Args:
-      own: the steps of this host.
+      own: this host's steps.
       agents: the URLs of the run's agents.
       backups: the URLs of all backup hosts' agents, in the same order on each.
-      client: reads from agents.
+      client: a client that reads from agents.
 
     Returns:
-      The step and what was copied; None if no step is due.
+      The step and its copied parts; None if no step is due.
 
     Raises:
       CheckpointError: if the share does not fit or cannot be read; existing steps stay.
@@ -75,13 +75,13 @@ def follow(
     held, disk = own.held(), own.disk
     newest = max(held, key=_order, default=_NONE)
     hosts = [Peer(url, client, disk.run) for url in backups]
-    # The steps of the backup hosts that answer, perhaps including this one.
+    # The steps of all backup hosts that answer, possibly including this one.
     others = [set(each.known_saves()) for each in hosts if not each.listing.problem]
     ahead = [each for each in set().union(*others) if _order(each) > _order(newest)]
     if held and not ahead and any(newest not in saves for saves in others):
         _hold(newest, _HOLD_SECS, agents, client)
         return None
-    # One agent is enough: each has parts of every step.
+    # One agent is enough, because each has parts of every step.
     listed = ahead or Peer(random.choice(agents), client, disk.run).known_saves()
     if not any(_order(each) > _order(newest) for each in listed):
         return None
@@ -98,7 +98,7 @@ def follow(
     if disk.machine not in machines:
         raise errors.RunError(
             f"none of the backup hosts {backups} is this one, whose RAM disk is"
-            f" {disk.root}; give each the same URLs, by which it can also reach itself"
+            f" {disk.root}; pass each the same URLs, by which it can also reach itself"
         )
     common = set(held).intersection(*others)
     for each in {*held} - {newest, max(common, key=_order, default=_NONE)}:
@@ -129,18 +129,18 @@ def serve(
     tls_ca: epath.PathLike | None,
     max_bytes_per_sec: float | None,
 ) -> None:
-    """Serves a RAM disk, and follows the run until a signal ends this process.
+    """Serves a RAM disk and follows the run until a signal stops this process.
 
     Args:
-      service: what the agent serves.
+      service: the agent's service.
       steps: the directory of the run's steps in storage.
-      backups: the URLs of the agents of all backup hosts.
-      tls_ca: a PEM file with the authority of the agents' certificates.
-      max_bytes_per_sec: limits the rate of copying.
+      backups: the URLs of all backup hosts' agents.
+      tls_ca: a PEM file with the agents' certificate authority.
+      max_bytes_per_sec: the maximum copy rate, in bytes per second.
 
     Raises:
-      CheckpointError: if storage is out of reach at the start.
-      RunError: as `open_disk` and `follow`.
+      CheckpointError: if storage is unreachable at the start.
+      RunError: see `open_disk` and `follow`.
     """
     storage.make_private_directory(service.root)
     with contextlib.closing(agent.AgentProcess(service)) as process:
@@ -174,5 +174,6 @@ def serve(
 
 
 def _order(saved: StepId) -> tuple[str, int]:
-    # In order of time: a run that rolls back saves earlier steps under later saves.
+    # In chronological order: a run that rolls back saves earlier steps under later
+    # saves.
     return saved.save, saved.step

@@ -1,10 +1,10 @@
-"""The checkpointer over any choice of tiers: the verbs of Orbax's `Checkpointer`.
+"""The checkpointer for any set of tiers, with the methods of Orbax's `Checkpointer`.
 
-It knows the newest step, decides what is due and to which line a step is saved, and
-whether training continues from a loaded step. `stages` takes each step through its
-tiers in the background, and `restore` reads one.
+It knows the newest step and decides which tiers are due, which line a step is saved to,
+and whether training continues from a loaded step. `stages` takes each step through its
+tiers in the background, and `restore` reads a step.
 
-Events from any thread are queued, and reach the user's `emit` in the caller's thread.
+Events from any thread are queued and reach the user's `emit` in the caller's thread.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot, read_j
 Json = storage.Json
 T = TypeVar("T")
 
-# After an error in training: how long to wait for saves in flight, and after which time
-# to say so.
+# After an error in training: how long to wait for saves in flight, and when to report
+# the wait.
 _FINISH_SECS = 600.0
 _SILENT_SECS = 2.0
 
 
 class HostsCheckpointer:
-    """Saves and restores steps in tiers, over hosts of any kind; see `ec.Checkpointer`.
+    """Saves and restores steps in tiers, with hosts of any kind; see `ec.Checkpointer`.
 
     A save blocks its caller only while the state is copied from the devices into host
     memory; the rest happens in the background. All processes must call the same methods
@@ -95,11 +95,11 @@ class HostsCheckpointer:
           chosen: the tiers.
           run: the name of the run.
           found: the run whose steps are in the tiers (`run_files.find_run`); None if
-            there are none.
-          relayout: reads trees of other layouts.
+            there are no steps.
+          relayout: the reader for trees of different layouts.
           world: this world's place in the run.
-          emit: called with each event, in the caller's thread.
-          context: Orbax's context for all calls outside of a `with` block of another
+          emit: a function called with each event, in the caller's thread.
+          context: Orbax's context for all calls outside a `with` block of a different
             context.
 
         Raises:
@@ -137,7 +137,7 @@ class HostsCheckpointer:
             self._resources = resources.pop_all()
 
     def _open_steps(self) -> None:
-        # Finds the newest step, and creates the stages of later saves.
+        # Finds the newest step and creates the stages of later saves.
         hosts, chosen, world = self._hosts, self._chosen, self._world
         self._root: PersistentRoot | None = None
         backups = BackupClock()
@@ -147,7 +147,7 @@ class HostsCheckpointer:
         self._stages = SaveStages(
             hosts,
             chosen,
-            # Without RAM, the period begins with a save, not at the end of its upload.
+            # Without RAM, the period begins with a save, not at the end of the upload.
             clock=BackupClock() if chosen.local is None else backups,
             world=world,
             emit=self._emit,
@@ -156,13 +156,13 @@ class HostsCheckpointer:
         self._schedule = Schedule(
             chosen=chosen, clock=backups, agree=functools.partial(_agree, hosts)
         )
-        # The line that this process saved to last.
+        # The line that this process last saved to.
         self._own_line: Line | None = None
         # The saves that have begun since the newest step.
         self._begun: set[StepId] = set()
-        # Whether this process has a state to continue with: it has loaded or saved one.
+        # Whether this process has a state to continue with, loaded or saved.
         self._is_placed = False
-        # The step that was loaded although newer ones are complete.
+        # The step that was loaded although newer steps are complete.
         self._older: CheckpointMetadata | None = None
         # The components that were not loaded from the step that this process resumed
         # from.
@@ -179,7 +179,7 @@ class HostsCheckpointer:
 
     @property
     def directory(self) -> epath.Path:
-        """The directory of the steps in storage; without storage, in RAM."""
+        """The directory of the steps in storage, or in RAM without storage."""
         if self._root is not None:
             return self._root.path
         return storage.absolute(self._chosen.read_ram or self._chosen.ram_directory())
@@ -199,7 +199,7 @@ class HostsCheckpointer:
 
     @property
     def checkpoints(self) -> list[CheckpointMetadata]:
-        """The complete steps in all tiers, ascending, without those being saved."""
+        """The complete steps in all tiers, ascending, without steps being saved."""
         self._background.wait()
         return self._complete()
 
@@ -226,27 +226,27 @@ class HostsCheckpointer:
     ) -> SaveResponse | None:
         """Saves pytrees and components in the background, into the tiers that are due.
 
-        It returns when the state is in host memory: arrays may then be donated. It
-        first waits until the previous save is committed.
+        Returns when the state is in host memory: arrays may then be donated. It first
+        waits until the previous save is committed.
 
         Args:
           step: the number of the training step.
           checkpointables: pytrees, components, and iterators of `ec.batches`, by name.
-          force: saves to every tier, whether it is due or not.
-          overwrite: saves the newest step again, to every tier.
-          metrics: JSON by which a preservation policy may rank the step.
-          custom_metadata: JSON to keep with the step in persistent storage.
+          force: whether to save to every tier, due or not.
+          overwrite: whether to save the newest step again, to every tier.
+          metrics: JSON metrics that a preservation policy may rank the step by.
+          custom_metadata: JSON to store with the step in persistent storage.
 
         Returns:
           The save; None if no tier is due, or there is a later step.
 
         Raises:
-          StepAlreadyExistsError: if the step exists, and `overwrite` is not set.
+          StepAlreadyExistsError: if the step exists and `overwrite` is not set.
           CheckpointError: if a leaf or the metrics cannot be saved, or `overwrite`
             is set for a step that is not the newest.
           ReplacedError: if another program has begun to write to the same storage.
-          Exception: the error of a component that cannot be saved. An OSError is not
-            raised: it abandons only this save, whose result is False.
+          Exception: the error of a component that cannot be saved, except an OSError,
+            which only abandons this save; its result is then False.
         """
         self._check_writable()
         number = step_number(step)
@@ -272,10 +272,10 @@ class HostsCheckpointer:
         metrics: Mapping[str, Any] | None = None,
         custom_metadata: Mapping[str, Any] | None = None,
     ) -> bool:
-        """As `save_checkpointables_async`, and waits until the step is committed.
+        """Like `save_checkpointables_async`, but waits until the step is committed.
 
         Returns:
-          Whether it was committed; False also if no tier was due.
+          Whether the step was committed; also False if no tier was due.
         """
         response = self.save_checkpointables_async(
             step,
@@ -298,7 +298,7 @@ class HostsCheckpointer:
         metrics: Mapping[str, Any] | None = None,
         custom_metadata: Mapping[str, Any] | None = None,
     ) -> SaveResponse | None:
-        """As `save_checkpointables_async`, for a single pytree."""
+        """Like `save_checkpointables_async`, for a single pytree."""
         return self.save_checkpointables_async(
             step,
             {checkpointable_name: state},
@@ -319,7 +319,7 @@ class HostsCheckpointer:
         metrics: Mapping[str, Any] | None = None,
         custom_metadata: Mapping[str, Any] | None = None,
     ) -> bool:
-        """As `save_checkpointables`, for a single pytree."""
+        """Like `save_checkpointables`, for a single pytree."""
         response = self.save_async(
             step,
             state,
@@ -336,10 +336,10 @@ class HostsCheckpointer:
     save_pytree_async = save_async
 
     def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Records metrics of a training step, by which retention ranks it (`ec.BestN`).
+        """Records a training step's metrics, which retention ranks it by (`ec.BestN`).
 
         Args:
-          step: the number of the step. If it was not saved, the metrics count for the
+          step: the number of the step. If it was not saved, the metrics apply to the
             newest saved step before it.
           metrics: numbers by name.
 
@@ -353,7 +353,7 @@ class HostsCheckpointer:
             text = json_of_user("metrics", metrics)
             if self._root is None:
                 raise errors.CheckpointError(
-                    "metrics of evaluations are recorded in persistent storage, and"
+                    "evaluation metrics are recorded in persistent storage, but"
                     " this checkpointer has none; add Persistent(directory), or pass"
                     " metrics= when you save"
                 )
@@ -374,7 +374,7 @@ class HostsCheckpointer:
         """Removes a step when its save is done; does not interrupt the save.
 
         Args:
-          step: the number of the step; None takes the step being saved, if any.
+          step: the number of the step; None means the step being saved, if any.
         """
         if step is None:
             begun = self._hosts.share("is_saving", self.is_saving_in_progress())
@@ -384,7 +384,7 @@ class HostsCheckpointer:
             self.delete(step, missing_ok=True)
 
     def root_metadata(self) -> ocp.training.RootMetadata:
-        """The directory of the steps, and Orbax's metadata of the directory."""
+        """The directory of the steps, with Orbax's metadata of the directory."""
         noted = read_json(self.directory / "metadata" / "_ROOT_METADATA") or {}
         return ocp.training.RootMetadata(
             directory=self.directory, custom_metadata=noted.get("custom_metadata")
@@ -393,13 +393,13 @@ class HostsCheckpointer:
     def checkpointables_metadata(
         self, step: int | CheckpointMetadata | None = None
     ) -> CheckpointMetadata:
-        """Describes the contents of a step, without reading values.
+        """Describes a step's contents without reading values.
 
         Args:
           step: the number of the step; None takes the newest complete one.
 
         Returns:
-          The step, whose `metadata` has, by name, an abstract tree for each pytree and
+          The step; its `metadata` has, by name, an abstract tree for each pytree and
           None for each component.
 
         Raises:
@@ -416,19 +416,19 @@ class HostsCheckpointer:
         *,
         checkpointable_name: str | None = None,
     ) -> CheckpointMetadata:
-        """Describes one pytree of a step, without reading values.
+        """Describes one pytree of a step without reading values.
 
         Args:
           step: the number of the step; None takes the newest complete one.
-          checkpointable_name: the name of the pytree; None takes `state` or, like
+          checkpointable_name: the name of the pytree; None means `state` or, as in
             Orbax, the first by name if there is no `state`.
 
         Returns:
-          The step, whose `metadata` is the abstract tree.
+          The step; its `metadata` is the abstract tree.
 
         Raises:
           StepNotFoundError: if there is no such step.
-          CheckpointError: if the step has nothing of that name.
+          CheckpointError: if the step has no checkpointable of that name.
         """
         held = self.checkpointables_metadata(step)
         if checkpointable_name is None:
@@ -451,36 +451,38 @@ class HostsCheckpointer:
         layout: Any = None,
         go_back: bool = False,
     ) -> dict[str, Any]:
-        """Restores pytrees and components from the nearest good copies, verified.
+        """Restores and verifies pytrees and components from the nearest good copies.
 
         Args:
-          step: the number of the step; None takes the newest complete one or, if that
-            proves to be unreadable, the one before it.
-          abstract_checkpointables: what to restore, by name; nothing else is read:
+          step: the number of the step; None takes the newest complete step or, if that
+            turns out to be unreadable, the step before it.
+          abstract_checkpointables: the checkpointables to restore, by name; nothing
+            else is read:
 
             * for a pytree, the tree with abstract leaves, `jax.ShapeDtypeStruct`s with
-              the shardings to restore to, or None for the tree as it was saved
-            * for a component or an iterator, the object, into which the state is loaded
+              the shardings to restore to, or None for the tree as saved
+            * for a component or an iterator, the object to load the state into
 
-            None in place of the dict restores all pytrees as they were saved. Such an
-            array gets its saved sharding if those devices exist; otherwise each host
-            gets all of it, on one device.
+            None in place of the dict restores all pytrees as saved. Each array then
+            gets its saved sharding if those devices exist; otherwise each host gets the
+            whole array, on one device.
           partial: whether the requested trees may omit saved leaves.
-          layout: an `ec.universal.Layout`, or the name of one, for reading trees that
+          layout: an `ec.universal.Layout`, or a layout name, for reading trees that
             were saved with different leaves.
-          go_back: continues training from this step although newer ones are complete.
-            They are abandoned, which is on record in storage when this returns. Without
-            it, the run does not continue from an older step: if components are loaded,
-            or nothing was loaded or saved before, the next save is an error.
+          go_back: whether to continue training from this step although newer steps are
+            complete. The newer steps are abandoned, which storage records before this
+            returns. Without `go_back`, the run does not continue from an older step: if
+            components are loaded, or nothing was loaded or saved before, the next save
+            is an error.
 
         Returns:
           The pytrees and objects by name.
 
         Raises:
           StepNotFoundError: if there is no such step.
-          CheckpointError: if the step is incomplete or of another model, or no good
-            copy of one of its parts is left.
-          HostsFailedError: with `go_back`, if storage is out of reach.
+          CheckpointError: if the step is incomplete or belongs to a different model, or
+            no good copy of one of its parts is left.
+          HostsFailedError: with `go_back`, if storage is unreachable.
           ReplacedError: with `go_back`, if another start has continued the run.
         """
         load = self._load_later(
@@ -504,7 +506,7 @@ class HostsCheckpointer:
         layout: Any = None,
         go_back: bool = False,
     ) -> Response[dict[str, Any]]:
-        """As `load_checkpointables`, in the background; other calls wait for it."""
+        """Like `load_checkpointables`, in the background; other calls wait for it."""
         return self._in_background(
             self._load_later(
                 step,
@@ -525,7 +527,7 @@ class HostsCheckpointer:
         layout: Any = None,
         go_back: bool = False,
     ) -> Any:
-        """As `load_checkpointables`, for a single pytree, which is returned."""
+        """Like `load_checkpointables`, for a single pytree, which is returned."""
         wanted = {checkpointable_name: abstract_state}
         return self.load_checkpointables(
             step, wanted, partial=partial, layout=layout, go_back=go_back
@@ -541,7 +543,7 @@ class HostsCheckpointer:
         layout: Any = None,
         go_back: bool = False,
     ) -> Response[Any]:
-        """As `load`, in the background; other calls wait for it."""
+        """Like `load`, in the background; other calls wait for it."""
         load = self._load_later(
             step,
             {checkpointable_name: abstract_state},
@@ -557,13 +559,13 @@ class HostsCheckpointer:
     pytree_metadata = metadata
 
     def reload(self) -> None:
-        """Searches for the newest step again: another program may have saved one."""
+        """Searches for the newest step again, which another program may have saved."""
         self.wait()
         with self._events.flushing():
             self._search_again()
 
     def begin_anew(self) -> None:
-        """Starts over before the first step: the next save abandons all steps."""
+        """Starts over before the first step; the next save abandons all steps."""
         self.wait()
         with self._events.flushing():
             self._end_search()
@@ -582,21 +584,21 @@ class HostsCheckpointer:
     ) -> bool:
         """Removes a step from the RAM of all hosts and from persistent storage.
 
-        If it is still complete on machines outside of this world, the event `degraded`
-        says so.
+        If the step is still complete on machines outside this world, the event
+        `degraded` says so.
 
         Args:
           step: the number of the step.
           checkpointable_name: must be None: a step can only be deleted as a whole. The
             argument is part of Orbax's signature.
-          missing_ok: accepts that there is no such step.
+          missing_ok: whether to accept that there is no such step.
 
         Returns:
           Whether there was such a step.
 
         Raises:
-          StepNotFoundError: if there was none, and `missing_ok` is not set.
-          CheckpointError: if a program reads it under a lease (`ec.lease`), or
+          StepNotFoundError: if there was no such step and `missing_ok` is not set.
+          CheckpointError: if a program reads the step under a lease (`ec.lease`), or
             `checkpointable_name` is not None.
         """
         response = self.delete_async(
@@ -612,7 +614,7 @@ class HostsCheckpointer:
         checkpointable_name: str | None = None,
         missing_ok: bool = False,
     ) -> Response[bool]:
-        """As `delete`, in the background; other calls wait for it."""
+        """Like `delete`, in the background; other calls wait for it."""
         self._check_writable()
         number = step_number(step)
         if checkpointable_name is not None:
@@ -624,7 +626,7 @@ class HostsCheckpointer:
         return self._in_background(lambda: self._remove(number, missing_ok=missing_ok))
 
     def is_durable(self, step: int) -> bool:
-        """Waits for backups; returns whether `step` is the newest step, and stored."""
+        """Waits for backups; returns whether `step` is the newest step and stored."""
         number = step_number(step)
         self.wait()
         latest = self.latest
@@ -646,7 +648,7 @@ class HostsCheckpointer:
     def is_left(self) -> bool:
         """Whether the next world of the run makes the remaining backups.
 
-        It cannot if some host's RAM is lost without a copy on a peer.
+        It cannot if any host's RAM is lost without a copy on a peer.
         """
         chosen, world = self._chosen, self._world
         if chosen.local is None or not world.is_left():
@@ -656,7 +658,7 @@ class HostsCheckpointer:
         return bool(have_copies) or not world.loses_memory()
 
     def close(self) -> None:
-        """Waits for all saves and backups, and releases the hosts.
+        """Waits for all saves and backups, then releases the hosts.
 
         If the run continues in another world, which makes the backups, this waits only
         for the last commit.
@@ -674,12 +676,12 @@ class HostsCheckpointer:
     def leave(self, error: BaseException) -> None:
         """Releases the hosts after an error in training, or Ctrl-C.
 
-        Finishes saves in flight, within ten minutes, if this is the only process, or if
-        all processes leave at once. Another Ctrl-C ends the wait. A `with` block calls
-        this if an exception leaves it.
+        Finishes saves in flight, within ten minutes, if this is the only process or if
+        all processes leave simultaneously. A second Ctrl-C ends the wait. A `with`
+        block calls this when an exception leaves it.
 
         Args:
-          error: the error; gets a note if a save could not be finished.
+          error: the error, which gets a note if a save could not be finished.
         """
         with self._resources:
             if not self._hosts.are_leaving(error):
@@ -687,8 +689,8 @@ class HostsCheckpointer:
             finishing = background.in_thread(self._finish, name="finish")
             if not futures.wait([finishing], timeout=_SILENT_SECS).done:
                 logging.warning(
-                    "finishing saves in flight before this program ends, for at most"
-                    " %d s; Ctrl-C ends it now",
+                    "finishing saves in flight before this program exits, for at most"
+                    " %d s; press Ctrl-C to exit now",
                     _FINISH_SECS,
                 )
             try:
@@ -706,7 +708,7 @@ class HostsCheckpointer:
             " `with ec.Checkpointer(...)`, or call close()",
             self.directory,
         )
-        # The error that ends the program, if there is one.
+        # The error that terminates the program, if any.
         self.leave(getattr(sys, "last_value", None) or errors.RunError("not closed"))
 
     def _finish(self) -> None:
@@ -732,7 +734,7 @@ class HostsCheckpointer:
         layout: Any,
         go_back: bool,
     ) -> Callable[[], dict[str, Any]]:
-        # Checks the call, and returns a function that loads, in any thread.
+        # Checks the call and returns a function that loads in any thread.
         self._check_open()
         if go_back:
             self._check_writable()
@@ -805,7 +807,7 @@ class HostsCheckpointer:
         try:
             evaluated = self._evaluations()
         except errors.HostsFailedError as error:
-            logging.warning("metrics of evaluations cannot be read: %s", error)
+            logging.warning("evaluation metrics cannot be read: %s", error)
             return listed
         return retention.with_evaluations(listed, evaluated)
 
@@ -903,7 +905,7 @@ class HostsCheckpointer:
         return SaveResponse(committed, functools.partial(self._is_stored, saving))
 
     def _send(self, write: Callable[[], None], step_id: StepId, directory: str) -> None:
-        # Makes components write their files here, and host 0 write them there.
+        # Makes components write their files here, and makes host 0 store them.
         try:
             write()
             files = component_files.read(directory)
@@ -967,7 +969,7 @@ class HostsCheckpointer:
         return restored.parts
 
     def _report_unloaded(self, stateful: Mapping[str, Any]) -> None:
-        # E.g. data that a load forgot would start from the beginning.
+        # For example, data that a load omitted would start from the beginning.
         unloaded = sorted(self._unloaded.intersection(stateful))
         self._unloaded -= frozenset(unloaded)
         step = self._restored.step if self._restored else 0
@@ -990,15 +992,15 @@ class HostsCheckpointer:
         return not line.abandons(StepId(checkpoint.step, checkpoint.line[-1][1]))
 
     def _abandoning(self, older: CheckpointMetadata, newest_save: str) -> str:
-        # Puts on record that the run continues from an older step: a world that begins
-        # before this one has saved also abandons the steps between.
+        # Records that the run continues from an older step, so that a world that begins
+        # before this one has saved also abandons the steps in between.
         self._claim()
         save = self._hosts.first(HostWorld.new_save, newest_save)
         try:
             self._stages.claim(Line(save=save, parents=older.line))
         except errors.HostsFailedError:
-            # The line may be on record although the answer was lost, so later saves
-            # need a later line.
+            # The line may be recorded although the answer was lost, so later saves need
+            # a later line.
             self._go_on_from(self._newest, save)
             raise
         return save
@@ -1024,7 +1026,7 @@ class HostsCheckpointer:
             self._end_search()
 
     def _end_search(self) -> None:
-        # Lets hosts drop the messages of the search.
+        # Lets hosts drop the search messages.
         if self._search is not None and self._hosts.num_hosts > 1:
             self._hosts.all(HostReader.close_step)
         self._search = None
@@ -1032,7 +1034,7 @@ class HostsCheckpointer:
     def _remove(self, step: int, *, missing_ok: bool) -> bool:
         was_there = False
         if self._root is not None:
-            # Storage first: it refuses to remove a leased step.
+            # Storage first, because it refuses to remove a leased step.
             was_there = self._hosts.first(HostBackup.remove, step, self._line)
         was_there |= any(self._hosts.all(HostSaver.remove, step))
         if not (was_there or missing_ok):
@@ -1044,7 +1046,7 @@ class HostsCheckpointer:
         if step in [each.step for each in self._complete()]:
             why = (
                 "it was deleted, but is still complete in the RAM of machines outside"
-                " of this world: idle ones, or backup hosts, which remove it when they"
+                " this world: idle machines, or backup hosts, which remove it when they"
                 " get newer steps; remove it from their RAM disks"
             )
             storage_cause.report(self._emit, "peer", step, why)
@@ -1076,7 +1078,8 @@ class HostsCheckpointer:
         return Line(save=self._save, parents=FROM_SCRATCH)
 
     def _is_new(self, step: int) -> bool:
-        # Whether it is later than all steps; raises an error if it can never be saved.
+        # Whether the step is later than all others; raises an error if it can never be
+        # saved.
         newest = self._newest
         is_behind = newest is not None and step <= newest.step
         if newest is None or not (is_behind or self._older):
@@ -1088,15 +1091,16 @@ class HostsCheckpointer:
         raise errors.CheckpointError(
             f"step {step} cannot be saved: {self.directory} has step {newest.step},"
             f" which is later{loaded}. To continue the run, load that step first; to"
-            " train again from an earlier one, load that with go_back=True; for another"
-            " run, give another directory"
+            " retrain from an earlier step, load that step with go_back=True; for a new"
+            " run, pass a different directory"
         )
 
     def _save_of(self, step: int) -> str:
-        # The save of a step on the line; a step that is not saved yet gets the next.
+        # A step's save on the line; a step that is not saved yet gets the next save.
         line = () if self._newest is None else self._newest.line
         later = [each for each in line if each.save and each.step >= step]
-        # A step that was saved again is in it twice; steps before belong to the first.
+        # A step that was saved again is listed twice; earlier steps belong to the
+        # first.
         saves = [each.save for each in later if each.step == step]
         if saves or not later:
             return max(saves, default=self._line.save)
@@ -1108,7 +1112,7 @@ class HostsCheckpointer:
         parents = line.parents if latest is None else latest.line
         if overwrite and latest is not None and step < latest.step:
             raise errors.CheckpointError(
-                f"step {step} cannot be overwritten: only the newest step can, which"
+                f"step {step} cannot be overwritten: only the newest step can be, which"
                 f" is {latest.step}; to continue from an earlier step, load it with"
                 " go_back=True"
             )
@@ -1125,7 +1129,7 @@ class HostsCheckpointer:
                 " later step"
             )
         else:
-            # The old save stays on the line, and counts if the new one is interrupted.
+            # The old save stays on the line and counts if the new one is interrupted.
             after = max(self._save, parents[-1].save)
         return Line(save=self._hosts.first(HostWorld.new_save, after), parents=parents)
 
@@ -1159,5 +1163,5 @@ def _named_otherwise(chosen: Chosen, run: str, found: str | None) -> errors.RunE
     return errors.RunError(
         f"{where} contains the steps of another run, {found!r}, but this run is"
         f" {run!r}; to continue that run, use its name (if the directory was renamed,"
-        " rename it back), otherwise save to another directory"
+        " rename it back); otherwise, save to a different directory"
     )

@@ -1,14 +1,14 @@
 """Components: the parts of a step that write their own files, such as the data state.
 
-A component is a `StatefulCheckpointable` of Orbax: `save` takes its state at once and
-writes it later, `load` reads it from a directory. Each host may write some of the
+A component is an Orbax `StatefulCheckpointable`: `save` captures its state immediately
+and writes it later, `load` reads it from a directory. Each host may write some of the
 files, under logical names; hosts that write a file of the same name must write the same
 bytes.
 
-A component that does not return in time fails the save or the restore, like one that
-raises an error, and its thread is abandoned. The limit is the attribute
-`save_timeout_secs` of the component, at most `SAVE_TIMEOUT_SECS`; without the attribute
-a load may take `LOAD_TIMEOUT_SECS`.
+A component that does not return in time fails the save or the restore, like a component
+that raises an error, and its thread is abandoned. The limit is the component's
+attribute `save_timeout_secs`, at most `SAVE_TIMEOUT_SECS`; without the attribute, a
+load may take `LOAD_TIMEOUT_SECS`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from elastic_ckpt.core import background, errors
 
 T = TypeVar("T")
 
-# The limit for taking the states of all components, and again for writing them: both
-# together are less than other hosts wait for this one (`core.calls.BRIEF_SECS`).
+# The limit for capturing all components' states, and again for writing them: together,
+# both are shorter than other hosts wait for this one (`core.calls.BRIEF_SECS`).
 SAVE_TIMEOUT_SECS = 240.0
-# The limit for loading a component that declares none, and may have to read its way to
-# a position: less than other hosts wait for this one.
+# The limit for loading a component that declares none and may have to read its way to a
+# position: shorter than other hosts wait for this one.
 LOAD_TIMEOUT_SECS = 540.0
-# For a cancelled coroutine to end.
+# How long a cancelled coroutine may take to finish.
 _GRACE_SECS = 0.5
 
 
@@ -49,7 +49,7 @@ class Created:
         return Created(self.path / other)
 
     async def await_creation(self) -> epath.Path:
-        """The directory; returns at once."""
+        """Returns the directory immediately."""
         return self.path
 
 
@@ -59,13 +59,13 @@ def split(
     """Splits checkpointables into pytrees and components.
 
     Raises:
-      CheckpointError: if they are not given by name.
+      CheckpointError: if the checkpointables are not a mapping by name.
     """
     is_mapping = isinstance(checkpointables, Mapping)
     if not is_mapping or not all(isinstance(name, str) for name in checkpointables):
         keys = f" with the keys {[*checkpointables][:8]}" if is_mapping else ""
         raise errors.CheckpointError(
-            'checkpointables are a mapping of names to pytrees and components, as in {"'
+            'pass checkpointables as a mapping from names to values, as in {"'
             'state": tree, "data": batches}, not a'
             f" {type(checkpointables).__name__}{keys}; `save` and `load` take a single"
             " pytree"
@@ -85,18 +85,18 @@ def begin_save(
     components: Mapping[str, ocp.StatefulCheckpointable],
     directory: Callable[[str], epath.Path],
 ) -> Callable[[], Any]:
-    """Takes the state of all components now.
+    """Captures the state of all components now.
 
     Args:
       components: the components, by name.
-      directory: creates the directory of the component with a name.
+      directory: a function that creates a component's directory from its name.
 
     Returns:
-      A function that writes the states, to be called once, on any thread.
+      A function that writes the states; call it once, on any thread.
 
     Raises:
       TimeoutError: if a component does not return in time, here or in the writer.
-      Exception: by a component's `save`; then no component writes its state.
+      Exception: from a component's `save`; then no component writes its state.
     """
     begun: dict[str, Awaitable[None]] = {}
     try:
@@ -118,8 +118,8 @@ def fail_later(
     Otherwise the other hosts would wait for this one.
 
     Returns:
-      The writer, which raises the error if there was one; and the error, if the caller
-      must raise it, too (full storage only fails the step).
+      The writer, which raises the error, if any; and the error, if the caller must
+      raise it too (full storage only fails the step).
     """
     try:
         return begin(), None
@@ -138,12 +138,12 @@ def load(
 
     Args:
       component: the component.
-      directory: the directory of its files, with the name of the component.
-      limit_secs: how long it may take, unless it declares less.
+      directory: the directory of the component's files, named like the component.
+      limit_secs: how long the load may take, unless the component declares less.
 
     Raises:
-      TimeoutError: if it does not return in time.
-      Exception: by its `load`.
+      TimeoutError: if the component does not return in time.
+      Exception: from the component's `load`.
     """
     path = epath.Path(directory)
 
@@ -174,7 +174,7 @@ def _in_time(
     done: str,
     most_secs: float = SAVE_TIMEOUT_SECS,
 ) -> dict[str, T]:
-    # Awaits the calls of all components, each in a thread, and returns the results.
+    # Awaits all components' calls, each in a thread, and returns the results.
     limits = {
         name: min(getattr(each, "save_timeout_secs", most_secs), most_secs)
         for name, each in components.items()
@@ -185,7 +185,8 @@ def _in_time(
         try:
             result = await asyncio.wait_for(calls[name](), limits[name])
         finally:
-            # It was cancelled, or blocked the event loop for longer than its limit.
+            # The call was cancelled, or blocked the event loop for longer than its
+            # limit.
             if time.monotonic() > began_secs + limits[name]:
                 _close([result])
                 raise _LateError
@@ -198,7 +199,7 @@ def _in_time(
         )
         for name in components
     }
-    # A call that blocks its event loop cannot be cancelled: its thread is abandoned.
+    # A call that blocks its event loop cannot be cancelled, so its thread is abandoned.
     longest_secs = max(limits.values(), default=0.0) + _GRACE_SECS
     futures.wait(begun.values(), timeout=longest_secs)
     late = [

@@ -1,21 +1,21 @@
 """Follows a live run: its steps as they become complete, in storage or in its RAM.
 
-A program that evaluates, exports or serves steps need not be part of the run, or have
+A program that evaluates, exports or serves steps need not be part of the run or have
 any of its devices:
 
     for step in ec.watch_steps("gs://bucket/run/checkpoints"):
         loss = evaluate(step.load({"params": abstract_params}))
         ec.record_metrics(step, {"eval_loss": loss})
 
-The metrics count for the run's retention as if the run had evaluated the step itself.
+The run's retention uses the metrics as if the run had evaluated the step itself.
 
 With the run's secret, a program follows steps in the RAM of the hosts, which save far
 more often to RAM than to storage. The run records its agents in storage (`run_files`).
-One of them at a time is asked for its list of steps. Only when that has a new save, all
-are asked, and their manifests searched as in a restore (`tiers.find`). RAM has only the
-newest steps, so the newest is always taken. It may be gone before it is read. So the
-leaves that were loaded from the previous step are read before a step is yielded; if
-that fails, the step is passed over.
+The program asks one agent at a time for its list of steps. Only when the list has a new
+save does it ask all agents and search their manifests as in a restore (`tiers.find`).
+RAM has only the newest steps, so the program always takes the newest. That step may be
+gone before it is read. So the program reads the leaves that were loaded from the
+previous step before it yields a step; if that fails, it skips the step.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Step:
 
     Attributes:
       step: the number of the training step.
-      save: which save of it, as a run that rolls back saves steps again; empty if Orbax
-        alone saved it.
+      save: the name of the save, because a run that rolls back saves steps again; empty
+        if stock Orbax saved the step.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class Step:
 
     @property
     def path(self) -> epath.Path:
-        """Its directory in persistent storage.
+        """The step directory in persistent storage.
 
         Raises:
-          CheckpointError: if the step is in the run's RAM, and so has no directory.
+          CheckpointError: if the step is in the run's RAM and so has no directory.
         """
         if self._in_ram is not None:
             raise errors.CheckpointError(
@@ -98,24 +98,25 @@ class Step:
         return self._follower.root.final(self.step)
 
     def load(self, tree: Any = None, *, checkpointable_name: str = "state") -> Any:
-        """Loads leaves of the step, and compares them with their saved digests.
+        """Loads leaves of the step and compares them with their saved digests.
 
         Leaves that have not changed since the previous step are not read again.
 
         Args:
           tree: the wanted leaves, in their saved structure, such as
-            `{"params": abstract_params}`; others are left out. A leaf is an array or
-            `jax.ShapeDtypeStruct`, which is placed by its sharding, or an object with
-            only shape and dtype, which becomes a read-only NumPy array. None takes the
-            weights: the state's `params` or `model`, or all of it if it has neither.
+            `{"params": abstract_params}`; other leaves are skipped. A leaf is an array
+            or `jax.ShapeDtypeStruct`, which is placed by its sharding, or an object
+            with only shape and dtype, which becomes a read-only NumPy array. None takes
+            the weights: the state's `params` or `model`, or the whole state if it has
+            neither.
           checkpointable_name: the name of the tree in the step.
 
         Returns:
-          The tree with its values.
+          The tree with the loaded values.
 
         Raises:
-          OtherModelError: if the step lacks a leaf, or has it in another shape.
-          StepGoneError: if the step is gone; the next one may be there.
+          OtherModelError: if the step lacks a leaf, or has it in a different shape.
+          StepGoneError: if the step is gone; a later step may exist.
           CheckpointError: if the step has no tree of that name, or cannot be found.
         """
         if not self.save:
@@ -140,42 +141,44 @@ def watch_steps(
     tls_authority: epath.PathLike | None = None,
     max_bytes_per_sec: float | None = None,
 ) -> Iterator[Step]:
-    """Waits for the steps of a run, and yields each as it becomes complete.
+    """Waits for a run's steps and yields each as it becomes complete.
 
     A lease (`ec.lease`) keeps each step in storage until the next one is requested.
-    Steps that the run removes before their turn are passed over. A step that the run
-    saves again, after it rolled back to an earlier one, is yielded again.
+    Steps that the run removes before their turn are skipped. If the run rolls back and
+    saves a step again, the step is yielded again.
 
-    With the run's secret, steps in the RAM of its hosts are followed as well: then each
-    step that is yielded is the newest complete one, and those between are passed over.
-    Whatever `Step.load` loaded from the previous step is read before a step is yielded;
-    if the step is removed meanwhile, it is passed over. The run needs `ec.Peers`, and
-    its agents must be reachable from here.
+    With the run's secret, steps in the RAM of its hosts are followed as well. Each
+    yielded step is then the newest complete step, and the steps in between are skipped.
+    The leaves that `Step.load` loaded from the previous step are read before a step is
+    yielded; if the step is removed meanwhile, it is skipped. The run needs `ec.Peers`,
+    and its agents must be reachable from here.
 
     Args:
-      directory: where the run keeps its steps in storage; it need not exist yet. For a
-        run without storage, the directory of `ec.Local` on a machine of the run.
-      after: yields only later steps; by default all existing ones.
+      directory: the directory of the run's steps in storage, which need not exist yet.
+        For a run without storage, the directory of `ec.Local` on one of the run's
+        machines.
+      after: the step after which to yield steps; by default, all existing steps are
+        yielded.
       poll_secs: the time between two looks at storage. An agent of the run is asked
-        more often, and then storage only if no step came for this long.
-      timeout_secs: ends the iteration when there was no new step for this long; None
-        never ends it.
-      duration_secs: the duration of the leases, as for `ec.lease`.
-      secret_file: a file with the secret of the run: that of its `ec.Peers`, or
+        more often, and storage then only if no step has come for this long.
+      timeout_secs: how long without a new step until the iteration ends; None means
+        never.
+      duration_secs: the duration of the leases; see `ec.lease`.
+      secret_file: a file with the run's secret: the `secret_file` of its `ec.Peers`, or
         `secret` in the directory of `ec.Local` on any of its machines. None follows
-        only the steps in storage; but if `directory` is that of `ec.Local`, None takes
-        the secret there.
+        only the steps in storage, except that if `directory` is the directory of
+        `ec.Local`, None uses the secret there.
       tls_authority: a PEM file with the authority that signs the agents' certificates;
-        with it, agents that do not encrypt are refused.
-      max_bytes_per_sec: the most bytes per second to read from agents, if the run needs
-        the network itself; None sets no limit.
+        with it, agents that do not encrypt are rejected.
+      max_bytes_per_sec: the maximum rate, in bytes per second, at which to read from
+        agents, if the run needs the network itself; None sets no limit.
 
     Yields:
-      In storage, the steps in ascending order; in RAM, the newest.
+      In storage, the steps in ascending order; in RAM, the newest step.
 
     Raises:
-      CheckpointError: if the lease of a step was lost while it was read.
-      RunError: if there is no secret in the file, or no agent accepts it.
+      CheckpointError: if a step's lease was lost while the step was read.
+      RunError: if there is no secret in the file, or no agent accepts the secret.
       ConfigError: if `tls_authority` cannot be read.
     """
     root, look_secs = PersistentRoot.from_path(directory), poll_secs
@@ -217,7 +220,7 @@ def _followed(
                 found_secs = time.monotonic()
                 continue
             except leases.StepGoneError as error:
-                # Looks again, since only an older save of the step may be gone.
+                # Looks again, because only an older save of the step may be gone.
                 logging.info("%s", error)
                 follower.last = before
         if time.monotonic() - found_secs >= timeout_secs:
@@ -226,22 +229,21 @@ def _followed(
 
 
 def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> None:
-    """Records metrics of a saved step, so that its run ranks it by them (`ec.BestN`).
+    """Records a saved step's metrics, which its run ranks it by (`ec.BestN`).
 
-    Any program may call it, during the run or later. The run counts the metrics from
-    its next save on. They apply to this save of the step: if the run rolls back and
-    saves the step again, they do not count for the new save. Metrics of a step that was
-    only in RAM count for the newest step before it in storage.
+    Any program may call this, during the run or later. The run uses the metrics from
+    its next save on. They apply only to this save: if the run rolls back and saves the
+    step again, they do not apply to the new save. Metrics of a step that was only in
+    RAM apply to the newest earlier step in storage.
 
     Args:
-      step: a step from `ec.watch_steps`, or the directory of a step in persistent
-        storage.
-      metrics: numbers by name; replace those recorded for the step before.
+      step: a step from `ec.watch_steps`, or a step directory in persistent storage.
+      metrics: numbers by name, which replace the metrics recorded before for the step.
 
     Raises:
       CheckpointError: if the step was not saved by a run of this library, or the
         metrics are not JSON.
-      OSError: if storage is unavailable; for a bucket, possibly its client's error.
+      OSError: if storage is unavailable; for a bucket, possibly its client's own error.
     """
     if isinstance(step, Step):
         root, number = step._follower.root, step.step
@@ -254,11 +256,11 @@ def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> N
     if _is_ram_disk(root):
         raise errors.CheckpointError(
             f"metrics of step {number} were not recorded: they belong in persistent"
-            " storage; give ec.watch_steps the directory of the run's ec.Persistent"
+            " storage; pass ec.watch_steps the directory of the run's ec.Persistent"
         )
     if not run:
         raise errors.CheckpointError(
-            f"{step} is not a step that a run of this library has committed; give"
+            f"{step} is not a step that a run of this library has committed; pass"
             " PERSISTENT_DIRECTORY/<step>"
         )
     run_files.record_evaluation(
@@ -273,17 +275,17 @@ def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> N
 
 
 class _Follower:
-    """Finds the next step of a run, in storage or in RAM, and loads it.
+    """Finds a run's next step, in storage or in RAM, and loads it.
 
-    Keeps loaded leaves, which the next step may have unchanged.
+    Keeps loaded leaves, because the next step may have the same values.
 
     Args:
       root: the directory of the steps in storage, where the run records its agents.
-      client: reads from agents; None follows only the steps in storage.
+      client: a client that reads from agents; None follows only the steps in storage.
       poll_secs: the time between two looks at storage while RAM has no new step.
 
     Attributes:
-      last: the last step that was found.
+      last: the last step found.
     """
 
     def __init__(
@@ -302,26 +304,26 @@ class _Follower:
             weakref.finalize(self, client.close)
         domains = owners.domains_of_environment()
         self._host = Host(id="follower", number=-1, domains=domains)
-        # The trees that were loaded from the present step, with their names.
+        # The trees that were loaded from the current step, with their names.
         self._asked: list[tuple[Any, str]] = []
-        # By the path of a leaf, its saved boxes with their digests, and its values.
+        # By leaf path: the leaf's saved boxes with their digests, and its values.
         self._kept: dict[str, tuple[Any, dict[boxes.Box, np.ndarray]]] = {}
         # The run's newest known line.
         self.last, self._line = StepId(-1, ""), Line(save="", parents=())
-        # The steps in storage that were examined.
+        # The examined steps in storage.
         self._seen: set[int] = set()
         self._unreadable: dict[StepId, str] = {}
         # The time of the last new step in RAM, or of the last look at storage.
         self._looked_secs = -math.inf
         self._agents = run_files.RunAgents("", {})
-        # The later saves of the last search, and when to search them again.
+        # The later saves of the last search, and when to search for them again.
         self._searched: set[StepId] | None = set()
         self._pause_secs = self._again_secs = 0.0
 
     def next(self) -> Step | None:
         """The next step, in RAM or committed in storage; None if there is none yet.
 
-        If RAM is followed, it is the newest step.
+        If RAM is followed, returns the newest step.
 
         Raises:
           RunError: if no agent accepts the secret.
@@ -352,7 +354,7 @@ class _Follower:
         except errors.CheckpointError as error:
             raise leases.StepGoneError(
                 f"step {found.step_id.step} can no longer be read ({error}); load the"
-                " next one. If the run removes steps faster than they are read here,"
+                " next step. If the run removes steps faster than they are read here,"
                 " make it keep more of them: ec.Local(..., keep=LatestN(3))"
             ) from error
         made = {
@@ -388,7 +390,7 @@ class _Follower:
         return is_new and is_good and not self._line.abandons(step_id)
 
     def _in_storage(self) -> Step | None:
-        # The first later step, or if RAM is followed, the newest.
+        # The first later step, or, if RAM is followed, the newest.
         root = self.root
         try:
             steps = root.steps()
@@ -396,7 +398,7 @@ class _Follower:
                 logging.log_every_n_seconds(
                     logging.WARNING,
                     "watch_steps: there is no directory %s yet; unless a run is about"
-                    " to create it, give the directory of its ec.Persistent",
+                    " to create it, pass the directory of its ec.Persistent",
                     _WARN_SECS,
                     root.path,
                 )
@@ -408,7 +410,7 @@ class _Follower:
                     continue
                 run, save = persistent_root.committed(root.final(step))
                 later = StepId(step, save or root.foreign_save(step))
-                # Also a listed step that is being removed, which is then passed over.
+                # Also a listed step that is being removed, which is then skipped.
                 self._seen.add(step)
                 if self._is_later(later):
                     self.last, self._asked = later, []
@@ -436,7 +438,7 @@ class _Follower:
             self._agents = agents or self._agents
             if agents is None and self._looked_secs == -math.inf:
                 logging.warning(
-                    "watch_steps: %s names no agents, so only steps in storage are"
+                    "watch_steps: %s lists no agents, so only steps in storage are"
                     " followed; a run with ec.Local and ec.Peers records its agents"
                     " when it starts",
                     root.path / run_files.AGENTS,
@@ -445,11 +447,12 @@ class _Follower:
             logging.warning("the agents of the run may have moved: %s", error)
 
     def _in_ram(self) -> Step | None:
-        # One agent's list shows whether to search: each has parts of every step.
+        # One agent's list shows whether to search, because each has parts of every
+        # step.
         urls = list(self._agents.urls.values())
         some = map(self._peer, random.sample(urls, min(_MOST_ASKED, len(urls))))
         asked = next((each for each in some if not each.listing.problem), None)
-        # None: none of these agents answers.
+        # None means that none of these agents answers.
         later = {*filter(self._is_later, asked.known_saves())} if asked else None
         now_secs, is_again = time.monotonic(), later == self._searched
         if later == set() or (is_again and now_secs < self._again_secs):
@@ -465,7 +468,7 @@ class _Follower:
         if refusing and not any(each.listing.manifests for each in peers):
             raise errors.RunError(
                 f"{', '.join(refusing)}: no agent of the run accepts the secret in"
-                f" {self._secret_file}; give a copy of the file `secret` in the"
+                f" {self._secret_file}; pass a copy of the file `secret` in the"
                 " directory of ec.Local on any machine of the run, or the secret_file"
                 " of its ec.Peers"
             )
@@ -474,18 +477,19 @@ class _Follower:
         return self._begun(found)
 
     def _begun(self, found: find.FoundStep) -> Step | None:
-        # A step in RAM, after reading what was loaded from the previous one.
+        # A step in RAM, after reading the leaves that were loaded from the previous
+        # step.
         asked, self._asked = self._asked, []
         wanted = []
         for tree, name in asked:
-            # If it does not fit this step, a later load of it reports that.
+            # If the tree does not match this step, a later load reports that.
             with contextlib.suppress(errors.ElasticCkptError):
                 wanted.append(trees.wanted(_resolved(tree, name, found).read))
         try:
             for of_tree in wanted:
                 self._read(found, of_tree)
         except errors.CheckpointError as error:
-            logging.info("step %d is passed over: %s", found.step_id.step, error)
+            logging.info("step %d is skipped: %s", found.step_id.step, error)
             self._unreadable[found.step_id] = str(error)
             return None
         self.last, self._unreadable = found.step_id, {}
@@ -497,7 +501,7 @@ class _Follower:
 
 
 def _resolved(tree: Any, name: str, found: find.FoundStep) -> structure.AskedTrees:
-    # The requested trees of a step, without its other leaves.
+    # A step's requested trees, without its other leaves.
     contents, step = found.table.contents, found.step_id.step
     if tree is None:
         whole = structure.saved_trees(contents).get(name, {})

@@ -1,7 +1,7 @@
-"""Steps that Orbax saved without us: their contents, and loading them.
+"""Steps that stock Orbax saved: their contents, and loading them.
 
 Their values have no digests, and Orbax loads them. Orbax reports any error as an
-incompatible handler; this module raises the cause, and names the unreadable part.
+incompatible handler; this module raises the cause and names the unreadable part.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _REFUSED = (
 )
 _REMEDY = (
     "restore it from a copy, or move this step out of its directory to continue from"
-    " the one before"
+    " the step before"
 )
 
 
@@ -70,11 +70,11 @@ class LeafSummary:
     """One array of a step.
 
     Attributes:
-      path: its path in the tree.
-      shape: its global shape.
-      dtype: its dtype.
-      sharding: its saved partition spec and mesh, in words.
-      num_bytes: the size of its values.
+      path: the array's path in the tree.
+      shape: the global shape.
+      dtype: the dtype.
+      sharding: the saved partition spec and mesh, in words.
+      num_bytes: the size of the values.
     """
 
     path: str
@@ -90,14 +90,14 @@ def load(
     """Loads the requested parts of a step.
 
     Args:
-      path: the directory of the step.
+      path: the step directory.
       wanted: abstract trees, and components to load, by name.
       partial: whether the requested trees may omit saved leaves.
 
     Raises:
-      CheckpointError: if the step is of another model, lacks a part, or a part cannot
-        be read.
-      ElasticCkptError: by the `load` of a component.
+      CheckpointError: if the step belongs to a different model or lacks a part, or a
+        part cannot be read.
+      ElasticCkptError: from a component's `load`.
     """
     parts = read_parts(path)
     missing = sorted(wanted.keys() - parts.keys())
@@ -120,13 +120,13 @@ def load(
 
 
 def checked_context(own: ocp.Context | None = None) -> ocp.Context:
-    """Orbax's context for a call of ours, to be entered in the thread that does it.
+    """Orbax's context for a library call, to enter in the thread that makes the call.
 
     Only `pytree.loading.partial_load` is applied; options that tune Orbax's I/O have no
-    effect. Orbax loads the steps that it alone saved under the same context.
+    effect. Steps that stock Orbax saved are loaded under the same context.
 
     Args:
-      own: the checkpointer's context; that of a `with` block takes precedence, as in
+      own: the checkpointer's context; a `with` block's context takes precedence, as in
         Orbax.
 
     Raises:
@@ -175,7 +175,7 @@ def check_same_tree(step_path: str, saved: Any, wanted: Any) -> None:
 
     Args:
       step_path: the source of `saved`, for the message.
-      saved: the saved pytree, whose leaves have a `shape`, or are numbers or strings.
+      saved: the saved pytree, whose leaves have a `shape` or are numbers or strings.
       wanted: the requested tree. Shapes must be equal, and strings must be requested
         as such; `...` and None skip a leaf.
     """
@@ -215,10 +215,10 @@ def _leaves(tree: Any, *, with_none: bool = False) -> dict[str, Any]:
 
 
 def read_parts(path: epath.Path) -> dict[str, Any]:
-    """Describes the checkpointables of a step, by name, as Orbax v1 does.
+    """Describes a step's checkpointables, by name, as Orbax v1 does.
 
-    Orbax v1's function fails for trees with a bool, so that of v0 reads trees. JSON is
-    its own description. Other parts, and unreadable ones, are None.
+    Orbax v1's function fails for trees with a bool, so v0's function reads trees. JSON
+    describes itself. Other parts, and unreadable ones, are None.
 
     Raises:
       CheckpointError: if Orbax cannot read the step.
@@ -262,10 +262,10 @@ def _described(leaf: Any) -> Any:
 
 
 def arrays(step_path: epath.PathLike, name: str) -> list[LeafSummary]:
-    """Summarizes each leaf of the checkpointable `name` of a step.
+    """Summarizes each leaf of a step's checkpointable `name`.
 
-    Orbax reads them. It cannot read S3-compatible stores other than Amazon's; there the
-    leaves come from the step's manifests, without shardings.
+    Orbax reads the leaves. It cannot read S3-compatible stores other than Amazon's;
+    there, the leaves come from the step's manifests, without shardings.
     """
     path, below = storage.absolute(step_path), f"{name}/"
     tree = read_parts(path).get(name) or {}
@@ -289,7 +289,7 @@ def steps(directory: epath.PathLike) -> dict[int, epath.Path]:
 
 
 def _summary(path: str, leaf: Any, sharding: str) -> LeafSummary:
-    # The metadata of a number or string is its value.
+    # A number's or string's metadata is its value.
     array = np.asarray(leaf) if isinstance(leaf, int | float | str) else leaf
     return LeafSummary(
         path=path,

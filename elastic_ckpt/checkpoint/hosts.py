@@ -1,9 +1,8 @@
 """The hosts of a world, which a checkpointer drives by calls.
 
 A call (`core.calls`) is a method that all hosts, or only the first, run; the driver
-continues with the answers. In a multi-controller world every process is a driver
-(`InEveryProcess`). A single controller is the only driver of its hosts, through the
-sidecar.
+continues with the answers. In a multi-controller world, every process is a driver
+(`InEveryProcess`). A single controller is its hosts' only driver, through the sidecar.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ class Hosts(Protocol):
     def all(
         self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
     ) -> list[AnswerT]:
-        """Calls a method of every host, and returns the answers in order of host.
+        """Calls a method of every host and returns the answers in host order.
 
-        Calls of one name and channel (`calls.Call`) must come from one thread at a
-        time, in the same order in all drivers.
+        Calls with the same name and channel (`calls.Call`) must come from one thread at
+        a time, in the same order in all drivers.
 
         Raises:
           HostsFailedError: if the call failed on any host.
@@ -66,7 +65,7 @@ class Hosts(Protocol):
     def first(
         self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
     ) -> AnswerT:
-        """Calls a method of only host 0, and returns its answer.
+        """Calls a method of only host 0 and returns its answer.
 
         Raises:
           HostsFailedError: if the call failed.
@@ -77,7 +76,7 @@ class Hosts(Protocol):
         """Returns the values of all drivers, in order.
 
         Args:
-          name: names the exchange as a call is named; see `all` for the order.
+          name: the name of the exchange, like a call's; see `all` for the order.
           value: this driver's value: a dataclass that `codec` encodes, or JSON.
         """
 
@@ -93,36 +92,36 @@ class Hosts(Protocol):
         components: Sequence[str],
         others: Mapping[str, OtherTree],
     ) -> int:
-        """Selects what `read` reads from the open step.
+        """Selects the parts that `read` reads from the open step.
 
         Args:
-          trees: the wanted trees; the step has all of their leaves, in their shapes.
+          trees: the wanted trees, whose leaves are all in the step, in the same shapes.
           components: the wanted components.
           others: trees of a different layout, by name. If hosts are other processes,
-            this reads them at once, from persistent storage.
+            this reads the trees immediately, from persistent storage.
 
         Returns:
-          The bytes that this process has read at once.
+          The bytes that this process has read immediately.
 
         Raises:
           HostsFailedError: if the step has no such component.
         """
 
     def read(self, components: Sequence[str]) -> list[ReadParts]:
-        """Makes all hosts read and verify what `check` selected.
+        """Makes all hosts read and verify the parts that `check` selected.
 
         Raises:
           HostsFailedError: if no good copy of a part is left.
         """
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
-        """Builds the trees, and those of other layouts, from what the hosts have read.
+        """Builds the trees, including other layouts', from the values that hosts read.
 
         Closes the step (`HostReader.close_step`).
         """
 
     def are_leaving(self, error: BaseException) -> bool:
-        """Whether all drivers leave at once, so that they can do so together."""
+        """Whether all drivers are leaving, so that they can leave together."""
 
     def close(self) -> None:
         """Releases the hosts."""
@@ -210,7 +209,7 @@ class InEveryProcess:
     def are_leaving(self, error: BaseException) -> bool:
         """See `Hosts`."""
         if self.num_hosts > 1 and _is_of_devices(error):
-            # A host is gone, or has left a computation: do not wait for it.
+            # A host is gone or has left a computation: do not wait for it.
             return False
         try:
             self._messages.gather("leaving", None, timeout_secs=_LEAVING_SECS)

@@ -26,9 +26,10 @@ class Edit(NamedTuple):
     """An edit of one number.
 
     Attributes:
-      path: its path with the name of the tree, `state/opt_state/learning_rate`.
+      path: the number's path, beginning with the tree's name, such as
+        `state/opt_state/learning_rate`.
       text: the new value, or a factor.
-      is_factor: whether to multiply the present value by it.
+      is_factor: whether `text` is a factor for the current value.
     """
 
     path: str
@@ -38,10 +39,10 @@ class Edit(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class StoredFiles:
-    """The files of any component, loaded and saved as they are.
+    """A component's files, loaded and saved unchanged.
 
     Attributes:
-      files: the content of each file, by name.
+      files: the file contents, by name.
     """
 
     files: dict[str, bytes] = dataclasses.field(default_factory=dict)
@@ -85,7 +86,7 @@ def edit(name: str, tree: Any, change: Edit) -> tuple[Any, str]:
 
 
 def _changed(change: Edit, number: Any) -> tuple[Any, str]:
-    # The new value, of the type of the one before, and a line about it.
+    # The new value, with the old value's type, and a line about it.
     array = np.asarray(number)
     before = _plain(array)
     try:
@@ -103,7 +104,7 @@ def _changed(change: Edit, number: Any) -> tuple[Any, str]:
     except (ArithmeticError, KeyError, ValueError, TypeError) as error:
         given = f"times {change.text}" if change.is_factor else change.text
         raise errors.CheckpointError(
-            f"{change.path} is a number of {array.dtype}, and cannot become {given}:"
+            f"{change.path} is a number of {array.dtype} and cannot become {given}:"
             f" {error}"
         ) from None
     line = f"{change.path} ({array.dtype}): {before!r} -> {_plain(after)!r}"
@@ -114,13 +115,13 @@ def _changed(change: Edit, number: Any) -> tuple[Any, str]:
 
 def _plain(array: np.ndarray) -> Any:
     value = array.reshape(()).item()
-    # Numbers of ml_dtypes, such as bfloat16, are objects of its classes.
+    # ml_dtypes numbers, such as bfloat16, are objects of its own classes.
     return value if isinstance(value, bool | int | float) else float(value)
 
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, bool | int | float):
         return True
-    # Random keys have a dtype that is not NumPy's.
+    # Random keys have a dtype that is not a NumPy dtype.
     dtype = getattr(value, "dtype", None)
     return isinstance(dtype, np.dtype) and dtype.kind in "iufbV" and value.size == 1

@@ -8,7 +8,7 @@
     metrics/metrics                   what policies rank steps by
 
 Orbax neither documents these files nor offers a function that writes them. The tests
-compare them with Orbax's own, tree by tree, and load them with stock Orbax.
+compare them with Orbax's own files, tree by tree, and load them with stock Orbax.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class SavedArray(jax.ShapeDtypeStruct):
     Args:
       shape: the shape of the whole array.
       dtype: the dtype of its elements.
-      saved_sharding: described as by `sharding_metadata`; None if the array was on one
-        device.
+      saved_sharding: the sharding, as `sharding_metadata` describes it; None if the
+        array was on one device.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SavedArray(jax.ShapeDtypeStruct):
 
 
 def entries(tree: Any) -> list[tuple[KeyPath, Any]]:
-    """The leaves of a tree, and its empty nodes, which Orbax records too."""
+    """A tree's leaves, and its empty nodes, which Orbax records too."""
     return jax.tree.leaves_with_path(
         tree, is_leaf=lambda node: jax.tree.structure(node).num_nodes == 1
     )
@@ -89,21 +89,23 @@ def metadata_files(
     metrics: Mapping[str, Any] | None = None,
     custom: Mapping[str, Any] | None = None,
 ) -> dict[str, bytes]:
-    """The files of a step that Orbax adds to the values, by path.
+    """The files that Orbax adds to a step's values, by path.
 
     Args:
       checkpointables: pytrees by name. A `jax.ShapeDtypeStruct` with a sharding may
         replace a JAX array.
-      components: the names of other parts, `StatefulCheckpointable`s to Orbax.
-      chunks: the shape of the chunks of each leaf, by path; for typed random keys, of
-        their data.
-      init_timestamp_nsecs: when its save began, in nanoseconds since 1970.
-      commit_timestamp_nsecs: when it was committed, in nanoseconds since 1970.
-      metrics: for policies that rank steps; None if it was not evaluated.
-      custom: the user's metadata, JSON.
+      components: the names of other parts, which Orbax sees as
+        `StatefulCheckpointable`s.
+      chunks: the chunk shape of each leaf, by path; for typed random keys, the chunk
+        shape of their data.
+      init_timestamp_nsecs: when the save began, in nanoseconds since 1970.
+      commit_timestamp_nsecs: when the step was committed, in nanoseconds since 1970.
+      metrics: the metrics, for policies that rank steps; None if the step was not
+        evaluated.
+      custom: the user's metadata, as JSON.
 
     Raises:
-      CheckpointError: if a leaf is of a type that Orbax does not save.
+      CheckpointError: if a leaf has a type that Orbax does not save.
     """
     pytree = handler_name("PyTreeHandler")
     handlers = dict.fromkeys(checkpointables, pytree)
@@ -144,10 +146,10 @@ def handler_name(name: str) -> str:
 def tree_files(
     checkpointable: str, tree: Any, chunks: Mapping[str, Sequence[int]]
 ) -> dict[str, bytes]:
-    """The files that Orbax adds to the values of a tree, by path in its directory.
+    """The files that Orbax adds to a tree's values, by path in its directory.
 
     Raises:
-      CheckpointError: as `metadata_files`.
+      CheckpointError: see `metadata_files`.
     """
     listed, arrays, shardings, strings = {}, [], {}, {}
     for key_path, leaf in entries(tree):
@@ -199,7 +201,7 @@ def strings_file(named: Mapping[str, str]) -> dict[str, Any]:
     """The content of `_strings.json`: a name is a JSON pointer to its string.
 
     Raises:
-      CheckpointError: if a string would be inside of another.
+      CheckpointError: if a string would be inside another string.
     """
     content: dict[str, Any] = {}
     for name, text in named.items():
@@ -211,7 +213,7 @@ def strings_file(named: Mapping[str, str]) -> dict[str, Any]:
             node = node.setdefault(part, {}) if isinstance(node, dict) else node
         if not isinstance(node, dict) or last in node:
             raise errors.CheckpointError(
-                f"the string {name!r} would be saved inside of another in Orbax's"
+                f"the string {name!r} would be saved inside another string in Orbax's"
                 " _strings.json; rename a key with a '/' or '~'"
             )
         node[last] = text
@@ -227,10 +229,10 @@ def is_jax(leaf: Any) -> bool:
 
 
 def leaf_kind(leaf: Any, path: str) -> str:
-    """Orbax's name for the type of a leaf or empty node.
+    """Orbax's type name for a leaf or empty node.
 
     Raises:
-      CheckpointError: if Orbax does not save it; the message names `path`.
+      CheckpointError: if Orbax does not save the leaf; the message names `path`.
     """
     if is_jax(leaf):
         return "jax.Array"
@@ -259,7 +261,7 @@ def _sharding(leaf: Any) -> dict[str, Any] | None:
     if described is not None:
         spec = list(described["partition_spec"])
         if is_key(leaf):
-            # Its data has one more dim, which is not sharded.
+            # A key's data has one more dim, which is not sharded.
             while spec and spec[-1] is None:
                 spec.pop()
             spec.append(None)

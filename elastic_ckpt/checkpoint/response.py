@@ -15,21 +15,21 @@ class Response(Generic[T]):
     """The result of a call in the background, like Orbax's `AsyncResponse`.
 
     Args:
-      doing: completed when the call is done.
+      doing: a future that completes when the call is done.
     """
 
     def __init__(self, doing: futures.Future[T]) -> None:
         self._doing = doing
 
     def result(self, timeout: float | None = None) -> T:
-        """Waits for the call to end, and returns its result.
+        """Waits for the call to finish and returns its result.
 
         Args:
-          timeout: the most seconds to wait; None sets no limit.
+          timeout: the maximum number of seconds to wait; None sets no limit.
 
         Raises:
           Exception: the error of the call, if it failed.
-          TimeoutError: if it has not ended in time; the call continues.
+          TimeoutError: if the call has not finished in time; it continues.
         """
         if timeout is None:
             background.wait([self._doing])
@@ -48,13 +48,14 @@ class Response(Generic[T]):
 class SaveResponse(Response[bool]):
     """A save in the background; its result is whether the step was committed.
 
-    With a local tier, a step is committed once it is in the RAM of all hosts; without
-    one, once it is in persistent storage. The result is False if the save was abandoned
-    after an error, which an event describes.
+    With a local tier, a step is committed once it is in the RAM of all hosts; without a
+    local tier, once it is in persistent storage. The result is False if the save was
+    abandoned after an error, which an event describes.
 
     Args:
-      committed: completed when the step is committed or abandoned.
-      is_stored: waits for all stages; returns whether the step is in storage.
+      committed: a future that completes when the step is committed or abandoned.
+      is_stored: a function that waits for all stages and returns whether the step is in
+        storage.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class SaveResponse(Response[bool]):
     def durable(self) -> bool:
         """Waits for copies and the backup, if the step gets them.
 
-        Every process of the run must call it.
+        Every process of the run must call this.
 
         Returns:
           Whether the step is in persistent storage.

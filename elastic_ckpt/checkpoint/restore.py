@@ -7,11 +7,11 @@
                   builds the arrays
 
 No value is returned, and no component is loaded, before every host has read and
-verified all of its part: if one cannot, all hosts read the step before. If a component
-cannot be loaded on one host, the restore fails on all hosts.
+verified its whole part: if one host cannot, all hosts read the step before. If a
+component cannot be loaded on one host, the restore fails on all hosts.
 
-Reading a tree that was saved in a different layout is up to `Relayout`, which comes
-from a room above.
+Trees that were saved in a different layout are read by `Relayout`, which comes from a
+higher room.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class StepNotFoundError(errors.CheckpointError, ocp.training.errors.StepNotFound
 
 
 def step_number(step: Any) -> int:
-    """The number of a step, which is an integer of any type, or has one as its `step`.
+    """A step's number: an integer of any type, or the `step` of an object.
 
     Raises:
-      CheckpointError: if it is not an integer of at least 0.
+      CheckpointError: if the number is not an integer of at least 0.
     """
     number = getattr(step, "step", step)
     try:
@@ -76,7 +76,7 @@ def step_number(step: Any) -> int:
         index = -1
     if index < 0:
         raise errors.CheckpointError(
-            f"{number!r} ({type(number).__name__}) is not a step; give an integer of"
+            f"{number!r} ({type(number).__name__}) is not a step; pass an integer of"
             " at least 0"
         )
     return index
@@ -87,8 +87,8 @@ class SearchOutcome:
     """The outcome of a search for a complete step.
 
     Attributes:
-      checkpoint: the step; None if none is complete.
-      newest_save: the newest save of any step; empty if there are none.
+      checkpoint: the step found; None if no step is complete.
+      newest_save: the newest save of any step; empty if there are no saves.
     """
 
     checkpoint: CheckpointMetadata | None = None
@@ -100,7 +100,7 @@ class SearchOutcome:
         """The step.
 
         Raises:
-          CheckpointError: if there is none.
+          CheckpointError: if there is no step.
         """
         if self.checkpoint is None:
             raise self.problem or StepNotFoundError("no step was searched for")
@@ -119,15 +119,16 @@ def find(
 
     Args:
       hosts: the hosts of the world.
-      step: the step; None for the newest.
-      emit: called when newer steps are passed over, and for peers that refuse.
-      without: steps and saves that proved to be unreadable, and why.
+      step: the step number; None for the newest.
+      emit: a function called when newer steps are skipped, and for peers that refuse.
+      without: steps and saves that turned out to be unreadable, and why.
       own_line: the line that the caller has saved to.
 
     Raises:
       StepNotFoundError: if no tier has the requested step.
-      CheckpointError: if the requested step is not complete, none was found but storage
-        is out of reach, or a later version of elastic_ckpt has saved the newest step.
+      CheckpointError: if the requested step is not complete, if no step was found but
+        storage is unreachable, or if a later version of elastic_ckpt saved the newest
+        step.
     """
     number = None if step is None else step_number(step)
     hosts.all(HostReader.offer_saves)
@@ -150,7 +151,7 @@ def find(
             listed = "; ".join(list(passed_over.values())[: errors.MOST_NAMED])
             problem = errors.CheckpointError(
                 f"no step is complete in any tier: {listed}; bring back a host that has"
-                " the missing parts, or start a new run in another directory"
+                " the missing parts, or start a new run in a different directory"
             )
         elif found is None:
             problem = StepNotFoundError(f"{survey.nothing}; save a step first")
@@ -188,13 +189,13 @@ def _not_found(
         return StepNotFoundError(f"there is no step {step}: {survey.nothing}")
     instead = newest.step_id.step
     return StepNotFoundError(
-        f"step {step} is not in any tier; newest complete step is {instead}: restore"
-        f" it with step={instead}"
+        f"step {step} is not in any tier; the newest complete step is {instead};"
+        f" restore it with step={instead}"
     )
 
 
 def describe(hosts: Hosts, checkpoint: CheckpointMetadata) -> CheckpointMetadata:
-    """Adds a description of its checkpointables to a step.
+    """Adds a description of the step's checkpointables.
 
     Raises:
       HostsFailedError: if the step is no longer complete.
@@ -214,7 +215,7 @@ def describe(hosts: Hosts, checkpoint: CheckpointMetadata) -> CheckpointMetadata
 
 
 def _held(contents: Contents) -> dict[str, Any]:
-    # The contents of a step, as Orbax describes them.
+    # A step's contents, as Orbax describes them.
     trees = structure.saved_trees(contents)
     described = jax.tree.map(
         lambda leaf: "string" if isinstance(leaf, str) else leaf, trees
@@ -222,12 +223,12 @@ def _held(contents: Contents) -> dict[str, Any]:
     return dict.fromkeys(contents.components) | described
 
 
-# Matches a user's layout with a saved tree, before values are read (implemented by
-# `elastic_ckpt.universal.loading`). Takes the contents of the step (None for one of
-# another program), the name of the tree, the requested tree and the layout. Returns a
-# function that reads the tree into its shardings, from the boxes of the open step or
-# from the path of the saved tree in persistent storage. Raises a ConfigError if the
-# layout does not fit.
+# Matches a user's layout with a saved tree before values are read (implemented by
+# `elastic_ckpt.universal.loading`). Takes the step's contents (None for another
+# program's step), the tree's name, the requested tree and the layout. Returns a
+# function that reads the tree into its shardings, from the open step's boxes or from
+# the saved tree's path in persistent storage. Raises a ConfigError if the layout does
+# not match.
 Relayout = Callable[
     [Contents | None, str, Any, Any], Callable[[VerifiedReader | epath.Path], Any]
 ]
@@ -237,9 +238,9 @@ class Restored(NamedTuple):
     """A restored step.
 
     Attributes:
-      search: the outcome of the search for it.
-      components: all of its components, whether requested or not; none if Orbax alone
-        saved it.
+      search: the outcome of the search for the step.
+      components: all components of the step, whether requested or not; none if stock
+        Orbax saved it.
     """
 
     search: SearchOutcome
@@ -248,15 +249,15 @@ class Restored(NamedTuple):
 
 
 class Restorer:
-    """Restores some pytrees and components of a step; all hosts call it alike.
+    """Restores pytrees and components of a step; all hosts make the same calls.
 
     Args:
-      relayout: reads trees whose saved layout differs.
-      emit: called with the sources of the values, and with problems.
+      relayout: the reader for trees whose saved layout differs.
+      emit: a function called with the values' sources and with problems.
       wanted: abstract trees and components, by name.
       partial: whether the requested trees may omit saved leaves.
-      layout: maps the leaves of saved trees to those of requested ones; None if no tree
-        may differ.
+      layout: a layout that maps saved leaves to requested leaves; None if no tree may
+        differ.
     """
 
     def __init__(
@@ -281,14 +282,14 @@ class Restorer:
         """Restores a step.
 
         Args:
-          step: the step; None takes the newest complete one or, if that proves to be
-            unreadable, the one before it.
-          newest: the outcome of the last search for the newest step, if it still holds.
+          step: the step number; None takes the newest complete step or, if that turns
+            out to be unreadable, the step before it.
+          newest: the outcome of the last search for the newest step, if still valid.
 
         Raises:
-          CheckpointError: if there is no such step, it is of another model, or no good
-            copy of one of its parts is left.
-          ConfigError: if the layout does not fit.
+          CheckpointError: if there is no such step, it belongs to a different model, or
+            no good copy of one of its parts is left.
+          ConfigError: if the layout does not match.
         """
         with metrics.CHECKPOINT_LOAD.timed():
             without: dict[StepId, str] = {}
@@ -303,7 +304,8 @@ class Restorer:
                 try:
                     components, make = self._read(checkpoint)
                 except (errors.CheckpointError, errors.ConfigError) as error:
-                    # All drivers get this error; hosts drop what they have read.
+                    # All drivers get this error; hosts drop the values that they have
+                    # read.
                     self._hosts.all(HostReader.close_step)
                     # Otherwise the request is wrong, also for an older step.
                     fits = isinstance(error, errors.HostsFailedError)
@@ -316,8 +318,8 @@ class Restorer:
     def _read(
         self, checkpoint: CheckpointMetadata
     ) -> tuple[frozenset[str], Callable[[], dict[str, Any]]]:
-        # Makes all hosts read and verify what is wanted. Returns all components of the
-        # step, and a function that builds the wanted values.
+        # Makes all hosts read and verify the wanted values. Returns all components of
+        # the step, and a function that builds the wanted values.
         hosts = self._hosts
         hosts.all(HostReader.open_step, checkpoint.step_id)
         contents = hosts.opened()
@@ -353,7 +355,8 @@ class Restorer:
         num_bytes: Mapping[str, int],
         answers: Sequence[ReadParts],
     ) -> dict[str, Any]:
-        # Repairs bad copies, then builds what hosts have read.
+        # Repairs bad copies, then builds the arrays from the values that hosts have
+        # read.
         hosts = self._hosts
         bad = tuple(copy for each in answers for copy in each.bad)
         for each in bad:
@@ -396,10 +399,10 @@ class Restorer:
                     storage.remove(path)
 
     def _restore_foreign(self, checkpoint: CheckpointMetadata) -> dict[str, Any]:
-        # Orbax alone saved the step, without digests.
+        # Stock Orbax saved the step, without digests.
         path = checkpoint.path
         assert path is not None
-        why = "plain Orbax saved it, so its values cannot be verified"
+        why = "stock Orbax saved it, so its values cannot be verified"
         storage_cause.report(self._emit, "persistent", checkpoint.step, why)
         others = self._of_layout(
             foreign_steps.read_parts(path),
@@ -453,10 +456,10 @@ class Restorer:
             return read(boxes)
         if checkpoint.path is None:
             raise errors.CheckpointError(
-                f"step {checkpoint.step} was saved in another layout and is only in the"
-                " RAM of other processes; under one controller, only steps in"
+                f"step {checkpoint.step} was saved in a different layout and is only in"
+                " the RAM of other processes; under one controller, only steps in"
                 " persistent storage can be read through a layout. Restore it as it was"
-                " saved, and save it with force=True"
+                " saved, then save it with force=True"
             )
         return read(checkpoint.path / name)
 

@@ -1,7 +1,7 @@
-"""Saves and restores the state and the data state of a run.
+"""Saves and restores a run's state and data state.
 
-A step's number is the number of steps done. It contains the checkpointables `state`
-(weights, optimizer, step counter), `data` (the data state), and, if the run has
+A step's number is the number of completed steps. A step contains the checkpointables
+`state` (weights, optimizer, step counter), `data` (the data state), and, if the run has
 callbacks, `callbacks` (their states).
 """
 
@@ -22,7 +22,7 @@ from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.retention import BestN
 from elastic_ckpt.tiers import preserved
 
-# The directory of the steps, in the directory of a run.
+# The directory of the steps, inside the run directory.
 DIRECTORY = layout.STEPS
 STATE = "state"
 DATA = "data"
@@ -30,7 +30,7 @@ CALLBACKS = "callbacks"
 
 
 class Callbacks(Protocol):
-    """The callbacks of a run, whose states are saved as a component."""
+    """A run's callbacks, whose states are saved as a component."""
 
     def get_state(self) -> Any:
         """The states to save."""
@@ -39,17 +39,17 @@ class Callbacks(Protocol):
         """Restores the states."""
 
     def begin_anew(self) -> None:
-        """Starts over, as the step has no states of callbacks."""
+        """Starts over, because the step has no callback states."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Saved:
-    """The steps that a run saves in addition to those that are due in its tiers.
+    """The steps that a run saves in addition to steps due in its tiers.
 
     Attributes:
       at_end: whether to save the last step.
-      best: ranks evaluations; a step that is better than all before is saved to
-        storage. None disables this.
+      best: the ranking of evaluations; a step that is better than all before is saved
+        to storage. None disables this.
       in_background: whether training continues before a step is committed.
     """
 
@@ -63,8 +63,8 @@ class RunSaver:
     """Saves and restores a run; all hosts must make the same calls.
 
     Attributes:
-      saved: the steps to save in addition to those that are due.
-      last_step: the step that ends the run, once it is saved.
+      saved: the steps to save in addition to steps that are due.
+      last_step: the run's last step, once it is saved.
       best_step: the step whose evaluation was better than all before.
     """
 
@@ -93,10 +93,11 @@ class RunSaver:
         Args:
           abstract_state: the shapes, dtypes and shardings of the state.
           step: a complete step; by default the newest.
-          data: receives the data state instead of the data iterator.
+          data: the object that receives the data state instead of the data iterator.
 
         Raises:
-          CheckpointError: if the step is of another model, or none can be read.
+          CheckpointError: if the step belongs to a different model, or no step can be
+            read.
         """
         self.best_step = None
         wanted = {STATE: abstract_state, DATA: data or self.data}
@@ -139,18 +140,18 @@ class RunSaver:
         self.checkpointer.record_metrics(step, metrics)
 
     def begin_anew(self) -> None:
-        """Rolls back to before the first step, which `save_again` saves as step 0."""
+        """Rolls back to before the first step; `save_again` then saves step 0."""
         self.checkpointer.begin_anew()
         if self.callbacks is not None:
             self.callbacks.begin_anew()
 
     def save_again(self, step: int, state: Any) -> None:
-        """Saves the step that was rolled back to, in every tier, and waits for it.
+        """Saves the step that the run rolled back to in every tier and waits.
 
-        From now on a restart continues from it, with the present data state.
+        From now on, a restart continues from this step, with the current data state.
 
         Raises:
-          CheckpointError: if it could not be saved.
+          CheckpointError: if the step could not be saved.
         """
         latest = self.checkpointer.latest
         assert (0 if latest is None else latest.step) == step
@@ -168,11 +169,11 @@ class RunSaver:
         if saving is None or not saving.result():
             raise errors.CheckpointError(
                 f"step {step}, which the run has rolled back to, could not be saved,"
-                " so a restart would continue from a later one; find the reason in the"
-                " `degraded` events of the run, make room, and start the run again"
+                " so a restart would continue from a later step; find the reason in the"
+                " run's `degraded` events, make room, and restart the run"
             )
         if evaluated is not None:
-            # The evaluation also holds for the new save, of the same state.
+            # The evaluation also holds for the new save, which has the same state.
             self.checkpointer.record_metrics(step, evaluated)
         self.checkpointer.wait()
 
@@ -189,7 +190,7 @@ class RunSaver:
         overwrite = last and self.latest_step == step
         with metrics.CHECKPOINT_SAVE_BLOCK.timed():
             if self._is_kept(step):
-                # Otherwise a late backup could be skipped for that of a later step.
+                # Otherwise a late backup could be skipped in favor of a later step's.
                 self.checkpointer.wait()
             saving = self.checkpointer.save_checkpointables_async(
                 step,
@@ -204,7 +205,7 @@ class RunSaver:
         return step == self.best_step
 
     def _evaluations(self) -> dict[int, dict[str, Any]] | None:
-        # None if there is no storage, or it is out of reach.
+        # None if there is no storage, or it is unreachable.
         try:
             return self.checkpointer.evaluations()
         except errors.CheckpointError as error:
@@ -217,7 +218,7 @@ class RunSaver:
         If the run continues in another world, waits only for RAM.
 
         Raises:
-          CheckpointError: if the step that ends the run is not in persistent storage.
+          CheckpointError: if the run's last step is not in persistent storage.
         """
         last_step, self.last_step = self.last_step, None
         is_left = self.checkpointer.is_left
@@ -235,11 +236,11 @@ def close(checkpointer: HostsCheckpointer, *, last_step: int | None) -> None:
 
     Args:
       checkpointer: the checkpointer of the run.
-      last_step: the step that ends the run; None if the run did not save it.
+      last_step: the run's last step; None if the run did not save it.
 
     Raises:
-      CheckpointError: if that step, or another that was due, is not in persistent
-        storage.
+      CheckpointError: if the last step, or any other step that was due, is not in
+        persistent storage.
     """
     with checkpointer:
         is_stored = last_step is None or checkpointer.is_durable(last_step)
@@ -248,7 +249,7 @@ def close(checkpointer: HostsCheckpointer, *, last_step: int | None) -> None:
         raise errors.CheckpointError(
             f"step {last_step}, the last of the run, is not in persistent storage and"
             " would be lost with the hosts; find the reason in the messages above or"
-            " in the `degraded` events of the run, and start the run again to save it"
+            " in the run's `degraded` events, and restart the run to save it"
         )
 
 
@@ -258,7 +259,7 @@ def preserve_newest(checkpointer: HostsCheckpointer, *, up_to: int) -> int | Non
     Waits for a backup in progress, which may be of that step.
 
     Returns:
-      The pinned step, on the primary host; None if there is none.
+      The pinned step, on the primary host; None if no step was pinned.
     """
     stored = stored_before(checkpointer, up_to + 1)
     if stored is None or not topology.is_primary():

@@ -1,4 +1,4 @@
-"""What a checkpointer needs to know about the world of an elastic run."""
+"""What a checkpointer must know about an elastic run's world."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ class RunWorld:
 
     Attributes:
       number: the number of the world; 0 if the run does not count its worlds.
-      claimant: claims the world in persistent storage, at the latest before its first
-        save; None does not claim it.
-      is_left: whether the run continues in another world after the save that begins, or
-        after the checkpointer is closed; the same on all hosts. Then a save goes only
-        to RAM, and the next world makes its copies and its backup.
-      loses_memory: whether some host's RAM is lost with this world; then its last save
+      claimant: the start that claims the world in persistent storage, at the latest
+        before the first save; None if nothing claims it.
+      is_left: a function that returns whether the run continues in another world after
+        the save that begins, or after the checkpointer is closed; the same on all
+        hosts. Then a save goes only to RAM, and the next world makes its copies and its
+        backup.
+      loses_memory: whether any host's RAM is lost with this world; then the last save
         gets its copies before the world ends.
-      await_check: called on each host when a save begins; raises an error if what this
-        host has computed must not be saved.
+      await_check: a function called on each host when a save begins; raises an error if
+        this host's results must not be saved.
     """
 
     number: int = 0
@@ -32,5 +33,5 @@ class RunWorld:
     await_check: Callable[[], object] = lambda: None
 
 
-# The world of a run that has no others, or does not count them.
+# The world of a run that has no other worlds, or does not count them.
 ALONE = RunWorld()

@@ -24,16 +24,16 @@ class Saving:
     """A captured step.
 
     Attributes:
-      description: describes it for retention and persistent storage.
-      began_secs: when its save began, on the monotonic clock.
-      back_up: whether it goes to persistent storage.
-      overwrite: whether it replaces other saves of the step there.
-      write_components: makes the components write their files.
-      path: its directory in persistent storage; None without such a tier.
+      description: the description for retention and persistent storage.
+      began_secs: when the save began, on the monotonic clock.
+      back_up: whether the step goes to persistent storage.
+      overwrite: whether the save replaces other saves of the step there.
+      write_components: a function that makes the components write their files.
+      path: the step directory in persistent storage; None without that tier.
       is_last_of_world: whether the run continues in another world, which makes the
         step's copies and backup.
       is_copied_at_once: whether the save is done only once its copies are made.
-      stateful: its components, by name; none if an earlier world saved it.
+      stateful: the step's components, by name; none if an earlier world saved it.
       stored: set when the step is in persistent storage.
     """
 
@@ -61,7 +61,7 @@ class Saving:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """What this host saves, by the path of a leaf or the name of a component."""
+        """The kinds of values that this host saves, by leaf path or component name."""
         kinds = {
             name: str(each) if isinstance(each, Component) else "component"
             for name, each in self.stateful.items()
@@ -79,15 +79,15 @@ class Saving:
             for kind, numbers in kinds.items()
         )
         return (
-            f"hosts save different things as {path!r} ({each}); give the same"
+            f"hosts save different things as {path!r} ({each}); pass the same"
             " checkpointables on every host"
         )
 
     def complete(self, hosts: Hosts) -> tuple[Saving, dict[str, str]]:
-        """Leaves out, on all hosts, optional components that any of them cannot save.
+        """Omits, on all hosts, optional components that any of the hosts cannot save.
 
         Returns:
-          The step without them, and why each was left out, by name.
+          The step without those components, and why each was omitted, by name.
         """
         why: dict[str, str] = {}
         optional = {
@@ -96,7 +96,7 @@ class Saving:
             if isinstance(each, Component) and not each.required
         }
         problems = {n: c.save_problem or "" for n, c in optional.items()}
-        # If several hosts cannot save a component, the first is named.
+        # If several hosts cannot save a component, the message names the first.
         of_hosts = [*enumerate(hosts.share("left_out", problems) if problems else ())]
         for number, of_host in reversed(of_hosts):
             why |= {n: f"host {number}: {each}" for n, each in of_host.items() if each}
@@ -121,7 +121,7 @@ class Saving:
         return None
 
     def contents(self, written: Sequence[Written], *, is_due: bool) -> Contents:
-        """The contents of its manifests, without the arrays."""
+        """The contents of the step's manifests, without the arrays."""
         files = {path: size for each in written for path, size in each.files.items()}
         return dataclasses.replace(
             self.description.contents,
@@ -152,7 +152,7 @@ class Saving:
 def _differing(
     of_hosts: Sequence[Mapping[str, str]], missing: str | None = None
 ) -> tuple[str, dict[str, list[int]]]:
-    # The first name for which hosts have different texts, with the hosts of each text.
+    # The first name for which hosts have different strings, with each string's hosts.
     for name in sorted(set().union(*of_hosts)):
         hosts: dict[str, list[int]] = {}
         for number, of_host in enumerate(of_hosts):

@@ -13,7 +13,7 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.core import clock, preemption
 from elastic_ckpt.tiers.choices import Chosen
 
-# The most steps between two comparisons of clocks.
+# The maximum number of steps between two clock comparisons.
 _MOST_STEPS = 16
 
 
@@ -21,8 +21,9 @@ class BackupClock:
     """Decides when a backup is due by time.
 
     Args:
-      every_minutes: the time between two backups; None if only steps count.
-      since_secs: the time since the last backup, which an earlier world may have made.
+      every_minutes: the minutes between two backups; None if only steps count.
+      since_secs: the seconds since the last backup, which an earlier world may have
+        made.
     """
 
     def __init__(
@@ -32,11 +33,11 @@ class BackupClock:
         self._began_secs = clock.monotonic() - since_secs
 
     def begin_again(self) -> None:
-        """Restarts the time, as a backup begins."""
+        """Restarts the clock when a backup begins."""
         self._began_secs = clock.monotonic()
 
     def passed_secs(self) -> float:
-        """The time since the last backup."""
+        """The seconds since the last backup."""
         return clock.monotonic() - self._began_secs
 
     def is_due(self) -> bool:
@@ -49,9 +50,9 @@ class Schedule:
     """Decides which tiers are due at a step, the same in every process of a world.
 
     Attributes:
-      agree: returns the values of host 0, in every process.
-      stored: the steps that a policy sees, ascending: the one that the run resumed
-        from, if any, and those that were due in storage since.
+      agree: a function that returns host 0's values in every process.
+      stored: the steps that a policy sees, ascending: the step that the run resumed
+        from, if any, and all steps due in storage since then.
     """
 
     chosen: Chosen
@@ -82,19 +83,19 @@ class Schedule:
     def is_backup_due(
         self, step: Any, *, is_saving: bool, is_left: bool = False
     ) -> bool:
-        """Whether a step that is saved goes to persistent storage.
+        """Whether a saved step goes to persistent storage.
 
         It does if a backup became due since the last one, at this step or before: the
-        caller need not save the steps at which it was. So does each step when the job
-        is about to be preempted.
+        caller need not save every step at which a backup is due. Each step also does
+        when the job is about to be preempted.
 
         With a local tier, the stages of a save count the minutes.
 
         Args:
           step: the step, with its number, time and metrics.
           is_saving: whether a save is in progress.
-          is_left: whether the run continues in another world, so that a signal to end
-            is not a preemption.
+          is_left: whether the run continues in another world, so that a signal to
+            terminate is not a preemption.
         """
         persistent = self.chosen.persistent
         if persistent is None:
@@ -111,7 +112,7 @@ class Schedule:
         if preempted:
             return True
         if every is not None:
-            # The caller may not have saved the step at which it was due.
+            # The caller may not have saved the step at which the backup was due.
             is_overdue = step.step // every > self._backed_up() // every
             return is_overdue or step.step % every == 0
         return self.chosen.local is None and self._has_time_passed(step.step)
@@ -120,14 +121,14 @@ class Schedule:
         return self.stored[-1].step if self.stored else 0
 
     def _is_preempted(self, step: Any) -> bool:
-        # With the machines, the steps in RAM would be lost.
+        # The steps in RAM would be lost with the machines.
         return preemption.reached(step.step, multihost.reached_preemption)
 
     def _has_time_passed(self, step: int) -> bool:
         if not self._is_time and step >= self._next_look:
             passed_secs = self.clock.passed_secs()
             step_secs = passed_secs / max(1, step - self._backed_up())
-            # Only half of what is left, since the time per step may change.
+            # Only half of the remaining time, because the time per step may change.
             left = (self.clock.every_secs - passed_secs) / (2 * max(step_secs, 1e-6))
             skipped = int(min(_MOST_STEPS, max(1, left)))
             self._is_time, skipped = self.agree(self.clock.is_due(), skipped)

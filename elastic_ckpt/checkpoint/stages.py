@@ -1,23 +1,23 @@
 """The stages of a save: background threads that each process one step at a time.
 
-* commit: hosts write the step to their RAM disks; it exists when all have written it
-* replicate: hosts copy parts from each other, and remove steps that are not needed
+* commit: hosts write the step to their RAM disks; it exists once all have written it
+* replicate: hosts copy parts from each other and remove steps that are not needed
 * back up: hosts write their shares of a checkpoint to persistent storage
 
-Without a local tier there is one stage: hosts write their shares to persistent storage
-from the captured memory, and the step exists when all have written theirs.
+Without a local tier, there is one stage: hosts write their shares to persistent storage
+from the captured memory, and the step exists once all have written their shares.
 
 A save waits until the previous one is committed. Late copies and backups never delay
-training; they skip steps instead: the newest step that waits replaces earlier ones, and
-is processed when another step is saved or the run ends. Failures are reported and
-retried in the same way. A step that is due in storage but does not fit into RAM is
-uploaded from the captured memory; no other step is committed until that is done.
+training; they skip steps instead. The newest waiting step replaces earlier ones and is
+processed when another step is saved or the run ends. Failures are reported and retried
+in the same way. A step that is due in storage but does not fit into RAM is uploaded
+from the captured memory; no other step is committed until that is done.
 
 After a restore, the stages first make the copies and the backup of the restored step,
-if earlier worlds did not.
+unless earlier worlds did.
 
 Every process of a world runs the same stages in the same order. When a save begins,
-hosts exchange whatever depends on time, such as whether a stage is idle.
+hosts exchange all facts that depend on time, such as whether a stage is idle.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _NOT_REMOVED = "older steps were not removed"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Readiness:
-    """What each process reports to the others when a save begins.
+    """A process's report to the other processes when a save begins.
 
     Attributes:
       can_copy: whether no copies are being made; a stage begins when all hosts can.
@@ -86,7 +86,7 @@ class Stage:
     The thread is a daemon: at exit, a program must not wait for hosts that are gone.
 
     Attributes:
-      doing: its last work, unless `wait` has waited for it.
+      doing: the last work, unless `wait` has waited for it.
     """
 
     def __init__(self, name: str) -> None:
@@ -95,11 +95,11 @@ class Stage:
 
     @property
     def idle(self) -> bool:
-        """Whether it has no work."""
+        """Whether the stage has no work."""
         return all(each.done() for each in self.doing)
 
     def start(self, work: Callable[[], T]) -> futures.Future[T]:
-        """Starts `work` once the previous work has ended or failed."""
+        """Starts `work` once the previous work has finished or failed."""
         before = self.doing
 
         def next_work() -> T:
@@ -111,7 +111,7 @@ class Stage:
         return doing
 
     def wait(self) -> None:
-        """Returns when its work has ended or failed."""
+        """Waits until the work has finished or failed."""
         background.wait(self.doing)
         # Drops the results, unless the wait was interrupted (Ctrl-C).
         self.doing = []
@@ -121,12 +121,12 @@ class SaveStages:
     """Takes captured steps through their stages.
 
     Args:
-      emit: called for each event, in the threads of the stages.
-      writer: writes to storage; None if this program does not write there.
+      emit: a function called for each event, in the stages' threads.
+      writer: the writer to storage; None if this program does not write there.
 
     Attributes:
-      committed: the newest step that was committed here; None before the first, and
-        after a restore.
+      committed: the newest step committed here; None before the first, and after a
+        restore.
     """
 
     def __init__(
@@ -149,11 +149,11 @@ class SaveStages:
         self._makes_copies = hosts.num_hosts > 1 and bool(peers and peers.copies)
         self.committing = Stage("commit")
         self._copy_stage, self._backup_stage = Stage("replicate"), Stage("back-up")
-        # The first save does not wait for the removal of leftovers, but until it is
-        # known whether earlier worlds left copies or a backup undone.
+        # The first save does not wait for the removal of leftovers, but it waits until
+        # it is known whether earlier worlds left copies or a backup undone.
         self._cleaning, self._looking = Stage("clean"), Stage("look")
         # The steps that are due in storage but not there. RAM keeps only the newest:
-        # its backup, or that of any later step, settles the earlier ones.
+        # its backup, or any later step's, settles the earlier ones.
         self._lock = threading.Lock()
         self._due: set[StepId] = set()
         self._newest: Saving | None = None
@@ -163,27 +163,27 @@ class SaveStages:
         self._failure = ""
         self._failing_secs: float | None = None
         self._uploading: StepId | None = None
-        # The newest step if its copies are not begun, and the newest with copies.
+        # The newest step if its copies have not begun, and the newest step with copies.
         self._uncopied: CheckpointMetadata | None = None
         self._covered: StepId | None = None
         # The steps that are pinned or being read on any machine.
         self._preserved: tuple[int, ...] = ()
-        # The shortfalls of copies that were last reported; and a count that each save
-        # lowers: saves without copies are reported only while it is 0.
+        # The copy shortfalls last reported, and a count that each save lowers: saves
+        # without copies are reported only while it is 0.
         self._lacking: set[str] = set()
         self._num_uncopied = 0
         # Removes leftovers of crashed worlds; None once done.
         self._clean: Callable[[], None] | None = None
-        # Set once another start of the run has continued it.
+        # Set once another start of the run has continued the run.
         self._replaced: errors.ReplacedError | None = None
-        # Whether a stage failed in a way that hosts do not report, and no save
+        # Whether a stage failed in a way that hosts do not report, and no save has
         # succeeded since.
         self._is_broken = False
-        # Whether the next step that is committed is the first of a line.
+        # Whether the next committed step is the first of a line.
         self._begins_line = False
 
     def go_on_from(self, restored: StepId | None) -> None:
-        """Notes that a step was restored; keeps it until a newer one has copies."""
+        """Notes that a step was restored; keeps it until a newer step has copies."""
         self.committed = self._uncopied = None
         self._covered, self._begins_line = restored, True
         step = 0 if restored is None else restored.step
@@ -193,7 +193,7 @@ class SaveStages:
             self._newest = None
 
     def claim(self, line: Line) -> int:
-        """Records the line that is saved to; returns the number of the world."""
+        """Records the line for later saves; returns the number of the world."""
         number = 0 if self._writer is None else self._writer.claim(line)
         self._begins_line = False
         return number
@@ -204,10 +204,10 @@ class SaveStages:
             raise self._replaced
 
     def begin(self, saving: Saving) -> futures.Future[bool]:
-        """Starts to commit a step, once the previous one is done.
+        """Starts to commit a step once the previous one is done.
 
         Returns:
-          A future of whether the step was committed; False if its save was abandoned.
+          A future of whether the step was committed; False if the save was abandoned.
         """
         return self._start(
             self.committing,
@@ -219,10 +219,11 @@ class SaveStages:
     def clean(self, step_id: StepId) -> None:
         """Starts to remove leftovers of crashed worlds from persistent storage.
 
-        If storage is out of reach, the next backup does it.
+        If storage is unreachable, the next backup does this.
 
         Args:
-          step_id: the step that the world resumes from, with the save of its own steps.
+          step_id: the step that the world resumes from, with the save of the world's
+            own steps.
         """
         step, restored = step_id.step, self._covered
 
@@ -238,16 +239,16 @@ class SaveStages:
             self._start(self._cleaning, "persistent", step, clean, what)
 
     def catch_up(self, restored: CheckpointMetadata) -> None:
-        """Starts to finish what earlier worlds could not.
+        """Starts to finish the work that earlier worlds could not.
 
         The restored step may lack copies, and steps that were due in storage may lack
         their backup, because an earlier world ended or was killed. This world makes the
-        copies, then the backup of the restored step.
+        restored step's copies, then its backup.
         """
         step_id = restored.step_id
 
         def look() -> None:
-            # Hosts without a part of the step learn which hosts have them.
+            # Hosts without a part of the step learn which hosts have its parts.
             if not all(self._hosts.all(HostReader.hold, step_id)):
                 return
             self._start(
@@ -287,10 +288,10 @@ class SaveStages:
         newest, several = due[-1], ""
         if due[1:]:
             several = f", like {len(due) - 1} before it since step {due[0].step}"
-        remedy = "start the run again while the hosts' RAM has the step"
+        remedy = "restart the run while the hosts' RAM has the step"
         if late is None or late.step_id < newest:
             remedy = (
-                "save it again: no tier has it, and a start resumes from the newest"
+                "save it again: no tier has it, and a restart resumes from the newest"
                 " step that was saved"
             )
         why = self._why.get(newest.step, self._failure) or "its backup was not made"
@@ -298,12 +299,12 @@ class SaveStages:
         if advice not in why:
             remedy = f"{advice}, and {remedy}"
         raise errors.NotStoredError(
-            f"step {newest.step} was due in persistent storage and is not there"
+            f"step {newest.step} was due in persistent storage but is not there"
             f"{several}: {why}; {remedy}"
         )
 
     def wait(self) -> None:
-        """Returns when all stages are done, including late copies and a late backup."""
+        """Waits until all stages are done, including late copies and a late backup."""
         for stage in (
             self.committing,
             self._cleaning,
@@ -317,8 +318,8 @@ class SaveStages:
             return
         late = self._late
         if late is not None:
-            logging.warning("the backup of step %d is made now", late.step)
-            # Its parts may only be on peers that hosts still skip after a failure.
+            logging.warning("making the late backup of step %d now", late.step)
+            # Its parts may be only on peers that hosts still skip after a failure.
             clock.sleep(max(self._hosts.all(HostWorld.secs_until_peers_are_asked)))
             self._begin_backup(late)
             self._backup_stage.wait()
@@ -340,7 +341,7 @@ class SaveStages:
         self._record(metrics.CHECKPOINT_BACKLOG, len(self._due))
 
     def _copy(self) -> None:
-        # Starts the copies of the newest step, unless they were started before.
+        # Starts the newest step's copies, unless they were started before.
         committed, self._uncopied = self._uncopied, None
         if committed is None:
             return
@@ -355,8 +356,7 @@ class SaveStages:
     def _start(
         self, stage: Stage, tier: str, step: int, work: Callable[[], T], what: str = ""
     ) -> futures.Future[T]:
-        # Training sees the error of a stage only as an event, and in the response of
-        # the save.
+        # Training sees a stage's error only as an event and in the save's response.
         def guarded() -> T:
             try:
                 return work()
@@ -411,7 +411,7 @@ class SaveStages:
             for name, why in left_out.items():
                 why = f"it is saved without the optional component {name!r}: {why}"
                 self._degraded(self._tier, saving.step, why)
-        # A difference is the same for all hosts; one reports it.
+        # A difference is the same for all hosts, so one host reports it.
         problem = saving.write_files() or (None if hosts.own else difference)
         try:
             components = tuple(saving.description.contents.components)
@@ -423,7 +423,7 @@ class SaveStages:
     def _keep(
         self, saving: Saving, written: Sequence[Written], ready: Readiness
     ) -> bool:
-        # Commits what hosts have written; returns whether it did.
+        # Commits the parts that hosts have written; returns whether it did.
         self._preserved = tuple({n for each in written for n in each.preserved})
         contents = saving.contents(written, is_due=saving.back_up or ready.is_behind)
         differing = saving.diverged(self._hosts, written)
@@ -444,7 +444,8 @@ class SaveStages:
                 self._collect(self.committed)
             why = errors.HostsFailedError(full)
             is_last = saving.is_last_of_world and self._has_storage
-            # It replaces earlier steps that are due, unless one is being uploaded.
+            # The step replaces earlier steps that are due, unless one is being
+            # uploaded.
             is_late = ready.is_behind and ready.can_back_up
             if not (saving.back_up or is_last or is_late):
                 return self._give_up(saving, f"it was not saved: {why}")
@@ -492,13 +493,14 @@ class SaveStages:
             custom_metadata=saving.description.custom_metadata,
             commit_timestamp_nsecs=1_000_000 * contents.time_ms,
         )
-        # The step may not be in RAM, so that there is nothing to copy.
+        # The step may not be in RAM; then there is nothing to copy.
         self._uncopied, self._is_broken = None, False
         secs = clock.monotonic() - saving.began_secs
         metrics.CHECKPOINT_SAVE.record(secs)
         self._emit("saved", step=saving.step, secs=secs)
-        # Records the new line, in case all memory is lost before its first backup. An
-        # overwritten step stays valid until its own backup, which is due at once.
+        # Records the new line, in case all memory is lost before the line's first
+        # backup. An overwritten step stays valid until its own backup, which is due
+        # immediately.
         if self._begins_line and not saving.overwrite:
             self._attempt(
                 "persistent",
@@ -509,13 +511,13 @@ class SaveStages:
 
     def _begin_others(self, saving: Saving, ready: Readiness) -> None:
         # Copies that are slower than saves are reported once, and again only after two
-        # successive saves got theirs.
+        # successive saves got their copies.
         self._num_uncopied = max(self._num_uncopied - 1, 0)
         if ready.can_copy:
             self._copy()
         elif self._makes_copies:
             if not self._num_uncopied:
-                why = "copies of an earlier step are not done, so it gets none yet"
+                why = "copies of an earlier step are not done, so it gets no copies yet"
                 self._degraded("peer", saving.step, why)
             self._num_uncopied = 3
         if ready.can_back_up and (saving.back_up or ready.is_behind):
@@ -524,12 +526,12 @@ class SaveStages:
             self._newest = saving
             self._not_taken(
                 saving.step,
-                "the backup of an earlier step is not done; this one is next; save less"
-                " often, or use faster storage",
+                "the backup of an earlier step is not done; this step is next; save"
+                " less often, or use faster storage",
             )
 
     def _make_copies(self, committed: CheckpointMetadata) -> bool:
-        # Copies parts of a step between hosts; returns whether none failed.
+        # Copies parts of a step between hosts; returns whether all succeeded.
         step, began_secs = committed.step, clock.monotonic()
         try:
             offered = self._hosts.all(HostCopies.offer, committed.step_id)
@@ -539,7 +541,7 @@ class SaveStages:
             self._degraded("peer", step, str(error))
             return False
         problems = [why for each in taken for why in each.problems]
-        # A persistent shortfall is reported once.
+        # A persistent shortfall is reported only once.
         reasons = dict.fromkeys([*itertools.chain(*shortfalls), *problems])
         fresh = [why for why in reasons if why not in self._lacking]
         for why in fresh[: errors.MOST_NAMED]:
@@ -552,8 +554,8 @@ class SaveStages:
         self._record(metrics.CHECKPOINT_COPY, num_bytes)
         self._record(metrics.CHECKPOINT_COPY_SECS, secs)
         copies = sum(each.copies for each in taken)
-        # No event says that a step that lacks copies is safe, or that a restored step
-        # still has its copies.
+        # Emits no event that calls a step without copies safe, or that reports copies
+        # that a restored step already had.
         is_safe = not problems and min(num_machines) >= 2
         if is_safe and (copies or self.committed is not None):
             self._emit(
@@ -562,7 +564,7 @@ class SaveStages:
         return not problems
 
     def _collect(self, committed: CheckpointMetadata) -> None:
-        # Removes older steps, except the newest one with copies if this one has none.
+        # Removes older steps, except the newest step with copies if this one has none.
         late = self._late
         needed = (self._covered, self._uploading, late.step_id if late else None)
         in_flight = tuple(each for each in needed if each is not None)
@@ -631,7 +633,7 @@ class SaveStages:
         return True
 
     def _note_stored(self, step_id: StepId) -> None:
-        # Storage has recovered, unless it has failed to take newer steps.
+        # Storage has recovered, unless it has failed to store newer steps.
         with self._lock:
             stored = {each for each in self._due if each <= step_id}
             self._due -= stored
@@ -657,7 +659,7 @@ class SaveStages:
     def _attempt(
         self, tier: str, step: int, what: str, call: Callable[[], object]
     ) -> None:
-        # Makes a call; if hosts fail, reports it and continues.
+        # Makes a call; if hosts fail, reports the failure and continues.
         try:
             call()
         except errors.HostsFailedError as error:

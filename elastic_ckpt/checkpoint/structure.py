@@ -1,11 +1,11 @@
-"""The structure of the trees of a step, without values.
+"""The structure of a step's trees, without values.
 
 Manifests have the structure as text:
 
     {"shardings": [...], "trees": {"state": {"w": "array 0", "opt": ["int", null]}}}
 
 An object is a dict, named tuple or dataclass; a list is a list or tuple; null is None;
-and a string is a leaf: its kind, and what is needed to create it.
+and a string is a leaf: its kind, and any details needed to create it.
 
     array, array 3              a JAX array, with the number of its sharding
     key threefry2x32            a typed random key, which may also have a sharding
@@ -16,15 +16,15 @@ and a string is a leaf: its kind, and what is needed to create it.
 
 FORMAT.md in `steps` describes the format.
 
-`resolve` matches the tree that a restore requests with the saved one. In the place of
-each leaf, the request has the form to restore it in: an abstract array, a number or its
-type, or `str`; `...` or None, for which nothing is read and which stay; or an array
+`resolve` matches the tree that a restore requests with the saved tree. In place of each
+leaf, the request has the form to restore it in: an abstract array, a number or its
+type, or `str`; `...` or None, which stay and for which nothing is read; or an array
 type, for an array as it was saved.
 
-A step that fits in RAM but that Orbax rejects could never be backed up. So a save
-rejects, before anything is captured, what Orbax rejects: leaves of other types, and
+A step that RAM can hold but Orbax rejects could never be backed up. So before anything
+is captured, a save rejects everything that Orbax rejects: leaves of other types, and
 trees without a leaf. It also rejects two leaves that Orbax would write under one name,
-since one would be lost, and trees that manifests cannot describe.
+because one would be lost, and trees that manifests cannot describe.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ from elastic_ckpt.tiers.ram import ram_disk
 T = TypeVar("T")
 Chunks = Mapping[str, Sequence[int]]
 
-# What leaves without values are restored as; a number may have any value.
+# The restored form of leaves without values; a number may have any value.
 _NUMBERS = (bool, int, float)
 _PLAIN = {"bool": False, "int": 0, "float": 0.0, "()": ()}
 # How manifests write the empty nodes that Orbax records.
 _EMPTY = {"List": [], "Tuple": "()", "Dict": {}, "None": None}
-# What parsing raises for a text that is not a structure.
+# Errors that parsing raises for text that is not a structure.
 _NO_STRUCTURE = (
     AttributeError,
     IndexError,
@@ -73,7 +73,7 @@ _NO_STRUCTURE = (
 )
 
 
-# Names that Orbax reserves, and files next to the directories of checkpointables.
+# Names that Orbax reserves, and files next to checkpointable directories.
 _RESERVED = frozenset(
     {
         "AUTO",
@@ -86,18 +86,18 @@ _RESERVED = frozenset(
         ram_disk.RESERVED,
     }
 )
-# Caches the text of checked trees, by their structure and leaves: the states of a run
-# mostly differ only in their values.
+# Caches the text of checked trees, by structure and leaves: a run's states mostly
+# differ only in their values.
 _MOST_KNOWN = 64
 _known: dict[Any, str] = {}
 
 
 @dataclasses.dataclass(frozen=True)
 class HostNotes:
-    """Notes that hosts may have made differently; those of host 0 count.
+    """Notes that may differ between hosts; host 0's take precedence.
 
     Attributes:
-      metrics: the metrics of the step, as JSON; None if there are none.
+      metrics: the step's metrics, as JSON; None if there are none.
       custom_metadata: the user's metadata, as JSON; None if there is none.
       parts_digest: the digest of `StepDescription.kinds`, which must not differ.
     """
@@ -113,8 +113,9 @@ class StepDescription:
 
     Attributes:
       trees: pytrees by name, with abstract arrays, and any value for a number.
-      contents: as in its manifests; without leaves before it is written.
-      init_timestamp_nsecs: when its save began, in nanoseconds since 1970.
+      contents: the contents, as in the step's manifests; without leaves before the step
+        is written.
+      init_timestamp_nsecs: when the save began, in nanoseconds since 1970.
     """
 
     trees: Mapping[str, Any]
@@ -139,7 +140,7 @@ class StepDescription:
         """
         if not (checkpointables or components):
             raise errors.CheckpointError(
-                "no checkpointables were given, so there is nothing to save; give at"
+                "no checkpointables were passed, so there is nothing to save; pass at"
                 " least one"
             )
         for name in [*checkpointables, *components]:
@@ -161,10 +162,10 @@ class StepDescription:
 
     @classmethod
     def from_contents(cls, contents: Contents) -> StepDescription:
-        """Describes a step that was saved, by its manifests.
+        """Describes a saved step from its manifests.
 
         Raises:
-          CheckpointError: if they describe its trees in an unsupported way.
+          CheckpointError: if the manifests describe the trees in an unsupported way.
         """
         trees = _trees(contents, lambda described: described, orbax_format.SavedArray)
         return cls(
@@ -175,7 +176,7 @@ class StepDescription:
 
     @property
     def metrics(self) -> Any:
-        """The metrics of the step; None if there are none."""
+        """The step's metrics; None if there are none."""
         return json.loads(self.contents.metrics or "null")
 
     @property
@@ -189,7 +190,7 @@ class StepDescription:
         return HostNotes(contents.metrics, contents.custom_metadata, parts_digest)
 
     def kinds(self, components: Mapping[str, str]) -> dict[str, str]:
-        """What this host saves, by the path of a leaf or the name of a component."""
+        """The kinds of values that this host saves, by leaf path or component name."""
         leaves = _with_none(self.trees).items()
         return {path: _kind(leaf) for path, leaf in leaves} | dict(components)
 
@@ -216,21 +217,21 @@ def json_of_user(what: str, value: Mapping[str, Any]) -> str:
     """Encodes a user's metrics or metadata as JSON.
 
     Raises:
-      CheckpointError: if that is impossible; the message begins with `the <what>`.
+      CheckpointError: if the value is not JSON; the message begins with `the <what>`.
     """
     try:
         text = storage.canonical_json(dict(value)).decode()
         json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise errors.CheckpointError(
-            f"the {what} {str(value)[:200]} are not JSON ({error}); give plain numbers,"
+            f"the {what} {str(value)[:200]} are not JSON ({error}); pass plain numbers,"
             " such as float(loss), strings, lists and dicts"
         ) from None
     return text
 
 
 def to_json(checkpointables: Mapping[str, Any]) -> str:
-    """The structure of some trees, whose leaves may be abstract."""
+    """The structure of trees, whose leaves may be abstract."""
     shardings: dict[NamedSharding, int] = {}
     structures = {
         name: _structure(tree, shardings) for name, tree in checkpointables.items()
@@ -240,7 +241,7 @@ def to_json(checkpointables: Mapping[str, Any]) -> str:
 
 
 def _checked_json(abstract: Mapping[str, Any]) -> str:
-    # As `to_json`; rejects trees that cannot be saved.
+    # Like `to_json`, but rejects trees that cannot be saved.
     leaves = jax.tree.leaves(abstract)
     named = [each if orbax_format.is_jax(each) else repr(each) for each in leaves]
     key = (trees.structure_text(abstract), *named)
@@ -254,7 +255,7 @@ def _checked_json(abstract: Mapping[str, Any]) -> str:
         except Exception as error:  # by nodes of a user's library
             raise errors.CheckpointError(
                 f"the structure of {sorted(abstract)} cannot be saved"
-                f" ({type(error).__name__}: {error}); give trees of dicts, lists and"
+                f" ({type(error).__name__}: {error}); pass trees of dicts, lists and"
                 " arrays, such as nnx.state(model)"
             ) from error
     return _known[key]
@@ -264,10 +265,10 @@ def saved_trees(contents: Contents) -> dict[str, Any]:
     """The saved trees, by name, with abstract leaves.
 
     Arrays have their saved sharding, if all of its devices exist. Strings have their
-    values, and numbers any value of their type.
+    values, and numbers have any value of their type.
 
     Raises:
-      CheckpointError: if the manifests describe them in an unsupported way.
+      CheckpointError: if the manifests describe the trees in an unsupported way.
     """
     return _trees(contents, _sharding, _on_devices)
 
@@ -304,7 +305,7 @@ def _trees(
         raise errors.CheckpointError(
             "the manifest of a step has trees that cannot be read"
             f" ({type(error).__name__}: {error}); continue with the program that wrote"
-            " it, or restore another step"
+            " it, or restore a different step"
         ) from error
 
 
@@ -347,14 +348,14 @@ def _check_name(name: str) -> None:
     if refused or is_manifest_name(name) or not _is_unicode(name):
         raise errors.CheckpointError(
             f"the name {name!r} cannot be used for a checkpointable: it would name a"
-            f" directory, and {sorted(_RESERVED)} are reserved; choose another name"
+            f" directory, and {sorted(_RESERVED)} are reserved; choose a different name"
         )
 
 
 def _check_tree(checkpointable: str, tree: Any) -> None:
     if not jax.tree.leaves(tree) and not tree:
         raise errors.CheckpointError(
-            f"{checkpointable!r} is empty, so Orbax does not save it; leave it out"
+            f"{checkpointable!r} is empty, so Orbax does not save it; omit it"
         )
     paths: dict[str, str] = {}
     texts: dict[str, str] = {}
@@ -436,7 +437,7 @@ class AskedTrees:
     """Requested trees, by name.
 
     Attributes:
-      read: the leaves that hosts read; None in the place of others.
+      read: the leaves that hosts read; None in place of others.
       given: all requested leaves.
     """
 
@@ -462,18 +463,19 @@ def resolve(
     partial: bool,
     may_add: bool = True,
 ) -> AskedTrees:
-    """Determines what hosts read for the requested trees.
+    """Determines which leaves hosts read for the requested trees.
 
     Args:
       asked: trees by name; None requests a whole tree as it was saved.
-      contents: the contents of the step.
-      step: its number.
+      contents: the step's contents.
+      step: the step number.
       partial: whether the request may omit saved leaves.
-      may_add: whether, if `partial`, leaves that were not saved stay as given.
+      may_add: whether, with `partial`, requested leaves that were not saved stay
+        unchanged.
 
     Raises:
-      CheckpointError: if the step lacks a leaf, or has it in another form; it names the
-        leaf.
+      CheckpointError: if the step lacks a leaf, or has it in a different form; the
+        message names the leaf.
     """
     saved = saved_trees(contents)
     missing = sorted(asked.keys() - saved.keys())
@@ -492,7 +494,7 @@ def resolve(
     structure = jax.tree.structure(abstract, is_leaf=_is_none)
     given = structure.unflatten([stays for stays, _ in resolved.values()])
     read = structure.unflatten([form for _, form in resolved.values()])
-    # The shapes of leaves, by path; "text" for strings.
+    # Leaf shapes, by path; "text" for strings.
     texts = {path: "text" for path, leaf in leaves.items() if isinstance(leaf, str)}
     there = texts | {leaf.path: str(list(leaf.shape)) for leaf in contents.arrays}
     now = dict.fromkeys(texts.keys() & resolved.keys(), "text")
@@ -526,11 +528,11 @@ def _resolved(
     *,
     may_add: bool,
 ) -> tuple[Any, Any]:
-    # What stands for a leaf until hosts have read, and what they read for it.
+    # The placeholder of a leaf until hosts have read it, and the leaf that they read.
     if leaf is None or leaf is ...:
         return leaf, None
     if was is None:
-        # If that is an error, `check_same_model` names it.
+        # If that is an error, `check_same_model` reports it.
         return leaf, None if may_add else leaf
     if isinstance(was, str) != (leaf is str or isinstance(leaf, str)):
         raise errors.CheckpointError(
@@ -553,18 +555,18 @@ def _form(path: str, leaf: Any, was: Any) -> Any:
             return trees.AbstractArray(shape=shape, dtype=dtype)
         if not issubclass(leaf, jax.Array | jax.ShapeDtypeStruct):
             raise errors.CheckpointError(
-                f"{path} cannot be restored as {leaf.__name__}; give jax.Array,"
+                f"{path} cannot be restored as {leaf.__name__}; pass jax.Array,"
                 " np.ndarray, bool, int, float or str, or an abstract array"
             )
         leaf = jax.ShapeDtypeStruct(shape, dtype)
     if trees.is_key(leaf) and trees.is_key(was) and leaf.dtype != was.dtype:
         raise errors.CheckpointError(
-            f"{path} is a random key that was saved as {was.dtype}, but was requested"
-            f" as {leaf.dtype}, which gives different numbers; request it with the"
+            f"{path} is a random key that was saved as {was.dtype} but requested"
+            f" as {leaf.dtype}, which yields different numbers; request it with the"
             " saved implementation (jax_default_prng_impl)"
         )
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
-        # Without a requested sharding an array keeps the saved one.
+        # Without a requested sharding, an array keeps the saved one.
         sharding = getattr(was, "sharding", None)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return leaf

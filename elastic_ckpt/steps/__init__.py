@@ -1,1 +1,1 @@
-"""Manifests: the formats of what hosts hold, and the pure decisions over them."""
+"""Manifests, which list what hosts hold, and pure decisions based on them."""

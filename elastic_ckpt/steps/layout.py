@@ -1,4 +1,4 @@
-"""The layout of a step's directory, the same in the local and the persistent tier.
+"""The layout of a step directory, the same in the local and the persistent tier.
 
     state/params/w/zarr.json         an array, `params/w` of the checkpointable `state`
     state/params/w/c/0/1             one of its chunks: a box of it, a fragment
@@ -28,23 +28,23 @@ from collections.abc import Iterator, Sequence
 from elastic_ckpt.core import boxes, digest, errors, storage
 from elastic_ckpt.steps.manifest import Leaf
 
-# The directory of the steps, in the directory of a run.
+# The directory of the steps, inside the run directory.
 STEPS = "checkpoints"
 # The checksum follows the values in a chunk's file.
 CHECKSUM_BYTES = 4
-# Larger shards are cut, to bound the extra memory of a reader.
+# Larger shards are cut to bound a reader's extra memory.
 CHUNK_BYTES = 64 * 2**20
-# File systems take names of up to 255 bytes.
+# File systems accept names of up to 255 bytes.
 _NAME_BYTES = 200
 
 
 def leaf_directory(path: str) -> str:
-    """Returns the directory of the leaf `path`, relative to the step's directory."""
+    """Returns the directory of the leaf `path`, relative to the step directory."""
     return "/".join(_safe(part) for part in path.split("/"))
 
 
 def part_file(leaf: Leaf, box: boxes.Box) -> str:
-    """The file of a part on a RAM disk, relative to the step's directory."""
+    """A part's file on a RAM disk, relative to the step directory."""
     if leaf.is_file:
         return leaf.path
     return f"{leaf_directory(leaf.path)}/{chunk_key(box, leaf.chunk)}"
@@ -59,15 +59,15 @@ def chunk_key(box: boxes.Box, chunk: Sequence[int]) -> str:
 def chunk_shape(
     shard: Sequence[int], *, item_bytes: int, chunk_bytes: int = CHUNK_BYTES
 ) -> tuple[int, ...]:
-    """The shape of the chunks of an array whose shards have the shape `shard`.
+    """The chunk shape of an array whose shards have the shape `shard`.
 
     It divides the shard's shape. The first dims are cut first, so that chunks are
-    contiguous in a shard's memory wherever the sizes of dims allow it.
+    contiguous in a shard's memory wherever the dim sizes allow it.
 
     Args:
-      shard: at least 1 in each dim.
-      item_bytes: the size of an element.
-      chunk_bytes: the most bytes of a chunk, unless an element is larger or a dim is
+      shard: the shard's shape, at least 1 in each dim.
+      item_bytes: the size of one element.
+      chunk_bytes: the maximum size of a chunk, unless an element is larger or a dim is
         prime.
     """
     chunk = list(shard)
@@ -83,13 +83,13 @@ def cut(box: boxes.Box, chunk: Sequence[int]) -> Iterator[boxes.Box]:
     """The chunks of a shard's `box`, in C order.
 
     Raises:
-      CheckpointError: if the box is not aligned with the grid of chunks.
+      CheckpointError: if the box is not aligned with the chunk grid.
     """
     sides = [*zip(box.start, box.stop, chunk, strict=True)]
     if any(start % size or stop % size for start, stop, size in sides):
         raise errors.CheckpointError(
-            f"the shard {box} does not consist of chunks of the shape {tuple(chunk)}:"
-            " all shards of an array must have one shape; choose a sharding that"
+            f"the shard {box} does not consist of chunks of shape {tuple(chunk)}:"
+            " all shards of an array must have the same shape; choose a sharding that"
             " divides the array"
         )
     for start in itertools.product(*(range(*side) for side in sides)):
@@ -116,7 +116,7 @@ def array_metadata(leaf: Leaf) -> dict[str, storage.Json]:
 
 
 def _largest_divisor(number: int, most: int) -> int:
-    # Only up to the root, since dims may have 1e8 elements.
+    # Only up to the root, because dims may have 1e8 elements.
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return max(n for n in (*low, *(number // n for n in low)) if n <= most)
 
@@ -133,5 +133,5 @@ def _safe(part: str) -> str:
 
 
 def slice_directory(base: str, number: int) -> str:
-    """The RAM disk of one of several slices on a machine."""
+    """The RAM disk directory of one of several slices on a machine."""
     return f"{base}/slice-{number}"

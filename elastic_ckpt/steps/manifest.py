@@ -1,16 +1,16 @@
-"""Manifests: what holders have of a step; only a manifest makes a part exist.
+"""Manifests list which parts of a step holders have; only they make a part exist.
 
 A part is a box of a leaf, with the digest of its values. A file of a component (data
 state, random numbers) is a leaf, too: the array of its bytes. Where a part is stored
 follows from its leaf, its box and its holder.
 
 A manifest lists the whole step (every leaf, every component), so that missing parts are
-detected, and the parts that its holders have. A manifest of one holder is a file in the
-step's directory, `manifest-<host id>`, written last and atomically, and rewritten when
-copies from peers have arrived. Hosts exchange manifests of several holders, in the same
+detected, and the parts that its holders have. A single holder's manifest is a file in
+the step directory, `manifest-<host id>`, written last and atomically and rewritten when
+copies from peers have arrived. Hosts exchange manifests of several holders in the same
 format (FORMAT.md).
 
-Glossary: n parts, r the most dims that a leaf has.
+Glossary: n parts, r the maximum number of dims of a leaf.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from elastic_ckpt.core import (
 from elastic_ckpt.steps.step import StepId
 
 VERSION = 1
-# A host's memory is its local tier, and the peer tier of all other hosts.
+# A host's memory is its own local tier and part of every other host's peer tier.
 Tier = Literal["local", "persistent"]
-# The id of a host, and the name of its manifest in a step's directory.
+# A host ID, and the name of the host's manifest in a step directory.
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FILE_NAME = re.compile(rf"manifest-{_ID.pattern}")
-# What decoding raises for content that is not a manifest.
+# Errors that decoding raises for content that is not a manifest.
 _OTHER = (
     *(AttributeError, KeyError, IndexError, OverflowError),
     *(RecursionError, TypeError, ValueError),
@@ -56,12 +56,12 @@ class Leaf:
     """An array of the state, or a file of a component.
 
     Attributes:
-      path: its unique path in the step: the name of a checkpointable and the path in
-        its tree, or for a file, the path in the step's directory.
+      path: the unique path in the step: a checkpointable's name and the path in its
+        tree; for a file, the path in the step directory.
       shape: the shape of the whole array; for a file, its length.
-      dtype: the name, such as `bfloat16`; for a file, `uint8`.
+      dtype: the dtype's name, such as `bfloat16`; for a file, `uint8`.
       chunk: the shape of each part, at least 1 in each dim.
-      is_file: whether it is a file of a component.
+      is_file: whether the leaf is a component's file.
     """
 
     path: str
@@ -83,7 +83,7 @@ class Leaf:
 
     @property
     def part(self) -> str:
-        """The name of its checkpointable."""
+        """The name of the leaf's checkpointable."""
         return self.path.partition("/")[0]
 
     @property
@@ -92,7 +92,7 @@ class Leaf:
         return ".".join(map(_unescaped, self.path.split("/")[1:]))
 
     def name_of(self, box: boxes.Box) -> str:
-        """Names a part for messages: leaf and bounds, or the path of a file."""
+        """Names a part for messages: leaf and bounds, or a file path."""
         return self.path if self.is_file else f"{self.path}{box}"
 
     def num_bytes(self, box: boxes.Box) -> int:
@@ -106,17 +106,17 @@ class Contents:
 
     Attributes:
       leaves: first the arrays, then the files of components, each ordered by path.
-      components: the names, ordered; a component may have no files.
-      time_ms: when it was committed, in milliseconds since 1970, by the clock of
-        host 0.
-      metrics: JSON of the metrics that retention may rank it by; None if it was not
-        evaluated. Text compares equal to itself even if a loss is NaN.
-      parents: the steps at which its line continued under a later save, oldest first
-        (see `step.Line`); empty before the first restore.
+      components: the component names, ordered; a component may have no files.
+      time_ms: when the step was committed, in milliseconds since 1970, by host 0's
+        clock.
+      metrics: JSON of the metrics that retention may rank the step by; None if it was
+        not evaluated. Text compares equal to itself even if a loss is NaN.
+      parents: the steps at which the step's line continued under a later save, oldest
+        first (see `step.Line`); empty before the first restore.
       trees: JSON of the structure of the trees (FORMAT.md).
       custom_metadata: JSON of the user's metadata; None if there is none.
       is_due: whether the step was due in storage, or storage lacked an earlier step
-        that was; a later world backs it up if this one cannot.
+        that was due; a later world backs up the step if this one cannot.
     """
 
     leaves: tuple[Leaf, ...]
@@ -156,11 +156,11 @@ class Host:
     """A host that holds parts of steps.
 
     Attributes:
-      id: lasts as long as its memory does; letters, digits and `._-`. On a RAM disk it
-        is `<machine>.<slot>`: the id of the machine's memory, and a slot.
-      number: the number of its process when it saved; for people only.
-      domains: its failure domains, by kind: `host` (the machine, if hosts share one),
-        `rack`, `slice`, `zone`.
+      id: an ID that lasts as long as the host's memory: letters, digits and `._-`. On a
+        RAM disk, `<machine>.<slot>`: the ID of the machine's memory, and a slot.
+      number: the process number when the host saved; only for messages.
+      domains: the host's failure domains, by kind: `host` (the machine, if hosts share
+        one), `rack`, `slice`, `zone`.
     """
 
     id: str
@@ -169,12 +169,12 @@ class Host:
 
     @property
     def machine(self) -> str:
-        """The id of the machine's memory."""
+        """The ID of the machine's memory."""
         return self.id.rpartition(".")[0]
 
     @property
     def slot(self) -> str:
-        """Its slot on the machine's RAM disk."""
+        """The host's slot on the machine's RAM disk."""
         return self.id.rpartition(".")[2]
 
 
@@ -182,8 +182,8 @@ class Holder(NamedTuple):
     """A host that holds parts, and where.
 
     Attributes:
-      url: the URL of its agent, or of the step's directory in persistent storage; empty
-        if its machine is in the world.
+      url: the URL of the host's agent, or of the step directory in persistent storage;
+        empty if the host's machine is in the world.
     """
 
     host: Host
@@ -196,10 +196,11 @@ class Parts(NamedTuple):
 
     Attributes:
       holder: the number of each part's holder, int64 `[n]`.
-      leaf: the number of its leaf, int64 `[n]`.
-      start: the start of its box, int64 `[n, r]`; 0 in dims that the leaf lacks.
-      stop: the stop of its box, int64 `[n, r]`; 1 in dims that the leaf lacks.
-      digest: the 16 bytes of `core.digest.values_digest` of its values, uint64
+      leaf: the number of each part's leaf, int64 `[n]`.
+      start: where each part's box starts, int64 `[n, r]`; 0 in dims that the leaf
+        lacks.
+      stop: where each part's box stops, int64 `[n, r]`; 1 in dims that the leaf lacks.
+      digest: the 16 bytes of `core.digest.values_digest` of each part's values, uint64
         `[n, 2]`.
     """
 
@@ -213,7 +214,7 @@ class Parts(NamedTuple):
     def of_rows(
         cls, rows: Iterable[tuple[int, boxes.Box, bytes]], contents: Contents
     ) -> Parts:
-        """The parts of one holder, sorted, from the leaf, box and digest of each."""
+        """Sorts one holder's parts; each row is a leaf, a box and a digest."""
         ordered = sorted(rows)
         held = boxes.Boxes.from_boxes(
             [box for _, box, _ in ordered], rank=contents.shapes.shape[1]
@@ -240,10 +241,10 @@ class Parts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Manifest:
-    """What some holders have of one save of a step.
+    """The parts of one save of a step that some holders have.
 
     Attributes:
-      step_id: the step; manifests of different saves are never mixed.
+      step_id: the step and its save; manifests of different saves are never mixed.
     """
 
     run: str
@@ -258,7 +259,7 @@ class Manifest:
         return self.holders[0].host
 
     def rows(self) -> list[tuple[int, boxes.Box, bytes]]:
-        """The leaf, the box and the digest of each part."""
+        """Each part's leaf, box and digest."""
         ranks = [len(leaf.shape) for leaf in self.contents.leaves]
         held, digests = self.parts.boxes, self.parts.digest.tobytes()
         return [
@@ -267,12 +268,12 @@ class Manifest:
         ]
 
     def at(self, tier: Tier, url: str = "") -> Manifest:
-        """The same manifest, as found in a tier, at an agent."""
+        """The same manifest, as found in a tier or at an agent."""
         holders = tuple(Holder(each.host, tier, url) for each in self.holders)
         return dataclasses.replace(self, holders=holders)
 
     def to_bytes(self) -> bytes:
-        """Encodes it for `parse`."""
+        """Encodes the manifest for `parse`."""
         contents = json.dumps(codec.encode(self.contents), separators=(",", ":"))
         holder, leaf, start, stop, digests = self.parts
         columns = np.vstack(
@@ -293,8 +294,8 @@ class Manifest:
         """Decodes and checks what `to_bytes` encoded.
 
         Raises:
-          UnreadableError: if it is truncated, altered, of another version, or not a
-            manifest.
+          UnreadableError: if the content is truncated or altered, has a different
+            version, or is not a manifest.
         """
         fields, blobs = checked_blobs.parse(content, what="manifest", version=VERSION)
         try:
@@ -315,7 +316,7 @@ class Manifest:
                 {
                     "the holders": bool(holders),
                     "the ids": all(_ID.fullmatch(each.host.id) for each in holders),
-                    "a box inside of its leaf": inside.all(),
+                    "a box inside its leaf": inside.all(),
                     "the numbers of leaves and holders": all(
                         numbers.min(initial=0) > -1
                         and numbers.max(initial=-1) < len(of)
@@ -342,7 +343,7 @@ class Manifest:
         """Merges at least one manifest into a manifest of all their holders.
 
         Raises:
-          CheckpointError: if they differ in run, step, save or contents.
+          CheckpointError: if the manifests differ in run, step, save or contents.
         """
         first = manifests[0]
         for each in manifests:
@@ -350,7 +351,7 @@ class Manifest:
                 raise errors.CheckpointError(
                     f"the manifest of host {each.host.id!r} (run {each.run!r}, step"
                     f" {each.step_id.step}, save {each.step_id.save!r}) lists a"
-                    f" different step than that of host {first.host.id!r} (run"
+                    f" different step than the manifest of host {first.host.id!r} (run"
                     f" {first.run!r}, step {first.step_id.step}, save"
                     f" {first.step_id.save!r}); remove the one that does not belong"
                     " there"
@@ -368,13 +369,13 @@ class Manifest:
 
     def is_alike(self, other: Manifest) -> bool:
         """Whether both list the same save of the same step, with the same contents."""
-        # Parsed contents are mostly the same object, so that comparing is immediate.
+        # Parsed contents are mostly the same object, so comparing them is immediate.
         own = (self.run, self.step_id, self.contents)
         return own == (other.run, other.step_id, other.contents)
 
 
 def manifest_name(host_id: str) -> str:
-    """The name of a host's manifest in a step's directory."""
+    """The name of a host's manifest in a step directory."""
     return f"manifest-{host_id}"
 
 
@@ -384,23 +385,23 @@ def is_manifest_name(name: str) -> bool:
 
 
 def write_manifest(step_directory: epath.PathLike, saved: Manifest) -> None:
-    """Writes a manifest; the parts that it lists must be durable already."""
+    """Writes a manifest, whose parts must already be durable."""
     path = os.path.join(step_directory, manifest_name(saved.host.id))
     storage.write_atomic(path, saved.to_bytes())
 
 
 def read_manifest(path: epath.PathLike, *, run: str, step: int) -> Manifest:
-    """The manifest of a host at `path`.
+    """Reads the host manifest at `path`.
 
     Args:
-      path: a path that ends in its `manifest_name`.
+      path: a path that ends in the host's `manifest_name`.
       run: the expected run.
       step: the expected step.
 
     Raises:
       LaterVersionError: if a later version of elastic_ckpt wrote it.
-      CheckpointError: if it is missing, `parse` refuses it, or it is of another run,
-        step or host; what it lists then does not exist.
+      CheckpointError: if the manifest is missing, `parse` rejects it, or it has a
+        different run, step or host; the parts that it lists then do not exist.
     """
     try:
         saved = Manifest.parse(storage.read_bytes(path))
@@ -408,7 +409,7 @@ def read_manifest(path: epath.PathLike, *, run: str, step: int) -> Manifest:
         if actual == (run, step, os.path.basename(path)):
             return saved
         problem = (
-            f"is that of run {saved.run!r}, step {saved.step_id.step} and host"
+            f"belongs to run {saved.run!r}, step {saved.step_id.step} and host"
             f" {saved.host.id!r}, but run {run!r}, step {step} and the host in its name"
             " were expected"
         )
@@ -416,19 +417,19 @@ def read_manifest(path: epath.PathLike, *, run: str, step: int) -> Manifest:
         problem = "is missing"
     except checked_json.LaterVersionError as error:
         raise checked_json.LaterVersionError(
-            f"manifest {path} {error}, or move the directory of the step away to"
+            f"manifest {path} {error}, or move the step directory away to"
             " continue without it"
         ) from None
     except checked_json.UnreadableError as error:
         problem = str(error)
     raise errors.CheckpointError(
-        f"manifest {path} {problem}; what it lists counts as lost: restore it from a"
+        f"manifest {path} {problem}; its parts count as lost; restore it from a"
         " copy, or remove it"
     )
 
 
 def grouped(manifests: Iterable[Manifest]) -> list[list[Manifest]]:
-    """Groups the manifests of a step by save and contents, newest save first."""
+    """Groups a step's manifests by save and contents, newest save first."""
     groups: list[list[Manifest]] = []
     for each in manifests:
         alike = next((group for group in groups if each.is_alike(group[0])), [])
@@ -439,7 +440,7 @@ def grouped(manifests: Iterable[Manifest]) -> list[list[Manifest]]:
 
 
 def escaped(key: str) -> str:
-    """Escapes a key of a tree for a leaf's path, in which `/` joins keys."""
+    """Escapes a tree key for a leaf's path, in which `/` joins keys."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
@@ -449,7 +450,7 @@ def _unescaped(part: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _contents(text: bytes) -> Contents:
-    # Equal on all hosts of a step, so it is decoded once.
+    # Decoded once, because all hosts of a step have the same contents.
     contents = codec.decode(Contents, json.loads(text))
     places = [(leaf.is_file, leaf.path) for leaf in contents.leaves]
     names = [leaf.path.split("/") for leaf in contents.leaves if leaf.is_file]
@@ -463,10 +464,10 @@ def _contents(text: bytes) -> Contents:
                 and np.dtype(leaf.dtype).itemsize >= 0
                 for leaf in contents.leaves
             ),
-            # A peer's path must not leave the step's directory.
+            # A peer's path must not leave the step directory.
             "the paths of files": not any({"", ".", ".."} & {*name} for name in names),
             "the components": {name[0] for name in names} <= {*contents.components},
-            "what is JSON": all(
+            "the JSON texts": all(
                 isinstance(json.loads(each or "{}"), dict) for each in texts
             ),
         }

@@ -1,17 +1,17 @@
 """Decides which hosts copy and upload an item, without communication.
 
-Both follow from the holders of an item, which the sharding determines, and from the
-hosts of the world.
+Both decisions follow from the item's holders, which the sharding determines, and from
+the hosts of the world.
 
-Hosts stand on a circle, ordered by failure domain. The distant copy of an item goes to
-the host that is as many places ahead as the largest domain has hosts. If no domain has
-more than half of the hosts, this is a permutation that maps every host out of its
-domain: each host receives as much as it sends. The hosts of a larger domain share the
-hosts outside in turn. Close copies go to the next hosts of the domain.
+Hosts are arranged in a circle, ordered by failure domain. With d hosts in the largest
+domain, an item's distant copy goes to the host d places ahead. If no domain has more
+than half of the hosts, this permutation maps every host out of its domain, and each
+host receives as much as it sends. The hosts of a larger domain use the hosts outside it
+round-robin. Close copies go to the next hosts of the domain.
 
-Failure domains are text, `rack=r7;zone=us-east5-a`, in configs, which apply to all
-hosts, and in an environment variable, which applies to one host. A Kubernetes pod gets
-its zone from the variable (`configs/deploy`), and other domains from its node's agent.
+Failure domains are written as `rack=r7;zone=us-east5-a`, for all hosts in configs or
+for one host in an environment variable. A Kubernetes pod gets its zone from the
+variable (`configs/deploy`) and other domains from its node's agent.
 
 Glossary: i items, m copies.
 """
@@ -39,16 +39,16 @@ _MOST_SHARE = 0.6
 
 
 def parse_domains(text: str, *, what: str) -> dict[str, str]:
-    """Parses `kind=name;kind=name` into names by kind, without those that are empty.
+    """Parses `kind=name;kind=name` into names by kind; skips empty names.
 
     Raises:
-      ConfigError: if the text is malformed; it names the setting `what`.
+      ConfigError: if the text is malformed; the message names the setting `what`.
     """
     pairs = [pair for pair in text.split(";") if pair]
     wrong = [pair for pair in pairs if pair.find("=") < 1]
     if wrong:
         raise errors.ConfigError(
-            f"{what}={text!r}: {wrong[0]!r} is not `kind=name`; write for example"
+            f"{what}={text!r}: {wrong[0]!r} is not `kind=name`; write, for example,"
             " rack=r7;zone=us-east5-a"
         )
     named = (pair.partition("=") for pair in pairs)
@@ -56,7 +56,7 @@ def parse_domains(text: str, *, what: str) -> dict[str, str]:
 
 
 def domains_of_environment() -> dict[str, str]:
-    """Returns this host's domains according to its environment.
+    """Returns this host's domains from its environment.
 
     Raises:
       ConfigError: as `parse_domains`.
@@ -65,19 +65,19 @@ def domains_of_environment() -> dict[str, str]:
 
 
 def domain_kinds(hosts: Sequence[Host], kinds: str) -> tuple[str, str]:
-    """Chooses the kinds of failure domain that one copy of everything must leave.
+    """Chooses the kinds of failure domain that need a copy outside the domain.
 
-    The larger the kind, the larger the loss that a run survives. But if most hosts were
-    in one domain, their copies would fill the memory of the few outside.
+    A larger kind lets a run survive a larger loss. But if most hosts were in one
+    domain, their copies would fill the memory of the few hosts outside.
 
     Args:
-      hosts: of the world.
-      kinds: from large to small, separated by `;`.
+      hosts: all hosts of the world.
+      kinds: kinds from large to small, separated by `;`.
 
     Returns:
       The outer kind: the first that every host has and whose largest domain has at most
       `_MOST_SHARE` of the hosts, otherwise the last. And the inner kind: the last, or
-      an empty text if that is the outer one or some host lacks it.
+      an empty string if that is the outer kind or a host lacks it.
     """
     listed = kinds.split(";")
     outer = inner = listed[-1]
@@ -91,13 +91,14 @@ def domain_kinds(hosts: Sequence[Host], kinds: str) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How many copies to make, and what may fail at once.
+    """How many copies to make, and what may fail together.
 
     Attributes:
-      copies: holders of each item besides the host that saved it, on other machines.
+      copies: how many other machines must hold what a host saved.
       domain: the kind of failure domain that is lost as a whole.
-      inner: a smaller kind that is also lost as a whole; empty if there is none.
-      assume_data_parallelism: makes no copies, for models too large to be copied;
+      inner: a smaller kind of domain that is also lost as a whole; empty if there is
+        none.
+      assume_data_parallelism: whether to make no copies, for models too large to copy;
         `Placement.shortfalls` lists what that leaves at risk.
     """
 
@@ -114,9 +115,10 @@ class Placement(NamedTuple):
       item: the number of the item of each copy, int64 `[m]`.
       source: the host that sends it, int64 `[m]`.
       target: the host that receives it, int64 `[m]`.
-      shortfalls: a sentence for each thing that items lack even after all copies; hosts
-        whose items lack the same have equal sentences.
-      num_machines: the fewest machines that then have an item; 0 if one has no holder.
+      shortfalls: a sentence for each requirement that items fail even after all copies;
+        hosts whose items fail the same requirement have equal sentences.
+      num_machines: the minimum number of machines that then have an item; 0 if an item
+        has no holder.
     """
 
     item: np.ndarray
@@ -127,18 +129,18 @@ class Placement(NamedTuple):
 
 
 class Owners:
-    """The hosts of a world, as holders of items.
+    """The hosts of a world that hold items.
 
     A host without the label `host`, which names its machine, counts as a separate
-    machine. Hosts without some other label count as one domain of that kind. No
-    guarantee goes beyond the labels.
+    machine. Hosts that lack any other label count as one domain of that kind.
+    Guarantees are only as good as the labels.
     """
 
     def __init__(self, hosts: Sequence[Host], policy: Policy) -> None:
         self._policy = policy
         self._domain = [host.domains.get(policy.domain, "") for host in hosts]
         self._machine = [host.domains.get("host", host.id) for host in hosts]
-        # Without an inner kind each host is a domain by itself.
+        # Without an inner kind, each host is its own domain.
         self._inner = [
             host.domains.get(policy.inner, "" if policy.inner else host.id)
             for host in hosts
@@ -152,10 +154,10 @@ class Owners:
         self.copies = functools.cache(self._copies)
 
     def place(self, holders: Sequence[Holders], num_bytes: np.ndarray) -> Placement:
-        """Plans the fewest copies that satisfy the policy for every item.
+        """Plans the minimum number of copies that satisfy the policy for every item.
 
         Args:
-          holders: of each item, the numbers of its hosts, ascending.
+          holders: the host numbers of each item, ascending.
           num_bytes: of each item, int64 `[i]`.
         """
         policy, senders = self._policy, shares(holders, num_bytes)
@@ -172,12 +174,12 @@ class Owners:
         num_machines = len({*self._machine})
         lacks = {
             "a holder in this world: until the next step is saved, only machines"
-            " outside of it have them": 0 in machines,
+            " outside it have them": 0 in machines,
             f"a distant holder: they are all in one {policy.domain} of"
-            f" {len(self._sizes)}, and would be lost with it; add another, or save to"
+            f" {len(self._sizes)} and would be lost with it; add another, or save to"
             " the persistent tier": policy.copies > 0 and 1 in domains,
             f"copies: they are on fewer than {policy.copies + 1} machines, of"
-            f" {num_machines}; add machines, or ask for fewer copies": any(
+            f" {num_machines}; add machines, or set fewer copies": any(
                 0 < number <= policy.copies for number in machines
             ),
         }

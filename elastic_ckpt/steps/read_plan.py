@@ -1,13 +1,13 @@
 """Read plans: how a host assembles the boxes that it needs from saved boxes.
 
 A wanted box is cut into pieces, its intersections with saved boxes, so that each
-element is in one piece. A reader tries the holders of a saved box in order: its own
-local tier, close peers, distant peers, persistent storage. It goes to the next one if
-the values fail their check. Among holders that are equally near, a hash of reader, box
-and holder decides (rendezvous hashing: Thaler, Ravishankar 1998), so that readers
-spread over them without coordination.
+element is in exactly one piece. A reader tries a saved box's holders in order: its own
+local tier, close peers, distant peers, persistent storage. If the values fail their
+check, it tries the next one. Among equally near holders, a hash of reader, box and
+holder decides (rendezvous hashing: Thaler, Ravishankar 1998), which spreads readers
+without coordination.
 
-Glossary: w wanted boxes, p pieces, r the most dims of a leaf.
+Glossary: w wanted boxes, p pieces, r the maximum number of dims of a leaf.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Wanted(NamedTuple):
         """Converts pairs of a leaf's path and a box to columns.
 
         Raises:
-          CheckpointError: if the step has no such leaf, or a box is outside of it.
+          CheckpointError: if the step has no such leaf, or a box extends outside it.
         """
         listed = list(wanted)
         numbers = {leaf.path: number for number, leaf in enumerate(contents.leaves)}
@@ -58,7 +58,7 @@ class Wanted(NamedTuple):
             whole = boxes.whole(contents.leaves[numbers[path]].shape)
             if len(box.start) != len(whole.start) or not boxes.contains(whole, box):
                 raise errors.CheckpointError(
-                    f"{path}{box} is outside of what was saved, {path}{whole}; restore"
+                    f"{path}{box} is outside the saved array, {path}{whole}; restore"
                     " it with its saved shape"
                 )
         return cls(
@@ -73,8 +73,8 @@ class Read(NamedTuple):
     """How to read one piece.
 
     Attributes:
-      into: where it goes in the wanted box.
-      out_of: where it lies in the saved box.
+      into: where the piece goes in the wanted box.
+      out_of: where the piece lies in the saved box.
     """
 
     piece: boxes.Box
@@ -125,16 +125,16 @@ class ReadPlan:
 
 
 class Nearness:
-    """The nearness of holders to a reader, and the order among equally near ones.
+    """How near holders are to a reader, and the order among equally near holders.
 
     Args:
       domain: the kind of failure domain within which a peer is close.
 
     Attributes:
       of_holders: the nearness of each holder, LOCAL to PERSISTENT.
-      nearest: the nearness of the nearest holder of each item.
-      holders: the holder of each row of the table, reordered within each item to the
-        order in which to try them.
+      nearest: the nearness of each item's nearest holder.
+      holders: the holder of each table row, reordered within each item to the order in
+        which to try them.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Nearness:
         self.holders = table.holder[np.argsort(key, kind="stable")]
 
     def holders_of(self, item: int) -> list[int]:
-        """The numbers of the holders of an item, in the order to try them."""
+        """The numbers of an item's holders, in the order to try them."""
         first = self.table.first_row
         return self.holders[first[item] : first[item + 1]].tolist()
 

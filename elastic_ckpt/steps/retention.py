@@ -1,9 +1,9 @@
-"""Retention: which steps a tier removes by a policy, and which it always keeps.
+"""Retention decides which steps a tier removes and which it always keeps.
 
-A policy is any object with Orbax's `should_preserve`. Those in
-`orbax.checkpoint.v1.training.preservation_policies` work as they are: `LatestN`,
+A policy is any object with Orbax's `should_preserve`. All policies in
+`orbax.checkpoint.v1.training.preservation_policies` work unchanged: `LatestN`,
 `EveryNSteps`, `EveryNSeconds`, `BestN`, `CustomSteps`, and combinations with
-`AnyPreservationPolicy`. Orbax is not imported here: the sidecar does not have it.
+`AnyPreservationPolicy`. This module does not import Orbax, which the sidecar lacks.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class HeldStep:
     """A step in one tier, with the fields of Orbax's `PolicyCheckpointInfo`.
 
     Attributes:
-      time_ms: when it was saved, in milliseconds since 1970.
-      metrics: the values it is ranked by; None if it was not evaluated.
-      complete: in storage, whether all of it is there; in RAM, whether this host's
-        manifest is readable. None if that is unknown, so that the step is kept.
+      time_ms: when the step was saved, in milliseconds since 1970.
+      metrics: the values that the step is ranked by; None if it was not evaluated.
+      complete: in storage, whether the whole step is there; in RAM, whether this host's
+        manifest is readable. None if that is unknown; the step is then kept.
     """
 
     step: int
@@ -43,7 +43,7 @@ class HeldStep:
 
     @property
     def time(self) -> datetime.datetime:
-        """When it was saved, in UTC."""
+        """When the step was saved, in UTC."""
         return datetime.datetime.fromtimestamp(self.time_ms / 1000, datetime.UTC)
 
 
@@ -68,14 +68,14 @@ def steps_to_delete(
     """The steps that a tier removes, oldest first.
 
     Whatever the policy says, these stay: the newest step that is complete in this tier;
-    the newest that is complete in all tiers together, and all later steps, one of which
-    may become complete; steps whose completeness is unknown; and those that are in
-    flight or preserved. The policy sees only complete steps, so `LatestN(3)` keeps
+    the newest step that is complete in all tiers together, and all later steps, which
+    may still become complete; steps whose completeness is unknown; and steps that are
+    in flight or preserved. The policy sees only complete steps, so `LatestN(3)` keeps
     three that can be restored; older incomplete steps are removed.
 
     Args:
-      held: the steps of the tier, without abandoned ones.
-      policy: decides which other complete steps to keep.
+      held: the tier's steps, without abandoned ones.
+      policy: the policy that decides which other complete steps to keep.
       newest_complete: the newest step that is complete in all tiers together; None if
         there is none.
       in_flight: steps that are being written, uploaded, sent or read.
@@ -103,9 +103,9 @@ class BestN:
 
     Unlike Orbax's policy of this name, it does not keep every step that was never
     evaluated: a step without the metric, or with NaN or infinity, is not among the
-    best. Of steps with equal metrics the oldest is the best, so that only a better step
-    replaces one. Until a step's metric is known, only other policies or a lease of the
-    program that evaluates it keep the step.
+    best. Among steps with equal metrics the oldest wins, so only a better step replaces
+    a kept one. Until a step's metric is known, only other policies or the evaluating
+    program's lease keep the step.
 
     Attributes:
       n: how many steps to keep.
@@ -123,7 +123,7 @@ class BestN:
 
     def __post_init__(self) -> None:
         if self.n < 0:
-            raise errors.ConfigError(f"BestN({self.n}): give a number of at least 0")
+            raise errors.ConfigError(f"BestN({self.n}): pass a number of at least 0")
 
     def should_preserve(
         self, checkpoints: Sequence[Any], *, context: Any = None
@@ -138,7 +138,7 @@ class BestN:
         return [(rank, number) in best for number, rank in enumerate(ranks)]
 
     def rank(self, metrics: Mapping[str, Any] | None) -> float | None:
-        """The rank of a step, lower if better; None without a finite metric."""
+        """A step's rank, lower if better; None without a finite metric."""
         value: Any = (metrics or {}).get(self.metric)
         if type(value) not in (int, float) or not math.isfinite(value):
             return None
@@ -150,15 +150,15 @@ def best_step(
 ) -> int | None:
     """The best complete step by a metric that was saved with it or recorded later.
 
-    Every process of the run must call it.
+    Every process of the run must call this.
 
     Args:
-      checkpointer: ours or Orbax's; ranks its `checkpoints` by their `metrics`.
+      checkpointer: this library's or Orbax's, whose `checkpoints` have `metrics`.
       metric: the name of the metric.
       higher_is_better: True for an accuracy, False for a loss.
 
     Returns:
-      The number of the step, the oldest of equals; None if no step has a finite value.
+      The step number, the oldest among equals; None if no step has a finite value.
 
     Raises:
       CheckpointError: if steps have metrics, but none has this one.
@@ -179,12 +179,13 @@ def best_step(
 def with_evaluations(
     steps: Sequence[Any], evaluated: Mapping[int, Mapping[str, Any]]
 ) -> list[Any]:
-    """Adds to saved steps the metrics that were recorded for them.
+    """Adds recorded metrics to saved steps.
 
     Args:
       steps: dataclasses with `step` and `metrics`, ascending.
-      evaluated: recorded metrics by training step. They count for the saved step of
-        that number, otherwise for the newest before; of several the nearest counts.
+      evaluated: recorded metrics by training step. They apply to the saved step of that
+        number, otherwise to the newest step before it. If several apply to one step,
+        the nearest is used.
     """
     ranked = []
     for each, after in itertools.zip_longest(steps, steps[1:]):

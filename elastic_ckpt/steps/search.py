@@ -1,9 +1,10 @@
-"""Searches for the newest step whose parts are all reachable.
+"""Searches for the newest step with all parts reachable.
 
-The parts may come from any mix of tiers and holders, and the present hosts need not be
-those that saved the step. Manifests of different saves of a step are never mixed: a run
-that repeated the step may have computed different bits. The search starts at the newest
-step and looks at no more than it needs. Abandoned steps are found only by number.
+The parts may come from any mix of tiers and holders, and the current hosts need not be
+the hosts that saved the step. Manifests of different saves of a step are never mixed: a
+run that repeated the step may have computed different bits. The search starts at the
+newest step and examines no more steps than it needs. Abandoned steps are found only by
+number.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Examined(Protocol):
 
     @property
     def problem(self) -> str | None:
-        """A sentence why it cannot be read; None if it is complete."""
+        """A sentence that says why the save cannot be read; None if it is complete."""
         ...
 
 
@@ -45,10 +46,10 @@ ExaminedT = TypeVar("ExaminedT", bound=Examined)
 
 
 class Looked(NamedTuple, Generic[ExaminedT]):
-    """What was found of a step.
+    """What a search found of a step.
 
     Attributes:
-      saves: of the step, newest first.
+      saves: the step's saves, newest first.
       problems: a sentence for each manifest that could not be read.
     """
 
@@ -60,7 +61,7 @@ class Outcome(NamedTuple, Generic[ExaminedT]):
     """The result of a search: a complete step, and the problems of newer ones.
 
     Attributes:
-      found: None if no step is complete.
+      found: the newest complete step; None if no step is complete.
       passed_over: what is wrong with each newer step, newest first.
     """
 
@@ -72,18 +73,18 @@ class Search(Generic[ExaminedT]):
     """A search for steps.
 
     Args:
-      saves: the steps that may exist, with their saves where known; the newest save is
-        among them.
-      look: examines a step; called once for each.
-      lines: lines that no manifest may contain: the caller's, and those recorded in
+      saves: the steps that may exist, with their saves where known, including the
+        newest save.
+      look: a function that examines a step, called once per step.
+      lines: lines that manifests may not contain: the caller's, and lines recorded in
         storage.
-      without: steps and saves that proved to be unreadable, and why.
+      without: steps and saves that turned out to be unreadable, and why.
 
     Attributes:
       line: the line of the newest save.
 
     Raises:
-      LaterVersionError: if a later version of elastic_ckpt has saved the newest one in
+      LaterVersionError: if a later version of elastic_ckpt saved the newest step in
         storage.
     """
 
@@ -112,8 +113,8 @@ class Search(Generic[ExaminedT]):
         """The newest complete step.
 
         Raises:
-          LaterVersionError: if a later version of elastic_ckpt has saved a newer one in
-            storage, which resuming from an older step would abandon.
+          LaterVersionError: if a later version of elastic_ckpt saved a newer step in
+            storage. Resuming from an older step would abandon it.
         """
         passed_over: dict[int, str] = {}
         for step in reversed(self._steps):
@@ -140,11 +141,11 @@ class Search(Generic[ExaminedT]):
 
         Args:
           step: the number of the step.
-          save: the only save that counts; empty for all.
+          save: the only save to consider; empty for all.
 
         Raises:
-          CheckpointError: if there is none; the message names the missing parts and the
-            step to restore instead.
+          CheckpointError: if there is no such save; the message names the missing parts
+            and the step to restore instead.
         """
         tried = [self._examined(step, save, abandoned=each) for each in (False, True)]
         for found, _ in tried:
@@ -157,14 +158,15 @@ class Search(Generic[ExaminedT]):
             raise errors.CheckpointError(f"{why}; no step is complete")
         number = instead.step_id.step
         raise errors.CheckpointError(
-            f"{why}; newest complete step is {number}; restore it with step={number}"
+            f"{why}; the newest complete step is {number}; restore it with"
+            f" step={number}"
         )
 
     def _examined(
         self, step: int, save: str = "", *, abandoned: bool = False
     ) -> tuple[ExaminedT | None, str]:
         # The complete save of a step, or what is wrong with it; neither if the step
-        # only has saves that do not count here.
+        # only has saves that do not qualify.
         looked = self._look(step)
         of_line = [
             each

@@ -1,9 +1,9 @@
-"""The identity of a saved step, and the line of a run that it belongs to.
+"""The identity of a saved step and the run's line that it belongs to.
 
-A restored run continues under a new save, later than all before. Each manifest lists
-the steps that its line was restored from (`Contents.parents`), so any manifest of the
-newest save decides which steps of the run, in any tier, are abandoned: those that the
-run rolled back, or skipped as incomplete. An abandoned step is restored only if it is
+A restored run continues under a new save, later than all earlier ones. Each manifest
+lists the steps that its line was restored from (`Contents.parents`), so any manifest of
+the newest save determines the run's abandoned steps in all tiers: the steps that the
+run rolled back, or skipped as incomplete. An abandoned step is restored only if
 requested by number.
 """
 
@@ -20,15 +20,15 @@ class StepId(NamedTuple):
     A run that rolls back saves some of its steps again, with different values.
 
     Attributes:
-      save: the name of the save, as text greater than all earlier ones; empty if Orbax
-        alone saved the step.
+      save: the name of the save, greater (as a string) than all earlier names; empty if
+        stock Orbax saved the step.
     """
 
     step: int
     save: str
 
     def __str__(self) -> str:
-        """The name of the step's directory on a RAM disk."""
+        """The name of the step directory on a RAM disk."""
         return f"{self.step}-{self.save}"
 
     @classmethod
@@ -41,13 +41,13 @@ class StepId(NamedTuple):
         return parsed if str(parsed) == name else None
 
     def after(self, parents: Sequence[StepId]) -> tuple[StepId, ...]:
-        """The parents of saves that continue from this step, whose own are given."""
+        """The parents of saves that continue from this step, which has `parents`."""
         return (*parents, self)[-_MOST_PARENTS:]
 
 
 # Older restores are dropped from the list.
 _MOST_PARENTS = 100
-# The parents of a run that starts over: all earlier saves are abandoned.
+# The parents of a run that starts over, which abandons all earlier saves.
 FROM_SCRATCH = (StepId(0, ""),)
 
 
@@ -56,8 +56,8 @@ class Line:
     """A save's ancestry.
 
     Attributes:
-      parents: the steps at which the line continued under a later save, oldest first.
-        Of a listed save, the steps up to the listed one belong to the line.
+      parents: the steps at which the line continued under a later save, oldest first. A
+        listed save's steps up to the listed one belong to the line.
     """
 
     save: str
@@ -66,8 +66,8 @@ class Line:
     def abandons(self, step_id: StepId) -> bool:
         """Whether a save of a step is older than the line and not part of it.
 
-        Saves before the first parent's are kept up to its step: their own parents are
-        unknown.
+        Saves older than the first parent's are kept up to the first parent's step,
+        because their own parents are unknown.
         """
         if step_id.save >= self.save or not self.parents:
             return False

@@ -1,10 +1,10 @@
-"""The table of a step: which holder has which parts, and whether any are missing.
+"""A step's table: which holder has which parts, and whether any are missing.
 
 An item is a distinct box of a leaf; replicas are one item with several holders. All
-decisions about a step (whether it is complete, copies, read plans) are arithmetic over
-these columns, so that 1e6 boxes of 1e4 hosts take seconds.
+decisions about a step (completeness, copies, read plans) are arithmetic over these
+columns, so 1e6 boxes of 1e4 hosts take seconds.
 
-Glossary: i items, n rows (an item at a holder), r the most dims of a leaf.
+Glossary: i items, n rows (an item at a holder), r the maximum number of dims of a leaf.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StepTable:
         `[i + 1]`.
       item: the item of each row, ascending, int64 `[n]`.
       holder: the holder of each row, ascending within an item, int64 `[n]`.
-      diverged: the items whose holders have different values, int64.
+      diverged: the numbers of items whose holders have different values, int64.
 
     Raises:
       CheckpointError: if the manifests differ in run, step, save or contents.
@@ -50,7 +50,7 @@ class StepTable:
         self.num_bytes = self.contents.num_bytes(self.items)
         place = item * len(self.holders) + rows.holder
         order = columns.order(place)
-        # A holder that is listed twice has an item once.
+        # A holder listed twice has an item only once.
         self._row = row = order[np.diff(place[order], prepend=-1) > 0]
         self.item, self.holder = item[row], rows.holder[row]
         self.first_row = np.searchsorted(self.item, np.arange(len(first) + 1))
@@ -78,7 +78,7 @@ class StepTable:
         return self.items.digest[item].tobytes()
 
     def digest_at(self, row: int) -> bytes:
-        """The digest of the values that the holder of a row has listed."""
+        """The digest that a row's holder lists."""
         return self.manifest.parts.digest[self._row[row]].tobytes()
 
     def holders_of(self, item: int) -> list[int]:
@@ -101,14 +101,14 @@ class StepTable:
         ]
 
     def held_by(self, counts: Callable[[Holder], bool]) -> StepTable:
-        """The table of the same holders, with only the parts of those that count."""
+        """The table of the same holders, with only the parts of holders that count."""
         is_counted = np.array([counts(each) for each in self.holders], bool)
         rows = self.manifest.parts
         parts = rows.take(np.flatnonzero(is_counted[rows.holder]))
         return StepTable([dataclasses.replace(self.manifest, parts=parts)])
 
     def name(self, item: int) -> str:
-        """Names an item for messages: leaf and bounds, or the path of a file."""
+        """Names an item for messages: leaf and bounds, or a file path."""
         return self.leaf(item).name_of(self.box(item))
 
     @functools.cached_property
@@ -140,7 +140,7 @@ class StepTable:
         return not (self.gaps or len(self.diverged))
 
     def problem(self) -> str:
-        """Describes why a step is not complete, for people."""
+        """Says in a human-readable sentence why a step is not complete."""
         tiers = " and ".join(sorted({holder.tier for holder in self.holders}))
         return f"step {self.step_id.step} in {tiers} {self.lacking()}"
 

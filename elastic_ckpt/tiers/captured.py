@@ -16,7 +16,7 @@ from elastic_ckpt.steps.owners import Holders
 from elastic_ckpt.tiers.ram.chunk_files import ChunkFile
 from elastic_ckpt.tiers.source import OnPiece, ignored
 
-# A part: the path of its leaf, and its box.
+# A part is its leaf's path and its box.
 Part = tuple[str, Box]
 
 
@@ -28,7 +28,7 @@ class OnDevice(Protocol):
         """Their size."""
 
     def fetch(self) -> np.ndarray:
-        """Copies the values to host memory, which is freed with them."""
+        """Copies the values to host memory, which is freed when they are released."""
 
 
 Values = np.ndarray | OnDevice
@@ -43,12 +43,12 @@ class CapturedLeaf(NamedTuple):
     """The part of an array that this process holds.
 
     Attributes:
-      shard_shape: the shape of every shard, here and elsewhere.
-      boxes: each chunk that is here, once, with its values; an array without elements
-        has none.
-      files: the files of chunks whose values are on the RAM disk already.
-      holders: returns the numbers of the hosts that hold a shard, ascending; None for
-        all.
+      shard_shape: the shape of every shard, on this host and elsewhere.
+      boxes: each chunk on this host, once, with its values; empty for an array without
+        elements.
+      files: the files of chunks whose values are already on the RAM disk.
+      holders: a function that returns the numbers of the hosts that hold a shard,
+        ascending; None for all hosts.
     """
 
     leaf: Leaf
@@ -68,7 +68,7 @@ class CapturedLeaf(NamedTuple):
 
 
 def chunked(leaf: Leaf, shard_shape: tuple[int, ...]) -> Leaf:
-    """`leaf` with the shape of its chunks, at least 1 in each dim."""
+    """Sets the chunk shape of `leaf`, at least 1 in each dim."""
     chunk = tuple(max(1, size) for size in leaf.shape)
     if 0 not in leaf.shape:
         item_bytes = np.dtype(leaf.dtype).itemsize
@@ -77,11 +77,11 @@ def chunked(leaf: Leaf, shard_shape: tuple[int, ...]) -> Leaf:
 
 
 class Captured:
-    """The part of a state that this process holds; it owns the arrays until `release`.
+    """This process's part of a state; owns the arrays until `release`.
 
     Args:
-      parts: the part of every array of the state, ordered by path; dropped by
-        `release`.
+      parts: this process's part of every array of the state, ordered by path; dropped
+        by `release`.
       on_release: called by the first `release`.
       is_lent: whether some values are still in the caller's arrays, which must not be
         donated before the release.
@@ -115,7 +115,7 @@ class Captured:
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
-        """The arrays of the state, the same on every host, ordered by path."""
+        """The state's arrays, the same on every host, ordered by path."""
         return tuple(part.leaf for part in self.parts)
 
     @property
@@ -145,7 +145,7 @@ class Captured:
         }
 
     def holders(self, *, num_hosts: int) -> dict[Part, Holders]:
-        """The hosts of a world that hold each part that this process holds."""
+        """The hosts of a world that hold each of this process's parts."""
         all_hosts = tuple(range(num_hosts))
         return {
             (part.leaf.path, box): part.holders(part.shard(box)) or all_hosts
@@ -155,11 +155,11 @@ class Captured:
 
 
 class CapturedSource(NamedTuple):
-    """What a host has captured, as a `source.Source`.
+    """A host's captured values, as a `source.Source`.
 
     Attributes:
       directory: a name for messages.
-      values: the values of the parts; must not be released while they are read.
+      values: each part's values, which must not be released during reads.
     """
 
     directory: str

@@ -1,4 +1,4 @@
-"""The tiers of a checkpointer as values: where to save, how often, and what to keep."""
+"""A checkpointer's tiers as values: where to save, how often, and what to keep."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class SaveDecisionPolicy(Protocol):
     """Decides whether a step is saved, like Orbax's `save_decision_policies`."""
 
     def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
-        """Whether `step` is saved; every process must decide alike."""
+        """Whether `step` is saved; every process must return the same answer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TlsFiles:
-    """PEM files for TLS between the agents of the machines.
+    """PEM files for TLS between the machines' agents.
 
     Attributes:
       certificate: the certificate of this machine's agent.
@@ -55,19 +55,20 @@ class Local(Tier):
     """The local tier: each host keeps its part of a step on its own RAM disk.
 
     Attributes:
-      directory: a directory for this run alone, on a RAM disk, such as
+      directory: a directory on a RAM disk that only this run uses, such as
         `/dev/shm/my_run`.
       every: steps between two saves.
       keep: the steps to keep in RAM, as one of Orbax's preservation policies; by
-        default only the newest complete step, as memory is small and storage has older
-        ones. A policy that ranks steps sees the metrics they were saved with; those
-        that `record_metrics` adds later rank only the steps in storage. A step that is
-        due in storage stays until that step or a later one is there.
-      limit_bytes: the most bytes that the directory may take; by default the size of
-        its file system.
-      pinned_bytes: the most pinned host memory that a save takes on GPUs and TPUs. A
-        state of at most this size is copied there at once; a larger one is copied in
-        the devices' memory, if it has room. In both cases training continues at once.
+        default only the newest complete step, because memory is small and storage has
+        older ones. A policy that ranks steps sees the metrics they were saved with;
+        those that `record_metrics` adds later rank only the steps in storage. A step
+        that is due in storage stays until that step or a later one is there.
+      limit_bytes: the maximum size of the directory; by default the size of its file
+        system.
+      pinned_bytes: the maximum pinned host memory that a save takes on GPUs and TPUs. A
+        state of at most this size is copied there in one piece; a larger state is
+        copied in device memory, if there is room. In both cases training continues
+        immediately.
 
     Raises:
       ConfigError: if a setting is invalid, or the directory is in a bucket.
@@ -87,8 +88,8 @@ class Local(Tier):
         if not storage.is_local(self.directory):
             raise errors.ConfigError(
                 f"Local({os.fspath(self.directory)!r}) is not a directory of this"
-                " machine, which a RAM disk must be; give a path such as /dev/shm/run"
-                " (local_checkpoint_directory in a configuration), and give buckets to"
+                " machine, which a RAM disk must be; pass a path such as /dev/shm/run"
+                " (local_checkpoint_directory in a configuration), and pass buckets to"
                 " ec.Persistent"
             )
 
@@ -98,29 +99,29 @@ class Peers(Tier):
     """The peer tier: hosts keep copies of each other's parts in their RAM.
 
     Attributes:
-      copies: how many other hosts keep what a host saved; a host that saved an equal
-        replica counts.
-      assume_data_parallelism: copies nothing, because each slice already has the whole
-        model; for models too large to be kept twice.
+      copies: how many other hosts keep what a host saved, including hosts that saved an
+        equal replica.
+      assume_data_parallelism: whether to copy nothing, because each slice already has
+        the whole model; for models too large to keep twice.
       domain: kinds of failure domain that may be lost as a whole, largest first,
-        separated by `;`. One copy is kept outside of the saving host's domain. The kind
-        is the first that every host has and whose largest domain has at most 60 % of
-        the hosts, otherwise the last.
+        separated by `;`. One copy is kept outside the saving host's domain. The kind is
+        the first that every host has and whose largest domain has at most 60 % of the
+        hosts, otherwise the last.
       domains: the names of this host's failure domains by kind, such as
         `{"rack": "r7"}`, in addition to `slice`, `host` and those in the environment
         variable `ELASTIC_CKPT_DOMAINS` (`rack=r7;zone=us-east5-a`).
       interface: the address at which the other hosts reach this machine's agent; by
         default `POD_IP`, or the address from which this host reaches JAX's coordinator.
       port: the port of the agent; 0 lets the system choose.
-      known: URLs of agents of idle machines, whose copies are read too.
-      backups: URLs of agents of backup hosts, which together keep one more copy of
+      known: URLs of idle machines' agents, whose copies are read too.
+      backups: URLs of backup hosts' agents, which together keep one more copy of
         everything.
-      secret_file: a file with the secret of the run, which the backup hosts have too;
-        None lets the hosts agree on a secret.
-      max_bytes_per_sec: the most bytes per second that this host receives in copies;
-        None sets no limit.
-      timeout_secs: a peer that sends nothing for this long counts as failed, and is not
-        asked again for three times as long.
+      secret_file: a file with the run's secret, which the backup hosts have too; None
+        lets the hosts agree on a secret.
+      max_bytes_per_sec: the maximum rate, in bytes per second, at which this host
+        receives copies; None sets no limit.
+      timeout_secs: the silence, in seconds, after which a peer counts as failed and is
+        not asked again for three times as long.
       tls: the files for encryption; None sends in plain text.
 
     Raises:
@@ -151,8 +152,8 @@ class Peers(Tier):
         if self.backups and self.secret_file is None:
             raise errors.ConfigError(
                 "Peers(backups=...) needs secret_file (peer_secret_file in a"
-                " configuration): backup hosts are in no world, so that they cannot"
-                " agree on a secret with the others; give a file that they have, too"
+                " configuration): backup hosts are in no world, so they cannot"
+                " agree on a secret with the others; pass a file that they have, too"
             )
 
 
@@ -160,28 +161,28 @@ class Peers(Tier):
 class Persistent(Tier):
     """The persistent tier: Orbax checkpoints in storage that outlives all hosts.
 
-    A program that saves gives exactly one of `every`, `every_minutes` and
-    `save_decision_policy`; one that only reads needs none of them. With either of the
-    first two, a step is also saved when the job is about to be preempted.
+    A program that saves sets exactly one of `every`, `every_minutes` and
+    `save_decision_policy`; a program that only reads needs none of them. With either of
+    the first two, a step is also saved when the job is about to be preempted.
 
     Attributes:
       directory: a local path, an NFS mount or the URI of an object store.
       every: steps between two saves. If the loop does not save the step that is due,
-        the next step that it saves takes its place.
+        the next step that the loop saves takes its place.
       every_minutes: minutes between two saves. With a local tier, the next step that is
-        saved there is the one that goes to storage.
-      save_decision_policy: one of Orbax's policies.
-      keep: the steps to keep, as one of Orbax's preservation policies; by default all.
-      capture: where a step that is not on a RAM disk is kept until it is in storage: as
-        a copy in the memory of the `host` or of the `device`s, while training
-        continues, or nowhere, so that training has to `wait`. `auto` takes accelerators
-        if they have room, otherwise the host if it has room; if neither has, it logs
-        that training has to wait. At most 512 MiB pass through the host's memory at a
-        time.
+        saved there goes to storage.
+      save_decision_policy: one of Orbax's save decision policies.
+      keep: the steps to keep, as one of Orbax's preservation policies; by default all
+        steps.
+      capture: where to keep a step that is not on a RAM disk until it is in storage: as
+        a copy in the memory of the `host` or the `device`s, while training continues,
+        or nowhere, so that training has to `wait`. `auto` uses accelerators if they
+        have room, otherwise the host; if neither has room, it logs that training has to
+        wait. At most 512 MiB pass through host memory at a time.
 
     Raises:
       ConfigError: if a setting is invalid. A checkpointer that writes also raises it
-        unless exactly one of the three intervals is given.
+        unless exactly one of the three intervals is set.
     """
 
     directory: epath.PathLike
@@ -211,9 +212,11 @@ class Chosen:
     """The tiers of a checkpointer, at most one of each kind.
 
     Attributes:
-      local: the local tier; without it there is a persistent one, and no peers.
-      is_read_only: whether nothing is written, so that another program may write.
-      read_ram: the directory of a RAM disk that is only read; None if there is none.
+      local: the local tier; without it, there are no peers and there is a persistent
+        tier.
+      is_read_only: whether this program writes nothing, so that another program may
+        write.
+      read_ram: a RAM disk directory that is only read; None if there is none.
     """
 
     local: Local | None
@@ -224,10 +227,10 @@ class Chosen:
 
     @classmethod
     def from_choices(cls, tiers: Sequence[Tier], *, read_only: bool = False) -> Chosen:
-        """The tiers by their kinds.
+        """Sorts tiers by kind.
 
         Raises:
-          ConfigError: if these are not tiers, or do not fit together.
+          ConfigError: if these are not tiers, or cannot be combined.
         """
         local = next((each for each in tiers if isinstance(each, Local)), None)
         peers = next((each for each in tiers if isinstance(each, Peers)), None)
@@ -238,7 +241,7 @@ class Chosen:
         if len(taken) != len(tiers) or (local is None and taken != [persistent]):
             kinds = ", ".join(type(each).__name__ for each in tiers) or "nothing"
             raise errors.ConfigError(
-                f"tiers is a list of {kinds}: give ec.Local(directory, ...), or"
+                f"tiers is a list of {kinds}: pass ec.Local(directory, ...), or"
                 " ec.Persistent(directory, every=STEPS), or both, each once; and"
                 " ec.Peers(...) only with ec.Local(...), whose steps it copies"
             )
@@ -250,7 +253,7 @@ class Chosen:
         if persistent is not None and not read_only and len(given) != 1:
             raise errors.ConfigError(
                 f"Persistent({os.fspath(persistent.directory)!r}) has"
-                f" {' and '.join(given) or 'no interval'}; give one of every=STEPS,"
+                f" {' and '.join(given) or 'no interval'}; pass one of every=STEPS,"
                 " every_minutes=MINUTES and save_decision_policy=POLICY"
             )
         if local is not None and persistent is not None:
@@ -259,8 +262,8 @@ class Chosen:
             )
             if storage.is_local(persistent.directory) and stored.is_relative_to(ram):
                 raise errors.ConfigError(
-                    f"Persistent({str(stored)!r}) is inside Local({str(ram)!r}), and"
-                    " would be lost with the host's memory; give another directory"
+                    f"Persistent({str(stored)!r}) is inside Local({str(ram)!r}) and"
+                    " would be lost with the host's memory; set a different directory"
                     " (base_output_directory in a configuration)"
                 )
         return cls(local=local, peers=peers, persistent=persistent)
@@ -268,7 +271,7 @@ class Chosen:
     def for_reading(self) -> Chosen:
         """The same tiers for a program that reads while another one writes.
 
-        It takes no slot of the RAM disk, and asks no peers.
+        It takes no RAM disk slot and asks no peers.
         """
         return Chosen(
             local=None,
@@ -280,13 +283,13 @@ class Chosen:
 
     @property
     def run(self) -> str:
-        """The name of the local directory; without a local tier, the persistent one."""
+        """The local directory's name, or the persistent one's without a local tier."""
         tier = self.local or self.persistent
         assert tier is not None
         return storage.absolute(tier.directory).name
 
     def ram_directory(self) -> str:
-        """The directory of the RAM disk; without a local tier, a new path."""
+        """The RAM disk directory; without a local tier, a new path."""
         if self.local is not None:
             return os.fspath(self.local.directory)
         return working_directory.new_path()
@@ -295,12 +298,12 @@ class Chosen:
 def _check(
     choice: Any, wanted: str, is_right: Callable[[Any], object], *names: str
 ) -> None:
-    # None stands for a setting that is left out.
+    # None means that a setting was omitted.
     for name in names:
         value = getattr(choice, name)
         if value is not None and not is_right(value):
             raise errors.ConfigError(
-                f"{type(choice).__name__}({name}={value!r}): give {wanted}"
+                f"{type(choice).__name__}({name}={value!r}): pass {wanted}"
             )
 
 

@@ -23,7 +23,7 @@ class FoundStep:
     """A save of a step, and where to read it.
 
     Attributes:
-      sources: one for each holder, in their order.
+      sources: one source per holder, in the order of the holders.
     """
 
     table: StepTable
@@ -41,7 +41,7 @@ class FoundStep:
 
     @property
     def problem(self) -> str | None:
-        """Why it cannot be read; None if it is complete."""
+        """Why the save cannot be read; None if it is complete."""
         return None if self.table.complete else self.table.problem()
 
 
@@ -61,7 +61,7 @@ def search(
 
 
 def of_save(tiers: Sequence[Tier], step_id: StepId) -> FoundStep:
-    """Finds a save of a step that another host found to be complete.
+    """Finds a save of a step that another host found complete.
 
     Raises:
       CheckpointError: if this host cannot reach all of it.
@@ -78,18 +78,18 @@ def of_save(tiers: Sequence[Tier], step_id: StepId) -> FoundStep:
 
 
 def of_each(tiers: Sequence[Tier], ask: Callable[[Tier], T]) -> list[T]:
-    """Asks all tiers at the same time: some are peers, which may fail slowly."""
+    """Asks all tiers simultaneously, because peers may fail slowly."""
     with background.pool(max(1, min(_MOST_THREADS, len(tiers))), "tiers") as pool:
         return list(pool.map(ask, tiers))
 
 
 def saves(tiers: Sequence[Tier]) -> set[StepId]:
-    """The saves that any of some tiers knows; see `Tier.known_saves`."""
+    """The saves that any of the tiers knows; see `Tier.known_saves`."""
     return set().union(*of_each(tiers, lambda tier: tier.known_saves()))
 
 
 def offered(tiers: Sequence[Tier], step: int) -> Offered:
-    """What some tiers together have of a step."""
+    """The parts of a step that the tiers have together."""
     several = of_each(tiers, lambda tier: tier.offers(step))
     return Offered(
         [copy for each in several for copy in each.copies],

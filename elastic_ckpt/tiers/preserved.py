@@ -2,8 +2,8 @@
 
 A pin is an empty file `preserve` in a step's directory, on a RAM disk or in persistent
 storage, where Orbax ignores it. A hold is a file `<root>/holds/<step>-<save>` on a RAM
-disk; it ends at its modification time. On one host's RAM disk both apply to the step on
-all hosts.
+disk; it expires at its modification time. On one host's RAM disk, both apply to the
+step on all hosts.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def pin(step_directory: epath.PathLike) -> None:
     """Keeps a step, whatever the preservation policy, until `unpin`.
 
     Args:
-      step_directory: the directory of the step in storage, or on one host's RAM disk,
-        for the step on all hosts.
+      step_directory: the step directory in storage, or on one host's RAM disk, which
+        applies to the step on all hosts.
     """
     storage.write_atomic(epath.Path(step_directory) / FILE, b"")
 
 
 def unpin(step_directory: epath.PathLike) -> None:
-    """Leaves a step to the preservation policy again, whether it was pinned or not."""
+    """Lets the preservation policy decide again, whether the step was pinned or not."""
     storage.remove(epath.Path(step_directory) / FILE)
 
 
@@ -46,8 +46,8 @@ def hold(root: epath.PathLike, name: str, secs: int) -> None:
 
     Args:
       root: the RAM disk of one host.
-      name: `<step>-<save>`.
-      secs: how long to keep it from now on.
+      name: the step and its save, as `<step>-<save>`.
+      secs: how long to keep the step from now on.
     """
     until = time.time() + secs
     path = os.path.join(root, _HOLDS, name)

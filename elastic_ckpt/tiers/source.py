@@ -1,7 +1,7 @@
 """Sources: one holder's parts of one step.
 
-A host's own RAM disk, a peer's, and persistent storage have one interface. A source
-returns unverified bytes: the caller compares them with the manifest's digests.
+A host's own RAM disk, a peer's RAM disk and persistent storage share one interface. A
+source returns unverified bytes; the caller compares them with the manifest's digests.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps.manifest import Leaf, Manifest
 from elastic_ckpt.steps.step import StepId
 
-# A piece of this size fits into a processor's cache: processing it right after the read
+# A piece of this size fits into a processor cache: processing it right after the read
 # takes a third of the time.
 PIECE_BYTES = 256 * 2**10
 OnPiece = Callable[[memoryview], object]
 
 
 class ReadError(Exception):
-    """Bytes cannot be read from a holder; the message is a sentence without subject."""
+    """Bytes cannot be read from a holder; the message lacks a subject."""
 
 
 class RefusedError(ReadError):
-    """The holder rejects the run's secret; as `ReadError`."""
+    """The holder rejects the run's secret; the message lacks a subject."""
 
 
 class RepairError(Exception):
-    """A bad copy was not replaced; the message is a sentence without subject."""
+    """A bad copy was not replaced; the message lacks a subject."""
 
 
 def ignored(piece: memoryview) -> None:
@@ -50,14 +50,15 @@ class Source(Protocol):
     def read_into(
         self, leaf: Leaf, box: Box, into: memoryview, on_piece: OnPiece = ignored
     ) -> int:
-        """Fills `into` with a part, or with the first bytes of it.
+        """Fills `into` with a part or the part's first bytes.
 
         Args:
           leaf: the leaf of the part.
           box: the box of the part, which the holder must have.
-          into: writable and contiguous. If it is longer than the values, the rest gets
-            the bytes stored after them.
-          on_piece: called with each piece of `into`, in order, once it is read.
+          into: a writable, contiguous buffer. If it is longer than the values, the rest
+            gets the bytes stored after them.
+          on_piece: a function called with each piece of `into`, in order, once it is
+            read.
 
         Returns:
           The bytes that are stored for the part.
@@ -75,10 +76,10 @@ class MappedSource(Source, Protocol):
     def mapped(self, leaf: Leaf, box: Box) -> np.ndarray:
         """Maps the values of a part, uint8, read-only.
 
-        They may change once the step is removed.
+        The values may change once the step is removed.
 
         Raises:
-          ReadError: as `read_into`.
+          ReadError: see `read_into`.
         """
 
 
@@ -92,10 +93,11 @@ class RepairableSource(Source, Protocol):
         Args:
           leaf: the leaf of the part.
           box: the box of the part.
-          content: all bytes of its file, which are first compared with its manifest.
+          content: all bytes of the part's file, which are first compared with the
+            manifest.
 
         Raises:
-          RepairError: if it was not replaced.
+          RepairError: if the copy was not replaced.
         """
 
 
@@ -104,7 +106,8 @@ class Leftover:
     """An uncommitted step: it is being written, or its save was interrupted.
 
     Attributes:
-      save: the save that writes it; None if the directory's name does not contain it.
+      save: the save that writes the step; None if the directory name does not contain
+        it.
     """
 
     step: int
@@ -113,7 +116,7 @@ class Leftover:
 
 
 class Copy(NamedTuple):
-    """What one holder has of a save of a step."""
+    """One holder's parts of a save of a step."""
 
     manifest: Manifest
     source: Source
@@ -123,7 +126,7 @@ class Offered(NamedTuple):
     """The parts of a step that a tier holds.
 
     Attributes:
-      copies: what its holders have of all saves of the step.
+      copies: the holders' parts of all saves of the step.
       problems: a sentence for each manifest that could not be read.
     """
 
@@ -137,12 +140,13 @@ class Tier(Protocol):
     def known_saves(self) -> Sequence[StepId]:
         """The steps that the tier may have, with their saves; empty if unknown.
 
-        The newest save is among them.
+        Includes the newest save.
         """
 
     def offers(self, step: int) -> Offered:
         """The parts of all saves of a step, as the manifests list them.
 
         Raises:
-          LaterVersionError: if a later version of elastic_ckpt wrote it in storage.
+          LaterVersionError: if a later version of elastic_ckpt wrote the step in
+            storage.
         """

@@ -1,7 +1,7 @@
-"""The bytes of a part of a step in a file, and how they are checked.
+"""A part's bytes in a file, and how they are checked.
 
-The values of a chunk are followed by their CRC-32C (`layout`); a file of a component
-is stored as it is.
+A chunk's values are followed by their CRC-32C (`layout`); a component's file is stored
+as it is.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ DIFFERS = "is not what was saved: its digest differs"
 
 
 def damage(stored: np.ndarray, leaf: Leaf, named: bytes) -> str | None:
-    """The end of a sentence about what is wrong with a part's bytes; None if nothing.
+    """The end of a sentence that says what is wrong with a part; None if nothing is.
 
     Args:
       stored: all bytes of the part, uint8.
       leaf: the leaf of the part.
-      named: the expected digest of its values.
+      named: the expected digest of the part's values.
     """
     values = stored if leaf.is_file else stored[: -layout.CHECKSUM_BYTES]
     if digest.values_digest(values) != named:
         return DIFFERS
     if not leaf.is_file and checksum(values) != stored[len(values) :].tobytes():
         return (
-            "has the right values, but a wrong CRC-32C after them: zarr readers refuse"
+            "has the right values, but a wrong CRC-32C after them: zarr readers reject"
             " it"
         )
     return None

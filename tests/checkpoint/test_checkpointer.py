@@ -104,7 +104,7 @@ def test_steps_that_orbax_alone_saved_are_found_and_told_as_unverified(make, tmp
     # Steps of Orbax are abandoned, too.
     assert stored(tmp_path) == steps_of(checkpointer) == [3, 4]
     event, *_ = recorded.named("degraded")
-    assert event["why"] == "plain Orbax saved it, so its values cannot be verified"
+    assert event["why"] == "stock Orbax saved it, so its values cannot be verified"
 
 
 def test_restored_values_stay_when_files_are_used_again(make, tmp_path):
@@ -176,7 +176,7 @@ def test_an_integer_of_any_type_is_a_step_and_nothing_else(make):
     refused |= {r"array\(\[3\]\)": np.array([3]), r"Array\(3., dtype": jnp.float32(3)}
     for name, step in refused.items():
         for call in calls:
-            message = f"^{name}.* is not a step; give"
+            message = f"^{name}.* is not a step; pass"
             with pytest.raises(errors.CheckpointError, match=message):
                 call(step)
     for number, kind in enumerate((np.int64, np.uint8, np.array, jnp.int32), start=3):

@@ -146,7 +146,7 @@ def test_a_component_that_fails_is_not_blamed_on_storage(name, ram, make):
     with pytest.raises(errors.CheckpointError, match=message) as caught:
         checkpointer.close()
     told = str(caught.value)
-    assert told.startswith("step 2 was due in persistent storage and is not there: it")
+    assert told.startswith("step 2 was due in persistent storage but is not there: it")
     assert "fix the component" in told
     assert "no tier has it" in told
     for elsewhere in ("storage back", "faster storage", "RAM has", "bring it"):

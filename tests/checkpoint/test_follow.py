@@ -82,7 +82,7 @@ def test_steps_in_ram_are_followed_but_for_those_that_are_gone(tmp_path):
             tiered_steps.save(checkpointer, 5)
             step = next(steps)
             spoil(tmp_path, 5)
-            with pytest.raises(leases.StepGoneError, match="load the next one"):
+            with pytest.raises(leases.StepGoneError, match="load the next step"):
                 step.load()
             tiered_steps.save(checkpointer, 6)
             check(next(steps), 6)

@@ -107,7 +107,7 @@ def test_hosts_read_by_the_table_of_host_0_or_ask_all(drive, monkeypatch, lost):
         return of_save(tiers, step_id)
 
     def refuse(*_):
-        raise ReadError("was not given")
+        raise ReadError("was not passed on")
 
     def save_and_load(driver):
         with HostsCheckpointer(

@@ -269,9 +269,9 @@ def test_names_that_cannot_be_directories_and_what_is_no_json_are_refused(checkp
     number = save_next(checkpointer, {"w": 1}) + 1
     names = ["", ".", "..", "a/b", "metrics", "AUTO", "manifest-a.json", "\ud800"]
     refused = [({name: {"w": 1}}, "cannot be used for a check") for name in names]
-    mapping = "are a mapping of names .* not "
+    mapping = "a mapping from names to values.* not "
     refused += [
-        ({}, "no checkpointables were given"),
+        ({}, "no checkpointables were passed"),
         (jnp.ones(2), f"{mapping}a ArrayImpl"),
         ([jnp.ones(2)], f"{mapping}a list"),
         ({1: jnp.ones(2)}, rf"{mapping}a dict with the keys \[1\]"),
@@ -338,7 +338,7 @@ def test_a_form_that_orbax_does_not_restore_is_refused(steps):
     # Orbax returns a key of the saved generator, if its numbers have that shape.
     for impl in ("unsafe_rbg", "threefry2x32"):
         other = {"k": jax.random.key(3, impl=impl)}
-        with pytest.raises(errors.CheckpointError, match=r"was saved as key<rbg>, but"):
+        with pytest.raises(errors.CheckpointError, match=r"was saved as key<rbg>, and"):
             steps.ram.load(NUMBERS["a key of another generator"], other)
 
 

@@ -116,7 +116,7 @@ def test_a_run_that_begins_anew_or_looks_at_an_older_step_abandons_nothing(run):
                 refused(5)
     with run.open() as opened:
         behind = (
-            "step 0 cannot be saved: .*/steps has step 4, .*later.*another directory"
+            "step 0 cannot be saved: .*/steps has step 4, .*later.*different directory"
         )
         for refused in (opened.should_save, functools.partial(run.save, opened)):
             with pytest.raises(errors.CheckpointError, match=behind):
@@ -162,7 +162,7 @@ def test_going_back_abandons_newer_steps_at_once_and_they_are_saved_again(run):
     with run.open() as opened:
         run.save(opened, 1, 2, 3, 4)
         opened.load(2, go_back=True)
-        with pytest.raises(errors.CheckpointError, match="the newest step can, which"):
+        with pytest.raises(errors.CheckpointError, match="newest step can be, which"):
             run.save(opened, 1, overwrite=True)
     # Also if it is killed before it saves.
     assert run.steps() == old(1, 2)
@@ -199,7 +199,7 @@ def test_a_missing_step_and_an_empty_directory_are_told(run):
             assert isinstance(caught.value, errors.CheckpointError)
         gone = opened.checkpoints[0]
         opened.delete(1)
-        with pytest.raises(NotFound, match="step is 2: restore it with step=2"):
+        with pytest.raises(NotFound, match="step is 2; restore it with step=2"):
             opened.load(gone)
     for call in (lambda: run.save(opened, 8), opened.load):
         with pytest.raises(errors.CheckpointError, match="was closed; save and load"):

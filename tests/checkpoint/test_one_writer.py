@@ -193,7 +193,7 @@ def newest(steps, ram, run="tiny"):
 def refused(steps, ram):
     with pytest.raises(errors.RunError, match="steps of another run") as raised:
         newest(steps, ram)
-    assert "another run_name" in str(raised.value)
+    assert "a different run_name" in str(raised.value)
     assert f"rm -r {ram}" in str(raised.value)
 
 
@@ -216,7 +216,7 @@ def test_ram_is_continued_with_the_identity_of_its_storage(tmp_path, ram):
     continue_run(steps, ram, 4, 5)
     shutil.rmtree(steps)
     copied = f"copy {ram}/run.json to {steps}/run.json"
-    with pytest.raises(errors.RunError, match=f"holds steps .* only copy.*{copied}"):
+    with pytest.raises(errors.RunError, match=f"has steps .* only copy.*{copied}"):
         newest(steps, ram)
     steps.mkdir(exist_ok=True)
     shutil.copy(ram / "run.json", steps)

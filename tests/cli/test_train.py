@@ -89,7 +89,7 @@ def test_step_that_full_storage_lacks_at_the_end_is_one_error(config, tmp_path):
     checkpoints = str(tmp_path / "tiny" / "checkpoints")
     ended = runs.forked(train_on_full_storage, str(config), checkpoints)
     error = one_error(ended)
-    assert "step 12 was due in persistent storage and is not there" in error
+    assert "step 12 was due in persistent storage but is not there" in error
     assert "No space left on device" in error
     assert "make room there" in error
     causes = {each["cause"] for each in runs.events(tmp_path / "tiny", "degraded")}

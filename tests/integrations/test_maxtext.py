@@ -306,7 +306,7 @@ def test_a_resume_with_other_data_or_another_model_is_refused(
         checkpointing = importlib.import_module("maxtext.common.checkpointing")
         patch.setattr(checkpointing, "SHAPE", (7,))
         line = refusal()
-    assert "step 2 is a checkpoint of another model" in line
+    assert "step 2 is a checkpoint of a different model" in line
 
     assert len(run(steps=9)) == 6
 

@@ -73,7 +73,7 @@ def test_a_restore_that_fails_leaves_no_step_open():
     with run_on((0,), copies=0, store_every=1000) as run:
         run.save(1)
         run.wait()
-        with pytest.raises(errors.CheckpointError, match="of another model"):
+        with pytest.raises(errors.CheckpointError, match="of a different model"):
             run.sim.world.load_checkpointables(1, {"state": {"other": np.zeros(3)}})
         with pytest.raises(errors.HostsFailedError, match="AssertionError"):
             run.sim.hosts.opened()

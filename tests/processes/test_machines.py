@@ -190,7 +190,7 @@ def test_a_start_that_cannot_claim_its_world_in_storage_does_not_train(
     claimed.write_text("")
     ended = runs.cli("train", config)
     assert ended.returncode == 1, ended.stderr
-    assert ended.stderr.count("out of reach") == 1, ended.stderr
+    assert ended.stderr.count("unreachable") == 1, ended.stderr
     assert "try again when the storage is back" in ended.stderr
     assert not list((tmp_path / "tiny" / step_log.DIRECTORY).glob("*"))
 

@@ -60,7 +60,7 @@ REFUSALS = {
         "x='rack=r7;zone': 'zone' is not `kind=name`", "rack=r7;zone", what="x"
     ),
     "an unknown sharing": component(
-        "sharing='per_rank' of a component: give one of", {}, "per_rank"
+        "sharing='per_rank' of a component: pass one of", {}, "per_rank"
     ),
     "an unknown sharing that is computed": Refusal(
         lambda _: Component({}, lambda: None).present(),
@@ -88,8 +88,8 @@ REFUSALS = {
         ["data"],
         **{"hosts": CUBE // 2, "host": 1},
     ),
-    "an unknown axis": group("does not fit the mesh", ["rows"]),
-    "an axis twice": group("does not fit the mesh", ["data", "data"]),
+    "an unknown axis": group("does not match the mesh", ["rows"]),
+    "an axis twice": group("does not match the mesh", ["data", "data"]),
     "a host outside of the mesh": group("host 9 are in 0 groups", ["data"], host=9),
     "an unknown rule": component("on_resize='keep' is not a rule", 0, on_resize="keep"),
     "a seed that is a text": row(rng.Rng)("one typed key", "7"),

@@ -136,7 +136,7 @@ REFUSALS = {
         secret="long-enough-for-a-secret",
     ),
     "agent of a missing directory": verb(
-        "none cannot be served at .* give the directory of a run.s RAM disk",
+        "none cannot be served at .* pass the directory of a run.s RAM disk",
         *("agent", "DIR/none"),
         error=errors.ElasticCkptError,
     ),

@@ -123,7 +123,7 @@ REFUSALS = {
     ),
     "a checkpoint of another model": Refusal(
         continuing("base_mlp_dim=48", "steps=8"),
-        r"step 4 is a checkpoint of another model: .*saved \[1, 16, 64\], now \[1, 16",
+        r"step 4 is a checkpoint of a different model: .*saved \[1, 16, 64\], now \[1",
         errors.CheckpointError,
         writes=True,
     ),

@@ -82,25 +82,25 @@ def _secrets(text):
 chosen = row(lambda *tiers: choices.Chosen.from_choices(list(tiers)))
 local_tier, peers = row(choices.Local), row(choices.Peers)
 serving = row(_serve, error=errors.RunError, writes=True)
-NO_URL = "is not the URL of an agent; give it"
+NO_URL = "is not an agent URL; write it"
 
 REFUSALS = {
     **{f"{kind}-{given}": _setting(kind, given) for kind, given in SETTINGS},
     **{f"URL {url}": peers(NO_URL, known=("http://a:1/v1/r", url)) for url in URLS},
     "one string for URLs": peers(
-        r"known=.URL, ....*is not the URL of an agent", known="http://10.0.0.7:8470"
+        r"known=.URL, ....*is not an agent URL", known="http://10.0.0.7:8470"
     ),
     "a URL that does not encrypt, with TLS": peers(
-        "not the URL of an agent that encrypts, as this run does",
+        "not an agent URL that encrypts, as this run does",
         **{"known": ("http://a:1/v1/r",), "tls": TLS},
     ),
     "a RAM disk in a bucket": local_tier(
         r"gs://bucket/ram'\) is not a direct", "gs://bucket/ram"
     ),
     "two intervals": chosen(
-        "has every and every_minutes; give one of", persistent(every=1, every_minutes=2)
+        "has every and every_minutes; pass one of", persistent(every=1, every_minutes=2)
     ),
-    "no interval": chosen("has no interval; give one of every=", persistent()),
+    "no interval": chosen("has no interval; pass one of every=", persistent()),
     "a path for a tier": chosen(
         "a list of Local, str: give ec.Local", LOCAL, "gs://bucket"
     ),

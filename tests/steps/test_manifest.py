@@ -116,8 +116,8 @@ def test_what_cannot_be_is_refused_though_its_digest_is_right(name):
 def test_a_manifest_that_is_not_the_one_or_not_whole_is_refused(tmp_path):
     path, content = tmp_path / "manifest-host-01", forged()
     for forgery, said in (
-        (forged(run="x"), "is that of run 'x', step 40 and host 'host-01'"),
-        (forged(step_id=[41, "1"]), "is that of run 'run-7', step 41 and"),
+        (forged(run="x"), "belongs to run 'x', step 40 and host 'host-01'"),
+        (forged(step_id=[41, "1"]), "belongs to run 'run-7', step 41 and"),
         (forged(holders=[[HOST, "local", ""]]), "host 'a'"),
         *((spoilt, "truncated or altered") for spoilt in (b"", content[:-1])),
         *((each, "truncated or altered") for each in (content + b"{}", b"?" + content)),
@@ -125,12 +125,12 @@ def test_a_manifest_that_is_not_the_one_or_not_whole_is_refused(tmp_path):
         path.write_bytes(forgery)
         with pytest.raises(errors.CheckpointError, match=said) as raised:
             read_manifest(path, run="run-7", step=40)
-        assert "counts as lost: restore it from a copy, or remove" in str(raised.value)
+        assert "parts count as lost; restore it from a copy" in str(raised.value)
     path.write_bytes(forged(version=2))
     with pytest.raises(
         checked_json.LaterVersionError, match="later version of elastic"
     ):
         read_manifest(path, run="run-7", step=40)
     path.unlink()
-    with pytest.raises(errors.CheckpointError, match="is missing; what it lists"):
+    with pytest.raises(errors.CheckpointError, match="is missing; its parts"):
         read_manifest(path, run="run-7", step=40)

@@ -128,7 +128,7 @@ def test_what_items_lack_is_told_with_the_remedy():
     (short,) = placed(shared, [(n,) for n in range(4)], copies=2).shortfalls
     assert short == (
         "parts lack copies: they are on fewer than 3 machines, of 2; add machines, or"
-        " ask for fewer copies"
+        " set fewer copies"
     )
     # The event of the run has the cause, and no list of leaves.
     assert storage_cause.of_message(short) == "too_few"

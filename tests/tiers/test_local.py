@@ -148,7 +148,7 @@ def test_saves_of_a_step_are_held_apart_and_replace_leftovers_alone(disk, host):
     shutil.copy(of_other, path)
     ((there, _),), (problem,) = disk.offers(3)
     assert there.step_id == both[1]
-    assert problem.startswith(f"manifest {path} is that of save '1', not of '0'")
+    assert problem.startswith(f"manifest {path} belongs to save '1', not to '0'")
     removed = []
     with seams.watched(lambda change, path: removed.append((change, path))):
         host.remove(StepId(3, "0"))

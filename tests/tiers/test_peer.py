@@ -140,7 +140,7 @@ def test_a_bad_manifest_is_a_problem_beside_others(root, url, client, monkeypatc
     (moved[2] / name).write_bytes(altered)
     (moved[3] / name).write_bytes(checked_blobs.to_bytes({}, [], version=2))
     (moved[4] / name).write_bytes(b"[" * 10**6)
-    whys = dict.fromkeys((40, 50, 60), "is that of run, step and file")
+    whys = dict.fromkeys((40, 50, 60), "has run, step and file")
     whys |= {70: "or altered", 80: "later version", 90: "or altered"}
     for step, why in whys.items():
         served.save(root, step, FILES)

@@ -164,7 +164,7 @@ def test_a_committed_step_is_replaced_by_a_newer_save_alone_and_set_aside(root, 
     older, later = (uploaded.saved_step(save=save) for save in "02")
     ours = upload.Upload(root, older, WORLD[0])
     for act in (ours.begin, lambda: uploaded.commit_all(root, older)):
-        with pytest.raises(errors.CheckpointError, match=r"its save is 1.*remove it"):
+        with pytest.raises(errors.CheckpointError, match=r"its save is 1.*remove the"):
             act()
 
     def set_aside():

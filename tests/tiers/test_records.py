@@ -101,7 +101,7 @@ def test_a_start_claims_each_of_its_worlds_also_if_lists_lag(tmp_path, monkeypat
     assert claims.newest(tmp_path) == newest
     away = mock.Mock(side_effect=OSError(5, "storage is away"))
     monkeypatch.setattr(storage, "names", away)
-    with pytest.raises(errors.CheckpointError, match="out of reach"):
+    with pytest.raises(errors.CheckpointError, match="unreachable"):
         claims.newest(tmp_path)
 
 
@@ -198,7 +198,7 @@ def test_a_step_is_leased_while_the_block_runs(root, first):
 
 
 def test_a_step_that_is_removed_or_not_there_is_not_leased(root, first, tmp_path):
-    why = "being removed; give PERSISTENT_DIRECTORY"
+    why = "being removed; pass PERSISTENT_DIRECTORY"
     gone = pytest.raises(leases.StepGoneError, match=why)
     # The world that announced it is killed then.
     killed = leases.removing(root, [1], line_of(OLD), watch={})

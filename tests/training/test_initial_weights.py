@@ -103,7 +103,7 @@ def test_run_begins_with_a_step_of_ours_and_reads_it_once(
     )
     assert ("weights_skipped", {"path": "/gone", "step": 1}) in told
     keys = {"init_from": str(step), "base_num_decoder_layers": 3}
-    with pytest.raises(errors.ElasticCkptError, match=r"another model.*params/att"):
+    with pytest.raises(errors.ElasticCkptError, match=r"a different model.*params/att"):
         begun(configured(tmp_path / "other", corpus, **keys))
 
 

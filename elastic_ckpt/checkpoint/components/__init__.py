@@ -1,1 +1,1 @@
-"""Components: state of a run other than weights and batches, and how hosts share it."""
+"""Components: a run's state other than weights and batches, and how hosts share it."""

@@ -1,4 +1,4 @@
-"""A component: a named piece of the state of a run, and how hosts share it.
+"""A component: a named piece of a run's state, and how hosts share it.
 
 | sharing | states | written by | loaded by |
 |---|---|---|---|
@@ -9,21 +9,21 @@
 | `per_group` | one for each group along mesh axes | its first host | its hosts |
 
 States are found by number or coordinates: a host whose number has changed loads the
-state of its place in the world or mesh, not the file that it wrote.
+state for its place in the world or mesh, not the file that it wrote.
 
-It wraps a pytree, or an object with `get_state` and `set_state`, or with `state_dict`
-and `load_state_dict`, and is a `StatefulCheckpointable` of Orbax: it goes into the same
-dict as weights and batches, in our checkpointer and in Orbax's own.
+A component wraps a pytree, or an object with `get_state` and `set_state`, or with
+`state_dict` and `load_state_dict`. It is an Orbax `StatefulCheckpointable` and goes
+into the same dict as weights and batches, in this library's checkpointer and in Orbax's
+own.
 
     step = ec.components.Component({"lr": 0.1, "ema": ema}, "global")
     checkpointer.save_checkpointables(40, {"state": weights, "schedule": step})
     checkpointer.load_checkpointables(None, {"state": abstract, "schedule": step})
     step.state["lr"]
 
-Saving and loading need no collectives or barriers: which host writes which file follows
-from host numbers and the mesh alone, so a missing host delays no other. (Only the first
-use of `per_node` without `processes_per_node` makes hosts exchange which machine they
-are on.)
+Saving and loading need no collectives or barriers: which host writes which file depends
+only on host numbers and the mesh, so a missing host delays no other. (Only the first
+use of `per_node` without `processes_per_node` makes hosts exchange their machine IDs.)
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ REPLICATED = "replicated"
 PER_HOST = "per_host"
 PER_NODE = "per_node"
 PER_GROUP = "per_group"
-# Prefixes of the names of states that are numbered.
+# Name prefixes of numbered states.
 _PREFIXES = {PER_HOST: "rank", PER_NODE: "node"}
 Pattern = Literal["global", "replicated", "per_host", "per_node", "per_group"]
 
@@ -70,21 +70,20 @@ FILE = "component.json"
 VERSION = 1
 _WHAT = "description of a component"
 ERROR, RESET, FROM_FIRST = "error", "reset", "from_first"
-# Maps the old states and the number of new ones to the new states.
+# Maps the old states and the number of new states to the new states.
 Rule = str | Callable[[list[Any], int], Sequence[Any]]
 _CHOICES = (
     "choose on_resize='reset' (the initial state), 'from_first' (the first old state"
     " for all), or a function (old_states, new_count) -> new states"
 )
-# The id that Linux gives to each boot of a machine, which containers share.
+# Linux's boot ID of a machine, which containers share.
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 # How long hosts wait for each other's machines.
 _PATIENCE_SECS = 60.0
 
-# The methods that get and set an object's state, in the order of preference.
+# The methods that get and set an object's state, in order of preference.
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
-# The options of each sharing, and of a function; the states of the latter are not
-# compared.
+# The options for each sharing, and for a function, whose states are not compared.
 _TAKES = {
     GLOBAL: (),
     REPLICATED: ("validation",),
@@ -103,10 +102,10 @@ class Description:
       pattern: how the component was shared.
       axes: the mesh axes of a group.
       states: the names of all states, in order; their files are `<name>.npz`.
-      hosts: how many hosts there were.
-      kind: the class of the state, for people.
-      on_resize: the declared rule, for people.
-      required: whether it was declared as required, for people.
+      hosts: how many hosts saved the component.
+      kind: the class of the state, only for messages.
+      on_resize: the declared rule, only for messages.
+      required: whether the component was declared as required, only for messages.
     """
 
     pattern: str
@@ -118,12 +117,12 @@ class Description:
     required: bool
 
     def to_bytes(self) -> bytes:
-        """Encodes it for the file."""
+        """Encodes the description for the file."""
         return checked_json.to_bytes(dict(vars(self)), version=VERSION)
 
     @classmethod
     def read(cls, directory: epath.Path) -> Description:
-        """Reads it from the directory of a component.
+        """Reads the description from a component directory.
 
         Raises:
           CheckpointError: if the file is missing or unreadable; the message names it.
@@ -140,13 +139,13 @@ class Description:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """The states of a component in a world, as one host has them.
+    """A component's states in a world, from one host's view.
 
     Attributes:
       pattern: see `Pattern`.
       names: the names of all states, ordered by host or by mesh coordinates.
       own: the index in `names` of this host's state.
-      is_writer: whether this host is the first that has it.
+      is_writer: whether this host is the first that has its state.
       axes: the mesh axes of a group.
     """
 
@@ -163,7 +162,7 @@ class Sharing:
 
 
 class Component:
-    """State of a run other than weights and data, and how hosts share it.
+    """A run's state other than weights and data, and how hosts share it.
 
         schedule = ec.components.Component({"lr": 0.1}, "global")
         checkpointer.save_checkpointables(40, {"state": state, "schedule": schedule})
@@ -175,7 +174,7 @@ class Component:
         `state_dict` and `load_state_dict`. The state may contain JAX and NumPy arrays,
         random keys, numbers, strings, bytes, None, and dicts, lists, tuples and other
         pytrees of these.
-      sharing: which hosts have a state of their own:
+      sharing: which hosts have their own state:
 
         * `"global"`: none; host 0 saves the only state, and all hosts load it
         * `"replicated"`: none; all hosts have the same state, and a difference between
@@ -184,45 +183,46 @@ class Component:
         * `"per_node"`: each machine, whose hosts share it
         * `"per_group"`: each group of devices along `axis` of `mesh`
 
-        Or a function that returns one of these, the same on all hosts; it is called at
-        each save and load.
-      axis: for `"per_group"`, the name of a mesh axis, or several. Devices that differ
-        only in their places on these axes share a state, as they share the result of
-        `jax.lax.psum` over them: on a mesh of `data` and `model`, the state of
-        `axis="data"` belongs to one place on `model`. Axes of size 1 are ignored.
-      mesh: for `"per_group"`, the mesh; each host must have devices of one group only.
+        Or a function that returns one of these, the same on all hosts, at each save and
+        load.
+      axis: for `"per_group"`, the name of a mesh axis, or several names. Devices that
+        differ only in their places on these axes share a state, just as they share the
+        result of `jax.lax.psum` over them: on a mesh of `data` and `model`, the state
+        for `axis="data"` belongs to one place on `model`. Axes of size 1 are ignored.
+      mesh: for `"per_group"`, the mesh; each host must have devices of only one group.
       processes_per_node: for `"per_node"`, how many consecutive hosts are on a machine.
-        Without it the hosts exchange the ids of their machines, so that all of them
-        must create the component.
-      validation: for `"replicated"`, the level of `validate` at which the states of all
-        hosts are compared when they are saved: `"quick"`, `"tensor"` or `"full"`. The
-        event `replicas_differ` reports a difference, but the step is saved. Only
-        `ec.Checkpointer` compares.
+        Without it, the hosts exchange their machine IDs, so all hosts must create the
+        component.
+      validation: for `"replicated"`, the level of `validate` at which a save compares
+        all hosts' states: `"quick"`, `"tensor"` or `"full"`. The event
+        `replicas_differ` reports a difference, but the step is saved. Only
+        `ec.Checkpointer` compares states.
       on_resize: what to load if the number of hosts, machines or groups, or the
-        sharing, is different from what was saved:
+        sharing, has changed since the save:
 
         * `"error"`: nothing; the error lists these choices
         * `"reset"`: the state that the component was created with
         * `"from_first"`: the first of the saved states, on every host
         * a function `(old_states, new_count) -> new_states`, with lists in the order of
           hosts, machines or groups; all hosts call it with the same arguments
-      required: whether a step without this component is an error. An optional component
-        that raises an error when it is saved is left out of the step, with a warning in
-        the log; `ec.Checkpointer` leaves it out on all hosts, and emits an event.
+      required: whether a step without this component is an error. If an optional
+        component raises an error in a save, the step omits it, with a warning in the
+        log; `ec.Checkpointer` omits it on all hosts and emits an event.
 
     Attributes:
-      state: the object, or the pytree that is saved next, or was loaded last.
-      sharing: as given.
-      on_resize: as given.
-      required: as given.
-      validation: as given.
-      save_problem: why the last save left it out; None if it did not.
-      save_timeout_secs: how long `ec.Checkpointer` waits for it in a save, at most 240;
-        then the save of the step fails. A load waits as long, then fails on all hosts.
+      state: the object, or the pytree to save next or loaded last.
+      sharing: see above.
+      on_resize: see above.
+      required: see above.
+      validation: see above.
+      save_problem: why the last save omitted the component; None if it did not.
+      save_timeout_secs: how long, in seconds, `ec.Checkpointer` waits for the component
+        in a save, at most 240; then the save fails. A load waits as long, then fails on
+        all hosts.
 
     Raises:
-      ConfigError: if there is no such sharing, rule or level, the mesh has no such
-        axis, or this host is in several groups.
+      ConfigError: if the sharing, rule, level or mesh axis does not exist, or this host
+        is in several groups.
     """
 
     save_timeout_secs: float = 240.0
@@ -241,7 +241,7 @@ class Component:
     ) -> None:
         if not callable(on_resize) and on_resize not in (ERROR, RESET, FROM_FIRST):
             raise errors.ConfigError(
-                f"on_resize={on_resize!r} is not a rule; leave it out ('error'), or"
+                f"on_resize={on_resize!r} is not a rule; omit it ('error'), or"
                 f" {_CHOICES}"
             )
         check_level(validation)
@@ -250,7 +250,7 @@ class Component:
         self.required = required
         self.validation: Level = validation
         self.save_problem: str | None = None
-        # The state of the last save, until it is compared with those of other hosts.
+        # The last save's state, until it is compared with other hosts' states.
         self.taken: Any = None
         self.sharing = sharing
         _check_given(
@@ -282,13 +282,13 @@ class Component:
     def __str__(self) -> str:
         # Hosts compare this text.
         kind = "component" if self.required else "optional component"
-        # A function's result is known only when the state is taken.
+        # A function's result is known only when the state is captured.
         sharing = "computed" if callable(self.sharing) else self.sharing
         compared = ", compared between hosts" if self.is_compared else ""
         return f"{kind}, {sharing}{compared}"
 
     def present(self) -> Sharing:
-        """The states that the hosts have now, and which is this host's.
+        """The states that the hosts have now, and which one is this host's.
 
         Raises:
           ConfigError: if `sharing` is a function that does not return a sharing.
@@ -309,12 +309,12 @@ class Component:
         if nodes is None:
             raise errors.ConfigError(
                 f"the function sharing= of a component returned {pattern!r}; return one"
-                f" of {[*_TAKES]}, and for per_group give axis and mesh"
+                f" of {[*_TAKES]}, and for per_group pass axis and mesh"
             )
         return of_nodes(pattern, nodes, host=topology.this_host())
 
     def get(self) -> Any:
-        """The values to save: the pytree, or the object's state."""
+        """Returns the values to save: the pytree, or the object's state."""
         return self._methods()[0]()
 
     def put(self, values: Any) -> None:
@@ -349,9 +349,9 @@ class Component:
         return write()
 
     async def load(self, directory: epath.Path) -> Awaitable[None]:
-        """Loads the state in `directory` before it returns the awaitable.
+        """Loads the state in `directory` before returning the awaitable.
 
-        Otherwise Orbax would wrap errors in one about a different handler.
+        Otherwise Orbax would wrap errors in an error about a different handler.
         """
         self.put(self.read(directory))
         return asyncio.sleep(0)
@@ -360,8 +360,8 @@ class Component:
         """Reads this host's values from `directory`.
 
         Raises:
-          CheckpointError: if they cannot be read, or the hosts have other states than
-            were saved and `on_resize` is `"error"`.
+          CheckpointError: if the values cannot be read, or the hosts' states differ
+            from the saved ones and `on_resize` is `"error"`.
         """
         path = epath.Path(directory)
         saved = Description.read(path)
@@ -382,24 +382,24 @@ class Component:
         *,
         read: Callable[[int], Any],
     ) -> Any:
-        """Chooses this host's values from saved states, of any program.
+        """Chooses this host's values from any program's saved states.
 
         Args:
           name: the name of the component, for messages.
           pattern: the saved sharing, for messages.
-          states: the names of the saved states, in order; if the hosts have others now,
-            `on_resize` decides.
-          read: reads the state at an index of `states`.
+          states: the names of the saved states, in order; if the hosts now have
+            different states, `on_resize` decides.
+          read: a function that reads the state at an index of `states`.
 
         Raises:
-          CheckpointError: as `read`.
+          CheckpointError: see `read`.
         """
         now = self.present()
         rule, count = self.on_resize, len(now.names)
         try:
             if sorted(states) == sorted(now.names):
                 return read(states.index(now.name))
-            # A single state is that of all hosts under any pattern.
+            # A single state belongs to all hosts under any pattern.
             if len(states) == count == 1 or rule == FROM_FIRST:
                 return read(0)
             if rule == RESET:
@@ -421,9 +421,9 @@ class Component:
             raise errors.CheckpointError(f"component {name!r}: {error}") from None
 
     def _take(self) -> list[Callable[[epath.Path], None]]:
-        # Takes the state, and returns functions that write this host's files.
+        # Captures the state and returns functions that write this host's files.
         sharing = self.present()
-        # On all hosts: a user's object may need all of them to get its state.
+        # On all hosts: a user's object may need all hosts to get its state.
         values = self.get()
         writes: list[Callable[[epath.Path], None]] = []
         if sharing.is_writer or self.is_compared:
@@ -436,7 +436,7 @@ class Component:
         if topology.this_host() == 0:
             rule: Any = self.on_resize
             if not isinstance(rule, str):
-                # For a partial function, the name of its class.
+                # For a partial function, its class name.
                 name = getattr(rule, "__qualname__", type(rule).__qualname__)
                 rule = f"{rule.__module__}.{name}"
             content = Description(
@@ -457,7 +457,7 @@ def _check_given(sharing: Any, **options: Any) -> None:
     takes = _OF_FUNCTION if callable(sharing) else _TAKES.get(sharing)
     if takes is None:
         raise errors.ConfigError(
-            f"sharing={sharing!r} of a component: give one of {[*_TAKES]}, or a"
+            f"sharing={sharing!r} of a component: pass one of {[*_TAKES]}, or a"
             " function that returns one of them"
         )
     needs_mesh = "axis" in given or sharing == PER_GROUP
@@ -475,7 +475,7 @@ def _check_given(sharing: Any, **options: Any) -> None:
 
 @functools.cache
 def _nodes() -> tuple[str, ...]:
-    # The machine of each host, exchanged once.
+    # Each host's machine, exchanged once.
     try:
         own = _BOOT_ID.read_text().strip()
     except OSError:
@@ -485,10 +485,10 @@ def _nodes() -> tuple[str, ...]:
 
 
 def of_nodes(pattern: str, nodes: Sequence[object], *, host: int) -> Sharing:
-    """A state for each node, in order of the first host on it.
+    """One state per node, in the order of each node's first host.
 
     Args:
-      pattern: any but PER_GROUP. A node is all hosts, a host, or a machine.
+      pattern: any pattern but PER_GROUP. A node is all hosts, a host, or a machine.
       nodes: the node of each host.
       host: the number of this host.
     """
@@ -512,12 +512,12 @@ def per_group(
     *,
     host: int,
 ) -> Sharing:
-    """A state for each group of hosts along some axes of a mesh.
+    """One state per group of hosts along some mesh axes.
 
     Args:
       mesh_hosts: the host of each device of the mesh.
       axis_names: the axes of the mesh.
-      axes: devices that differ only in these share a state, as they share the result of
+      axes: the axes along which devices share a state, just as they share the result of
         `jax.lax.psum` over them.
       host: the number of this host.
 
@@ -527,8 +527,8 @@ def per_group(
     unknown = [axis for axis in axes if axis not in axis_names]
     if unknown or not axes or len(set(axes)) < len(axes):
         raise errors.ConfigError(
-            f"per_group with axis={tuple(axes)!r} does not fit the mesh with the axes"
-            f" {tuple(axis_names)}; name axes of the mesh, each once"
+            f"per_group with axis={tuple(axes)!r} does not match the mesh with axes"
+            f" {tuple(axis_names)}; list mesh axes, each once"
         )
     others = [
         number
@@ -549,7 +549,7 @@ def per_group(
             f" axis={tuple(axes)!r} ({errors.first_of(names[n] for n, _ in groups)}),"
             " but a host can have only one state: also share it over another axis of"
             f" {tuple(axis_names)}, or make a mesh of the devices of all hosts in which"
-            " those of each are in one group"
+            " each host's devices are in one group"
         )
     ((own, is_writer),) = groups
     return Sharing(

@@ -3,14 +3,14 @@
 The parts on the devices of this process are treated as the replicas of an array on a
 mesh of these devices, and a program runs on all of them (`jax.shard_map`), so that each
 part is read in place. One program digests all arrays. It is compiled once for their
-shapes, and involves no other process.
+shapes and involves no other process.
 
 A digest is a sum modulo 2**32 over the words of a part. A number that depends on its
 position is added to each word, and the result goes through a bijection of 32 bits (a
-multiplication by an odd number between two xor-shifts, as in the finaliser of
-MurmurHash3). So a change of one word, for example of one bit, always changes the
-digest; changes of several words, such as a swap, are missed with a probability of about
-2**-32. Only integers are added, so the order of a sum does not matter.
+multiplication by an odd number between two xor-shifts, as in MurmurHash3's finalizer).
+So a change of one word, for example of one bit, always changes the digest; changes of
+several words, such as a swap, are missed with a probability of about 2**-32. Only
+integers are added, so the order of a sum does not matter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax.sharding import Mesh, PartitionSpec
 from elastic_ckpt.core import topology
 
 _SAMPLE = 1024
-# Odd numbers: the second is a multiplier of MurmurHash3's finaliser (Appleby 2008).
+# Odd numbers: the second is a multiplier of MurmurHash3's finalizer (Appleby 2008).
 _STRIDE = 0x9E3779B1
 _MULTIPLIER = 0x85EBCA6B
 
@@ -45,14 +45,14 @@ def is_readable(leaf: Any) -> bool:
 def look(
     arrays: Mapping[int, jax.Array], *, is_sample: bool
 ) -> dict[int, Mapping[int, str]]:
-    """Digests the parts of arrays on the devices of this process.
+    """Digests the parts of arrays on this process's devices.
 
     Args:
       arrays: arrays of any dtypes and shardings, by number.
-      is_sample: whether to digest about a thousand elements of each part, not all bits.
+      is_sample: whether to digest only about a thousand elements of each part.
 
     Returns:
-      For each array, the digests in hex, by the id of the device.
+      For each array, the digests in hex, by device ID.
     """
     groups: dict[tuple[jax.Device, ...], dict[int, list[Any]]] = {}
     for number, array in arrays.items():
@@ -86,8 +86,8 @@ def differing(leaf: Any) -> Mapping[int, int]:
     All processes that share the array must call this.
 
     Returns:
-      The number, by the id of each device of the mesh; empty unless the leaf is on a
-      mesh that all hosts share.
+      The count, by ID of each mesh device; empty unless the leaf is on a mesh that all
+      hosts share.
     """
     is_on_mesh = is_readable(leaf) and hasattr(leaf.sharding, "mesh")
     if not is_on_mesh or (leaf.is_fully_addressable and topology.num_hosts() > 1):
@@ -99,7 +99,7 @@ def differing(leaf: Any) -> Mapping[int, int]:
         differ = jnp.zeros(part.shape, bool)
         for words in _bits(part):
             unequal = lax.pmin(words, axes) != lax.pmax(words, axes)
-            # An element of 64 bits has two words.
+            # A 64-bit element has two words.
             differ |= unequal.reshape((*part.shape, -1)).any(axis=-1)
         return lax.all_gather(differ.sum(dtype=jnp.uint32), mesh.axis_names)
 
@@ -130,7 +130,7 @@ def _compiled(mesh: Mesh, *, is_sample: bool) -> Callable[[Any], jax.Array]:
 
 
 def part_digest(part: jax.Array) -> jax.Array:
-    """The digest of an array on one device, a uint32; to be traced."""
+    """The digest of an array on one device, a uint32; runs traced."""
     digest = jnp.uint32(0)
     for number, words in enumerate(_bits(part)):
         words = words + _positions(words.shape, number)
@@ -140,7 +140,7 @@ def part_digest(part: jax.Array) -> jax.Array:
 
 
 def _positions(shape: tuple[int, ...], number: int) -> jax.Array | np.uint32:
-    # The index of each element times an odd number, modulo 2**32.
+    # Each element's index times an odd number, modulo 2**32.
     positions: Any = np.uint32(number << 16)
     for dim in range(len(shape)):
         stride = _STRIDE * math.prod(shape[dim + 1 :]) % 2**32
@@ -164,6 +164,6 @@ def _bits(part: jax.Array) -> list[jax.Array]:
 
 
 def _sample(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    # About as many elements in each dim, evenly spaced.
+    # About equally many elements in each dim, evenly spaced.
     most = max(1, int(_SAMPLE ** (1 / max(1, len(shape)))))
     return tuple(slice(None, None, -(-size // most) or 1) for size in shape)

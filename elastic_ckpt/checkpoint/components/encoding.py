@@ -1,4 +1,4 @@
-"""The state of a component as JSON and arrays, and its file.
+"""A component's state as JSON and arrays, and its file.
 
     null, true, 3, 0.5, "text"              as they are
     [..]                                    a list
@@ -11,8 +11,8 @@
     {"node": "module.Class", "children": [[name, value], ..]}
                                             another node of a pytree
 
-The numbers refer to arrays. A node of another class, such as a named tuple of optax, is
-built from the node that the current state has in its place: nothing is imported or
+The numbers refer to arrays. A node of any other class, such as an optax named tuple, is
+built from the node at the same place in the current state: nothing is imported or
 unpickled by name.
 
 The file is an npz archive. Its entry `state` is a `checked_json` file as bytes; the
@@ -39,7 +39,7 @@ from jax.sharding import SingleDeviceSharding
 from elastic_ckpt.core import checked_json, digest, errors, storage
 
 VERSION = 1
-# Stands for the current state where it lacks a saved value.
+# Marks where the current state lacks a saved value.
 _NOTHING = object()
 _WHAT = "state of a component"
 _DIGEST_LENGTH = 32
@@ -48,11 +48,11 @@ _MOST_ATTEMPTS = 10
 
 
 class Encoded(NamedTuple):
-    """A state at one moment.
+    """A snapshot of a state.
 
     Attributes:
-      tree: its structure, with all values that are not arrays.
-      arrays: copies of its arrays in host memory.
+      tree: the state's structure, with all values that are not arrays.
+      arrays: copies of the state's arrays in host memory.
     """
 
     tree: storage.Json
@@ -75,7 +75,7 @@ def decode(encoded: Encoded, current: Any = None) -> Any:
     Args:
       encoded: the result of `encode`.
       current: a state of the same structure, which provides nodes of other classes and
-        the shardings of arrays.
+        array shardings.
 
     Raises:
       CheckpointError: if `current` lacks a node.
@@ -84,13 +84,13 @@ def decode(encoded: Encoded, current: Any = None) -> Any:
 
 
 def write(path: epath.Path, encoded: Encoded) -> None:
-    """Writes the file of a state atomically, without copying its values."""
+    """Writes a state file atomically, without copying values."""
     with storage.atomic_path(path) as temporary, open(temporary, "w+b") as file:
         dump(encoded, file)
 
 
 def dump(encoded: Encoded, file: IO[bytes]) -> None:
-    """Writes the content of the file; equal states have equal bytes."""
+    """Writes the file's content; equal states have equal bytes."""
     # The names of other packages' types, which NumPy would not store.
     dtypes = [
         each.dtype.name if each.dtype.isbuiltin == 2 else "" for each in encoded.arrays
@@ -115,12 +115,12 @@ def load(file: IO[bytes]) -> Encoded:
     """Reads the state in a file.
 
     Raises:
-      UnreadableError: if the file is truncated, altered, or of another version.
+      UnreadableError: if the file is truncated or altered, or has a different version.
     """
     value = _file_digest(file)
     if value != file.read(_DIGEST_LENGTH + 1):
         raise checked_json.UnreadableError(
-            "is cut short or altered (its digest differs)"
+            "is truncated or altered (its digest differs)"
         )
     with np.lib.npyio.NpzFile(file, allow_pickle=False) as archive:
         text = _entry(archive, "state").tobytes()
@@ -134,11 +134,11 @@ def load(file: IO[bytes]) -> Encoded:
 
 
 def read(path: epath.Path, parse: Callable[[IO[bytes]], Any] = load) -> Any:
-    """Reads a file of a component.
+    """Reads a component file.
 
     Args:
       path: the file.
-      parse: parses the file; by default as a state.
+      parse: a function that parses the file; by default as a state.
 
     Raises:
       CheckpointError: if the file is missing or `parse` rejects it; the message names
@@ -158,14 +158,14 @@ def read(path: epath.Path, parse: Callable[[IO[bytes]], Any] = load) -> Any:
 
 
 def type_name(value: Any) -> str:
-    """The class of a value, with its module."""
+    """A value's class, with its module."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def on_host(value: Any) -> Any:
     """Copies an array or random key to host memory; returns any other value."""
     if isinstance(value, jax.Array):
-        # Every host has all of a replicated array, so that no other host is needed.
+        # Every host has the whole replicated array, so no other host is needed.
         local = value if value.is_fully_addressable else value.addressable_data(0)
         is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
         value = np.asarray(jax.random.key_data(local) if is_key else local)
@@ -185,7 +185,7 @@ def _file_digest(file: IO[bytes]) -> bytes:
 
 def _entry(archive: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     # NumPy uses Python's parser for shape and dtype, which sometimes fails in CPython
-    # 3.11 while another thread uses it (python/cpython#106905).
+    # 3.11 while another thread is using it (python/cpython#106905).
     for _ in range(_MOST_ATTEMPTS):
         with contextlib.suppress(SystemError):
             return archive[name]
@@ -255,7 +255,7 @@ def _refused(path: str, what: str) -> errors.CheckpointError:
     return errors.CheckpointError(
         f"the state{path} is {what}, which a component cannot save; its values may be"
         " arrays, numbers, strings, bytes, None, and dicts, lists, tuples or pytrees of"
-        " them; give the object get_state and set_state that return and take these"
+        " them; add get_state and set_state to the object that return and take these"
     )
 
 

@@ -1,8 +1,8 @@
 """Loads the components of a step, strictly or not, with a summary.
 
-Every component is read and decoded, and the hosts compare the outcome, before any is
-set. So if one host cannot read a component, a strict load fails on all hosts with the
-same error, and changes nothing.
+Every component is read and decoded, and the hosts compare the outcomes, before any
+component is set. So if one host cannot read a component, a strict load fails on all
+hosts with the same error and changes nothing.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _MOST_CHARACTERS = 2000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What `load` has loaded, and what it has not.
+    """The components that `load` has loaded, skipped and failed to load.
 
     Attributes:
       step: the training step.
       loaded: the loaded components and trees, by name.
-      skipped: why others were left as they are, by name.
-      failed: why others could not be loaded, by name.
+      skipped: why other components were left unchanged, by name.
+      failed: why other components could not be loaded, by name.
     """
 
     step: int
@@ -55,7 +55,7 @@ def named(components: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str
     """Makes a dict of components.
 
     Raises:
-      ConfigError: if names occur twice; it lists all of them.
+      ConfigError: if names occur twice; the message lists all of them.
     """
     given: Any = components.items() if isinstance(components, Mapping) else components
     pairs = list(given)
@@ -63,7 +63,7 @@ def named(components: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
         raise errors.ConfigError(
-            f"several components are called {doubled}; give each a name of its own"
+            f"several components are called {doubled}; choose a different name for each"
         )
     return dict(pairs)
 
@@ -76,26 +76,26 @@ def load(
     strict: bool = True,
     ignore: Collection[str] = (),
 ) -> Summary:
-    """Loads components, and trees with them, from a step: all of them or none.
+    """Loads components, and trees with them, from a step: all or none.
 
     Components are set once all of them were read on all hosts. Objects of other
     classes, such as batches, set themselves as they are read. Every process must call
-    it.
+    this.
 
     Args:
-      checkpointer: ours or Orbax's.
+      checkpointer: this library's checkpointer or Orbax's.
       components: components by name, or pairs of a name and a component; also abstract
-        trees and other checkpointables, as for `load_checkpointables`.
-      step: the number of the step; None takes the newest.
-      strict: raises an error if a required component is missing or cannot be loaded on
-        any host, or if the step has a component that is not requested. Otherwise only
-        the summary of that host lists it.
-      ignore: names of components of the step that need not be requested.
+        trees and other checkpointables, as in `load_checkpointables`.
+      step: the number of the step; None takes the newest step.
+      strict: whether to raise an error if a required component is missing or cannot be
+        loaded on any host, or if the step has a component that is not requested.
+        Otherwise, only that host's summary lists the component.
+      ignore: names of the step's components that need not be requested.
 
     Raises:
       ConfigError: if a name occurs twice.
       CheckpointError: if there is no such step, a tree cannot be restored, or `strict`
-        is violated; raised on all hosts, with all names and the hosts that differ.
+        is violated; raised on all hosts, with all names and the differing hosts.
       RunError: if a host did not finish its load in time.
     """
     wanted = named(components)
@@ -114,7 +114,7 @@ def load(
         if isinstance(each, ocp.StatefulCheckpointable)
     }
     skipped = {
-        name: "the step has it: request it, or name it in ignore="
+        name: "the step has it: request it, or list it in ignore="
         for name, tree in held.metadata.items()
         if tree is None and name not in wanted and name not in ignore
     }
@@ -125,7 +125,7 @@ def load(
         (failed if getattr(wanted[name], "required", True) else skipped)[name] = why
 
     def check() -> None:
-        # Raises an error with the problems of all hosts.
+        # Raises an error with all hosts' problems.
         failed.update({n: each.problem for n, each in stateful.items() if each.problem})
         problems = [
             f"{name!r} cannot be loaded: {why}"
@@ -145,7 +145,7 @@ def load(
     first = {**there, **stateful}
     loaded = checkpointer.load_checkpointables(step, first) if first else {}
     if step is None:
-        # Our checkpointer may have fallen back to an earlier step.
+        # This library's checkpointer may have fallen back to an earlier step.
         held = checkpointer.latest or held
     check()
     for name, each in stateful.items():
@@ -165,15 +165,15 @@ def load(
 
 @dataclasses.dataclass(eq=False)
 class _Read:
-    # Reads a component without setting it, or makes another object set itself. Keeps an
-    # error, so that the other parts are still read.
+    # Reads a component without setting it, or makes any other object set itself. Stores
+    # an error, so that the other parts are still read.
 
     read: Callable[[epath.Path], Any]
     problem: str | None = None
     values: Any = None
 
     async def save(self, directory: Any) -> Awaitable[None]:
-        """Never called; Orbax recognizes a checkpointable also by this method."""
+        """Never called; Orbax also recognizes a checkpointable by this method."""
         raise NotImplementedError
 
     async def load(self, directory: epath.Path) -> Awaitable[None]:

@@ -10,7 +10,7 @@ import jax
 from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.core import digest, errors
 
-# The first number that is folded into the key, so that kinds of keys never coincide.
+# The first number folded into the key, so that kinds of keys never coincide.
 _NEXT, _SHARD, _NAME = range(3)
 _LOW = 2**32 - 1
 
@@ -18,8 +18,8 @@ _LOW = 2**32 - 1
 class Rng(Component):
     """A component with a global random key, from which all other keys are derived.
 
-    They depend on a name, a logical shard or a count, never on a host's number, so that
-    a run continues with the same keys on any number of hosts.
+    The derived keys depend on a name, a logical shard or a count, never on a host
+    number, so a run continues with the same keys on any number of hosts.
 
         rng = ec.components.Rng(seed=0)
         dropout = rng.for_name("dropout", step)
@@ -28,10 +28,10 @@ class Rng(Component):
 
     Args:
       seed: a number, or a typed key of `jax.random.key`.
-      required: as for `Component`.
+      required: see `Component`.
 
     Raises:
-      ConfigError: if `seed` is neither.
+      ConfigError: if `seed` is neither a number nor a typed key.
     """
 
     def __init__(self, seed: int | jax.Array = 0, *, required: bool = True) -> None:
@@ -54,7 +54,7 @@ class Rng(Component):
         return self.state["key"]
 
     def next(self) -> jax.Array:
-        """The next key, which no earlier call returned; all hosts must call it alike.
+        """A key that no earlier call returned; all hosts must make the same calls.
 
         The number of calls is saved.
         """
@@ -63,11 +63,11 @@ class Rng(Component):
         return _folded(self.key, _NEXT, taken & _LOW, taken >> 32)
 
     def for_shard(self, shard: int, step: Any = 0) -> jax.Array:
-        """The key of a logical shard at `step`, a 32-bit number that may be traced."""
+        """The key for a logical shard at `step`, a 32-bit number that may be traced."""
         return _folded(self.key, _SHARD, shard, step)
 
     def for_name(self, name: str, step: Any = 0) -> jax.Array:
-        """The key of a name at `step`, a 32-bit number that may be traced."""
+        """The key for a name at `step`, a 32-bit number that may be traced."""
         number = digest.name_hash(name)
         return _folded(self.key, _NAME, number & _LOW, number >> 32, step)
 

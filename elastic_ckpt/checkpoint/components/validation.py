@@ -1,19 +1,19 @@
-"""Validation of values that should be equal: replicas on devices, values of hosts.
+"""Validation of values that should be equal: device replicas and host values.
 
-A copy in device memory can change without an error (silent corruption): then one
-replica trains on different weights than the others, and it is chance which of them is
-saved. `validate` compares the copies of each leaf of a tree:
+A copy in device memory can change without an error (silent corruption). Then one
+replica trains on different weights than the others, and which of them is saved is a
+matter of chance. `validate` compares the copies of each leaf of a tree:
 
-* of a JAX array, between the devices that have the same box of it by its sharding
-* of an array on devices of a single process in a world of several, and of NumPy and
-  Python values, between the hosts, each of which has the whole value
+* for a JAX array, between the devices that have the same box of its sharding
+* for an array on a single process's devices in a world of several, and for NumPy and
+  Python values, between the hosts, which all have the whole value
 
 Each device digests its parts (`device_digests`), and hosts exchange digests through
-JAX's coordination service: first one for all boxes that the same hosts hold; if those
-differ, one for each box. So equal copies cost only a few bytes.
+JAX's coordination service: first one digest for all boxes that the same hosts hold,
+then, if those differ, one per box. So equal copies cost only a few bytes.
 
-A box with a single holder is not read. Devices count differing elements only of arrays
-with a difference.
+A box with a single holder is not read. Devices count differing elements only in arrays
+that differ.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _MOST_FINDINGS = 100
 
 
 class Holder(NamedTuple):
-    """The memory that has a copy.
+    """The memory that holds a copy.
 
     Attributes:
       host: the number of the host.
-      device: JAX's id of the device; -1 for the memory of the host.
+      device: JAX's device ID; -1 for host memory.
     """
 
     host: int
@@ -76,7 +76,7 @@ class Finding:
       box: the part of the leaf, such as `[0:64, 0:32]`; empty for the whole value.
       groups: the holders, grouped by equal copies; the largest group comes first.
       differing: the number of elements that differ; None if they were not counted.
-      why: how the copies differ, if not in their values.
+      why: how the copies differ, unless in their values.
     """
 
     leaf: str
@@ -87,12 +87,12 @@ class Finding:
 
     @property
     def is_certain(self) -> bool:
-        """Whether a single group is the largest, so that the others are suspects."""
+        """Whether a single group is the largest, so the others are suspects."""
         return len(self.groups[0]) > len(self.groups[1])
 
     @property
     def suspects(self) -> tuple[Holder, ...]:
-        """The holders outside of the largest group; all if several are the largest."""
+        """The holders outside the largest group; all if several groups are largest."""
         return tuple(sorted(itertools.chain(*self.groups[self.is_certain :])))
 
     @property
@@ -102,7 +102,7 @@ class Finding:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The ids of the suspects' devices."""
+        """The IDs of the suspects' devices."""
         return tuple(sorted(h.device for h in self.suspects if h.device >= 0))
 
     def __str__(self) -> str:
@@ -125,15 +125,12 @@ def validate(
 ) -> list[Finding]:
     """Compares the copies of each leaf of a tree; every process of the world calls it.
 
-    Levels:
-      none: compares nothing.
-      quick: compares the structure of the tree, and about a thousand elements of each
-        part.
-      tensor: compares the structure, and a digest of each part. A single changed bit is
-        always found.
-      full: as tensor; and if copies of an array on a mesh differ, counts the elements
-        that differ. The values cross the network between the devices, an array at a
-        time, and each device needs memory for two more copies of its part.
+    Levels: none: compares nothing. quick: compares the structure of the tree and about
+      a thousand elements of each part. tensor: compares the structure and a digest of
+      each part. Always finds a single changed bit. full: like tensor, but if copies of
+      an array on a mesh differ, also counts the differing elements. The values cross
+      the network between the devices, one array at a time, and each device needs memory
+      for two more copies of its part.
 
     Args:
       tree: a pytree of JAX and NumPy arrays, numbers, strings and bytes.
@@ -158,12 +155,12 @@ def compared(
     kind: str,
     timeout_secs: float = 600.0,
 ) -> list[Finding]:
-    """As `validate`, for calls from different threads.
+    """Like `validate`, for calls from different threads.
 
     Args:
       tree: see `validate`.
       level: see `validate`.
-      kind: names the exchange; calls of one kind must come from one thread.
+      kind: the name of the exchange; calls of one kind must come from one thread.
       timeout_secs: see `validate`.
     """
     check_level(level)
@@ -252,7 +249,7 @@ def _kind(path: str, leaf: Any) -> str:
         return type(leaf).__name__
     raise errors.CheckpointError(
         f"leaf {path!r} is a {type(leaf).__name__}, which cannot be compared; take it"
-        " out of the tree, or replace it by arrays, numbers or strings"
+        " out of the tree, or replace it with arrays, numbers or strings"
     )
 
 
@@ -281,8 +278,8 @@ def _copies(leaves: list[Any], *, is_sample: bool) -> Mapping[str, list[_Copy]]:
 
 
 def _digests(copies: Sequence[_Copy]) -> list[str]:
-    # Digests of the least and of the greatest content of each box, which differ if
-    # copies differ on this host.
+    # Digests of the least and the greatest content of each box, which differ if copies
+    # differ on this host.
     ordered = sorted((f"{leaf} {box}", content) for leaf, box, _, content in copies)
     return [digest.json_digest(dict(each)) for each in (ordered, ordered[::-1])]
 
@@ -291,8 +288,8 @@ def _digests(copies: Sequence[_Copy]) -> list[str]:
 def _held(
     sharding: Sharding | None, shape: tuple[int, ...]
 ) -> tuple[tuple[Holder, boxes.Box, str], ...]:
-    # This host's holders of boxes that have several, with the hosts of each box. Every
-    # host has values without a sharding, and arrays on only its own devices.
+    # This host's holders of boxes with several holders, with the hosts of each box.
+    # Every host holds values without a sharding, and arrays on only its own devices.
     num_hosts = topology.num_hosts()
     if sharding is None:
         own = Holder(topology.this_host(), -1), boxes.whole(()), "hosts"

@@ -1,8 +1,9 @@
-"""Decides when copies are compared, and reports what differs.
+"""Decides when to compare copies, and reports differences.
 
 The state is compared before saves and at intervals. Replicated components are compared
-in each save: host 0 writes the state for all, so a host with a different state would
-lose it silently, and all hosts would continue from a state that maybe only host 0 had.
+in each save: host 0 writes the state for all hosts, so a host with a different state
+would silently lose it, and all hosts would continue from a state that possibly only
+host 0 had.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from elastic_ckpt.core import errors, events, metrics, topology
 
 @dataclasses.dataclass(kw_only=True)
 class ValidationSchedule:
-    """Validates the state of a run before saves, at intervals, or both.
+    """Validates a run's state before saves, at intervals, or both.
 
-    The first finding pins the newest step that was saved before it, so that retention
-    does not leave only steps whose copies differed.
+    The first finding pins the newest step saved before it, so that retention does not
+    leave only steps whose copies differed.
 
     Attributes:
-      level: how closely copies are compared.
+      level: how closely to compare copies.
       at_saves: whether to compare before each save.
-      interval: steps between additional comparisons; 0 makes none.
+      interval: steps between additional comparisons; 0 disables them.
       stops: whether a finding ends the run, before the step is saved.
-      emit: called for each finding, and after each validation.
-      preserve: called on all hosts with the step after which all copies were equal;
-        pins the newest saved step up to it, and returns that, if there is one.
+      emit: a function called for each finding and after each validation.
+      preserve: a function called on all hosts with the step after which all copies were
+        equal; it pins the newest saved step up to that step and returns it, if any.
       equal_step: the last step after which all copies were equal, such as a restored
-        one; None once it is preserved.
+        step; None once it is preserved.
     """
 
     level: validation.Level
@@ -59,7 +60,7 @@ class ValidationSchedule:
         Args:
           step: the number of steps done.
           state: the tree of weights and optimizer.
-          components: values that all hosts compute alike, by name.
+          components: values that are the same on all hosts, by name.
 
         Raises:
           RunError: if copies differ and `stops` is set.
@@ -84,10 +85,10 @@ class ValidationSchedule:
             )
         if findings and self.stops:
             raise errors.RunError(
-                f"after step {step} copies that should be equal differ:"
+                f"after step {step}, copies that should be equal differ:"
                 f" {findings[0]} ({len(findings)} in all, see `replicas_differ` in the"
                 " run's events); the step is not saved. Check the memory of these"
-                " hosts, and start the run again without them: it resumes from the"
+                " hosts, and restart the run without them: it resumes from the"
                 " newest saved step. replica_validation_action=warn continues instead"
             )
         before = self.equal_step if findings else None
@@ -119,9 +120,9 @@ def report(
 
 
 def compare(step: int, components: Mapping[str, Any], *, emit: events.Emit) -> None:
-    """Compares the states that a save has taken from replicated components.
+    """Compares the states that a save has captured from replicated components.
 
-    All hosts must call it.
+    All hosts must call this.
 
     Raises:
       RunError: if a host did not answer in time.
@@ -134,8 +135,8 @@ def compare(step: int, components: Mapping[str, Any], *, emit: events.Emit) -> N
     if not compared:
         return
     level = max((e.validation for e in compared.values()), key=validation.LEVELS.index)
-    # If a host could not take its state, the save fails on all hosts.
-    lacking = {"problem": "its state could not be taken"}
+    # If a host could not capture its state, the save fails on all hosts.
+    lacking = {"problem": "its state could not be captured"}
     states = {n: lacking if e.taken is None else e.taken for n, e in compared.items()}
     for component in compared.values():
         component.taken = None

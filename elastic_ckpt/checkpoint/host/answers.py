@@ -1,4 +1,4 @@
-"""The answers of a host to the calls of a driver."""
+"""A host's answers to a driver's calls."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ class CheckpointMetadata:
 
     Attributes:
       step: the training step.
-      save: the id of this save, as a step may be saved again after the run rolled back
-        to an earlier one; empty if Orbax alone saved it.
-      line: the history of the step: `(step, save)` of each save that the run resumed
-        from to reach it, oldest first, and its own at the end. A run that started
-        without a step has `(0, "")`.
-      path: its directory in persistent storage; None if it was found only in RAM.
-      metrics: the metrics it was saved with; None if there are none.
-      custom_metadata: as the user saved it; None if there is none.
-      commit_timestamp_nsecs: when it was committed, in nanoseconds since 1970.
-      init_timestamp_nsecs: when its save began, in nanoseconds since 1970; None if
+      save: the ID of this save, because a step may be saved again after the run rolled
+        back to an earlier step; empty if stock Orbax saved the step.
+      line: the step's history: the `(step, save)` of each save that the run resumed
+        from to reach the step, oldest first, and the step's own at the end. A run that
+        started without a step has `(0, "")`.
+      path: the step directory in persistent storage; None if the step was found only in
+        RAM.
+      metrics: the metrics that the step was saved with; None if there are none.
+      custom_metadata: the metadata that the user saved; None if there is none.
+      commit_timestamp_nsecs: when the step was committed, in nanoseconds since 1970.
+      init_timestamp_nsecs: when the save began, in nanoseconds since 1970; None if
         unknown.
-      metadata: the requested pytree with abstract leaves, or such trees for all
-        checkpointables by name, in which a component is None. The leaf of a string is
-        `"string"`. Orbax's own metadata if Orbax alone saved the step; None if the
+      metadata: the requested pytree with abstract leaves, or abstract trees for all
+        checkpointables by name, where a component is None. A string's leaf is
+        `"string"`. Orbax's own metadata if stock Orbax saved the step; None if the
         steps were only listed.
     """
 
@@ -53,27 +54,27 @@ class CheckpointMetadata:
 
     @property
     def time(self) -> datetime.datetime:
-        """When it was committed, in UTC."""
+        """When the step was committed, in UTC."""
         return _time(self.commit_timestamp_nsecs or 0)
 
     @property
     def commit_timestamp(self) -> datetime.datetime | None:
-        """When it was committed, in UTC; None if unknown."""
+        """When the step was committed, in UTC; None if unknown."""
         return None if self.commit_timestamp_nsecs is None else self.time
 
     @property
     def init_timestamp(self) -> datetime.datetime | None:
-        """When its save began, in UTC; None if unknown."""
+        """When the save began, in UTC; None if unknown."""
         nsecs = self.init_timestamp_nsecs
         return None if nsecs is None else _time(nsecs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A save of a step, as host 0 has examined it; a `steps.search.Examined`.
+    """A save of a step as examined by host 0; a `steps.search.Examined`.
 
     Attributes:
-      problem: why it cannot be read; None if it is complete.
+      problem: why the save cannot be read; None if it is complete.
     """
 
     checkpoint: CheckpointMetadata
@@ -81,7 +82,7 @@ class Candidate:
 
     @property
     def step_id(self) -> StepId:
-        """The step, and which save it counts as."""
+        """The step, and the save that it counts as."""
         return self.checkpoint.line[-1]
 
     @property
@@ -92,12 +93,13 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Survey:
-    """What all hosts and storage have to search.
+    """The searchable contents of all hosts and storage.
 
     Attributes:
       saves: the steps that may exist, for `Search`.
       lines: the lines that are recorded in storage.
-      out_of_reach: why storage cannot be searched; None if it can, or there is none.
+      out_of_reach: why storage cannot be searched; None if it can, or there is no
+        storage.
       refusing: a sentence for each peer that may have steps but refuses this run.
       nothing: the beginning of a sentence that says why there is no step.
     """
@@ -111,11 +113,11 @@ class Survey:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadParts:
-    """What a host has read of a step.
+    """The parts of a step that a host has read.
 
     Attributes:
-      num_bytes: the bytes that were read, by nearness of the holder.
-      directory: contains a directory with the files of each component.
+      num_bytes: the bytes read, by nearness of the holder.
+      directory: a directory that contains one directory per component, with its files.
       bad: the copies that the host found to be bad.
     """
 

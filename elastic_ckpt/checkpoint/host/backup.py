@@ -1,7 +1,7 @@
-"""A host's share of a checkpoint in persistent storage, from what is in memory.
+"""Writes a host's share of a checkpoint from memory to persistent storage.
 
 A backup goes through `begin`, `back_up` and `commit`, which also removes steps that are
-no longer kept there. Before the first backup, a world calls `clean`.
+no longer kept in storage. Before the first backup, a world calls `clean`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from elastic_ckpt.tiers.persistent import (
     upload,
 )
 
-# The saves of our worlds (`HostWorld.new_save`); Orbax alone uses other names.
+# This library's saves (`HostWorld.new_save`); stock Orbax uses different names.
 _SAVE = re.compile(r"\d{15}")
-# Each thread has one batch and TensorStore's copy of it in memory, so that a backup
-# takes at most 2 * _THREADS * _BATCH_BYTES = 512 MiB.
+# Each thread has one batch and TensorStore's copy of it in memory, so a backup takes at
+# most 2 * _THREADS * _BATCH_BYTES = 512 MiB.
 _THREADS = 4
 _BATCH_BYTES = layout.CHUNK_BYTES
 # Small parts are written together, but not so many that threads have nothing to do.
@@ -65,8 +65,8 @@ class HostBackup:
         """Removes leftovers of crashed uploads; called on host 0 after the claim.
 
         No earlier world can commit any more, so uploads of older saves are dead. An
-        upload of the step that the world resumes from stays, and is continued. Also
-        records the agents of this world, by which others find its steps in RAM.
+        upload of the step that the world resumes from stays and is continued. Also
+        records this world's agents, through which other programs find its steps in RAM.
 
         Returns:
           The steps whose saves were interrupted, with the removed paths.
@@ -90,9 +90,9 @@ class HostBackup:
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def owed(self, step_id: StepId) -> Contents | None:
-        """The contents of a step in memory that storage lacks but was due to get.
+        """The contents of a step in memory that was due in storage but is not there.
 
-        None if storage has it, or it was not due there.
+        None if storage has the step, or it was not due there.
 
         Raises:
           CheckpointError: if the step is not in this host's memory.
@@ -106,12 +106,12 @@ class HostBackup:
         """Prepares a backup; called on host 0 before the others start.
 
         Returns:
-          The shape of the chunks of each array, by path.
+          The chunk shape of each array, by path.
         """
         contents = self._saved_step(step_id).contents
         self._check(claim)
         if self._root.in_place:
-            # Otherwise the upload would overwrite the present files.
+            # Otherwise the upload would overwrite the current files.
             retries.call(
                 f"setting aside what step {step_id.step} replaces",
                 lambda: self._arrange(contents, step_id),
@@ -122,8 +122,9 @@ class HostBackup:
     def back_up(self, step_id: StepId, claim: int) -> tuple[int, tuple[str, ...]]:
         """Writes this host's share of a step to persistent storage.
 
-        Verifies everything first: replaces a bad copy by that of another holder, and
-        repairs it if it is this host's. Keeps what an interrupted upload has written.
+        Verifies everything first: replaces a bad copy with another holder's copy, and
+        repairs the bad copy if it is this host's. Keeps the parts that an interrupted
+        upload has written.
 
         Returns:
           The bytes of the share, and a sentence for each bad copy.
@@ -138,7 +139,7 @@ class HostBackup:
         uploading.begin()
         reader = VerifiedReader(held.found)
         everyone = tuple(range(len(world.hosts)))
-        # After a change of hosts, parts may only be on idle machines.
+        # After a change of hosts, parts may exist only on idle machines.
         sets = [of_item or everyone for of_item in held.holders]
         parts: dict[int, upload.Part] = {}
         for item, owner in enumerate(owners.shares(sets, table.num_bytes)):
@@ -164,13 +165,13 @@ class HostBackup:
     def commit(
         self, step_id: StepId, orbax_files: Mapping[str, str], claim: int
     ) -> str:
-        """Commits what all hosts have uploaded; called on host 0.
+        """Commits the parts that all hosts have uploaded; called on host 0.
 
         Returns:
           Why older steps were not removed; empty if there was no problem.
 
         Raises:
-          CheckpointError: if it cannot be committed.
+          CheckpointError: if the step cannot be committed.
           ReplacedError: if another start has continued the run.
         """
         saved = self._saved_step(step_id)
@@ -195,9 +196,9 @@ class HostBackup:
     def collect(self, line: Line, step: int) -> None:
         """Removes steps that are no longer kept, after a commit.
 
-        Also finishes removals of worlds that were killed. Keeps the newest complete
-        step, pinned and leased ones, and those that plain Orbax or another run saved.
-        Removes steps that were set aside once the line has passed them.
+        Also finishes removals by killed worlds. Keeps the newest complete step, pinned
+        and leased steps, and steps that stock Orbax or another run saved. Removes steps
+        that were set aside once the line has passed them.
         """
         root, tier, keep = self._root, self._tier, self._keep
         for each in root.leftovers():
@@ -237,7 +238,7 @@ class HostBackup:
         """Whether persistent storage has this save of a step.
 
         Raises:
-          CheckpointError: if storage is out of reach.
+          CheckpointError: if storage is unreachable.
         """
         step, save = step_id
         return self._root.is_committed(step) and (
@@ -248,7 +249,7 @@ class HostBackup:
     def remove(self, step: int, line: Line) -> bool:
         """Removes all saves of a step from storage; returns whether there were any.
 
-        A step that Orbax alone saved stays.
+        A step that stock Orbax saved stays.
 
         Raises:
           CheckpointError: if a program reads the step under a lease.
@@ -260,12 +261,12 @@ class HostBackup:
 
     @calls.call()
     def record_metrics(self, step_id: StepId, metrics: str) -> None:
-        """Records the metrics of an evaluation; see `run_files`.
+        """Records an evaluation's metrics; see `run_files`.
 
         Args:
           step_id: the step, and the least save that it can have: the line does not show
-            whether the step was saved again under the next one.
-          metrics: a JSON object.
+            whether the step was saved again under the next save.
+          metrics: the metrics, as a JSON object.
         """
         _, there = persistent_root.committed(self._root.final(step_id.step))
         evaluation = run_files.Evaluation(
@@ -285,8 +286,8 @@ class HostBackup:
     def secs_since_backup(self) -> float:
         """The time since storage got its newest step, in seconds.
 
-        Before the first step, the time since the first world of the run was claimed. 0
-        if neither is known, or storage is out of reach.
+        Before the first step, the time since the run's first world was claimed. 0 if
+        neither is known, or storage is unreachable.
         """
         now_nsecs = clock.time_ns()
         try:
@@ -302,7 +303,7 @@ class HostBackup:
 
     def _check(self, claim: int) -> None:
         retries.call(
-            "looking for the claim of another world",
+            "looking for another world's claim",
             lambda: claims.check(self._root.path, claim),
         )
 

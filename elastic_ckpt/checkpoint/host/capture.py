@@ -1,22 +1,22 @@
-"""Capture: copies this process's part of a state, from which a save is written.
+"""Capture: copies this process's part of a state for a save.
 
-Training is blocked only for this copy: digests and copies for peers are made from it,
-in the background. There is one way for each kind of array:
+Training is blocked only for this copy: digests and copies for peers are made from it in
+the background. There is one method for each kind of array:
 
 * Threads copy values in host memory (NumPy, JAX on CPUs) into files of the RAM disk,
   which become files of the step (`ram.chunk_files`), or, if the step goes only to
   storage, into memory.
 * Accelerators send to pinned host memory by themselves. A state that fits into
-  `pinned_bytes` is sent at once. A larger one is copied on the devices, if they have
-  room, and the writer fetches one chunk of the copy after another. In both cases
-  training only waits for the calls.
-* If the devices have no room, their values are fetched in waves and copied like those
+  `pinned_bytes` is sent in one piece. A larger state is copied on the devices, if they
+  have room, and the writer fetches the copy chunk by chunk. In both cases, training
+  only waits for the calls.
+* If the devices have no room, their values are fetched in waves and copied like values
   in host memory.
 
-If there is no memory, either, for a state that goes only to storage, the state is lent:
-the trainer must not donate it before the save is done.
+If host memory is too small, too, for a state that goes only to storage, the state is
+lent: the trainer must not donate it before the save is done.
 
-Replicas on devices of one process are copied once; each process copies its own, because
+Replicas on one process's devices are copied once; each process copies its own, because
 replicas count as holders.
 """
 
@@ -85,16 +85,16 @@ STORABLE = frozenset(
         "uint8",
     }
 )
-# JAX packs several elements of these into a byte; files do not.
+# JAX packs several elements of these dtypes into a byte; files do not.
 _PACKED = frozenset({"float4_e2m1fn", "int2", "int4", "uint2", "uint4"})
 _ALIGNMENT_BYTES = 64
 # Small chunks are copied into memory. If they exceed this size in total, the larger
 # ones get files, too.
 _MOST_SMALL_BYTES = 2**27
 _LEAST_OF_MANY_BYTES = 2**16
-# The least memory to leave for the rest of the process, and on a device for programs.
+# The minimum memory to leave for the rest of the process, and on a device for programs.
 _SPARE_BYTES = 2**29
-# Devices send so much to host memory while as much is being copied.
+# How much devices send to host memory while as much is being copied.
 _WAVE_BYTES = 2**27
 _MOST_PLACES = 2**17
 _PINNED = "pinned_host"
@@ -104,11 +104,11 @@ class Shards(NamedTuple):
     """A host's shards of an array that other code has assembled.
 
     Attributes:
-      shard_shape: the shape of every shard, here and elsewhere.
-      boxes: each box that is here, once, with its values.
+      shard_shape: the shape of every shard, on this host and elsewhere.
+      boxes: each box on this host, once, with its values.
       kept: whether no other code changes the values, so that they need no copy.
-      holders: returns the numbers of the hosts that hold a box, ascending; None for
-        all.
+      holders: a function that returns the numbers of the hosts that hold a box,
+        ascending; None for all hosts.
       is_far: whether the values are on accelerators.
     """
 
@@ -126,8 +126,9 @@ Value = jax.Array | Whole | Shards
 @dataclasses.dataclass(slots=True, eq=False)
 class _Chunk:
     # A chunk of a shard. `source` is the shard: a NumPy array, or a JAX array on a
-    # single accelerator (`is_far`). `within` is the chunk's place there, if it has
-    # several. `values` are set once captured, and `file` if they are in a file.
+    # single accelerator (`is_far`). `within` is the chunk's place in the shard, if the
+    # shard has several. `values` are set once captured, and `file` if they are in a
+    # file.
     box: boxes.Box
     source: Any
     within: tuple[slice, ...] | None
@@ -141,14 +142,14 @@ class Memory:
     """Memory for one host's captures, one after the other.
 
     Args:
-      files: files of the RAM disk; None if steps go only to storage.
+      files: the RAM disk's chunk files; None if steps go only to storage.
       where: the place for values without a file; see `Persistent.capture`.
       num_threads: how many threads copy; by default half of the processors, at most 8.
-      pinned_bytes: the most pinned memory that a state is sent to as a whole.
+      pinned_bytes: the maximum pinned memory that a state is sent to as a whole.
 
     Attributes:
-      notice: why training waits for the last capture; empty if it does not, or this was
-        reported before.
+      notice: why training waits for the last capture; empty if it does not wait, or the
+        reason was reported before.
     """
 
     def __init__(
@@ -173,10 +174,10 @@ class Memory:
         self._places: dict[str, ArrayPlace] = {}
 
     def place(self, path: str, array: jax.Array) -> ArrayPlace:
-        """The leaf of an array, and how this host's part of it is cut.
+        """Returns an array's leaf, and how this host's part of it is cut.
 
         Raises:
-          CheckpointError: if no tier stores its dtype.
+          CheckpointError: if no tier stores the array's dtype.
         """
         last = self._places.get(path)
         if (
@@ -199,7 +200,7 @@ class Memory:
             for chunk, sent in zip(chunks, _to_pinned(chunks) or (), strict=False):
                 chunk.values = _Later(sent, None, chunk.num_bytes, is_far=False)
         elif where == "device" or (where == "auto" and self._fit(chunks)):
-            # With one program on each device.
+            # With one program per device.
             of_devices: dict[Sharding, dict[int, jax.Array]] = {}
             for chunk in chunks:
                 of_device = of_devices.setdefault(chunk.source.sharding, {})
@@ -283,11 +284,11 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
       leaves: JAX arrays under any sharding, typed random keys (whose data is captured),
         values that are whole in every process (NumPy arrays and numbers), and `Shards`,
         by path.
-      memory: for the copies, which return it when they are released.
+      memory: the memory for the copies, which return it on release.
 
     Raises:
-      CheckpointError: if a leaf is of another type, or of a dtype that no tier stores;
-        it names the leaf.
+      CheckpointError: if a leaf has any other type, or a dtype that no tier stores; the
+        message names the leaf.
     """
     here = [_held(path, leaves[path], memory) for path in sorted(leaves)]
     chunks = [chunk for _, of_leaf in here for chunk in of_leaf]
@@ -314,7 +315,7 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
         raise
     return Captured(
         [_captured(part, of_leaf) for part, of_leaf in here],
-        # Only the files: chunks refer to arrays, which could not be reused then.
+        # Only the files: chunks refer to arrays, which then could not be reused.
         on_release=functools.partial(memory.give_back, _files(rest), piece),
         is_lent=is_lent,
     )
@@ -324,9 +325,9 @@ def prepare(leaves: Mapping[str, Value], own: LocalHost, pinned_bytes: int) -> N
     """Prepares memory in the background for the first capture of a state.
 
     Args:
-      leaves: as for `capture`; those that cannot be captured are skipped.
+      leaves: see `capture`; leaves that cannot be captured are skipped.
       own: the host that saves the state.
-      pinned_bytes: as for `Memory`.
+      pinned_bytes: see `Memory`.
     """
     chunks: list[_Chunk] = []
     memory = Memory()
@@ -354,7 +355,7 @@ def leaf_of(path: str, value: jax.Array | Whole) -> Leaf:
     """Describes the leaf `value`, without its elements.
 
     Raises:
-      CheckpointError: as `capture`.
+      CheckpointError: see `capture`.
     """
     if not isinstance(value, jax.Array | np.ndarray | np.generic | int | float):
         raise errors.CheckpointError(
@@ -367,7 +368,7 @@ def leaf_of(path: str, value: jax.Array | Whole) -> Leaf:
     if dtype not in STORABLE:
         raise errors.CheckpointError(
             f"leaf {path!r} has the dtype {dtype}, which no tier can store; cast"
-            " it to a wider one before it is saved"
+            " it to a wider dtype before it is saved"
         )
     return Leaf(path=path, shape=array.shape, dtype=dtype)
 
@@ -378,7 +379,7 @@ def _files(chunks: Iterable[_Chunk]) -> list[ChunkFile]:
 
 def _copy(chunks: Sequence[_Chunk], piece: np.ndarray, num_threads: int) -> None:
     # Copies chunks into their files, or one after another into a piece of memory.
-    # Devices send them in waves, one while the previous one is copied.
+    # Devices send chunks in waves, each while the previous wave is copied.
     sent_bytes = itertools.accumulate(each.num_bytes * each.is_far for each in chunks)
     waves = itertools.groupby(
         zip(chunks, sent_bytes, strict=True), lambda each: each[1] // _WAVE_BYTES
@@ -426,8 +427,8 @@ def _near(chunk: _Chunk | _Later) -> Any:
 
 
 def _to_pinned(chunks: Sequence[_Chunk | _Later]) -> list[jax.Array] | None:
-    # Copies of chunks in pinned memory; None if there is none. A GPU sends there at the
-    # speed of its bus, 26 times as fast as to ordinary memory (H100).
+    # Copies of chunks in pinned memory; None if there is no pinned memory. A GPU sends
+    # there at bus speed, 26 times as fast as to ordinary memory (H100).
     parts = [_part(chunk.source, chunk.within) for chunk in chunks]
     places = [_pinned(part) for part in parts]
     if None in places:
@@ -435,7 +436,7 @@ def _to_pinned(chunks: Sequence[_Chunk | _Later]) -> list[jax.Array] | None:
     try:
         return jax.device_put(parts, places, may_alias=False)
     except jax.errors.JaxRuntimeError:
-        # Others may have locked all lockable memory.
+        # Other processes may have locked all lockable memory.
         return None
 
 
@@ -484,8 +485,8 @@ def _copied(shards: list[jax.Array]) -> list[jax.Array]:
 def _cut(
     dtype: str, shard_shape: tuple[int, ...]
 ) -> tuple[int, tuple[tuple[boxes.Box, tuple[slice, ...] | None], ...]]:
-    # The size of a chunk, and the chunks of a shard with their places in it; None if
-    # the chunk is the whole shard.
+    # A chunk's size, and a shard's chunks with their places in it; None if the chunk is
+    # the whole shard.
     item_bytes = np.dtype(dtype).itemsize
     chunk = layout.chunk_shape(shard_shape, item_bytes=item_bytes)
     whole = boxes.whole(shard_shape)
@@ -545,9 +546,9 @@ class ArrayPlace(NamedTuple):
 
     Attributes:
       shape: the shape of the array; the data of a random key has one more dim.
-      leaf: the leaf of its data.
-      shard_shape: the shape of the shards of its data.
-      boxes: the boxes that are here, each with the number of the first shard that has
+      leaf: the leaf of the array's data.
+      shard_shape: the shape of the data's shards.
+      boxes: the boxes on this host, each with the number of the first shard that has
         it.
       is_far: whether the shards are on accelerators.
     """
@@ -564,13 +565,13 @@ class ArrayPlace(NamedTuple):
         """The hosts that hold a shard; None if each has the whole array."""
         if self.sharding.is_fully_addressable:
             return None
-        # The data of a random key has one more dim.
+        # A random key's data has one more dim.
         rank = len(self.shape)
         whole = boxes.Box(start=shard.start[:rank], stop=shard.stop[:rank])
         return _hosts(self.sharding, self.shape)[whole]
 
 
-# A small cache is enough: the shards of an array are requested one after another.
+# A small cache is enough: an array's shards are requested one after another.
 @functools.lru_cache(maxsize=16)
 def _hosts(sharding: Sharding, shape: tuple[int, ...]) -> dict[boxes.Box, Holders]:
     return {
@@ -603,7 +604,7 @@ def _is_key(dtype: np.dtype) -> bool:
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-# A dtype's name takes NumPy as long as a copy of 64 KiB.
+# NumPy needs as long for a dtype's name as for a copy of 64 KiB.
 @functools.lru_cache
 def _name(dtype: np.dtype) -> str:
     return dtype.name

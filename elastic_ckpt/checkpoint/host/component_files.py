@@ -1,8 +1,8 @@
-"""The files of components in a controller that does not share the hosts' memory.
+"""The component files of a controller that does not share the hosts' memory.
 
-A component of plain Python lives in the controller, and so do its files. They are
-small, and are passed as arguments and answers of calls of host 0. (Components on the
-hosts write their files there, without the controller.)
+A plain Python component lives in the controller, and so do its files. They are small
+and are passed as arguments and answers of calls to host 0. (Components on the hosts
+write their files there, without the controller.)
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""A host's part in making copies: it offers its parts to hosts, and takes theirs.
+"""A host's part in making copies: it offers its parts to other hosts and takes theirs.
 
-Who copies a part follows from its holders (`steps.owners`), so each host knows what it
-sends: it leaves a message for each target that lists the parts meant for it (`offer`).
-The targets read the messages and the parts, check them, and write manifests (`take`).
+A part's holders determine who copies it (`steps.owners`), so each host knows which
+parts it sends. It leaves each target a message that lists the parts for that target
+(`offer`). The targets read the messages and the parts, check them, and write manifests
+(`take`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from elastic_ckpt.tiers.ram.local import LocalHost
 from elastic_ckpt.tiers.source import ReadError
 
 _THREADS = 4
-# How many holders of a part may be tried, the sender first.
+# How many of a part's holders may be tried, the sender first.
 _MOST = 3
 _MESSAGE = "copies-"
 
@@ -33,8 +34,8 @@ class Replicated:
     """The copies that a host has taken.
 
     Attributes:
-      copies: how many.
-      num_bytes: their size.
+      copies: the number of copies.
+      num_bytes: the size of the copies.
       problems: a sentence for each copy that could not be fetched, or is bad at a
         holder.
     """
@@ -55,9 +56,9 @@ class HostCopies:
         """Leaves for each target a list of the parts to copy from this host.
 
         Returns:
-          The targets; a sentence for each thing that this host's parts lack even after
-          all copies; and the fewest machines that then have a part, 0 if one has no
-          holder.
+          The targets; a sentence for each requirement that this host's parts fail even
+          after all copies; and the minimum number of machines that then have a part, 0
+          if a part has no holder.
         """
         world, held = self._world, self._world.holding(step_id)
         table = held.found.table
@@ -79,11 +80,11 @@ class HostCopies:
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def take(self, step_id: StepId, targets: tuple[tuple[int, ...], ...]) -> Replicated:
-        """Takes the copies that are meant for this host.
+        """Takes the copies meant for this host.
 
         Args:
           step_id: the step.
-          targets: for each host, in order of number, its targets.
+          targets: each host's targets, in order of host number.
 
         Raises:
           CheckpointError: if copies do not fit.
@@ -95,7 +96,7 @@ class HostCopies:
                     world.mail.read(sender, f"{_MESSAGE}{world.number}")
                 )
                 if message.step_id != step_id:
-                    raise ReadError("is that of a different step")
+                    raise ReadError("belongs to a different step")
                 offered.append(message)
             except (ReadError, checked_json.UnreadableError) as error:
                 problems.append(f"the parts of host {sender}: the list {error}")
@@ -137,13 +138,13 @@ def fetch(
 
     sizes, problems = [], []
     with background.pool(_THREADS, "copy") as pool:
-        # The threads bound what is in memory: each stores a copy before the next.
+        # The threads bound memory use: each stores a copy before it fetches the next.
         for got in futures.as_completed([pool.submit(take, item) for item in listed]):
             try:
                 sizes.append(got.result())
             except errors.CheckpointError as error:
                 problems.append(str(error))
-    # Without repetitions: what fails one write fails those after it.
+    # Without repetitions: a cause that fails one write fails all later writes.
     problems = list(dict.fromkeys([*problems, *map(str, reader.bad)]))
     is_enough = is_partial or len(sizes) == len(listed)
     # A backup host's share may be empty, which is complete.

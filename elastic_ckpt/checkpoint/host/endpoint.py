@@ -1,13 +1,13 @@
-"""A host, which joins its world by three calls and then has the parts for its work.
+"""A host, which joins its world in three calls and then has the parts for its work.
 
 introduce    returns the facts that the others need before this host has a slot
 join         takes a slot of the machine, adopts the secret, starts the agent
 connect      connects to the others, and creates the parts: for saves (`HostSaver`),
              copies, backups and restores
 
-The function `join` makes these calls on all hosts of a new world, and chooses their
+The function `join` makes these calls on all hosts of a new world and chooses their
 slots and secret. All of this passes only through the coordination service: the secret
-is on no command line, in no log, and not on the network that arrays take.
+is on no command line, in no log, and not on the network that carries arrays.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from elastic_ckpt.tiers.ram import local, machine, ram_disk
 if TYPE_CHECKING:
     from elastic_ckpt.checkpoint.hosts import Hosts
 
-# Creates more parts of a host, by class name, from those that it has.
+# Creates more parts of a host, by class name, from its existing parts.
 MoreParts = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Introduction:
-    """The facts that other hosts need before this one has a slot.
+    """The facts that other hosts need before this host has a slot.
 
     Attributes:
       secret: the run's secret, if the machine has one.
       fresh_secret: a new secret, for a run without one.
       agents: the agents that this machine has recorded; see `run_files`.
-      now_secs: the time, in seconds since 1970.
+      now_secs: the current time, in seconds since 1970.
       fresh_identity: a new name, for a run without an identity.
       stored: on host 0, the persistent storage; None if there is none.
     """
@@ -65,7 +65,7 @@ class Introduction:
     stored: run_files.Place | None
 
     def last_secs(self) -> float:
-        """When the machine was last in a world, by its record; 0 without one."""
+        """When the machine was last in a world, by its record; 0 without a record."""
         return max((each.secs for each in self.agents.values()), default=0.0)
 
 
@@ -73,7 +73,7 @@ class HostEndpoint:
     """A host, on which calls run.
 
     Args:
-      more_parts: creates the parts that a transport adds.
+      more_parts: a function that creates the parts that a transport adds.
     """
 
     def __init__(
@@ -131,8 +131,9 @@ class HostEndpoint:
         """Takes a slot of the machine, adopts the secret, and starts the agent.
 
         Returns:
-          The host as manifests name it, and the address of the machine's agent: None
-          for slots after the first, and in a world of one host without peers.
+          The host as manifests name it, and the address of the machine's agent. The
+          address is None for slots after the first, and in a world of one host without
+          peers.
         """
         config, disk = self._config, self._disk
         slot = slots[config.number]
@@ -174,7 +175,7 @@ class HostEndpoint:
         """Connects to the other hosts."""
         config, own, disk = self._config, self._own, self._disk
         assert own is not None
-        # Only now, when live hosts have locked their slots, so that these are not
+        # Only now, because live hosts have locked their slots, which are then not
         # cleaned.
         own.clean()
         run_files.write_agents(disk.root, run_files.RunAgents(config.run, agents))
@@ -189,7 +190,7 @@ class HostEndpoint:
         world = HostWorld(config, own=own, hosts=hosts, client=client, agents=agents)
         self._resources.callback(world.mail.remove, "")
         saver = HostSaver(world)
-        # Components' files of an unfinished step.
+        # Component files of an unfinished step.
         self._resources.callback(storage.remove, saver.staging)
         parts: list[Any] = [world, saver, HostCopies(world), HostReader(world)]
         if world.root is not None:
@@ -208,16 +209,16 @@ def join(hosts: Hosts, *, writer: claims.Writer | None = None) -> None:
 
     Args:
       hosts: all hosts of the world.
-      writer: writes to storage, and begins when all hosts have their slots; None if
-        they do not write there.
+      writer: the writer to storage, which begins when all hosts have their slots; None
+        if they do not write there.
 
     Raises:
       HostsFailedError: if a host cannot take part, with the reason.
-      RunError: if the RAM disk of a host has steps of another run.
+      RunError: if a host's RAM disk has steps of another run.
     """
     introduced = hosts.all(HostEndpoint.introduce)
-    # Idle machines have the secret of the newest world. A machine that was in no world
-    # may have a different one, created by its agent.
+    # Idle machines have the newest world's secret. A machine that was in no world may
+    # have a different secret, created by its agent.
     known = [each for each in introduced if each.secret] or introduced
     newest = max(known, key=Introduction.last_secs)
     shared = newest.secret or newest.fresh_secret

@@ -1,14 +1,14 @@
-"""Passes reports up a tree of hosts to host 0, and a step's table down to all of them.
+"""Passes reports up a tree of hosts to host 0, and a step's table down to all hosts.
 
     offer      each host, after those below it, offers what it and they hold
     merged     is what all hosts hold, on host 0
     post       gives something from host 0 to all hosts
     take       each host, after the one above it, takes and passes on what host 0 gives
 
-All hosts finish one of these before any begins the next. A host reads at most `FAN_IN`
-messages from hosts below it and one from the host above it, however many hosts there
-are. If the agent of a host does not answer, the hosts below or above it are asked
-instead: only what it holds itself is missing.
+All hosts finish one of these steps before any begins the next. A host reads at most
+`FAN_IN` messages from hosts below it and one from the host above it, however many hosts
+there are. If a host's agent does not answer, the hosts below or above it are asked
+instead: only that host's own parts are missing.
 
 Messages are files in `hosts/<slot>/messages/` on the RAM disks, which agents serve like
 steps.
@@ -35,16 +35,16 @@ T = TypeVar("T")
 _VERSION = 1
 _MOST_BYTES = 2**31
 _REPORT = "exchange-report"
-# The message of host 0 in a restore.
+# Host 0's message in a restore.
 GIVEN = "exchange-given"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Report:
-    """What hosts have.
+    """The manifests that hosts have, and problems.
 
     Attributes:
-      manifests: manifests of steps, merged for all holders with the same contents.
+      manifests: step manifests, merged for all holders with the same contents.
       problems: a sentence for each manifest or message that could not be read.
       refusing: the URLs of agents that reject the run's secret.
       silent: the numbers of hosts whose reports could not be read.
@@ -69,7 +69,7 @@ class Report:
         )
 
     def to_bytes(self) -> bytes:
-        """Encodes it for `parse`."""
+        """Encodes the report for `parse`."""
         rest: Any = codec.encode(dataclasses.replace(self, manifests=()))
         blobs = [each.to_bytes() for each in self.manifests]
         return checked_blobs.to_bytes(rest, blobs, version=_VERSION)
@@ -87,13 +87,14 @@ class Report:
 
 
 class Exchange:
-    """The messages of one host, and its part in exchanges with all, one at a time.
+    """One host's messages, and its part in exchanges with all hosts, one at a time.
 
     Args:
-      endpoint: returns the agent of a machine of the world, by the machine's id.
+      endpoint: a function that returns the agent of a machine of the world, by the
+        machine's ID.
 
     Attributes:
-      merged: on host 0, what all hosts have offered.
+      merged: on host 0, the merged reports of all hosts.
     """
 
     def __init__(
@@ -109,14 +110,14 @@ class Exchange:
         self.merged = Report()
 
     def post(self, name: str, content: bytes) -> None:
-        """Leaves a message, replacing one of the same name."""
+        """Leaves a message, replacing any message of the same name."""
         storage.write_atomic(self._messages(self._number) / name, content)
 
     def read(self, host: int, name: str) -> bytes:
-        """Reads a message of a host.
+        """Reads a host's message.
 
         Raises:
-          ReadError: if there is none, or the host cannot be reached.
+          ReadError: if there is no such message, or the host cannot be reached.
         """
         there = self._hosts[host]
         if there.machine != self._disk.machine:
@@ -135,7 +136,7 @@ class Exchange:
             storage.remove(path)
 
     def offer(self, report: Report) -> None:
-        """Offers what this host and those below it hold."""
+        """Offers the manifests of this host and of the hosts below it."""
         report = self._with_below(report, self._number)
         if self._number:
             self.post(_REPORT, report.to_bytes())
@@ -143,12 +144,12 @@ class Exchange:
             self.merged = report
 
     def take(self, name: str) -> bytes:
-        """Takes a message that host 0 has posted, and passes it on.
+        """Takes a message that host 0 has posted and passes it on.
 
         Raises:
-          ReadError: if no host above has it.
+          ReadError: if no host above has the message.
         """
-        problem = ReadError("was not given")
+        problem = ReadError("was not passed on")
         for above in reversed(self._tree.way(self._number)[:-1]):
             try:
                 content = self.read(above.start, name)
@@ -171,7 +172,7 @@ class Exchange:
             return Report.merged([report, *below])
 
     def _of(self, host: int) -> Report:
-        # What a host has offered, otherwise what those below it have.
+        # A host's own report, otherwise the reports of the hosts below it.
         try:
             return Report.parse(self.read(host, _REPORT))
         except (ReadError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""A host's part in a restore: what it has, the search, and what it reads.
+"""A host's part in a restore: reporting its parts, searching, and reading.
 
     offer_saves, survey    list the steps that hosts and storage have
     offer, examine         look at the parts of each step, until one is complete
@@ -6,9 +6,9 @@
     select, read           plan and do each host's reads
     repair                 repairs bad copies
 
-What hosts have goes up to host 0, which reads the manifests in storage; the table of
-the step goes down to all hosts (`exchange`). A host that does not get it, or whose
-world has no agents, reads the manifests itself.
+Reports go up to host 0, which reads the manifests in storage; the step's table goes
+down to all hosts (`exchange`). A host that does not get the table, or whose world has
+no agents, reads the manifests itself.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ from elastic_ckpt.tiers.source import Offered, ReadError, Tier
 
 
 class HostReader:
-    """Reads what one host needs."""
+    """Reads the parts that one host needs."""
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
         self._exchange = world.mail
-        # On host 0: storage as listed for the search, the saves that steps of Orbax
-        # alone count as, what hosts have reported, and the examined steps.
+        # On host 0: storage as listed for the search, the saves that stock Orbax's
+        # steps count as, the hosts' reports, and the examined steps.
         self._storage: Tier | None = None
         self._foreign: Mapping[int, str] = {}
         self._reported = Report()
         self._examined: dict[StepId, FoundStep] = {}
         self._restoring: _Restoring | None = None
-        # The step that was read last.
+        # The step read last.
         self._last: FoundStep | None = None
 
     @calls.call(order="up")
@@ -83,7 +83,7 @@ class HostReader:
 
     @calls.call()
     def survey(self) -> Survey:
-        """What all hosts and storage have; called on host 0."""
+        """Lists what all hosts and storage have; called on host 0."""
         world = self._world
         self._examined, self._reported = {}, self._exchange.merged
         self._storage, self._foreign, out_of_reach = None, {}, None
@@ -94,7 +94,7 @@ class HostReader:
                 self._foreign, self._storage = tier.foreign_saves(), tier
             except errors.CheckpointError as error:
                 out_of_reach = str(error)
-        # Host 0 also reports on the idle machines of silent hosts.
+        # Host 0 also reports on idle machines for silent hosts.
         idle = world.idle_peers(self._reported.silent)
         ram = idle if world.passes else world.ram_tiers
         known = {*self._reported.saves, *find.saves(ram), *stored}
@@ -111,7 +111,7 @@ class HostReader:
 
     @calls.call(order="up")
     def offer(self, step: int) -> None:
-        """Offers what this host has of a step; see `Exchange.offer`."""
+        """Offers this host's parts of a step; see `Exchange.offer`."""
         if self._world.passes:
             there = self._answers_for(step)
             manifests = [each.manifest for each in there.copies]
@@ -120,10 +120,11 @@ class HostReader:
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def examine(self, step: int) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
-        """The saves of a step that all hosts and storage have, and problems.
+        """Returns the saves of a step that all hosts and storage have, and problems.
 
         Raises:
-          LaterVersionError: if a later version of elastic_ckpt wrote it in storage.
+          LaterVersionError: if a later version of elastic_ckpt wrote the step in
+            storage.
         """
         if self._world.passes:
             told = self._exchange.merged
@@ -141,7 +142,7 @@ class HostReader:
     def complete_steps(self) -> tuple[CheckpointMetadata, ...]:
         """The complete steps, ascending, without abandoned ones.
 
-        Includes those that Orbax alone saved.
+        Includes the steps that stock Orbax saved.
         """
         survey = self.survey()
         if survey.out_of_reach is not None:
@@ -158,10 +159,11 @@ class HostReader:
 
     @calls.call(order="down", limit_secs=calls.LONG_SECS)
     def open_step(self, step_id: StepId) -> None:
-        """Opens a step for reading, and passes its table on to other hosts.
+        """Opens a step for reading and passes its table on to other hosts.
 
         Raises:
-          CheckpointError: if it is not complete in the tiers that this host can reach.
+          CheckpointError: if the step is not complete in the tiers that this host can
+            reach.
         """
         self._release()
         found = self._examined.get(step_id)
@@ -176,7 +178,7 @@ class HostReader:
             if found is not None and found.step_id != step_id:
                 found = None
         if found is None:
-            # It was not searched for, or did not arrive.
+            # The step was not searched for, or its table did not arrive.
             found = find.of_save(self._world.tiers, step_id)
         domain = self._world.copy_policy.domain
         near = Nearness(found.table, self._world.own.host, domain=domain)
@@ -238,7 +240,7 @@ class HostReader:
         wanted = [
             each for each in restoring.wanted if paths is None or each.path in paths
         ]
-        # Frees what was read before, which is on the devices.
+        # Frees the values read before, which are on the devices.
         restoring.placed = {}
         restoring.placed = verified_read.read_leaves(
             restoring.reader, wanted, maps=not self._world.chosen.is_read_only
@@ -275,7 +277,7 @@ class HostReader:
         return component_files.read(self._files() / component)
 
     def arrays(self, of_trees: Mapping[str, Any]) -> dict[str, Any]:
-        """Builds all trees, also those of other layouts, from the values read."""
+        """Builds all trees, including trees of different layouts, from read values."""
         made = self.made()
         rebuilt = {
             name: trees.rebuilt(tree, name, made) for name, tree in of_trees.items()
@@ -287,7 +289,7 @@ class HostReader:
         return arrays
 
     def made(self) -> dict[str, Any]:
-        """Builds the leaves that were read last from their placed boxes, by path."""
+        """Builds the last-read leaves from their placed boxes, by path."""
         restoring = self._opened()
         return {
             leaf.path: leaf.join(restoring.placed[leaf.path])
@@ -299,7 +301,7 @@ class HostReader:
     def repair(self, bad: tuple[BadCopy, ...]) -> tuple[str, ...]:
         """Repairs bad copies of the step that was read.
 
-        Each host repairs its own, and a share of those on idle machines.
+        Each host repairs its own copies and a share of the copies on idle machines.
 
         Returns:
           The names of the repaired parts.
@@ -341,8 +343,8 @@ class HostReader:
         return [] if self._storage is None else [self._storage]
 
     def _slots(self) -> set[int]:
-        # A host reports on its slot; the host in a machine's first slot also on slots
-        # that no host of the world has.
+        # A host reports on its slot; the host in a machine's first slot also reports on
+        # slots that no host of the world has.
         own, disk = self._world.own.slot, self._world.disk
         others = [slot for slot in disk.slots() if slot != own] if own == 0 else []
         ids = {host.id for host in self._world.hosts} if others else set()
@@ -372,7 +374,7 @@ class HostReader:
     def _candidates(
         self, step: int, saves: Iterable[FoundStep]
     ) -> tuple[Candidate, ...]:
-        # Newest first; a step that Orbax alone saved is complete.
+        # Newest first; a step that stock Orbax saved is complete.
         found = [Candidate(self._described(each), each.problem) for each in saves]
         if step in self._foreign:
             assert self._world.persistent is not None
@@ -416,9 +418,9 @@ class HostReader:
     def _refused(self, url: str) -> str:
         known = secret.path(self._world.disk.root)
         return (
-            f"{url} does not take the secret in {known}, so any parts of this run there"
+            f"{url} rejects the secret in {known}, so any parts of this run there"
             " are not restored; copy that file from a machine of the run, for example"
-            " the agent's, and start again"
+            " the agent's machine, and start again"
         )
 
     def _release(self) -> None:

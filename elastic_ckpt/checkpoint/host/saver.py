@@ -44,11 +44,10 @@ class CapturedIn(NamedTuple):
     """A step that was captured on a host.
 
     Attributes:
-      directory: where components write their files, each below its name.
-      is_lent: whether values are still in the caller's arrays, until the step is
-        committed.
-      notice: why training waits for captures; empty if it does not, or this was
-        reported before.
+      directory: where components write their files, each below its own name.
+      is_lent: whether values stay in the caller's arrays until the step is committed.
+      notice: why training waits for captures; empty if it does not wait, or the reason
+        was reported before.
     """
 
     directory: str
@@ -62,15 +61,15 @@ class Written:
 
     Attributes:
       files: the lengths of the files that components wrote on this host, by path.
-      time_ms: when it was written, in milliseconds since 1970.
+      time_ms: when the step was written, in milliseconds since 1970.
       shared: a digest of each file, by path, and of all parts that a set of hosts
-        holds, by the numbers of these hosts.
+        holds, by the host numbers.
       preserved: the steps that are pinned or being read on this machine.
-      problem: why it is not in the RAM of this host; empty if it is, or need not be.
-      needs_bytes: for the first save to RAM, what the arrays and copies of this host
-        take on each machine.
-      room_bytes: for the first save to RAM, what the run may take on this machine,
-        including what it already takes.
+      problem: why the step is not in this host's RAM; empty if it is, or need not be.
+      needs_bytes: for the first save to RAM, the bytes that this host's arrays and
+        copies take on each machine.
+      room_bytes: for the first save to RAM, the bytes that the run may take on this
+        machine, including bytes already taken.
     """
 
     files: Mapping[str, int]
@@ -92,7 +91,7 @@ def lacking_room(written: Sequence[Written]) -> dict[int, str]:
         number: f"{_STEPS} steps with copies of other hosts' parts need"
         f" {_STEPS * needs[each.machine]} bytes of RAM on its machine, where this run"
         f" can use {each.room_bytes}; raise the limit or the size of the file system,"
-        " or ask for fewer copies"
+        " or reduce the number of copies"
         for number, each in enumerate(written)
         if _STEPS * needs[each.machine] > each.room_bytes
     }
@@ -115,11 +114,11 @@ class HostSaver:
         )
         self.staging = _staging(world)
         self._saving: dict[StepId, _Saving] = {}
-        # The sizes of the values that were saved last.
+        # The sizes of the values saved last.
         self._sizes: list[int] = []
 
     def captured(self, values: Mapping[str, Value]) -> Captured:
-        """Copies this host's part of some leaves, which are given by path.
+        """Copies this host's part of the leaves in `values`, by path.
 
         Raises:
           CheckpointError: if a leaf cannot be saved.
@@ -127,7 +126,7 @@ class HostSaver:
         return capture.capture(values, self._memory)
 
     def begin(self, step_id: StepId, captured: Captured) -> CapturedIn:
-        """Starts to save what was captured of all leaves."""
+        """Starts to save the captured values of all leaves."""
         storage.make_private_directory(self.staging)
         saving = _Saving(captured=captured, staging=self.staging / str(step_id))
         storage.remove(saving.staging)
@@ -136,14 +135,14 @@ class HostSaver:
 
     @calls.call()
     def put(self, step_id: StepId, files: Mapping[str, bytes]) -> None:
-        """Writes files of components, by path in the step that is being saved."""
+        """Writes component files, by path in the step that is being saved."""
         component_files.write(self._saving[step_id].staging, files)
 
     @calls.call()
     def write(
         self, step_id: StepId, components: tuple[str, ...], problem: str | None
     ) -> Written:
-        """Writes the captured values and the files of components.
+        """Writes the captured values and the component files.
 
         Without a local tier, only computes their digests.
 
@@ -206,12 +205,12 @@ class HostSaver:
 
     @calls.call()
     def digests(self, step_id: StepId, shared: str) -> dict[str, str]:
-        """The digests behind one of `Written.shared`, by the names of parts."""
+        """The digests behind one of `Written.shared`, by part name."""
         return self._shared(self._saving[step_id]).get(shared, {})
 
     def _shared(self, saving: _Saving) -> dict[str, dict[str, str]]:
-        # Digests of parts that other hosts also hold, or may have written: by the set
-        # of hosts or the path of a file, then by the name of the part.
+        # Digests of parts that other hosts also hold, or may have written: by host set
+        # or file path, then by part name.
         holders = saving.captured.holders(num_hosts=len(self._world.hosts))
         shared: dict[str, dict[str, str]] = {}
         for (path, box), named in saving.parts.items():
@@ -235,11 +234,11 @@ class HostSaver:
 
         Args:
           step_id: the step.
-          contents: the contents of the step, without the arrays.
-          files: the numbers of the hosts that have written each file of a component, by
+          contents: the step's contents, without the arrays.
+          files: the numbers of the hosts that have written each component file, by
             path.
-          in_ram: commits to RAM; otherwise a backup reads the captured values, until
-            `abandon`.
+          in_ram: whether to commit to RAM; otherwise a backup reads the captured
+            values, until `abandon`.
         """
         world, saving = self._world, self._saving[step_id]
         holders = saving.captured.holders(num_hosts=len(world.hosts))
@@ -281,8 +280,8 @@ class HostSaver:
             self._add_others(step_id)
 
     def _add_others(self, step_id: StepId) -> None:
-        # Adds where else the parts of a step are, or will be once copied, in case this
-        # host's own copy proves to be bad.
+        # Adds where else the step's parts are, or will be once copied, in case this
+        # host's own copy turns out to be bad.
         world, held = self._world, self._world.held[step_id]
         table, holders = held.found.table, held.holders
         placed = world.owners.place(holders, table.num_bytes)
@@ -318,7 +317,7 @@ class HostSaver:
 
         Args:
           step_id: the step.
-          in_flight: steps that are being, or will be, backed up.
+          in_flight: steps that are being backed up or will be.
           preserved: steps that are pinned or being read on any machine.
           parents: the parents of the save.
         """
@@ -374,10 +373,10 @@ class HostSaver:
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Saving:
     captured: Captured
-    # Where components write, each below its name.
+    # Where components write, each below its own name.
     staging: epath.Path
     writer: local.StepWriter | None = None
-    # Once written: the files of components by path, and the digests of all parts.
+    # Once written: the component files by path, and the digests of all parts.
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     parts: Mapping[Part, bytes] = dataclasses.field(default_factory=dict)
 
@@ -398,7 +397,7 @@ class _Saving:
 
 
 def _staging(world: HostWorld) -> epath.Path:
-    # Under one controller the path must be the same on all hosts, whose RAM disks have
+    # Under one controller, the path must be the same on all hosts, whose RAM disks have
     # the same path. Hosts on one machine have different RAM disks or slots. The secret
     # keeps others from guessing the path.
     root, slot = world.disk.root, world.own.slot

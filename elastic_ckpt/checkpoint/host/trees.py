@@ -1,9 +1,9 @@
-"""Trees: the leaves that are saved, and the arrays that a restore builds from boxes.
+"""Trees: the saved leaves, and the arrays that a restore builds from boxes.
 
-The path of a leaf is the name of its checkpointable and its keys in that tree:
+A leaf's path is its checkpointable's name and its keys in that tree:
 `state/params/layers/0/kernel`. In a key, `/` is written `~1` and `~` is written `~0`.
 
-A typed PRNG key is saved as its data, which has one more dim.
+A typed random key is saved as its data, which has one more dim.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class AbstractArray:
 
 
 def leaf_path(checkpointable: str, key_path: KeyPath) -> str:
-    """The path of a leaf, such as `state/params/w`."""
+    """A leaf's path, such as `state/params/w`."""
     keys = (jax.tree_util.keystr((key,), simple=True) for key in key_path)
     return "/".join([checkpointable, *map(escaped, keys)])
 
 
 def structure_text(tree: Any) -> str:
-    """Text that distinguishes the structures of trees, as a key for caches.
+    """Text that distinguishes tree structures, as a cache key.
 
-    Comparing the structures themselves would compare the data of a user's nodes, which
-    may be arrays, or keys such as 1 and True.
+    Comparing the structures themselves would compare the data of user-defined nodes,
+    which may be arrays, or keys such as 1 and True.
     """
     text = str(jax.tree.structure(tree))
     if "CustomNode" in text:
@@ -62,7 +62,7 @@ def structure_text(tree: Any) -> str:
 
 
 def leaves(trees: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of some trees by path; `None` is not a leaf."""
+    """The leaves of the trees by path; `None` is not a leaf."""
     return {
         path: leaf
         for name, tree in trees.items()
@@ -92,14 +92,14 @@ def arrays(trees: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AskedLeaf:
-    """A requested leaf, in terms of the saved one.
+    """A requested leaf, in terms of the saved leaf.
 
     Attributes:
       shape: the saved shape of the whole array.
-      dtype: the wanted dtype; None takes the saved one.
-      sharding: where it goes; None keeps it whole, in this process.
-      finish: makes the leaf from an array of that dtype: a JAX array if there is a
-        sharding, otherwise a NumPy array.
+      dtype: the wanted dtype; None takes the saved dtype.
+      sharding: the sharding to place the leaf by; None keeps it whole, in this process.
+      finish: a function that builds the leaf from an array of that dtype: a JAX array
+        if there is a sharding, otherwise a NumPy array.
     """
 
     path: str
@@ -111,14 +111,15 @@ class AskedLeaf:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WantedLeaf:
-    """The boxes of a requested leaf that this host needs, in terms of the saved one.
+    """The boxes of a requested leaf that this host needs, in terms of the saved leaf.
 
     Attributes:
       shape: the saved shape of the whole array.
       boxes: the boxes that this host needs, without repetitions.
-      place: moves the values of a box, given by its number, to where they are needed;
-        their memory may be reused afterwards.
-      join: makes the leaf from what `place` returned for all boxes, in order.
+      place: a function that moves the values of a box, specified by its number, to
+        where they are needed; their memory may be reused afterwards.
+      join: a function that builds the leaf from the results of `place` for all boxes,
+        in order.
       is_moved: whether `place` copies the values out of the host's memory.
     """
 
@@ -130,20 +131,20 @@ class WantedLeaf:
     is_moved: bool = False
 
     def make(self, values: Sequence[np.ndarray]) -> Any:
-        """Makes the leaf from the values of all boxes, in order."""
+        """Builds the leaf from the values of all boxes, in order."""
         return self.join([self.place(*each) for each in enumerate(values)])
 
 
 def asked(abstract: Mapping[str, Any]) -> list[AskedLeaf]:
-    """Describes the requested leaves of some abstract trees.
+    """Describes the requested leaves of abstract trees.
 
-    A leaf is an array, a `jax.ShapeDtypeStruct` or another object with shape, dtype and
-    sharding, and is placed by the sharding (on a device of this host, if it is None);
-    an object with only shape and dtype, which becomes a NumPy array; or a number, which
-    becomes a number of its type.
+    A leaf is an array, a `jax.ShapeDtypeStruct` or any other object with shape, dtype
+    and sharding, placed by the sharding (on a device of this host, if it is None); an
+    object with only shape and dtype, which becomes a NumPy array; or a number, which
+    becomes a number of the same type.
 
     Raises:
-      CheckpointError: if a leaf is of another kind.
+      CheckpointError: if a leaf is of any other kind.
     """
     return [_asked(path, leaf) for path, leaf in leaves(abstract).items()]
 
@@ -151,16 +152,16 @@ def asked(abstract: Mapping[str, Any]) -> list[AskedLeaf]:
 def wanted(
     abstract: Mapping[str, Any], *, most_bytes: int | None = None
 ) -> list[WantedLeaf]:
-    """Returns the boxes that this host needs for each leaf of some abstract trees.
+    """Returns the boxes that this host needs for each leaf of abstract trees.
 
     Args:
       abstract: the trees, by name.
-      most_bytes: the most bytes of a box; larger boxes are assembled from pieces on
-        their device. By default, bounds what devices with a memory of their own receive
-        at a time.
+      most_bytes: the maximum size of a box; larger boxes are assembled from pieces on
+        their device. The default bounds what devices with their own memory receive at a
+        time.
 
     Raises:
-      CheckpointError: as `asked`.
+      CheckpointError: see `asked`.
     """
     return [_of_this_host(leaf, most_bytes) for leaf in asked(abstract)]
 
@@ -178,15 +179,15 @@ def check_same_model(
         shown = "; ".join(differing[:3])
         more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise errors.OtherModelError(
-            f"{what} is a checkpoint of another model: its tree differs from the"
-            f" requested one ({shown}{more}); request the saved shapes and types, load"
-            " it through a `layout`, or start a new run in another directory (with"
-            " another run_name in a configuration)"
+            f"{what} is a checkpoint of a different model: its tree differs from the"
+            f" requested tree ({shown}{more}); request the saved shapes and types, load"
+            " it through a `layout`, or start a new run in a different directory (with"
+            " a different run_name in a configuration)"
         )
 
 
 def rebuilt(tree: Any, name: str, made: Mapping[str, Any]) -> Any:
-    """`tree` with the leaves in `made`, by path."""
+    """Replaces the leaves of `tree` with the leaves in `made`, by path."""
     return jax.tree.unflatten(
         jax.tree.structure(tree), [made[path] for path in _paths(name, tree)]
     )
@@ -205,8 +206,8 @@ def _asked(path: str, leaf: Any) -> AskedLeaf:
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         raise errors.CheckpointError(
             f"{path.removeprefix('/')} cannot be restored as a {type(leaf).__name__};"
-            " give an array, a jax.ShapeDtypeStruct with a sharding, a NumPy array or a"
-            " number, or None to leave it out"
+            " pass an array, a jax.ShapeDtypeStruct with a sharding, a NumPy array or a"
+            " number, or None to skip it"
         )
     if not hasattr(leaf, "sharding"):
         dtype = np.dtype(leaf.dtype)
@@ -238,11 +239,12 @@ def _asked(path: str, leaf: Any) -> AskedLeaf:
 def cast(path: str, values: np.ndarray, dtype: Any) -> np.ndarray:
     """Casts saved values to the requested dtype.
 
-    Floating-point values may be rounded, but not from complex to real. No other value
+    Floating-point values may be rounded, but not from complex to real. No other values
     may change.
 
     Raises:
-      CheckpointError: if one would; the message names the leaf and the value.
+      CheckpointError: if a value would change; the message names the leaf and the
+        value.
     """
     if values.dtype == dtype:
         return values
@@ -260,7 +262,7 @@ def cast(path: str, values: np.ndarray, dtype: Any) -> np.ndarray:
         raise errors.CheckpointError(
             f"{path.removeprefix('/')} was saved with the value {values[~is_kept][0]}"
             f" ({values.dtype}), which would become {made[~is_kept][0]} as a requested"
-            f" {made.dtype}; request it as it was saved, and convert it in the program"
+            f" {made.dtype}; request it as it was saved and convert it in the program"
         )
     return made
 
@@ -271,7 +273,7 @@ def _with_devices(path: str, sharding: Sharding | None) -> Sharding:
         mesh = jax.sharding.get_mesh()
         if mesh.abstract_mesh != sharding.mesh:
             raise errors.CheckpointError(
-                f"{path.removeprefix('/')} has a sharding of a mesh without devices,"
+                f"{path.removeprefix('/')} has a sharding on a mesh without devices,"
                 f" {sharding.mesh}; restore it under the jax.set_mesh(mesh) under which"
                 " it was made"
             )
@@ -300,7 +302,7 @@ def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
         # Pieces can only be assembled in the default memory of devices.
         most_bytes = None
     elif most_bytes is None and is_moved:
-        # So that the file of a chunk is sent as it is.
+        # So that a chunk's file is sent unchanged.
         most_bytes = layout.CHUNK_BYTES
     pieces = [
         (box, piece)
@@ -360,7 +362,7 @@ def _updated(whole: jax.Array, part: jax.Array, start: Sequence[int]) -> jax.Arr
 
 
 def as_bits(array: jax.Array) -> jax.Array:
-    """Casts small floats to integers of equal bits.
+    """Casts small floats to integers with the same bits.
 
     Compilers would compute with wider floats, which changes the bits of NaNs.
     """

@@ -1,7 +1,7 @@
 """Verified reads: values are compared with their digest before anyone sees them.
 
-If a copy is missing, truncated or altered, it is recorded, and the next holder is
-tried. So callers get what was saved, or an error that names it.
+If a copy is missing, truncated or altered, it is recorded and the next holder is tried.
+So callers get the saved values, or an error that names the part.
 
 A restore of saved trees reads the boxes of their new shards (`read_leaves`). A tree of
 a different layout reads saved boxes in its own order, a few at a time (`OtherTree`).
@@ -35,7 +35,7 @@ from elastic_ckpt.tiers.source import (
 )
 
 _THREADS = 8
-# The size of the boxes that are read, and moved to devices, at a time.
+# How many bytes of boxes are read and moved to devices at a time.
 _WINDOW_BYTES = 2**28
 _REMEDY = (
     "restore it from a copy, bring back a host that has it, or restore an older step"
@@ -47,8 +47,8 @@ class BadCopy:
     """A copy that could not be read, or does not match its manifest.
 
     Attributes:
-      host: the id of its holder.
-      name: the leaf and box, or the file of a component, by `StepTable.name`.
+      host: the ID of the copy's holder.
+      name: the leaf and box, or the component file, as in `StepTable.name`.
       why: what is wrong, as the end of `<name> at <holder> ...`.
     """
 
@@ -62,7 +62,7 @@ class BadCopy:
 
     @property
     def holder(self) -> str:
-        """The holder, for people."""
+        """The holder, for messages."""
         return f"host {self.host}" if self.tier == "local" else "the persistent tier"
 
 
@@ -70,12 +70,12 @@ class VerifiedReader:
     """Reads parts of one step from their holders; any number of threads may call it.
 
     Args:
-      near: the order in which to try holders; None for that of the table.
+      near: the order in which to try holders; None means the order of the table.
 
     Attributes:
       table: the table of the step, whose items are the saved boxes.
-      bad: the copies that were found to be bad.
-      read_bytes: the bytes that were read and returned, by the number of the holder.
+      bad: the copies found to be bad.
+      read_bytes: the bytes read and returned, by holder number.
     """
 
     def __init__(self, step: FoundStep, near: Nearness | None = None) -> None:
@@ -96,24 +96,24 @@ class VerifiedReader:
         return items
 
     def place(self, item: int) -> str:
-        """A unique name of an item: its nearest holder, leaf and bounds.
+        """A unique item name: its nearest holder, leaf and bounds.
 
-        It contains "://" if the holder is reached through a network.
+        The name contains "://" if the holder is reached through a network.
         """
         source = self._sources[self.holders_of(item)[0]]
         return f"{source.directory}/{self.table.name(item)}"
 
     def values(self, item: int) -> np.ndarray:
-        """As `read`, in new memory; an array of the leaf's dtype."""
+        """Like `read`, but into new memory; returns an array of the leaf's dtype."""
         return self.as_array(item, self.read(item, host_memory.allocate))
 
     def as_array(self, item: int, values: np.ndarray) -> np.ndarray:
-        """The values of an item, uint8, as an array of its leaf's dtype."""
+        """An item's values, uint8, as an array of its leaf's dtype."""
         dtype, shape = self.table.leaf(item).dtype, self.table.box(item).shape
         return values.view(np.dtype(dtype)).reshape(shape)
 
     def read_into(self, item: int, into: np.ndarray) -> None:
-        """As `read`, into contiguous memory for exactly the values, uint8."""
+        """Like `read`, but into contiguous memory for exactly the values, uint8."""
         self.read(item, lambda _: into)
 
     def read(
@@ -122,8 +122,8 @@ class VerifiedReader:
         """Reads an item from the first holder with good values.
 
         Args:
-          item: its number in the table.
-          memory: returns contiguous memory of a size in bytes, uint8.
+          item: the item's number in the table.
+          memory: a function that returns contiguous memory, uint8, of a size in bytes.
           maps: whether to map values in this machine's memory instead of copying them;
             the step must not be removed while they are used.
 
@@ -150,7 +150,7 @@ class VerifiedReader:
                         self.read_bytes[number] += values.nbytes
                         self.bad += tried
                     return values
-                # Meanwhile the step may have been removed, and its mapped files reused
+                # Meanwhile the step may have been removed and its mapped files reused
                 # for another.
                 source.read_into(leaf, box, memoryview(bytearray(1)))
                 why = stored_part.DIFFERS
@@ -174,9 +174,9 @@ class VerifiedReader:
         )
 
     def repair(self, bad: Collection[tuple[str, str]]) -> list[str]:
-        """Rewrites bad copies on this machine, and elsewhere through agents.
+        """Rewrites bad copies on this machine, and on other machines through agents.
 
-        They are replaced by verified values from other holders.
+        Replaces them with verified values from other holders.
 
         Args:
           bad: the holder's id and the name of each bad copy, as in `BadCopy`.
@@ -203,7 +203,7 @@ class VerifiedReader:
 
 
 # Reads a tree that was saved in a different layout, as this process needs it: from the
-# open step in any tier, or if given None (since hosts are other processes), from
+# open step in any tier or, if passed None (because hosts are other processes), from
 # persistent storage.
 OtherTree = Callable[[VerifiedReader | None], Any]
 
@@ -211,26 +211,26 @@ OtherTree = Callable[[VerifiedReader | None], Any]
 def read_leaves(
     reader: VerifiedReader, wanted: Sequence[trees.WantedLeaf], *, maps: bool = False
 ) -> dict[str, list[Any]]:
-    """Reads and verifies the boxes that a host needs, and places them.
+    """Reads, verifies and places the boxes that a host needs.
 
-    They are read in windows: one is moved to the devices while the next is read, which
-    bounds what is in host memory, except for leaves that stay there. A saved box is
-    always read whole, since its digest covers all of it, and once for all boxes of a
-    window that share it: straight into the wanted box if it is contiguous there. In
-    addition to the boxes, each thread has one saved box in memory. Mapped values are in
-    memory only once, and devices receive them from there.
+    Boxes are read in windows: one window is moved to the devices while the next is
+    read, which bounds host memory use, except for leaves that stay there. A saved box
+    is always read whole, because its digest covers all of it, and only once for all
+    boxes of a window that share it: straight into the wanted box if it is contiguous
+    there. In addition to the boxes, each thread has one saved box in memory. Mapped
+    values are in memory only once, and devices receive them from there.
 
     Args:
-      reader: reads the step for this host.
+      reader: the reader of the step for this host.
       wanted: the leaves that this host needs.
-      maps: whether to map files in the memory of this machine; the step must not be
-        removed meanwhile.
+      maps: whether to map files in this machine's memory; the step must not be removed
+        meanwhile.
 
     Returns:
       The placed boxes of each leaf, by path.
 
     Raises:
-      CheckpointError: if the step is not complete, lacks what is wanted, or no good
+      CheckpointError: if the step is not complete or lacks a wanted leaf, or no good
         copy of a part is left.
     """
     assert reader.near is not None
@@ -266,10 +266,10 @@ def read_leaves(
 
 
 def planned(near: Nearness, wanted: Sequence[trees.WantedLeaf]) -> read_plan.ReadPlan:
-    """Plans the reads of a host, of the boxes of all leaves in order.
+    """Plans a host's reads of the boxes of all leaves, in order.
 
     Raises:
-      CheckpointError: if the step is not complete, or lacks what is wanted.
+      CheckpointError: if the step is not complete or lacks a wanted leaf.
     """
     listed = [(leaf.path, box) for leaf in wanted for box in leaf.boxes]
     contents = near.table.contents
@@ -296,7 +296,7 @@ def _windows(
 
 
 class _Windows:
-    # Reads windows of the wanted boxes of a plan, in threads of a pool.
+    # Reads windows of a plan's wanted boxes, in a thread pool.
 
     def __init__(
         self,
@@ -314,7 +314,7 @@ class _Windows:
     def begin(
         self, window: range
     ) -> tuple[dict[int, np.ndarray], list[futures.Future[None]]]:
-        # Returns the boxes of a window, by number, and the reads that fill them.
+        # Returns a window's boxes, by number, and the reads that fill them.
         plan = self._plan
         made = {at: self._empty(at) for at in window}
         bounds = np.searchsorted(plan.of_wanted, [window.start, window.stop])

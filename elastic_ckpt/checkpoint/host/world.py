@@ -1,4 +1,4 @@
-"""A host in its world: its RAM disk, the agents of the others, and storage."""
+"""A host in its world: its RAM disk, the other hosts' agents, and storage."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class HostConfig:
     """The configuration of a host.
 
     Attributes:
-      number: its number in the world, from 0.
-      directory: the RAM disk; without a local tier, a directory of only this world for
-        files of components, removed at the end.
+      number: the host's number in the world, from 0.
+      directory: the RAM disk; without a local tier, a directory for this world's
+        component files, removed at the end.
       chosen: the tiers; without a peer tier, hosts serve each other but copy nothing.
     """
 
@@ -58,7 +58,7 @@ class HostConfig:
 
     @property
     def peer_tier(self) -> Peers:
-        """The peer tier, or one that copies nothing."""
+        """The peer tier, or a peer tier that copies nothing."""
         return self.chosen.peers or Peers(copies=0)
 
 
@@ -66,9 +66,9 @@ class HostWorld:
     """A host in a world that it has joined.
 
     Attributes:
-      copy_policy: how many copies of a step this world keeps in the memory of peers.
+      copy_policy: how many copies of a step this world keeps in peers' memory.
       root: the steps in persistent storage; None if there is none.
-      mail: the messages of this host, and its part in exchanges with all others.
+      mail: this host's messages, and its part in exchanges with all other hosts.
       held: the steps that this host copies or backs up.
       agent_urls: the URLs of agents, by machine.
     """
@@ -105,7 +105,7 @@ class HostWorld:
         self._disks = [self.disk]
         read_ram = config.chosen.read_ram
         if read_ram is not None and find_machine(read_ram) is not None:
-            # Belongs to a program that runs, or ran.
+            # Belongs to a program that runs or ran.
             self._disks.insert(0, ram_disk.RamDisk(read_ram, run=self.run))
         self.held: dict[StepId, HeldStep] = {}
         self.client = client
@@ -130,7 +130,7 @@ class HostWorld:
     def passes(self) -> bool:
         """Whether hosts can exchange messages and read each other's RAM.
 
-        For that all machines need agents; hosts that keep nothing in RAM have none.
+        This requires agents on all machines; hosts that keep nothing in RAM have none.
         """
         reached = {self.disk.machine, *self.agent_urls}
         return len(self.hosts) > 1 and reached.issuperset(
@@ -138,10 +138,10 @@ class HostWorld:
         )
 
     def hold(self, found: FoundStep) -> bool:
-        """Makes this host copy and back up parts of a step that was found.
+        """Makes this host copy and back up parts of a found step.
 
         Returns:
-          Whether the step is completely in RAM; if not, this does nothing.
+          Whether the step is completely in RAM; if not, nothing is done.
         """
         table = found.table.held_by(lambda holder: holder.tier == "local")
         if table.complete:
@@ -157,7 +157,7 @@ class HostWorld:
 
     @property
     def tiers(self) -> list[Tier]:
-        """All tiers in which this host can search for steps, as they are now.
+        """All tiers in which this host can search for steps, in their current state.
 
         Peers are asked for their lists of steps once: read this again for new steps.
         """
@@ -166,13 +166,13 @@ class HostWorld:
 
     @property
     def ram_tiers(self) -> list[Tier]:
-        """The tiers in the RAM of this machine and of others, as `tiers`."""
+        """The tiers in the RAM of this and other machines; see `tiers`."""
         return [*self._disks, *self._peers(self._agents)]
 
     def idle_peers(self, hosts: Collection[int]) -> list[peer.Peer]:
-        """Idle machines outside of the world that `hosts` are responsible for.
+        """Idle machines outside the world that `hosts` are responsible for.
 
-        As for `tiers`, call this again for new steps.
+        As with `tiers`, call this again for new steps.
         """
         machines = {host.machine for host in self.hosts}
         present = {self.agent_urls.get(machine) for machine in machines}
@@ -185,7 +185,7 @@ class HostWorld:
         """The source of a holder's parts of a save of a step.
 
         Raises:
-          CheckpointError: if no agent of its machine is known.
+          CheckpointError: if no agent of the holder's machine is known.
         """
         host, machine = holder.host, holder.host.machine
         if holder.tier == "persistent":
@@ -197,7 +197,7 @@ class HostWorld:
         if not url:
             raise errors.CheckpointError(
                 f"host {host.id}, which holds parts of step {step_id.step}, has"
-                " announced no agent that serves them; start the run again"
+                " announced no agent that serves them; restart the run"
             )
         return peer.PeerSource(self.client.endpoint(url), f"{host.slot}/{step_id}")
 
@@ -205,7 +205,7 @@ class HostWorld:
         """A step that other hosts have reported, with the sources of its holders.
 
         Raises:
-          CheckpointError: as `source`.
+          CheckpointError: see `source`.
         """
         table = StepTable(manifests)
         return FoundStep(
@@ -215,13 +215,12 @@ class HostWorld:
     def listed(
         self, table: StepTable, items: np.ndarray, hosts: Sequence[Sequence[int]]
     ) -> Manifest:
-        """A manifest of items of a step, each at some hosts of this world.
+        """A manifest of a step's items, each at some hosts of this world.
 
         Args:
           table: the table of the step.
           items: the numbers of the items.
-          hosts: for each item, the numbers of the hosts, in the order in which to try
-            them.
+          hosts: for each item, the host numbers, in the order in which to try them.
         """
         numbers = list(dict.fromkeys(number for some in hosts for number in some))
         place = {number: n for n, number in enumerate(numbers)}
@@ -239,30 +238,31 @@ class HostWorld:
         """The parts of a step that this host copies or backs up.
 
         Raises:
-          CheckpointError: if it no longer has any in memory.
+          CheckpointError: if this host no longer has parts of the step in memory.
         """
         if step_id not in self.held:
             raise errors.CheckpointError(
-                f"step {step_id.step} is no longer in the memory of this host; save"
-                " another one"
+                f"step {step_id.step} is no longer in this host's memory; save"
+                " a different step"
             )
         return self.held[step_id]
 
     @calls.call()
     def new_save(self, after: str) -> str:
-        """A name for new saves, as text greater than `after` and this disk's saves.
+        """A name for new saves, greater as a string than `after` and this disk's saves.
 
         Args:
           after: the newest known save; empty if there is none.
         """
-        # The time in milliseconds, but always increasing: clocks of machines differ.
+        # The time in milliseconds, but always increasing, because machine clocks
+        # differ.
         known = [after, *(each.save for _, each in self.disk.all_saves())]
         newest = max((int(each) for each in known if each.isdecimal()), default=0)
         return f"{max(clock.time_ns() // 1_000_000, newest + 1):015d}"
 
     @calls.call()
     def secs_until_peers_are_asked(self) -> float:
-        """How long this host still skips peers that have failed, in seconds."""
+        """How long this host still skips failed peers, in seconds."""
         return self.client.left_skipped_secs()
 
     def _peers(self, urls: Sequence[str]) -> list[peer.Peer]:
@@ -270,5 +270,5 @@ class HostWorld:
 
     def _endpoint_of(self, machine: str) -> peer_client.Endpoint:
         if machine not in self.agent_urls:
-            raise ReadError(f"cannot be read: no agent is known of machine {machine}")
+            raise ReadError(f"cannot be read: machine {machine} has no known agent")
         return self.client.endpoint(self.agent_urls[machine])

@@ -1,10 +1,10 @@
-"""The agent of a machine as its hosts see it: found by its address, or started.
+"""A machine's agent as its hosts see it: found by its address, or started.
 
 An agent is a separate process (`agent_server`), so that a new world can read the
-machine's steps before, while and after a training process runs there. Its address is in
-`<root>/agent.json`, and it holds the lock `<root>/agent.lock`. A node's agent serves
-all runs below a directory: it holds the lock there, and writes each run's address to
-the run's directory, replacing that of the run's own agent.
+machine's steps before, while and after a training process runs there. The agent's
+address is in `<root>/agent.json`, and the agent holds the lock `<root>/agent.lock`. A
+node's agent serves all runs below a directory: it holds the lock there and writes each
+run's address to the run directory, replacing the address of the run's own agent.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Address:
     """The address at which an agent serves a RAM disk.
 
     Attributes:
-      url: `http://` or `https://`, host, port and `/v1/<run>`; without the run for a
-        node.
+      url: the URL: `http://` or `https://`, host, port and `/v1/<run>`; without the run
+        for a node.
       machine: the ID of the machine's memory; empty for a node.
-      domains: the failure domains of the node, by kind.
+      domains: the node's failure domains, by kind.
     """
 
     url: str
@@ -53,17 +53,18 @@ class Address:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Service:
-    """What an agent serves, and how.
+    """The RAM disks that an agent serves, and how it serves them.
 
     Attributes:
       root: the RAM disk; for a node, the directory with the RAM disks of its runs.
       interface: the name or address at which others reach this machine; with TLS, the
-        one in its certificate.
+        name in its certificate.
       port: the port to listen on; 0 lets the system choose.
-      secret_file: the file with the run's secret; None takes the one on the RAM disk,
+      secret_file: the file with the run's secret; None uses the file on the RAM disk,
         which is created if it is missing.
       tls_certificate: a PEM file with the certificate and its chain; None for no TLS.
-      tls_key: a PEM file with its private key; None if it is in the same file.
+      tls_key: a PEM file with the certificate's private key; None if the key is in the
+        same file.
     """
 
     root: str
@@ -75,22 +76,22 @@ class Service:
 
 
 def check_url(url: object, *, what: str, needs_tls: bool = False) -> None:
-    """Checks that `url` is the URL of an agent, as an agent prints it.
+    """Checks that `url` is an agent URL, as an agent prints it.
 
     Args:
       url: the value to check.
-      what: the setting that has it, for the message.
-      needs_tls: whether it must begin with `https://`.
+      what: the setting that has the value, for the message.
+      needs_tls: whether the URL must begin with `https://`.
 
     Raises:
-      ConfigError: if it is not.
+      ConfigError: if it is not an agent URL.
     """
     match = _URL.fullmatch(url) if isinstance(url, str) else None
     is_url = match is not None and 0 < int(match[2] or 80) < 2**16
     if not is_url or (needs_tls and not match[0].startswith("https")):
         is_such = " that encrypts, as this run does" if needs_tls else ""
         raise errors.ConfigError(
-            f"{what} has {url!r}, which is not the URL of an agent{is_such}; give it as"
+            f"{what} has {url!r}, which is not an agent URL{is_such}; write it as"
             f" the agent prints it, such as http{'s' * needs_tls}://10.0.0.7:8470/v1/my_run"
         )
 
@@ -110,11 +111,11 @@ def find(root: epath.PathLike) -> Address | None:
 
 
 def serving_directory(root: epath.PathLike) -> pathlib.Path | None:
-    """`root` or the directory of its node, if an agent serves it now."""
+    """`root` or its node's directory, if an agent serves it now."""
     path = pathlib.Path(root)
     for each in (path, *path.parents[:2]):
         address = find(each)
-        # A parent may also be the RAM disk of another run.
+        # A parent may also be another run's RAM disk.
         is_its_own = each == path or (address is not None and not address.machine)
         if is_its_own and storage.is_locked(each / LOCK_FILE):
             return each
@@ -122,17 +123,17 @@ def serving_directory(root: epath.PathLike) -> pathlib.Path | None:
 
 
 def domains(root: epath.PathLike) -> Mapping[str, str]:
-    """The failure domains according to the node's agent; empty without one."""
+    """The failure domains according to the node's agent; empty without an agent."""
     directory = serving_directory(root)
     address = None if directory is None else find(directory)
     return {} if address is None else address.domains
 
 
 def wait_for(root: epath.PathLike, *, within_secs: float = 60) -> Address:
-    """Waits for the agent of `root`, and returns its address.
+    """Waits for the agent of `root` and returns its address.
 
     Raises:
-      RunError: if it does not publish its address in time.
+      RunError: if the agent does not publish its address in time.
     """
     # A node's agent only serves directories with an ID.
     machine_id = machine.machine_id(root)
@@ -141,7 +142,7 @@ def wait_for(root: epath.PathLike, *, within_secs: float = 60) -> Address:
         if time.monotonic() > deadline:
             raise errors.RunError(
                 f"no agent has served {os.fspath(root)} for {within_secs:g} s; look at"
-                " the agent's log, or end it: the agent of a node must run as the user"
+                " the agent's log, or stop it: the agent of a node must run as the user"
                 " of this program"
             )
         time.sleep(0.01)
@@ -151,8 +152,8 @@ def wait_for(root: epath.PathLike, *, within_secs: float = 60) -> Address:
 class AgentProcess:
     """The agent that serves a RAM disk.
 
-    A running agent is used, and outlives this process. Otherwise one is started, which
-    ends when this object is closed or this process is killed.
+    Uses a running agent, which outlives this process. Otherwise starts an agent, which
+    exits when this object is closed or this process is killed.
 
     Raises:
       RunError: if no agent can be started.
@@ -172,9 +173,9 @@ class AgentProcess:
         self.address = wait_for(service.root)
 
     def close(self) -> None:
-        """Ends the agent, if it was started here."""
+        """Stops the agent, if this object started it."""
         if self._process is not None:
-            # It ends when its standard input is closed.
+            # The agent exits when its standard input is closed.
             self._process.communicate()
 
 
@@ -183,8 +184,8 @@ def _started(service: Service) -> subprocess.Popen[str]:
     for name, value in dataclasses.asdict(service).items():
         if name != "root" and value:
             command += [f"--{name.replace('_', '-')}", str(value)]
-    # Ctrl-C in a terminal, or SIGTERM to all processes of a Slurm job, must not end the
-    # agent, which serves until the last save is done. It inherits the mask.
+    # Ctrl-C in a terminal, or SIGTERM to all processes of a Slurm job, must not stop
+    # the agent, which serves until the last save is done. It inherits the mask.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         return subprocess.Popen(

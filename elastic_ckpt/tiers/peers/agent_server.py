@@ -1,4 +1,4 @@
-"""The agent's program: serves RAM disks to hosts that know the secrets of the runs.
+"""The agent program, which serves RAM disks to hosts that know the runs' secrets.
 
     elastic-ckpt agent /dev/shm/run --interface 10.0.0.7
     elastic-ckpt agent --node /mnt/runs --interface 10.0.0.7 --kubernetes-node node-7
@@ -12,18 +12,18 @@
                                                              in seconds (`preserved`)
 
 Every request needs the run's secret (`Authorization: Bearer ...`). The secret is in a
-file, never on a command line, where others on the machine could read it. A refused
-repair is answered with 409 and the reason.
+file, never on a command line, where others on the machine could read it. The agent
+answers a rejected repair with 409 and the reason.
 
-A node's agent serves the directories of all runs on the node, and sweeps them:
+A node's agent serves the directories of all runs on the node and sweeps them:
 
     <directory>/<run>        the RAM disk of a run, or one level below, as for slices
                              that share a machine
     <directory>/agent.json   the failure domains of the node
 
-On Kubernetes, a DaemonSet runs it over a memory-backed `hostPath` of the node, which
-the runs' pods mount. A pod cannot see its node's labels, but the agent can read them:
-its manifest binds its service account to a role for that.
+On Kubernetes, a DaemonSet runs the agent on a memory-backed `hostPath` of the node,
+which the runs' pods mount. A pod cannot see its node's labels, but the agent can: its
+manifest binds its service account to a role that may read them.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ from elastic_ckpt.tiers.peers import agent, secret
 from elastic_ckpt.tiers.ram import machine, ram_disk
 from elastic_ckpt.tiers.source import RepairError
 
-# A chunk has at most 64 MiB and its checksum, unless it cannot be cut.
+# A chunk has at most 64 MiB and a checksum, unless it cannot be cut.
 MOST_FILE_BYTES = 2**28
-# Connections at a time, and the time for the TLS handshake and the first headers.
+# The maximum number of connections, and the time for the TLS handshake and the first
+# headers.
 MOST_CONNECTIONS = 512
 HEADERS_WITHIN_SECS = 10.0
 # Clients finish interrupted transfers elsewhere.
@@ -67,12 +68,12 @@ _ENDING_SECS = 0.1
 _OPTIONS: Mapping[str, Any] = {
     "root": {
         "metavar": "directory",
-        "help": "the directory of the RAM disk to serve",
+        "help": "the RAM disk directory to serve",
     },
     "--interface": {
         "default": "127.0.0.1",
         "help": "the name or address at which other machines reach this one; with TLS,"
-        " the one in the certificate",
+        " the name in the certificate",
     },
     "--port": {
         "type": option_numbers.port,
@@ -80,21 +81,21 @@ _OPTIONS: Mapping[str, Any] = {
         "help": "the port to listen on; by default the system chooses one",
     },
     "--secret-file": {
-        "help": "a file with the secret of the run; by default DIRECTORY/secret"
+        "help": "a file with the run's secret; by default DIRECTORY/secret"
     },
     "--tls-certificate": {
         "help": "a PEM file with this machine's certificate; enables TLS"
     },
-    "--tls-key": {"help": "a PEM file with the private key of the certificate"},
+    "--tls-key": {"help": "a PEM file with the certificate's private key"},
     "--until-stdin-closes": {
         "action": "store_true",
-        "help": "end when the standard input is closed",
+        "help": "exit when the standard input is closed",
     },
 }
 _NODE_OPTIONS: Mapping[str, Any] = {
     "--node": {
         "action": "store_true",
-        "help": "serve the RAM disks of all present and future runs in the directory",
+        "help": "serve the RAM disks of all current and future runs in the directory",
     },
     "--domains": {
         "default": "",
@@ -112,15 +113,15 @@ _NODE_OPTIONS: Mapping[str, Any] = {
     "--remove-unused-after": {
         "type": option_numbers.positive_number,
         "metavar": "SECS",
-        "help": "remove the directory of a run that no process has used for this long",
+        "help": "remove a run directory that no process has used for this long",
     },
     "--max-bytes": {
         "type": option_numbers.positive_count,
-        "help": "the most bytes of all runs; above it, remove those unused the longest",
+        "help": "maximum bytes of all runs; above it, remove runs unused the longest",
     },
 }
-# The label of each kind of domain, from large to small. Zone and region are well-known
-# labels of Kubernetes; GKE sets the others on compactly placed machines ("Schedule GKE
+# The label for each kind of domain, from large to small. Zone and region are well-known
+# Kubernetes labels; GKE sets the others on compactly placed machines ("Schedule GKE
 # workloads with Topology Aware Scheduling", 2026).
 LABELS = {
     "region": "topology.kubernetes.io/region",
@@ -133,7 +134,7 @@ _HOST, _PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
 _TIMEOUT_SECS = 30.0
 _REMOVED = ".removed-"
 _POLL_SECS = 0.2
-# Replacing a pod takes less.
+# Longer than replacing a pod takes.
 _LEAST_UNUSED_SECS = 600.0
 # Names below `hosts` and `holds`, in which nothing is percent-encoded.
 _SAVE = "{step:[0-9]+-[0-9A-Za-z]+}"
@@ -152,7 +153,7 @@ _log.addFilter(
 
 
 def listing(root: epath.PathLike) -> dict[str, storage.Json]:
-    """The ID of a RAM disk, and the path, size and time of each manifest in it."""
+    """A RAM disk's ID, and the path, size and time of each manifest on it."""
     hosts = pathlib.Path(root, "hosts")
     found = []
     for path in sorted(hosts.glob("*/*-*/manifest-*")):
@@ -166,9 +167,9 @@ def listing(root: epath.PathLike) -> dict[str, storage.Json]:
 
 
 def served(root: epath.PathLike, name: str) -> str | None:
-    """The path of the file `hosts/<name>`; None if it is not a file of a step.
+    """The path of the file `hosts/<name>`; None if it does not belong to a step.
 
-    Hidden files are not served, and links are not followed.
+    Never serves hidden files or follows links.
     """
     names = name.split("/")
     path = os.path.join(os.path.realpath(root), "hosts", *names)
@@ -179,7 +180,7 @@ def served(root: epath.PathLike, name: str) -> str | None:
 
 
 class _Answers:
-    """Answers requests for the RAM disks in `roots`, by their names in URLs."""
+    """Answers requests for the RAM disks in `roots`, keyed by their names in URLs."""
 
     def __init__(self, roots: Mapping[str, str], secret_file: str | None) -> None:
         self._roots, self._secret_file = roots, secret_file
@@ -197,7 +198,7 @@ class _Answers:
         )
 
     def connection(self, server: web.Server) -> asyncio.BaseProtocol:
-        """The protocol of a new connection, which must present a secret in time."""
+        """The protocol for a new connection, which must present a secret in time."""
         if len(server.connections) >= MOST_CONNECTIONS:
             return _Closed()
         made, loop = server(), asyncio.get_running_loop()
@@ -211,10 +212,10 @@ class _Answers:
         self._fresh.discard(made)
 
     def _root(self, request: web.Request) -> str:
-        # The RAM disk of the run, if the request has its secret.
+        # The run's RAM disk, if the request has the run's secret.
         root = self._roots.get(request.match_info["run"], "")
         known = root and secret.current(self._secret_file or secret.path(root))
-        # A header may hold any bytes.
+        # A header may contain any bytes.
         given = request.headers.get("Authorization", "").encode(
             errors="surrogateescape"
         )
@@ -270,10 +271,10 @@ class _Closed(asyncio.Protocol):
 async def listening(
     service: agent.Service, roots: Mapping[str, str]
 ) -> AsyncIterator[str]:
-    """Serves RAM disks, as the agent of a directory; yields the URL above their names.
+    """Serves RAM disks as a directory's agent; yields the URL above their names.
 
     Args:
-      service: what to serve; its directory is locked meanwhile.
+      service: the service to run; its directory is locked meanwhile.
       roots: the RAM disks by name, looked up for each request.
 
     Raises:
@@ -283,7 +284,7 @@ async def listening(
     root, host = service.root, service.interface
     if not os.path.isdir(root) or host in ("", "0.0.0.0", "::"):
         raise errors.RunError(
-            f"{root} cannot be served at {host!r}: give the directory of a run's RAM"
+            f"{root} cannot be served at {host!r}: pass the directory of a run's RAM"
             " disk (local_checkpoint_directory), which must exist, and the address at"
             " which the other machines reach this one"
         )
@@ -298,7 +299,7 @@ async def listening(
         except errors.RunError:
             raise errors.RunError(
                 f"another agent serves {root}"
-                f" ({agent.find(root) or 'it is just starting'}); use it, or end it"
+                f" ({agent.find(root) or 'it is just starting'}); use it, or stop it"
                 " first"
             ) from None
         # An agent that was killed may have left addresses.
@@ -321,7 +322,7 @@ async def listening(
             )
         except OSError as error:
             raise errors.RunError(
-                f"{service} cannot listen ({error}); give an address of this machine, a"
+                f"{service} cannot listen ({error}); pass an address of this machine, a"
                 " free port or 0, and a certificate with its key as PEM files"
             ) from None
         stack.callback(server.close)
@@ -359,7 +360,7 @@ async def serve(
     """Serves one RAM disk until an event is set.
 
     Raises:
-      RunError: as `listening` and `publish`.
+      RunError: see `listening` and `publish`.
     """
     root = os.path.abspath(service.root)
     name = os.path.basename(root)
@@ -372,12 +373,12 @@ async def serve(
 def node_domains(
     named: Mapping[str, str], node: str | None, further: Mapping[str, str]
 ) -> dict[str, str]:
-    """The failure domains of a node, by kind.
+    """Returns a node's failure domains, by kind.
 
     Args:
-      named: domains given at the start of the agent; they override labels.
-      node: its name in Kubernetes; None without Kubernetes.
-      further: labels by kind of domain, which extend or replace `LABELS`.
+      named: domains from the agent's command line; they override labels.
+      node: the node's name in Kubernetes; None without Kubernetes.
+      further: labels by kind of domain that extend or replace `LABELS`.
 
     Raises:
       RunError: if the labels cannot be read.
@@ -390,14 +391,15 @@ def node_domains(
 def read_labels(
     node: str, *, account_directory: str = ACCOUNT_DIRECTORY
 ) -> dict[str, str]:
-    """The labels of a node, from the Kubernetes API.
+    """Reads a node's labels from the Kubernetes API.
 
     Args:
-      node: its name, `spec.nodeName` of a pod.
-      account_directory: has the token and the authority of the API's certificate.
+      node: the node's name, a pod's `spec.nodeName`.
+      account_directory: the directory with the token and the API's certificate
+        authority.
 
     Raises:
-      RunError: if they cannot be read.
+      RunError: if the labels cannot be read.
     """
     host, port = os.environ.get(_HOST, ""), int(os.environ.get(_PORT, "443"))
     account = pathlib.Path(account_directory)
@@ -417,7 +419,7 @@ def read_labels(
         raise errors.RunError(
             f"the labels of node {node} cannot be read from {host}:{port}{path}"
             f" ({error}); the service account of the pod needs the verb get on nodes,"
-            " as in the manifest of the node agent; outside of a pod, name the domains"
+            " as in the node agent's manifest; outside a pod, specify the domains"
             " with --domains"
         ) from None
 
@@ -435,19 +437,19 @@ async def serve_node(
     """Serves the runs of a node until an event is set.
 
     Args:
-      service: what to serve; its root contains the directories of the runs.
-      ended: the event.
-      announce: called with lines for people.
-      domains: the failure domains of the node, by kind.
+      service: the service to run; its root contains the run directories.
+      ended: the event to wait for.
+      announce: a function called with human-readable lines.
+      domains: the node's failure domains, by kind.
       unused_after: see `sweep`.
       max_bytes: see `sweep`.
       sweep_secs: the time between two sweeps.
 
     Raises:
-      RunError: as `listening`.
+      RunError: see `listening`.
     """
     directory = os.path.realpath(service.root)
-    # May contain runs that are gone, whose secrets are gone, too.
+    # May contain runs that are gone together with their secrets.
     roots: dict[str, str] = {}
     announce_once = functools.cache(announce)
     async with listening(service, roots) as above:
@@ -460,7 +462,7 @@ async def serve_node(
                 for name in await asyncio.to_thread(
                     sweep, directory, unused_after=unused_after, max_bytes=max_bytes
                 ):
-                    announce(f"removed {name}, which no process used for a while")
+                    announce(f"removed {name}, which no process has used for a while")
                 next_sweep = time.monotonic() + sweep_secs
             for name, root in runs(directory).items():
                 try:
@@ -469,13 +471,13 @@ async def serve_node(
                     announce_once(f"serving {name} at {url}")
                 except (errors.ElasticCkptError, OSError) as error:
                     roots.pop(name, None)
-                    announce_once(f"cannot serve {name}, and tries again: {error}")
+                    announce_once(f"cannot serve {name}, trying again: {error}")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), _POLL_SECS)
 
 
 def _forget(directory: str) -> None:
-    # Removes the agent's addresses: for its directory and, on a node, for its runs.
+    # Removes the agent's addresses from its directory and, on a node, from the runs'.
     for root in [directory, *runs(os.path.realpath(directory)).values()]:
         storage.remove(os.path.join(root, agent.ADDRESS_FILE))
 
@@ -486,11 +488,11 @@ def sweep(
     """Removes unused runs; returns their paths below `directory`.
 
     Args:
-      directory: the directory of a node.
-      unused_after: how many seconds after its last use to remove a run. It is in use
-        while a sweep finds that a process has one of its slots.
-      max_bytes: the most bytes of all runs together. Above it, removes the runs that
-        were unused the longest, except those that may just be waiting for a new pod.
+      directory: a node's directory.
+      unused_after: how many seconds after its last use to remove a run. A run is in use
+        while a sweep finds a process in one of its slots.
+      max_bytes: the maximum size of all runs together. Above it, removes the runs that
+        were unused the longest, except runs that may just be waiting for a new pod.
     """
     # Finishes removals that a crash interrupted.
     for path in _below(directory, f"{_REMOVED}*"):
@@ -498,7 +500,7 @@ def sweep(
     found = []
     for name, root in runs(directory).items():
         slots = pathlib.Path(root, "hosts").glob("*/")
-        # Others may remove it meanwhile.
+        # Another program may remove it meanwhile.
         with contextlib.suppress(FileNotFoundError):
             if any(storage.is_locked(slot / ram_disk.LOCK) for slot in slots):
                 os.utime(root)
@@ -514,7 +516,8 @@ def sweep(
             with contextlib.suppress(errors.RunError), contextlib.ExitStack() as locks:
                 for slot in pathlib.Path(root, "hosts").glob("*/"):
                     locks.enter_context(storage.exclusive_lock(slot / ram_disk.LOCK))
-                # A host that starts meanwhile finds no directory, not half of one.
+                # A host that starts meanwhile finds no directory rather than half of
+                # it.
                 storage.rename(root, hidden)
                 storage.remove(hidden)
                 removed.append(name)
@@ -523,7 +526,7 @@ def sweep(
 
 
 def runs(directory: str) -> dict[str, str]:
-    """The directories of runs, by path below `directory`; links are not followed."""
+    """Run directories, by path below `directory`; never follows links."""
     roots = {
         os.path.relpath(file.parent, directory): str(file.parent)
         for file in _below(directory, f"*/{machine.FILE}")
@@ -536,7 +539,7 @@ def runs(directory: str) -> dict[str, str]:
 
 
 def _below(directory: str, pattern: str) -> list[pathlib.Path]:
-    # Runs are in the directory of a node, or one level below.
+    # Runs are in a node's directory, or one level below.
     here = pathlib.Path(directory)
     return [*here.glob(pattern), *here.glob(f"*/{pattern}")]
 
@@ -550,7 +553,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def service_of(arguments: argparse.Namespace) -> agent.Service:
-    """The `Service` that the arguments describe."""
+    """Builds the `Service` that the arguments describe."""
     return agent.Service(
         **{
             each.name: getattr(arguments, each.name)
@@ -560,7 +563,7 @@ def service_of(arguments: argparse.Namespace) -> agent.Service:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the agent's address, and serves until a signal ends it."""
+    """Prints the agent's address and serves until a signal stops it."""
     serving = functools.partial(serve, service_of(arguments))
     if arguments.node:
         serving = functools.partial(
@@ -584,7 +587,7 @@ def run(arguments: argparse.Namespace) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, ended.set)
         if arguments.until_stdin_closes:
-            # Not `sys.stdin`: an interpreter that exits would wait for its lock.
+            # Not `sys.stdin`: an exiting interpreter would wait for its lock.
             loop.add_reader(0, lambda: os.read(0, 4096) or ended.set())
         await serving(ended, announce=functools.partial(print, flush=True))
 

@@ -1,7 +1,7 @@
-"""The peer tier: the RAM disks of other machines, read through their agents.
+"""The peer tier: other machines' RAM disks, read through their agents.
 
 A peer's responses are untrusted: sizes are bounded, manifests are fully validated, and
-values are used only after the caller has compared their digests.
+callers use values only after comparing their digests.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from elastic_ckpt.tiers.peers.peer_client import Endpoint, PeerClient
 
 MOST_LISTING_BYTES = 4 * 2**20
 MOST_MANIFEST_BYTES = 64 * 2**20
-# The path of a manifest below `hosts`.
+# A manifest's path below `hosts`.
 _PATH = r"^[0-9]+/(0|[1-9][0-9]*)-[^/]+/[^/]+$"
-# What decoding raises for content that is not a list.
+# Errors that decoding raises for content that is not a list.
 _OTHER = (KeyError, RecursionError, TypeError, ValueError)
 
 
 class Listed(NamedTuple):
-    """A manifest in an agent's list; its time changes when it is rewritten."""
+    """A manifest in an agent's list; its time changes whenever it is rewritten."""
 
     path: Annotated[str, msgspec.Meta(pattern=_PATH)]
     size: int
@@ -39,17 +39,18 @@ class Listed(NamedTuple):
 
     @property
     def step_id(self) -> StepId:
-        """The step that it belongs to."""
+        """The step that the manifest belongs to."""
         step, _, save = self.path.split("/")[1].partition("-")
         return StepId(int(step), save)
 
 
 class Listing(NamedTuple):
-    """What an agent has.
+    """An agent's manifests.
 
     Attributes:
-      machine: the ID of its machine's memory; empty if the list could not be read.
-      problem: a sentence why the list could not be read; empty if it was.
+      machine: the ID of the machine's memory; empty if the list could not be read.
+      problem: a sentence that says why the list could not be read; empty if it was
+        read.
       is_refused: whether the agent rejects this process's secret.
     """
 
@@ -63,7 +64,7 @@ class PeerSource:
     """The files of one step in one slot of a peer's RAM disk, a `source.Source`.
 
     Args:
-      directory: `<slot>/<step>-<save>`.
+      directory: the step directory, `<slot>/<step>-<save>`.
     """
 
     def __init__(self, endpoint: Endpoint, directory: str) -> None:
@@ -85,16 +86,16 @@ class PeerSource:
         self._endpoint.put(self._of(leaf, box), content)
 
     def _of(self, leaf: Leaf, box: Box) -> str:
-        # Encoded exactly once, as the agent decodes it once.
+        # Encoded exactly once, because the agent decodes it once.
         return urllib.parse.quote(self._path + layout.part_file(leaf, box))
 
 
 class Peer:
     """The RAM disk of one other machine at one moment, a `source.Tier`.
 
-    It requests the list of steps once, when that is first needed. A new object requests
-    it again, and reads only new manifests. A failed peer costs its time limit once, is
-    then skipped for a while (see `peer_client`), and counts as having no steps.
+    Requests the list of steps once, when it is first needed. A new object requests it
+    again and reads only new manifests. A failed peer costs its time limit once; then it
+    is skipped for a while (see `peer_client`) and counts as having no steps.
     """
 
     def __init__(self, url: str, client: PeerClient, run: str) -> None:
@@ -102,7 +103,7 @@ class Peer:
 
     @functools.cached_property
     def listing(self) -> Listing:
-        """What the agent has."""
+        """Requests the agent's manifests."""
         try:
             text = self._endpoint.read("/steps", most_bytes=MOST_LISTING_BYTES)
             fields = json.loads(text)
@@ -151,7 +152,7 @@ class Peer:
             actual = parsed.run, parsed.step_id, manifest_name(parsed.host.id)
             if actual != (self._run, listed.step_id, name):
                 raise checked_json.UnreadableError(
-                    f"is that of run, step and file {actual!r:.400}, which does not"
+                    f"has run, step and file {actual!r:.400}, which do not"
                     f" match run {self._run!r} and its path"
                 )
             known[listed] = parsed

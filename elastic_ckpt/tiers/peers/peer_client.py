@@ -1,10 +1,10 @@
-"""An HTTP client of the agents of other machines, with pooled connections.
+"""An HTTP client for other machines' agents, with pooled connections.
 
-Peers are not trusted: what they send is bounded, callers compare every value with its
-digest, and no message quotes them. A broken transfer is resumed where it stopped, a
-limited number of times. If a peer is silent for the time limit, or cannot be reached,
-calls fail at once until three time limits have passed. Redirects are not followed, and
-the environment's proxies are ignored.
+Peers are not trusted: response sizes are bounded, callers compare every value with its
+digest, and no message quotes a peer. A broken transfer is resumed where it stopped, a
+limited number of times. If a peer is silent for the time limit or cannot be reached,
+calls fail immediately until three time limits have passed. The client ignores redirects
+and the environment's proxies.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ _STATUS: dict[int, str] = {
 }
 _SIZE = re.compile("bytes .*/([0-9]{1,18})")
 # How long unused bandwidth accumulates, so that the limit costs nothing below it; and
-# the most that a transfer takes at once, so that others get their turn.
+# the maximum that a transfer takes in one piece, so that others get their turn.
 _BURST_SECS, _TURN_SECS = 1 / 8, 1 / 32
 T = TypeVar("T")
 
 
 class Bandwidth:
-    """A token bucket for all transfers of a process; any thread may call it.
+    """A token bucket for all transfers of a process; any thread may use it.
 
     Args:
-      bytes_per_sec: above 0; may be infinite.
+      bytes_per_sec: the limit, above 0; may be infinite.
       clock: a monotonic clock, in seconds.
     """
 
@@ -65,7 +65,7 @@ class Bandwidth:
         )
         self._bytes_per_sec, self._clock = bytes_per_sec, clock
         self._lock = threading.Lock()
-        # When the limit allows the next byte.
+        # When the limit permits the next byte.
         self._paid = clock()
 
     def take(self, num_bytes: int) -> float:
@@ -76,7 +76,7 @@ class Bandwidth:
             return max(0.0, self._paid - now)
 
     def wait(self, num_bytes: int) -> None:
-        """Takes `num_bytes`, and waits until the next may be taken."""
+        """Takes `num_bytes` and waits until the next byte may be taken."""
         secs = self.take(num_bytes)
         # A sleep of 0 s takes longer than receiving the next bytes.
         if secs:
@@ -84,15 +84,15 @@ class Bandwidth:
 
 
 class PeerClient:
-    """Reads from the agents of other machines; one per process, for any thread.
+    """Reads from other machines' agents; one per process, for any thread.
 
     Args:
       secret: the run's secret, or a function that returns the current one.
       tls_ca: a PEM file with the authority that signs the agents' certificates; with
-        it, agents without TLS are refused. Without it, the system's authorities count.
-      timeout_secs: a peer that sends nothing for this long is not asked for three times
-        as long.
-      max_bytes_per_sec: the limit for all peers together; None sets none.
+        it, agents without TLS are rejected. Without it, the system's authorities apply.
+      timeout_secs: the silence, in seconds, after which a peer is not asked for three
+        times as long.
+      max_bytes_per_sec: the limit for all peers together; None sets no limit.
 
     Raises:
       ConfigError: if the authority cannot be used.
@@ -116,18 +116,18 @@ class PeerClient:
 
     @property
     def needs_tls(self) -> bool:
-        """Whether agents without TLS are refused."""
+        """Whether agents without TLS are rejected."""
         return self._tls_ca is not None
 
     @functools.cached_property
     def tls(self) -> ssl.SSLContext:
-        """Verifies agents; cached, since reading the authorities takes a while."""
+        """Verifies agents; cached, because reading the authorities takes a while."""
         try:
             return ssl.create_default_context(cafile=self._tls_ca)
         except OSError as error:
             raise errors.ConfigError(
                 f"the certificates of peers cannot be verified with {self._tls_ca}"
-                f" ({error}); give a PEM file with their authority's certificate"
+                f" ({error}); pass a PEM file with their authority's certificate"
             ) from None
 
     def endpoint(self, url: str) -> Endpoint:
@@ -153,8 +153,8 @@ class Endpoint:
     """The agent at `url`; any number of threads may call it.
 
     Attributes:
-      skipped_until: when a failed peer is asked again, by the monotonic clock.
-      pool: connections, which open when they are used.
+      skipped_until: when to ask a failed peer again, by the monotonic clock.
+      pool: pooled connections, which open when they are used.
       manifests: the manifests read from the agent, by its list entries (see `peer`).
     """
 
@@ -228,7 +228,7 @@ class Endpoint:
     def put(self, path: str, content: bytes) -> None:
         """Sends `content` to the agent, without retries.
 
-        As after `read`, a silent agent is skipped for a while.
+        As with `read`, a silent agent is skipped for a while.
 
         Raises:
           RepairError: if the agent does not accept it.
@@ -240,7 +240,7 @@ class Endpoint:
                     reason = response.read(_MOST_REASON_BYTES)
                     raise source.RepairError(reason.decode(errors="replace"))
         except (source.ReadError, *_FAILURES) as error:
-            # Otherwise it may just be a pooled connection that was closed meanwhile.
+            # Otherwise a pooled connection may just have been closed meanwhile.
             if isinstance(error, TimeoutError):
                 self._skip(error)
             raise source.RepairError(
@@ -285,11 +285,11 @@ class Endpoint:
         try:
             if self._client.needs_tls and not self.url.startswith("https://"):
                 raise source.ReadError(
-                    f"was not requested: {self.url} does not encrypt, and this run does"
+                    f"was not requested: {self.url} does not encrypt, but this run does"
                 )
             if time.monotonic() < self.skipped_until:
                 raise source.ReadError(
-                    f"was not requested: {self.url} has failed ({self._reason}), and is"
+                    f"was not requested: {self.url} has failed ({self._reason}) and is"
                     f" skipped for {_SKIPPED_LIMITS} time limits"
                 )
             connection.request(method, self._path + path, body, headers)

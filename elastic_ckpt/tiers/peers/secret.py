@@ -1,8 +1,8 @@
 """The run's secret, which permits reading from the agents of its machines.
 
-It is in `<root>/secret`, readable only by its owner. The hosts of a new world agree on
-a secret through the coordination service, and each adopts it. The agent, which outlives
-worlds, reads the file for each request.
+The secret is in `<root>/secret`, readable only by its owner. The hosts of a new world
+agree on a secret through the coordination service, and each adopts it. The agent, which
+outlives worlds, reads the file for each request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SECRET = re.compile(r"[!-~]{16,1024}")
 
 
 def path(root: epath.PathLike) -> str:
-    """The file with the secret of the RAM disk at `root`."""
+    """The secret file of the RAM disk at `root`."""
     return os.path.join(root, "secret")
 
 
@@ -34,7 +34,7 @@ def read_or_create(root: epath.PathLike) -> str:
     """The secret of the RAM disk at `root`, created by the first call.
 
     Raises:
-      RunError: if anyone but its owner may read it or could have written it.
+      RunError: if anyone but the file's owner may read it or could have written it.
     """
     file = path(root)
     storage.create(file, new().encode(), mode=0o600)

@@ -1,15 +1,14 @@
-"""Claims: one program at a time writes to a directory of steps, and says so in storage.
+"""Claims let only one program at a time write to a directory of steps.
 
-A program that opens the directory to save creates the next record of `worlds/` (see
-`records`), unless the program of the newest one still writes. All worlds of one start
-of a run have one name, and follow each other. If a launcher starts the run again, the
-new start follows at once, unless both run on one machine: the program with the newest
-record writes, and the other one notices before it commits a step.
+A program that opens the directory to save creates the next record in `worlds/` (see
+`records`), unless the newest record's program is still writing. All worlds of one start
+of a run share a name and follow each other. If a launcher restarts the run, the new
+start follows immediately, unless both run on one machine. The program with the newest
+record writes; the other one notices before it commits a step.
 
-The record has the line of its world (see `steps.step`) before anything of that line is
-saved, and until then the line of the previous world. So neither what a replaced world
-still saves counts, nor what the run rolled back, even if no step of the new line is
-left.
+Before a world saves anything, its record gets the world's line (see `steps.step`);
+until then it has the previous world's line. So steps that a replaced world still saves,
+or that the run rolled back, do not count, even if no step of the new line is left.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ SECS = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claimant:
-    """A start of a run, which claims its worlds.
+    """A start of a run, which claims the run's worlds.
 
     Attributes:
-      name: the unique name of the start; by default made from this process.
+      name: the unique name of the start; by default derived from this process.
       has_claimed: whether an earlier world of this start was claimed.
-      owner: the process of the start, if only that shows whether the start is alive;
-        None if the start has several processes, or a launcher restarts it.
+      owner: the start's process, if only that shows whether the start is alive; None if
+        the start has several processes, or a launcher restarts it.
     """
 
     name: str = dataclasses.field(default_factory=records.new_start)
@@ -57,12 +56,12 @@ class Claimant:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim:
-    """The claim of one world.
+    """One world's claim.
 
     Attributes:
       number: the number of the world, from 1.
-      line: the line of the world's first save. Its save is empty if no world of the run
-        has saved anything.
+      line: the line of the world's first save; the line's save is empty if no world of
+        the run has saved anything.
       begun_ms: when the first world of the run was claimed, in milliseconds since 1970.
     """
 
@@ -97,7 +96,7 @@ def is_replaced(steps: epath.PathLike, number: int) -> bool:
     """Whether another start has claimed a world after world `number`.
 
     Raises:
-      CheckpointError: as `newest`.
+      CheckpointError: see `newest`.
     """
     there = _records(steps)
     (last, newer), own = there.newest(), records.read(there.path(number))
@@ -105,11 +104,11 @@ def is_replaced(steps: epath.PathLike, number: int) -> bool:
 
 
 def check(steps: epath.PathLike, number: int) -> None:
-    """Checks that the claim of a world is the newest, and was not given back.
+    """Checks that a world's claim is the newest and was not released.
 
     Raises:
       ReplacedError: if a later world was claimed.
-      CheckpointError: if the claim was given back, or is damaged.
+      CheckpointError: if the claim was released or is damaged.
     """
     there = _records(steps)
     own = records.read(there.path(number))
@@ -124,20 +123,21 @@ def check(steps: epath.PathLike, number: int) -> None:
 class Writer:
     """The program that writes to a directory of steps.
 
-    Every process that drives the hosts of a run creates one with the same arguments.
-    Only that of host 0 acts, and all raise what it raises.
+    Every process that drives the hosts of a run creates a writer with the same
+    arguments. Only host 0's writer acts, and all raise its errors.
 
     Args:
       steps: the directory, local or in an object store.
       run: the identity of the run.
-      claimant: the start that claims worlds of the run; None if there is only this
+      claimant: the start that claims the run's worlds; None if there is only this
         program.
-      share: passes a value to all drivers under a name, and returns the values of all;
-        see `Hosts.share`.
-      acts: whether this process is that of host 0.
+      share: a function that passes a value to all drivers under a name and returns all
+        their values; see `Hosts.share`.
+      acts: whether this process is host 0's.
 
     Attributes:
-      number: the number of the world that this program has claimed; 0 before.
+      number: the number of the world that this program has claimed; 0 before it claims
+        one.
     """
 
     def __init__(
@@ -161,20 +161,20 @@ class Writer:
         # A backup and a commit may notice at the same time that storage is back.
         self._lock = threading.Lock()
         self._held: records.Held | None = None
-        # The save in the record of the start that this one follows.
+        # The save in the record of the start before this one.
         self._before = ""
 
     def begin(self, identity: run_files.Identity | None = None) -> None:
-        """Becomes the writer, or leaves that to `check` if storage is out of reach.
+        """Becomes the writer, or leaves that to `check` if storage is unreachable.
 
         May wait until the previous writer's record lapses.
 
         Args:
-          identity: of the run; None if it is unknown.
+          identity: the run's identity; None if it is unknown.
 
         Raises:
           RunError: if another program writes.
-          ReplacedError: if another start has claimed a world after this one's.
+          ReplacedError: if another start has claimed a later world.
           HostsFailedError: if a record cannot be read.
         """
         self._identity = identity
@@ -189,7 +189,7 @@ class Writer:
         self._agreed("begin", begin)
 
     def check(self) -> int:
-        """Checks, before a write to storage, that this program is still the writer.
+        """Checks before a write to storage that this program is still the writer.
 
         Returns:
           The number of this world.
@@ -201,18 +201,18 @@ class Writer:
         return self._agreed("check", self._begin)
 
     def claim(self, line: Line) -> int:
-        """Checks, and records the line that steps are saved to from now on.
+        """Checks, then records the line for all steps saved from now on.
 
         Raises:
-          ReplacedError: as `check`, or if another start has saved to a later line.
-          HostsFailedError: as `check`.
+          ReplacedError: see `check`; also if another start has saved to a later line.
+          HostsFailedError: see `check`.
         """
 
         def claim() -> int:
             number, held = self._begin(), self._held
             assert held is not None
             if line.save <= self._before:
-                # The other start claimed it after this program had searched for steps.
+                # The other start claimed it after this program searched for steps.
                 raise _replaced(self._records)
             of_line = {"save": line.save, "parents": list(map(list, line.parents))}
             held.renew(fields={**held.record.fields, **of_line})
@@ -222,12 +222,12 @@ class Writer:
         return self._agreed("claim", claim)
 
     def close(self) -> None:
-        """Gives the record back, so that another program may write at once."""
+        """Releases the record, so that another program may write immediately."""
         if self._held is not None:
             self._held.give_back()
 
     def _agreed(self, name: str, act: Callable[[], int]) -> int:
-        # Named, since a backup and a commit may ask at the same time.
+        # Named, because a backup and a commit may ask at the same time.
         own = allgather.outcome(act) if self._acts else {}
         outcome = self._share(f"writer/{name}", own)[0]
         if outcome.get("kind") == errors.RunError.__name__:
@@ -236,7 +236,8 @@ class Writer:
         return self.number
 
     def _begin(self) -> int:
-        # Claims a world unless this program already has one; returns its number.
+        # Claims a world unless this program already has one; returns the world's
+        # number.
         with self._lock:
             if self._identity is not None:
                 run_files.keep(self._steps, self._identity, is_first=self._held is None)
@@ -260,7 +261,7 @@ class Writer:
             if not may_follow and before.process != own.process:
                 raise errors.RunError(
                     f"{self._steps} is being written by another live program, {before};"
-                    " wait for it or stop it, write to another directory, or open this"
+                    " wait for it or stop it, write to a new directory, or open this"
                     " one with read_only=True to only read it"
                 )
         if before is not None and before.fields["run"] == self._run:
@@ -270,9 +271,9 @@ class Writer:
         record = dataclasses.replace(own, fields=fields)
         held = self._records.take(number + 1, record)
         if held is not None:
-            # In case `close` is never called, also in forked children. In a thread of
-            # its own, since garbage may be collected in a thread of a storage client,
-            # which must not wait for itself.
+            # In case `close` is never called, also in forked children. It needs its own
+            # thread: garbage may be collected in a storage client's thread, which must
+            # not wait for itself.
             named = {"name": "give-back"}
             util.Finalize(self, background.in_thread, [held.give_back], named)
             util.Finalize(None, held.give_back, exitpriority=0)
@@ -289,5 +290,5 @@ def _replaced(there: records.Records) -> errors.ReplacedError:
     return errors.ReplacedError(
         f"another start of this run, {other}, has continued it in"
         f" {there.directory.parent} as world {number}, so this one commits no more"
-        " steps there; if you do not want the other one, end it and start the run again"
+        " steps there; if you do not want the other one, stop it and restart the run"
     )

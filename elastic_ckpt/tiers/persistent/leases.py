@@ -5,11 +5,12 @@
 
 A reader first writes a lease, then checks whether its step is being removed. The run
 first announces which steps it removes or sets aside, then checks for leases. So at
-least one of them sees the other and gives way: the run keeps the step, or the reader
-takes a different one.
+least one of them sees the other and yields: the run keeps the step, or the reader takes
+a different one.
 
-If a reader is killed, its step can be removed at the first collection that finds the
-lease unchanged for its full duration; if it ran on the run's machine, at the next one.
+If a reader is killed, its step can be removed by the first collection that finds the
+lease unchanged for its full duration; if the reader ran on the run's machine, by the
+next collection.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from elastic_ckpt.tiers.persistent.persistent_root import (
 DIRECTORY = "leases"
 DURATION_SECS = 120.0
 _LEASE, _REMOVING = ".json", ".removing"
-# When the host that removes steps first saw each lease, by path and count of renewals.
+# When the host that removes steps first saw each lease, by path and renewal count.
 Watch = dict[tuple[epath.Path, int], float]
 
 
@@ -47,27 +48,27 @@ def lease(
     """Keeps a step in storage: its run does not remove it until the block ends.
 
     Args:
-      step_path: the directory of a committed step in persistent storage.
+      step_path: a committed step directory in persistent storage.
       duration_secs: how long the step is kept, at least, if this process is killed. The
-        lease is lost if storage is out of reach for longer.
+        lease is lost if storage is unreachable for longer.
 
     Yields:
-      The directory of the step.
+      The step directory.
 
     Raises:
-      StepGoneError: if there is no such step, or it is being removed.
-      CheckpointError: when the block ends, if the lease was lost meanwhile, so that
-        files may have been removed before they were read.
-      OSError: if storage is unavailable; for a bucket, possibly its client's error.
+      StepGoneError: if the step does not exist or is being removed.
+      CheckpointError: when the block ends, if the lease was lost meanwhile and files
+        may have been removed before they were read.
+      OSError: if storage is unavailable; for a bucket, possibly its client's own error.
     """
     if not duration_secs > 0:
         raise errors.ConfigError(
-            f"duration_secs={duration_secs!r}: give a positive number of seconds"
+            f"duration_secs={duration_secs!r}: pass a positive number of seconds"
         )
     directory = storage.absolute(step_path)
     root = PersistentRoot.from_path(directory.parent)
     gone = StepGoneError(
-        f"{directory} is not a committed step, or is being removed; give"
+        f"{directory} is not a committed step, or is being removed; pass"
         " PERSISTENT_DIRECTORY/<step>, or take a newer step"
     )
     if not directory.name.isdecimal():
@@ -94,7 +95,7 @@ def lease(
     if not is_kept:
         raise errors.CheckpointError(
             f"the lease of {directory} was lost while it was read: it was not renewed"
-            " in time, the step was removed or saved again, or storage is out of reach;"
+            " in time, the step was removed or saved again, or storage is unreachable;"
             " read it again, or a newer step"
         )
 
@@ -103,13 +104,13 @@ def lease(
 def leased_if_ours(path: epath.PathLike) -> Iterator[None]:
     """Leases the step that contains a path, if a run of this library may remove it.
 
-    Leases nothing in other checkpoints, or, with a warning, in read-only storage.
+    Does nothing for other checkpoints and, with a warning, in read-only storage.
 
     Args:
-      path: a step in persistent storage, a part of one, or anything else.
+      path: a step in persistent storage, a part of a step, or any other path.
 
     Raises:
-      CheckpointError: as `lease`.
+      CheckpointError: see `lease`.
     """
     given = storage.absolute(path)
     ours = [
@@ -135,7 +136,7 @@ def leased(root: PersistentRoot, watch: Watch) -> set[int]:
     """The leased steps; removes leases that have lapsed.
 
     Raises:
-      CheckpointError: if a lease cannot be read, so that nothing may be removed.
+      CheckpointError: if a lease cannot be read; then nothing may be removed.
     """
     files, before = _files(root, _LEASE), dict(watch)
     watch.clear()
@@ -161,13 +162,13 @@ def removing(
     watch: Watch,
     replaced: int | None = None,
 ) -> Iterator[set[int]]:
-    """Announces removals, finishes those of earlier worlds, and yields leased steps.
+    """Announces removals, finishes earlier worlds' removals, and yields leased steps.
 
     Args:
       root: the directory of the steps.
       steps: the steps to remove or move, unless they are leased.
-      line: the line of the world that removes them.
-      watch: the leases that were seen so far.
+      line: the line of the world that removes the steps.
+      watch: the leases seen so far.
       replaced: a step among `steps` that must go.
 
     Raises:
@@ -179,7 +180,7 @@ def removing(
         storage.write_atomic(path, b"")
     try:
         for path, step in _files(root, _REMOVING).items():
-            # Left by a world that was killed.
+            # Left by a killed world.
             if path.stem.partition("-")[2] < line.save:
                 if not root.is_committed(step):
                     storage.remove(root.final(step))
@@ -188,7 +189,7 @@ def removing(
         if replaced in are_leased:
             raise errors.CheckpointError(
                 f"step {replaced} in {root.path} is leased: a program is reading it;"
-                " delete or replace it when that program has ended. If it was killed,"
+                " delete or replace it when that program has exited. If it was killed,"
                 " its lease expires by itself"
             )
         yield are_leased
@@ -200,7 +201,7 @@ def removing(
 def arrange(
     root: PersistentRoot, line: Line, *, run: str, step: int, watch: Watch
 ) -> None:
-    """Sets aside the steps that a line abandons, and brings back its own.
+    """Sets aside the steps that a line abandons and brings back its own steps.
 
     An abandoned step that is leased stays where it is until a later commit.
 
@@ -208,11 +209,11 @@ def arrange(
       root: the directory of the steps.
       line: the line that `step` is about to be committed to.
       run: the identity of the run.
-      step: the step to commit; older saves of it are set aside.
-      watch: the leases that were seen so far.
+      step: the step to commit; its older saves are set aside.
+      watch: the leases seen so far.
 
     Raises:
-      CheckpointError: if an older save of `step` is leased, or storage is out of reach.
+      CheckpointError: if an older save of `step` is leased, or storage is unreachable.
       OSError: if storage is unavailable.
     """
     saves = root.of_each(lambda number: root.save_of(number, run=run), root.steps())
@@ -235,7 +236,7 @@ def arrange(
 
 
 def _files(root: PersistentRoot, kind: str) -> dict[epath.Path, int]:
-    # The files of a kind, with their steps. Temporary names begin with a dot.
+    # A kind's files, with their steps. Temporary names begin with a dot.
     directory = root.path / DIRECTORY
     return {
         directory / name: int(name.partition("-")[0])

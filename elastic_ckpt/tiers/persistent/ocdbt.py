@@ -1,8 +1,8 @@
-"""OCDBT: arrays in key-value stores, one for each host, and a merged store.
+"""OCDBT: arrays in key-value stores, one per host, and a merged store.
 
 Each host writes zarr v3 arrays to its own store, a directory. The merged store is only
-an index, which refers to the values in the hosts' stores. This is the layout of Orbax's
-checkpoints.
+an index that refers to the values in the hosts' stores. Orbax checkpoints have the same
+layout.
 
 Spec: https://google.github.io/tensorstore/kvstore/ocdbt/index.html
 """
@@ -24,36 +24,36 @@ from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.tiers import stored_part
 
 _PREFIX = "ocdbt.process_"
-# The file of a store that refers to its index, and its temporary name.
+# The store file that refers to the store's index, and the file's temporary name.
 MANIFEST = "manifest.ocdbt"
 NEW_MANIFEST = f"{MANIFEST}.__lock"
-# The file of an array's metadata.
+# An array's metadata file.
 METADATA = "zarr.json"
-# Caches nodes of indices: otherwise each value costs a read of a node on each level.
+# Caches index nodes: otherwise each value costs one node read per level.
 _CACHE_BYTES = 100 * 2**20
-# Larger chunks are encoded by TensorStore, in its threads. Opening an array takes ten
-# times as long as writing a kilobyte, so small chunks are encoded here.
+# TensorStore encodes larger chunks in its own threads. Opening an array takes ten times
+# as long as writing a kilobyte, so small chunks are encoded here.
 _SMALL_BYTES = 2**17
 
 
 def key(leaf: Leaf, box: boxes.Box) -> str:
-    """The key of a chunk of an array."""
+    """The key of an array's chunk."""
     return array_prefix(leaf.name) + layout.chunk_key(box, leaf.chunk)
 
 
 def array_prefix(name: str) -> str:
-    """The prefix of the keys of the array `name`, as TensorStore normalizes it."""
+    """The key prefix of the array `name`, as TensorStore normalizes it."""
     return f"{name}/" if name and not name.endswith("/") else name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Chunk:
-    """A chunk of a leaf, and its values.
+    """A leaf's chunk and its values.
 
     Attributes:
-      box: the box of the chunk; the whole box of an array without elements, of which
-        only the metadata is written.
-      values: the values of the box, of the leaf's dtype.
+      box: the chunk's box; for an array without elements, the whole box (only its
+        metadata is written).
+      values: the box's values, in the leaf's dtype.
     """
 
     leaf: Leaf
@@ -62,11 +62,11 @@ class Chunk:
 
 
 def store_name(host_id: str, save: str) -> str:
-    """The name of a host's store for one save, in a checkpointable's directory.
+    """The name of a host's store for one save, in a checkpointable directory.
 
-    Orbax numbers processes here. But in another world, which may repeat an upload, a
-    number may be a different host's, and a replaced start may still write to its store.
-    So the name contains hashes of host and save. Orbax accepts only letters and digits.
+    Orbax uses process numbers here. But a later world that repeats an upload may assign
+    a number to a different host, and a replaced start may still write to its store. So
+    the name contains hashes of host and save. Orbax accepts only letters and digits.
     """
     return f"{_PREFIX}{digest.name_hash(f'{save}/{host_id}'):016x}"
 
@@ -77,12 +77,12 @@ def new_context() -> ts.Context:
 
 
 def open_store(directory: epath.PathLike, context: ts.Context) -> ts.KvStore:
-    """The store in `directory`; nothing is read or written yet."""
+    """Opens the store in `directory`; reads and writes nothing yet."""
     return ts.KvStore.open(store_spec(directory), context=context).result()
 
 
 def metadata_file(leaf: Leaf) -> bytes:
-    """The `zarr.json` of an array, as TensorStore writes it."""
+    """An array's `zarr.json`, as TensorStore writes it."""
     zeros = {"bool": False, "int": 0, "complex": [0.0, 0.0], "float": 0.0}
     order = {} if np.dtype(leaf.dtype).itemsize == 1 else {"endian": "little"}
     as_bytes = {"name": "bytes", **({"configuration": order} if order else {})}
@@ -106,12 +106,12 @@ def write(
     call. Until it returns, TensorStore holds a copy of the values.
 
     Args:
-      directory: the directory of the store.
+      directory: the store's directory.
       chunks: chunks of any arrays, whose values must not change meanwhile.
-      context: the same for all calls for a store (`new_context`).
+      context: a context (`new_context`), the same in all calls for a store.
 
     Raises:
-      ValueError: by TensorStore, if storage fails.
+      ValueError: if storage fails (raised by TensorStore).
     """
     transaction = ts.Transaction(atomic=False)
     store = open_store(directory, context).with_transaction(transaction)
@@ -152,8 +152,8 @@ def merge(directory: epath.Path, stores: Iterable[str]) -> None:
     """Merges stores in `directory` into one, atomically.
 
     Args:
-      directory: the directory of a checkpointable.
-      stores: names of directories in it, which the merged store refers to.
+      directory: a checkpointable's directory.
+      stores: the names of the directories that the merged store refers to.
     """
     # Only stores of one context can refer to each other's values.
     context = new_context()
@@ -175,7 +175,7 @@ def store_spec(directory: epath.PathLike) -> dict[str, Any]:
     spec = {"driver": "ocdbt", "cache_pool": "cache_pool#ocdbt", "base": base}
     if not storage.is_local(directory):
         return spec
-    # Files of values have unique names, and only the manifest, which is replaced
+    # Value files have unique names, and only the manifest, which is replaced
     # atomically, refers to them. So they are written in place, without renames.
     in_place = {**base, "file_io_locking": {"mode": "non_atomic"}}
     return {**spec, "base": in_place, "manifest": base}

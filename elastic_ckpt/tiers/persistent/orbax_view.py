@@ -1,13 +1,13 @@
 """A committed step as stock Orbax reads it: the merged store, and Orbax's JSON files.
 
-We read values by their keys in the merged store. Orbax finds the arrays by its JSON
-files, and decodes them by each array's metadata. This module checks these without
-Orbax.
+This library reads values by their keys in the merged store. Orbax finds arrays through
+its JSON files and decodes them by each array's metadata. This module checks these files
+without Orbax.
 
     <step>/orbax-digests.json    `files`: by path in the step, XXH3-128 of the content
 
 has the digests of Orbax's files, in version 1, and is written before the commit. Only
-verification reads it; the digests of values are in manifests.
+verification reads it; the value digests are in manifests.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class OrbaxView:
     def __init__(self, directory: epath.Path) -> None:
         self._directory = directory
         self._context = ocdbt.new_context()
-        # Each is opened once.
+        # Each array is opened once.
         self._array = functools.cache(self._open)
 
     def chunk_problem(self, leaf: Leaf, box: Box, named: bytes) -> str | None:
-        """What is wrong with a chunk as Orbax reads it; None if nothing.
+        """Returns what is wrong with a chunk as Orbax reads it; None if nothing is.
 
         TensorStore checks the CRC-32C after the values, and this method their digest.
         """
@@ -61,7 +61,7 @@ class OrbaxView:
         return None
 
     def problems(self, contents: Contents) -> Iterator[tuple[str, str]]:
-        """Checks what no manifest lists: Orbax's files, and arrays without elements.
+        """Checks what manifests omit: Orbax's files and arrays without elements.
 
         Yields:
           The path of a file or array, and what is wrong with it.

@@ -1,4 +1,4 @@
-"""The directory of all steps in persistent storage, and how a step is committed there.
+"""The directory of all steps in persistent storage, and how steps are committed there.
 
     <root>/<step>/                              a committed step
     <root>/<step>/preserve                      keeps it, regardless of policies
@@ -9,15 +9,15 @@
     <root>/leases/                              see `leases`
 
 Where directories can be renamed atomically, a step is written under the third name and
-committed by the rename. Object stores have no such rename: there a step is written in
-its final directory and committed by a last file, `commit_success.txt`. Orbax does both,
-too: it lists and cleans up the same directories. (On `s3://` Orbax assumes that
+committed by a rename. Object stores have no atomic rename: there a step is written to
+its final directory and committed by a last file, `commit_success.txt`. Orbax works the
+same way, so it lists and cleans up the same directories. (On `s3://` Orbax assumes that
 directories can be renamed, unless its `AtomicityMode.COMMIT_FILE` is set.)
 
 Before the first step of a line is committed (see `steps.step`), the steps that it
 abandons are set aside, unchanged, under a name that Orbax does not list. Steps of the
-line are moved back from there. The location of a step decides nothing, so all of this
-can be repeated if the program is killed at any point.
+line are moved back from there. A step's location decides nothing, so all of this can be
+repeated if the program is killed at any point.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _READERS = 32
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _COMMITTED = re.compile(rb"^elastic_ckpt (\{.*\})$", re.MULTILINE)
 _ASIDE = ".aside"
-# The directory of a step, committed or not, or a temporary one.
+# A step directory, committed or not, or a temporary directory.
 _DIRECTORY = re.compile(
     rf"(?P<step>0|[1-9]\d*)(?P<temporary>{re.escape(_TEMPORARY)}"
     rf"(-(?P<save>.*?)(?P<aside>{re.escape(_ASIDE)})?)?)?"
@@ -83,7 +83,7 @@ class PersistentRoot:
         return self.path / str(step)
 
     def unfinished(self, step_id: StepId) -> epath.Path:
-        """The directory that a save of a step is uploaded to."""
+        """The directory to upload a save of a step to."""
         temporary = self.path / f"{step_id.step}{_TEMPORARY}-{step_id.save}"
         return self.final(step_id.step) if self.in_place else temporary
 
@@ -92,7 +92,7 @@ class PersistentRoot:
         return self.path / f"{step_id.step}{_TEMPORARY}-{step_id.save}{_ASIDE}"
 
     def is_committed(self, step: int) -> bool:
-        """Whether the step exists, written by any program."""
+        """Whether the step exists, whichever program wrote it."""
         marker = COMMIT_FILE if self.in_place else ""
         return (self.final(step) / marker).exists()
 
@@ -103,27 +103,27 @@ class PersistentRoot:
         is uploaded, where steps are written in place).
 
         Raises:
-          CheckpointError: if the step was committed by a newer save, by another run, or
-            by plain Orbax since then.
+          CheckpointError: if a newer save, another run or stock Orbax has committed the
+            step since then.
         """
         step, save = step_id
         if not self.is_committed(step):
             return True
         there = self.save_of(step, run=run)
         if there is None or there > save or (self.in_place and there < save):
-            what = "saved by Orbax without elastic_ckpt"
+            what = "saved by stock Orbax, without elastic_ckpt"
             if manifest_names(self.final(step)):
                 what = f"its save is {there or 'of another run or version'}"
             raise errors.CheckpointError(
                 f"step {step} in {self.path} exists already ({what}), so save {save}"
-                " does not replace it; remove it first if the new one should count"
+                " does not replace it; remove the existing step first to replace it"
             )
         return there < save
 
     def save_of(self, step: int, *, run: str) -> str | None:
         """Which save of a step is committed; None if the run cannot read it.
 
-        For a step that Orbax alone saved, it is the save that the step counts as.
+        For a step that stock Orbax saved, returns the save that the step counts as.
         """
         there, save = committed(self.final(step))
         if not there and not manifest_names(self.final(step)):
@@ -131,7 +131,7 @@ class PersistentRoot:
         return save if there == run else None
 
     def foreign_save(self, step: int) -> str:
-        """The save that a step of Orbax alone counts as: its commit time.
+        """The save that a step of stock Orbax counts as: its commit time.
 
         Saves are named by a time in milliseconds (see `HostWorld.new_save`).
         """
@@ -141,7 +141,7 @@ class PersistentRoot:
         """The committed steps, ascending.
 
         Raises:
-          CheckpointError: if they cannot be listed; `leftovers` likewise.
+          CheckpointError: if the steps cannot be listed; also in `leftovers`.
         """
         there = self.of_each(self.is_committed, self._numbers())
         return [step for step, is_committed in there.items() if is_committed]
@@ -149,8 +149,8 @@ class PersistentRoot:
     def are_ours(self) -> dict[int, bool]:
         """Whether this library wrote each committed step, ascending.
 
-        Takes one request for each step with manifests: the listing of its directory
-        also shows the file that commits it.
+        Takes one request for each step with manifests: the directory listing also shows
+        the file that commits the step.
         """
 
         def is_ours(step: int) -> bool | None:
@@ -176,10 +176,10 @@ class PersistentRoot:
     def leftovers(self) -> list[Leftover]:
         """The uncommitted steps, ascending, including uploads that are running.
 
-        Includes leftovers of Orbax itself, which it names in the same way.
+        Includes Orbax's own leftovers, which have the same form of name.
         """
         leftovers = []
-        # In this order, since a step may be committed meanwhile.
+        # In this order, because a step may be committed meanwhile.
         found, committed = self._directories(), self.steps()
         for each in found:
             path, step = self.path / each[0], int(each["step"])
@@ -192,7 +192,7 @@ class PersistentRoot:
         return leftovers
 
     def set_aside_steps(self) -> list[StepId]:
-        """The steps that are set aside, ascending."""
+        """The steps set aside, ascending."""
         return [
             StepId(int(each["step"]), each["save"])
             for each in filter(self._is_aside, self._directories())
@@ -201,13 +201,13 @@ class PersistentRoot:
     def remove(self, directory: epath.Path) -> None:
         """Removes a step, committed or set aside.
 
-        It disappears at once, then its files are removed; if the program is killed
-        meanwhile, the rest is a leftover.
+        The step disappears immediately; then its files are removed. If the program is
+        killed meanwhile, the rest is a leftover.
         """
         storage.remove(self.uncommit(directory))
 
     def uncommit(self, directory: epath.Path) -> epath.Path:
-        """Makes a step disappear, and returns where its files are."""
+        """Makes a step disappear and returns where its files are."""
         if self.in_place:
             storage.remove(directory / COMMIT_FILE)
             return directory
@@ -219,7 +219,7 @@ class PersistentRoot:
         return taken_back
 
     def move(self, source: epath.Path, target: epath.Path) -> None:
-        """Moves a step; can be repeated, since one of the two is whole at any time."""
+        """Moves a step; can be repeated, because one of the two is always whole."""
         if target.exists():
             # An edit was interrupted, and a run stored the same save from RAM again.
             self.remove(target)
@@ -251,7 +251,7 @@ def run_of(directory: epath.Path) -> str | None:
 
 
 def readable(directory: epath.Path) -> Iterator[Manifest]:
-    """The readable manifests in the directory of a step, of any run."""
+    """The readable manifests of any run in a step directory."""
     for name in manifest_names(directory):
         with contextlib.suppress(OSError, checked_json.UnreadableError):
             yield Manifest.parse((directory / name).read_bytes())
@@ -264,7 +264,7 @@ def commit_text(final: epath.Path, run: str, save: str) -> bytes:
 
 
 def committed(directory: epath.Path) -> tuple[str, str]:
-    """The run and the save of a committed step of ours; empty if it is not one."""
+    """A committed step's run and save; empty if this library did not commit it."""
     # A truncated or altered file names no save.
     with contextlib.suppress(FileNotFoundError, LookupError, ValueError):
         found = _COMMITTED.search((directory / COMMIT_FILE).read_bytes())
@@ -275,7 +275,7 @@ def committed(directory: epath.Path) -> tuple[str, str]:
 
 
 def read_json(path: epath.Path) -> dict[str, Any] | None:
-    """A JSON object that Orbax wrote: empty if missing, None if damaged."""
+    """Reads a JSON object that Orbax wrote: empty if missing, None if damaged."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -292,20 +292,20 @@ def commit_nsecs(directory: epath.Path) -> int:
 
 
 def manifest_names(directory: epath.Path) -> list[str]:
-    """The names of the manifests in the directory of a step, ordered."""
+    """The names of the manifests in a step directory, ordered."""
     return sorted(filter(is_manifest_name, records.names(directory)))
 
 
 def read_manifests(
     directory: epath.Path, *, run: str, step: int, hosts: Collection[str] = ()
 ) -> list[Manifest | errors.CheckpointError]:
-    """The manifests in a step's directory, in order, with errors for unreadable ones.
+    """Reads a step directory's manifests, in order, with errors for unreadable ones.
 
     Args:
-      directory: the directory of the step.
+      directory: the step directory.
       run: the run that they must belong to.
       step: the step that they must belong to.
-      hosts: hosts that have written theirs: an object store's listing may lag behind.
+      hosts: hosts known to have written manifests: an object store's listing may lag.
 
     Raises:
       OutOfReachError: if storage is unavailable.

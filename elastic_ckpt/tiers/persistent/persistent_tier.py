@@ -1,8 +1,8 @@
 """The persistent tier: ordinary Orbax checkpoints, found and read by their manifests.
 
-Hosts write them (`upload`), and any program can load them with Orbax alone. By our
-manifests, which are next to Orbax's files, a host finds the values of a box and their
-digests without Orbax, and reads only what it needs.
+Hosts write the checkpoints (`upload`), and any program can load them with stock Orbax.
+From this library's manifests, next to Orbax's files, a host finds a box's values and
+their digests without Orbax and reads only what it needs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from elastic_ckpt.tiers.source import Copy, Offered, OnPiece, ReadError, ignored
 class PersistentTier:
     """The committed steps of a run in persistent storage; a `source.Tier`.
 
-    They are listed once: create a new object to see new steps.
+    The steps are listed once; create a new object to see new ones.
 
     Args:
       root: the directory of the steps.
-      run: the identity of the run; steps of others are reported as problems.
+      run: the identity of the run; other runs' steps are reported as problems.
     """
 
     def __init__(self, root: PersistentRoot, *, run: str) -> None:
@@ -54,14 +54,14 @@ class PersistentTier:
         return [step for step, is_ours in self._are_ours.items() if is_ours]
 
     def known_saves(self) -> list[StepId]:
-        """The steps of this library that are committed or set aside.
+        """This library's steps that are committed or set aside.
 
-        The save is empty if the step is of another run, or its save is unknown. An
-        abandoned step that is leased is not set aside, so that the newest save need not
-        be that of the newest step.
+        The save is empty if the step belongs to another run, or its save is unknown. An
+        abandoned step that is leased is not set aside, so the newest step does not
+        always have the newest save.
 
         Raises:
-          CheckpointError: if storage is out of reach; `foreign_saves` likewise.
+          CheckpointError: if storage is unreachable; also in `foreign_saves`.
         """
         commits = self.root.of_each(
             lambda step: committed(self.root.final(step)), self._ours
@@ -72,17 +72,17 @@ class PersistentTier:
         ]
 
     def recorded_lines(self) -> list[Line]:
-        """The newest line on record, which may have no step in storage yet.
+        """The newest recorded line, which may have no step in storage yet.
 
         Raises:
-          CheckpointError: if its record is damaged or out of reach.
+          CheckpointError: if the record is damaged or unreachable.
         """
         newest = claims.newest(self.root.path)
         is_known = newest and newest.run == self._run and newest.line.save
         return [newest.line] if newest and is_known else []
 
     def foreign_saves(self) -> dict[int, str]:
-        """The committed steps that Orbax alone wrote.
+        """The committed steps that stock Orbax wrote.
 
         Returns:
           The save that each counts as, by step, ascending.
@@ -91,7 +91,7 @@ class PersistentTier:
         return self.root.of_each(self.root.foreign_save, foreign)
 
     def notes(self, step: int) -> dict[str, Any]:
-        """The metadata that Orbax stored with a committed step.
+        """Orbax's metadata of a committed step.
 
         Returns:
           `metrics`, `custom_metadata` and `commit_timestamp_nsecs`, each None if there
@@ -106,7 +106,7 @@ class PersistentTier:
         }
 
     def offers(self, step: int) -> Offered:
-        """See `source.Tier`; empty if the step is not committed, or not reachable."""
+        """See `source.Tier`; empty if the step is not committed or not reachable."""
         copies: list[Copy] = []
         problems: list[str] = []
         try:
@@ -140,9 +140,9 @@ class PersistentTier:
     def held(self, line: Line) -> list[retention.HeldStep]:
         """The committed steps of this run, for retention.
 
-        Steps of another run, or that a later version of elastic_ckpt has committed, are
-        left out. The time is the commit time in Orbax's metadata (1970 if that is
-        damaged); the metrics are those in Orbax's files and those of evaluations.
+        Skips steps of another run, or of a later version of elastic_ckpt. The time is
+        the commit time in Orbax's metadata (1970 if that is damaged); the metrics come
+        from Orbax's files and from evaluations.
         """
         found = self.root.of_each(self._held, self._ours)
         held = [each for each in found.values() if each is not None]
@@ -182,12 +182,12 @@ class PersistentTier:
 
 
 class StepSource:
-    """Reads the files of a step, and the values in its stores; a `source.Source`."""
+    """Reads a step's files and the values in its stores; a `source.Source`."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
         context = ocdbt.new_context()
-        # By the name of a tree.
+        # By tree name.
         self._store = functools.cache(
             lambda name: ocdbt.open_store(f"{directory}/{name}", context)
         )

@@ -1,17 +1,17 @@
-"""Records in storage, which are valid for as long as their holders renew them.
+"""Records in storage that are valid for as long as their holders renew them.
 
-A record names its process. On the same machine, the process number, its start time and
-the machine's boot ID prove whether it is alive. From elsewhere nothing can be proved,
-so a holder increases a count in its record four times in `secs`. A record that was not
-renewed for `secs`, by the clock of the program that looks at it, has lapsed. Clocks are
-never compared.
+A record names its process. On the same machine, the process ID, its start time and the
+machine's boot ID prove whether the process is alive. On a different machine nothing can
+be proved, so a holder increases a count in its record four times in `secs`. A record
+has lapsed if it was not renewed for `secs` by the clock of the program that reads it.
+Clocks are never compared.
 
     <directory>/<number>.json
 
-Of numbered records the newest counts. Whoever wants to succeed its holder creates the
-next number, which storage lets only one program do. A holder that hung finds that
-record before it renews its own. The claims of a run's worlds and of the leader of its
-machines are numbered records; leases of steps are single ones.
+Of numbered records, only the newest counts. A program that wants to succeed its holder
+creates the next number, which storage allows only once. A holder that hung finds that
+record before it renews its own. Claims of a run's worlds and of its machines' leader
+are numbered records; step leases are single records.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Record:
 
     Attributes:
       start: the unique name of one start of a program.
-      secs: how long it is valid without being renewed; 0 once it was given back.
-      since_ms: when it was created, in milliseconds since 1970.
-      count: how often it was renewed.
+      secs: how long the record is valid without renewal; 0 once it was released.
+      since_ms: when the record was created, in milliseconds since 1970.
+      count: how often the record was renewed.
     """
 
     start: str
@@ -96,13 +96,13 @@ def within_reach(path: epath.Path) -> Iterator[None]:
         raise
     except bucket_clients.failures() as error:
         raise OutOfReachError(
-            f"{path} cannot be read or listed, because it is out of reach ({error});"
+            f"{path} cannot be read or listed, because it is unreachable ({error});"
             " check the path and its permissions, or try again when the storage is back"
         ) from error
 
 
 def read(path: epath.Path, kind: type[T] = Record) -> T | None:
-    """Reads what `to_bytes` encoded; None if there is no file.
+    """Decodes a file that `to_bytes` encoded; None if there is no file.
 
     Raises:
       CheckpointError: if the file is damaged, or storage is unavailable.
@@ -117,7 +117,7 @@ def read(path: epath.Path, kind: type[T] = Record) -> T | None:
         return None
     except ValueError as error:
         raise errors.CheckpointError(
-            f"{path} {error}; restore the file from a copy, or end all programs of the"
+            f"{path} {error}; restore the file from a copy, or stop all programs of the"
             " run and remove it"
         ) from None
 
@@ -178,10 +178,11 @@ class Records:
         *,
         renewed: Callable[[int], None] = lambda _: None,
     ) -> Held | None:
-        """Creates a record unless its number exists; records are never removed.
+        """Creates a record unless its number exists; never removes records.
 
         Returns:
-          The record, renewed from now on; None if another program took the number.
+          The record, which is renewed from now on; None if another program took the
+          number.
         """
         path, after = self.path(number), self.path(number + 1)
         is_created = storage.create(path, to_bytes(record), mode=self.mode)
@@ -192,15 +193,15 @@ class Records:
 
 
 class Held:
-    """A record that this process has created, and the thread that renews it.
+    """A record that this process created, and the thread that renews it.
 
     Args:
-      after: the file that a successor creates; None if there can be none.
-      renewed: called with the count after each renewal, in that thread.
+      after: the file that a successor creates; None if there can be no successor.
+      renewed: a function called with the count after each renewal, in that thread.
 
     Attributes:
-      record: the content that was written last.
-      is_lost: whether the record was found to be gone or held by another program.
+      record: the content last written.
+      is_lost: whether the record turned out to be gone or held by another program.
     """
 
     def __init__(
@@ -233,9 +234,9 @@ class Held:
         return not self.is_lost
 
     def renew(self, **changes: Any) -> None:
-        """Increases the count, and makes `changes` to other attributes.
+        """Increases the count and applies `changes` to other attributes.
 
-        Does nothing if the record is lost or was given back.
+        Does nothing if the record was lost or released.
         """
         with self._lock:
             if self._ended.is_set() or not self.check():
@@ -248,7 +249,7 @@ class Held:
             self._renewed(self.record.count)
 
     def give_back(self) -> None:
-        """Makes the record lapse at once, so that another program may follow."""
+        """Makes the record lapse immediately, so that another program may follow."""
         self._end(lambda: self.renew(secs=0.0))
 
     def remove(self) -> None:

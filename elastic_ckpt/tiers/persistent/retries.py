@@ -2,7 +2,7 @@
 
 Persistent storage fails temporarily: tokens expire, NFS servers restart, object stores
 limit rates. Each write is retried at growing intervals, and each failure is logged.
-Permanent errors are raised at once.
+Permanent errors are raised immediately.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from elastic_ckpt.tiers.persistent.records import OutOfReachError
 
 Result = TypeVar("Result")
 
-# For each write, in total.
+# Attempts per write.
 _ATTEMPTS = 8
-# Upper bounds of the first wait, which doubles from there, and of the longest.
+# Upper bounds of the first wait, which then doubles, and of the longest wait.
 _FIRST_SECS, _LONGEST_SECS = 0.5, 30.0
-# A later backup may succeed; retrying this one will not.
+# A later backup may succeed, but retrying this one will not.
 _PERMANENT = ("full", "read_only", "refused")
 _PERMANENT_ERRNOS = (
     errno.EISDIR,
@@ -33,22 +33,22 @@ _PERMANENT_ERRNOS = (
     errno.ENOTDIR,
     errno.ENOTEMPTY,
 )
-# TensorStore raises ValueErrors that begin with the name of an Abseil status, see
+# TensorStore raises ValueErrors that begin with an Abseil status name; see
 # https://abseil.io/docs/cpp/guides/status-codes
 _STATUS = re.compile(r"([A-Z_]+): ")
 _PERMANENT_STATUSES = ("FAILED_PRECONDITION", "INVALID_ARGUMENT", "UNIMPLEMENTED")
-_ADVICE = "check the path, its free space and who may write there"
+_ADVICE = "check the path, its free space and its permissions"
 
 
 def call(what: str, act: Callable[[], Result]) -> Result:
-    """Calls `act` until it succeeds, and returns its result.
+    """Calls `act` until it succeeds and returns its result.
 
     Args:
-      what: the beginning of messages, such as `writing /a/b`.
-      act: can be repeated after it has failed half way.
+      what: how messages begin, such as `writing /a/b`.
+      act: a function that can be repeated after it fails halfway.
 
     Raises:
-      CheckpointError: if the last attempt failed, or any failed permanently.
+      CheckpointError: if the last attempt failed, or an attempt failed permanently.
     """
     for attempt in range(1, _ATTEMPTS + 1):
         try:
@@ -72,14 +72,14 @@ def call(what: str, act: Callable[[], Result]) -> Result:
 
 
 def _is_permanent(error: Any) -> bool | None:
-    # None if the error is not one of storage.
+    # None if the error did not come from storage.
     if isinstance(error, OutOfReachError):
         error = error.__cause__
     is_lasting = storage_cause.of_error(error) in _PERMANENT
     if isinstance(error, ValueError):
         status = _STATUS.match(str(error))
         return status and (is_lasting or status[1] in _PERMANENT_STATUSES)
-    # Errors of bucket clients may pass: tokens expire.
+    # Bucket client errors may be temporary: tokens expire.
     return isinstance(error, OSError) and (
         is_lasting or error.errno in _PERMANENT_ERRNOS
     )

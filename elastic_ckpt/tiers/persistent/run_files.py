@@ -6,18 +6,19 @@
     <root>/evaluations/<step>-<save>.json   metrics of training step <step>
 
 The first two are in a run's storage and on each of its RAM disks. Two runs may have the
-same name, and so the same path in RAM, for example after the output of one was removed.
-So each run has a random identity, created at its first start, and refuses a RAM disk of
-a different run.
+same name, and so the same path in RAM, for example after one run's output was removed.
+So each run has a random identity, created at its first start, and refuses a different
+run's RAM disk.
 
-Programs outside of the run find its machines by the agents in storage; a new world
-finds idle machines by the agents on its hosts' RAM disks. These are hints: an agent may
-be gone, all that it sends is verified, and the run's secret is not in the file.
+Programs outside the run find its machines through the agents in storage; a new world
+finds idle machines through the agents on its hosts' RAM disks. The entries are hints:
+an agent may be gone, everything that it sends is verified, and the run's secret is not
+in the file.
 
-An evaluation counts for the saved step of the same number, otherwise for the newest
-before it (`steps.retention.with_evaluations`), and is removed with that step. It has
-the save of its world: as for a step, the run's line (`steps.step`) decides whether it
-counts.
+An evaluation applies to the saved step of the same number, otherwise to the newest step
+before it (`steps.retention.with_evaluations`) and is removed with that step. It stores
+its world's save: as with a step, the run's line (`steps.step`) decides whether the
+evaluation counts.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Place:
     """A directory of a run's steps: in storage, or a RAM disk.
 
     Attributes:
-      identity: the run whose steps it has; None if it has none yet.
+      identity: the run whose steps the directory has; None if it has no run yet.
       is_out_of_reach: whether the directory cannot be read now.
     """
 
@@ -85,7 +86,7 @@ class Seen(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RunAgents:
-    """The agents of a run, by the id of the machine's memory."""
+    """A run's agents, by the ID of the machine's memory."""
 
     run: str
     agents: Mapping[str, Seen]
@@ -103,8 +104,8 @@ class Evaluation:
 
     Attributes:
       step: the training step that was evaluated, saved or not.
-      save: the save of the world that evaluated it, or of the saved step.
-      metrics: a JSON object.
+      save: the save of the world that evaluated the step, or of the saved step.
+      metrics: the metrics, as a JSON object.
     """
 
     run: str
@@ -126,7 +127,7 @@ def place(directory: epath.PathLike, *, has_steps: bool = True) -> Place:
       has_steps: whether it has any steps; a RAM disk without steps belongs to no run.
 
     Raises:
-      CheckpointError: if the identity there is damaged.
+      CheckpointError: if the directory's identity file is damaged.
     """
     path = storage.absolute(directory)
     try:
@@ -139,10 +140,10 @@ def place(directory: epath.PathLike, *, has_steps: bool = True) -> Place:
 def agreed(
     stored: Place | None, disks: Sequence[Place], *, fresh: str
 ) -> Identity | None:
-    """Agrees on the identity of the run; None if it cannot be known now.
+    """Agrees on the identity of the run; None if it cannot be determined now.
 
-    All hosts call it with the same arguments. A disk that was filled while storage was
-    out of reach has no identity yet, and gets that of the run.
+    All hosts call this with the same arguments. A disk that was filled while storage
+    was unreachable has no identity yet and gets the run's identity.
 
     Args:
       stored: the run's persistent storage; None if it has none.
@@ -164,25 +165,25 @@ def agreed(
     for number, each in enumerate(disks):
         own = each.identity or dataclasses.replace(known, is_stored=False)
         remedy = (
-            "choose another run_name (another directory of ec.Local), or, if nobody"
+            "choose a different run_name (directory of ec.Local), or, if nobody"
             f" needs these steps, remove the directory: rm -r {each.directory}"
         )
-        # Only the name: hosts without storage do not know whether the run has some.
+        # Only the name: hosts without storage do not know whether the run has storage.
         if own.name != known.name:
             raise errors.RunError(
                 f"host {number}: {each.directory} contains steps of another run, not of"
                 f" {place_of_run}; {remedy}"
             )
-        # By copying the identity, a person confirms that this is the run's storage.
+        # By copying the identity, the user confirms that this is the run's storage.
         if is_new and own.is_stored:
             raise errors.RunError(
-                f"{place_of_run} has no steps, but {each.directory} holds steps of a"
+                f"{place_of_run} has no steps, but {each.directory} has steps of a"
                 " run that was stored. If the storage of this run is gone or was"
                 " replaced, RAM holds the only copy: to continue from it, copy"
                 f" {os.path.join(each.directory, IDENTITY)} to"
-                f" {os.path.join(place_of_run, IDENTITY)} and start again; for the"
-                f" weights alone, elastic-ckpt convert {each.directory} DIRECTORY/STEP."
-                f" If these are steps of another run, {remedy}"
+                f" {os.path.join(place_of_run, IDENTITY)} and start again; to get only"
+                f" weights, run elastic-ckpt convert {each.directory} DIRECTORY/STEP."
+                f" If these steps belong to another run, {remedy}"
             )
     is_stored = known.is_stored or stored is not None
     return dataclasses.replace(known, is_stored=is_stored)
@@ -206,24 +207,24 @@ def keep(directory: epath.PathLike, identity: Identity, *, is_first: bool) -> No
     there = records.read(path, Identity)
     if there is None or there.name != identity.name:
         raise errors.ReplacedError(
-            f"{path} is gone, or another run's: the directory was removed while this"
+            f"{path} is gone or another run's: the directory was removed while this"
             " run was writing to it, or another run has started in it at the same time."
-            " This run's steps there are lost, so it stops; start it again, in another"
+            " This run's steps there are lost, so it stops; restart it, in a different"
             " directory if the other run needs this one"
         )
 
 
 def find_run(chosen: Chosen) -> str | None:
-    """The run whose steps are in the local tier, otherwise in the persistent one.
+    """The run whose steps are in the local tier, otherwise in the persistent tier.
 
     An unnamed run keeps this name when tiers are added, removed or moved.
 
     Returns:
-      None if there are no steps, or if storage is out of reach and the local tier has
-      none: other hosts may have some in RAM.
+      None if there are no steps, or if storage is unreachable and the local tier has no
+        steps: other hosts may have some in RAM.
 
     Raises:
-      CheckpointError: if storage is out of reach, and there is no local tier.
+      CheckpointError: if storage is unreachable and there is no local tier.
     """
     return next(filter(None, _runs(chosen)), None)
 
@@ -231,7 +232,7 @@ def find_run(chosen: Chosen) -> str | None:
 def _runs(chosen: Chosen) -> Iterator[str | None]:
     if chosen.local is not None:
         disk = storage.absolute(chosen.local.directory)
-        # Whoever uses an unreadable disk refuses it and says why.
+        # Whoever uses an unreadable disk rejects it and says why.
         with contextlib.suppress(OSError, errors.CheckpointError):
             steps = (each for each in disk.glob("hosts/*/*") if each.is_dir())
             yield from map(run_of, steps)
@@ -257,10 +258,10 @@ def write_agents(directory: epath.PathLike, agents: RunAgents) -> None:
 
 
 def read_agents(directory: epath.PathLike) -> RunAgents | None:
-    """The recorded agents; None if there are none.
+    """Reads the recorded agents; None if there are none.
 
     Raises:
-      CheckpointError: if storage is out of reach, or the record cannot be read.
+      CheckpointError: if storage is unreachable, or the record cannot be read.
     """
     there = records.read(storage.absolute(directory) / AGENTS, RunAgents)
     return there if there is not None and there.agents else None
@@ -285,7 +286,7 @@ def forget_agent(root: epath.PathLike, url: str) -> None:
 def joined_agents(
     heard: Iterable[Mapping[str, Seen]], present: Mapping[str, str], *, now_secs: float
 ) -> dict[str, Seen]:
-    """Merges the agents that hosts know, each as it was seen last."""
+    """Merges the agents that hosts know, each as last seen."""
     of_all = [each for agents in heard for each in agents.items()]
     newest = dict(sorted(of_all, key=lambda each: each[1].secs))
     oldest_secs = now_secs - _REMEMBERED_SECS
@@ -304,10 +305,10 @@ def record_evaluation(root: PersistentRoot, evaluation: Evaluation) -> None:
 
 
 def evaluations(root: PersistentRoot, line: Line, *, run: str) -> list[tuple[int, str]]:
-    """The evaluations of a line: training steps and JSON of metrics, ascending.
+    """A line's evaluations: training steps and JSON of metrics, ascending.
 
-    If a training step has two, that of the later save counts, and comes last. An
-    evaluation is left out if its step was saved again since.
+    If a training step has two evaluations, the later save's comes last and takes
+    precedence. Skips an evaluation if its step was saved again since.
 
     Raises:
       CheckpointError: if storage is out of reach.
@@ -325,11 +326,11 @@ def evaluations(root: PersistentRoot, line: Line, *, run: str) -> list[tuple[int
 def forget_evaluations(
     root: PersistentRoot, steps: Collection[int], line: Line
 ) -> None:
-    """Removes the evaluations of saved steps, and abandoned ones that were passed.
+    """Removes saved steps' evaluations, and abandoned ones that the line has passed.
 
     Raises:
       OSError: if storage is unavailable, or another of `bucket_clients.failures`.
-      CheckpointError: if it cannot be listed.
+      CheckpointError: if the evaluations cannot be listed.
     """
     saved = root.steps()
     for path, each in _evaluations(root):

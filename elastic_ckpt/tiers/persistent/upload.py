@@ -1,18 +1,18 @@
 """Upload: each host writes its share of a step to storage, and one host commits it.
 
 A host writes chunks and files in any order, from any number of threads. Every few
-seconds, and at the end, it lists what is durable in its manifest. If an earlier upload
-of this save was killed, the parts that any host listed are not written again.
+seconds, and at the end, it lists the durable parts in its manifest. If an earlier
+upload of this save was killed, parts that any host listed are not written again.
 
     <unfinished>/state/ocdbt.process_<save, host>/   its store: the chunks of `state`
     <unfinished>/data/shards-00000-00063.json.gz     a file of the component `data`
     <unfinished>/manifest-<host id>                  lists what the host has written
 
-When all hosts have finished, one of them turns it into an ordinary Orbax checkpoint: it
-merges the stores, adds the files that Orbax requires, and then makes the step visible,
-by a rename or by a last file (see `persistent_root`). If it is killed at any point, any
-host can repeat this: until the very end the step does not exist, for us or for Orbax,
-and from then on it is whole.
+When all hosts have finished, one of them turns the upload into an ordinary Orbax
+checkpoint: it merges the stores, adds the files that Orbax requires, and then makes the
+step visible by a rename or by a last file (see `persistent_root`). If that host is
+killed at any point, any host can repeat this: until the very end, the step does not
+exist for this library or for Orbax, and then it is complete.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from elastic_ckpt.tiers.persistent.persistent_root import (
     read_manifests,
 )
 
-# The least pause between manifests, in seconds and as a multiple of the time that the
+# The minimum pause between manifests, in seconds and as a multiple of the time that the
 # last manifest took.
 _PROGRESS_SECS = 5.0
 _PROGRESS_SHARE = 20
@@ -72,11 +72,11 @@ class Upload:
     """One host's part of an upload.
 
     Args:
-      claim: the number of its world, which must be the newest whenever a file is
-        written into a directory that another start may share; 0 for no world.
+      claim: the number of the host's world, which must be the newest whenever a file is
+        written to a directory that another start may share; 0 for no world.
 
     Attributes:
-      there: the parts that hosts have uploaded before, if the upload was interrupted.
+      there: the parts that hosts already uploaded, if the upload was interrupted.
     """
 
     def __init__(
@@ -102,7 +102,8 @@ class Upload:
         """Prepares the directory, or continues an interrupted upload of this save.
 
         Raises:
-          CheckpointError: if the step is already committed, or storage fails for good.
+          CheckpointError: if the step is already committed, or storage fails
+            permanently.
         """
         retries.call(f"preparing an upload to {self._directory}", self._begin)
 
@@ -128,12 +129,12 @@ class Upload:
         storage.make_directory(self._directory)
 
     def write(self, parts: Sequence[Part], values: Sequence[np.ndarray]) -> None:
-        """Writes parts, durably: all chunks in one commit of the host's store.
+        """Writes parts durably, with all chunks in one commit of the host's store.
 
         A commit takes as long for one chunk as for thousands of small ones.
 
         Args:
-          parts: of any leaves.
+          parts: parts of any leaves.
           values: the values of each part, which must not change meanwhile.
 
         Raises:
@@ -164,7 +165,7 @@ class Upload:
                 self._next_list_secs = clock.monotonic() + pause_secs
 
     def finish(self) -> Manifest:
-        """Writes the manifest of all written parts, and returns it.
+        """Writes the manifest of all written parts and returns it.
 
         Raises:
           CheckpointError: if storage fails for good, or for longer than the retries.
@@ -222,13 +223,14 @@ def commit(
     Args:
       root: the directory of the steps.
       saved: the uploaded step.
-      hosts: the ids of the hosts that took part, and have finished.
+      hosts: the IDs of the hosts that took part and have finished.
       orbax_files: Orbax's files, by path in the step (`checkpoint.orbax_format`).
-      make_way: called before the step becomes visible; must move older saves away.
+      make_way: a function called before the step becomes visible; it must move older
+        saves away.
 
     Raises:
       CheckpointError: if the uploads do not make up the whole step, the step was
-        committed by another save, or storage fails for good.
+        committed by another save, or storage fails permanently.
     """
     unfinished, final = root.unfinished(saved.step_id), root.final(saved.step_id.step)
     success = commit_text(final, saved.run, saved.step_id.save)

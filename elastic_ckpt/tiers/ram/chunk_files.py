@@ -1,14 +1,14 @@
-"""Files of chunks on a RAM disk, mapped into memory: what is copied there is saved.
+"""Memory-mapped chunk files on a RAM disk: values copied into them are saved.
 
 Captures, and copies from peers, go straight into the mapping of a file that belongs to
-no step yet (`take`). Then the file gets the checksum of its values, and is renamed into
-the directory of its step (`place`). So a step is in memory only once, on the RAM disk.
-Small chunks are in ordinary memory, and are written by `place`.
+no step yet (`take`). Then the file gets a checksum and is renamed into its step
+directory (`place`). So a step is in memory only once, on the RAM disk. Small chunks
+stay in ordinary memory until `place` writes them.
 
 The kernel clears fresh pages, which takes three times as long as a copy. So the files
-of a removed step stay mapped, in the slot's directory `spare`, and the next step takes
-them. If there are none, they are created in advance (`prepare`). A later process
-removes what it finds there.
+of a removed step stay mapped, in the slot's directory `spare`, for the next step. If
+there are none, they are created in advance (`prepare`). A later process removes all
+files there.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _PIECE_BYTES = 256 * 2**10
 
 
 class ChunkFile(NamedTuple):
-    """A mapped file of one chunk, or memory for a small one.
+    """One chunk's mapped file, or memory for a small chunk.
 
     Attributes:
-      memory: all of its bytes, uint8: the values, and room for their checksum.
+      memory: all bytes of the file, uint8: the values, and room for their checksum.
       inode: the inode of the file; 0 if it is not mapped.
-      path: its path until it is placed; empty if it is not mapped.
+      path: the file's path until it is placed; empty if it is not mapped.
     """
 
     memory: np.ndarray
@@ -57,7 +57,7 @@ class ChunkFiles:
         self.num_made = 0
         # By size.
         self._spare: dict[int, list[ChunkFile]] = {}
-        # The files in steps with their paths, by the directory of the step.
+        # The files in steps with their paths, by step directory.
         self._placed: dict[str, list[tuple[str, ChunkFile]]] = {}
         self._preparing: list[futures.Future[None]] = []
 
@@ -119,21 +119,21 @@ class ChunkFiles:
         name: str,
         named: bytes | None = None,
     ) -> bytes:
-        """Adds the checksum to a file, and moves it into a step.
+        """Adds the checksum to a file and moves the file into a step.
 
-        Since only the manifest makes a file count, a small one is written in place.
+        A small file is written in place, because only the manifest makes a file count.
 
         Args:
-          file: has the values.
-          step_directory: the directory of the step.
-          name: the path of the chunk in it.
-          named: the digest of the values, if it is known.
+          file: the file with the values.
+          step_directory: the step directory.
+          name: the chunk's path in the step directory.
+          named: the digest of the values, if known.
 
         Returns:
           The digest of the values.
 
         Raises:
-          OSError: if it cannot be written.
+          OSError: if the file cannot be written.
         """
         named = _sealed(file.memory, named)
         path = os.path.join(step_directory, name)
@@ -147,12 +147,12 @@ class ChunkFiles:
         return named
 
     def forget(self, step_directory: str) -> None:
-        """Unmaps the files of a step: removed files use memory until then."""
+        """Unmaps a step's files, because removed files use memory until then."""
         with self._lock:
             self._placed.pop(step_directory, None)
 
     def recycle(self, step_directory: str) -> None:
-        """Keeps the files of a step that is being removed, for the next one.
+        """Keeps the files of a step that is being removed for the next step.
 
         Its manifest must be gone already. Spare files never exceed this step's size.
         """
@@ -176,14 +176,14 @@ class ChunkFiles:
             storage.remove(file.path)
 
     def close(self) -> None:
-        """Removes all files that are in no step."""
+        """Removes all files that belong to no step."""
         background.wait(self._preparing)
         self._spare.clear()
         storage.remove(self._directory)
 
 
 def _sealed(memory: np.ndarray, named: bytes | None) -> bytes:
-    # Writes the checksum after the values, and returns their digest.
+    # Writes the checksum after the values and returns the values' digest.
     values = memory[: -layout.CHECKSUM_BYTES]
     # google_crc32c does not accept writable memory.
     read_only = np.frombuffer(values.data.toreadonly(), np.uint8)

@@ -1,9 +1,9 @@
 """The local tier: the steps that one process keeps on its machine's RAM disk.
 
 Each process writes only to its own directory, a slot, but reads all slots of the
-machine. Each step has a directory there, and exists once its manifest, which is written
+machine. Each step has a directory there and exists once its manifest, which is written
 last, exists. After a crash there may be directories without a manifest, and files that
-no manifest names; `clean` removes them. A writer that adds copies from peers to a
+no manifest lists; `clean` removes them. A writer that adds copies from peers to a
 committed step leaves the existing manifest valid until it commits.
 """
 
@@ -38,7 +38,7 @@ from elastic_ckpt.tiers.persistent import ocdbt
 from elastic_ckpt.tiers.ram import ram_disk
 from elastic_ckpt.tiers.ram.chunk_files import LEAST_BYTES, ChunkFile, ChunkFiles
 
-# The most chunks that are fetched from devices into host memory and written at a time.
+# The maximum number of chunks fetched from devices and written at a time.
 _NUM_THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 
 
@@ -113,7 +113,7 @@ class LocalHost:
         return retained
 
     def begin(self, step_id: StepId, contents: Contents) -> StepWriter:
-        """Returns a writer of this process's parts of a step; removes its leftovers.
+        """Returns a writer for this process's parts of a step; removes leftovers.
 
         Raises:
           CheckpointError: if the step is already committed.
@@ -122,7 +122,7 @@ class LocalHost:
         if self.disk.manifest_path(self.slot, step_id).exists():
             raise errors.CheckpointError(
                 f"step {step_id.step}, save {step_id.save!r}, is already in"
-                f" {directory}; remove it, or save under another name"
+                f" {directory}; remove it, or save under a different name"
             )
         storage.remove(directory)
         return StepWriter(
@@ -174,8 +174,8 @@ class LocalHost:
     def clean(self) -> None:
         """Removes leftovers of the machine's dead processes, before the first save.
 
-        In this slot, and in those whose process is dead, removes steps without a
-        readable manifest, files that no manifest names, files that a restore unpacked,
+        In this slot, and in slots whose process is dead, removes steps without a
+        readable manifest, files that no manifest lists, files that a restore unpacked,
         and messages.
         """
         for slot in itertools.chain([self.slot], self._idle_slots()):
@@ -193,9 +193,9 @@ class LocalHost:
                     yield slot
 
     def sweep(self, slot: int, step_id: StepId) -> None:
-        """Removes the files of a step that its manifest does not name.
+        """Removes a step's files that its manifest does not list.
 
-        Without a readable manifest, removes all. A step of a later version stays.
+        Without a readable manifest, removes all files. A later version's step stays.
         """
         path = self.disk.manifest_path(slot, step_id)
         try:
@@ -223,16 +223,16 @@ class LocalHost:
 class StepWriter:
     """Writes a host's parts of one save of a step; any thread may put copies.
 
-    It ends with `commit` or `abandon`. A failed write abandons it; only a copy that
-    cannot be written is left out.
+    Finish with `commit` or `abandon`. A failed write abandons the step; a copy that
+    cannot be written is only skipped.
 
     Args:
-      own: the host.
-      manifest: the parts that are already there.
+      own: the host that writes.
+      manifest: the parts already written.
 
     Attributes:
-      parts: the digests of all parts that are there now, by leaf and box. Whoever has
-        components write their files adds those.
+      parts: the digests of all parts written so far, by leaf and box. Callers add the
+        parts that components write.
     """
 
     def __init__(self, own: LocalHost, manifest: Manifest) -> None:
@@ -247,11 +247,11 @@ class StepWriter:
         """Reserves room for what will be written.
 
         Args:
-          num_bytes: the bytes that will be written in total.
+          num_bytes: the total number of bytes to write.
           taken_bytes: how many of these are already in the host's `files`.
 
         Raises:
-          CheckpointError: if they do not fit; the writer is abandoned then.
+          CheckpointError: if the bytes do not fit; the writer is abandoned then.
         """
         disk, files = self._own.disk, self._own.files
         with self._abandoned_on_failure():
@@ -281,14 +281,14 @@ class StepWriter:
         """Writes the values of all boxes; afterwards, `captured` may be released.
 
         Raises:
-          CheckpointError: if they no longer fit or cannot be written; the writer is
-            abandoned then.
+          CheckpointError: if the values no longer fit or cannot be written; the writer
+            is abandoned then.
         """
         leaves = self.manifest.contents.leaves
         numbers = {leaf.path: number for number, leaf in enumerate(leaves)}
         items = [(part, *each) for part in captured.parts for each in part.boxes]
 
-        # A task for each small box would take longer than writing it.
+        # A task per small box would take longer than writing the box.
         shares = [items[first::_NUM_THREADS] for first in range(_NUM_THREADS)]
 
         def write(share: Sequence[tuple[CapturedLeaf, Box, Values]]) -> None:
@@ -316,14 +316,15 @@ class StepWriter:
         """Writes a copy of another host's part.
 
         Args:
-          number: the number of its leaf.
-          box: its box.
-          named: its digest.
-          read: fills memory, uint8, with its values, and verifies them.
+          number: the number of the part's leaf.
+          box: the part's box.
+          named: the part's digest.
+          read: a function that fills memory, uint8, with the part's values and verifies
+            them.
 
         Raises:
-          CheckpointError: if it cannot be written, or by `read`; the writer stays
-            usable.
+          CheckpointError: if the copy cannot be written, or from `read`; the writer
+            stays usable.
         """
         leaf, files = self.manifest.contents.leaves[number], self._own.files
         num_bytes = leaf.num_bytes(box)
@@ -342,11 +343,11 @@ class StepWriter:
         """Writes the manifest, which makes everything written part of the step.
 
         Args:
-          contents: the contents of the whole step, if they were not fully known at
-            `begin`; the arrays must be the same.
+          contents: the whole step's contents, if they were not fully known at `begin`;
+            the arrays must be the same.
 
         Raises:
-          CheckpointError: as `write`.
+          CheckpointError: see `write`.
         """
         contents = contents or self.manifest.contents
         rows = [(*part, named) for part, named in self.parts.items()]

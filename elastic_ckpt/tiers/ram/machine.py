@@ -1,4 +1,4 @@
-"""The id of a machine's memory, which is lost with the memory's content."""
+"""The ID of a machine's memory, which is lost with the memory's content."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from elastic_ckpt.core import errors, storage
 
 FILE = "machine"
 ID_LENGTH = 16
-# The id is a part of file names.
+# The ID is part of file names.
 _ID = re.compile(rb"[0-9a-f]{%d}" % ID_LENGTH)
 _IN_MEMORY = frozenset({"devtmpfs", "hugetlbfs", "ramfs", "tmpfs"})
 
 
 def machine_id(root: epath.PathLike) -> str:
-    """The id of the RAM disk at `root`, 16 hex digits, created by the first call.
+    """The ID of the RAM disk at `root`, 16 hex digits, created by the first call.
 
     Raises:
       CheckpointError: if `root` cannot be created or belongs to another user, or the
-        file with its id is damaged.
+        file with its ID is damaged.
     """
     path = os.path.join(root, FILE)
     if not os.path.exists(path):
@@ -37,7 +37,7 @@ def machine_id(root: epath.PathLike) -> str:
             raise errors.CheckpointError(
                 f"the RAM directory {os.fspath(root)} cannot be created"
                 f" ({error.strerror}); set local_checkpoint_directory (the directory of"
-                " ec.Local) to one on a tmpfs that this user may write to, such as"
+                " ec.Local) to a tmpfs directory that this user may write to, such as"
                 " /dev/shm"
             ) from error
     # The owner could change the steps and their digests. Root can change them anyway.
@@ -45,9 +45,9 @@ def machine_id(root: epath.PathLike) -> str:
     if owner not in (0, os.geteuid()):
         raise errors.CheckpointError(
             f"{root} on {socket.gethostname()} belongs to user {owner}, but this"
-            f" process runs as user {os.geteuid()}: another user could change the steps"
+            f" process runs as user {os.geteuid()}: that user could change the steps"
             " in it; remove it, or set local_checkpoint_directory (the directory of"
-            " ec.Local) to one of your own"
+            " ec.Local) to a directory of your own"
         )
     if not os.path.exists(path):
         storage.create(path, secrets.token_hex(ID_LENGTH // 2).encode())
@@ -57,10 +57,10 @@ def machine_id(root: epath.PathLike) -> str:
 
 
 def find(root: epath.PathLike) -> str | None:
-    """The id of the RAM disk at `root`; None if there is none on this machine.
+    """The ID of the RAM disk at `root`; None if there is none on this machine.
 
     Raises:
-      CheckpointError: if the file with the id is damaged.
+      CheckpointError: if the file with the ID is damaged.
     """
     path = pathlib.Path(root, FILE)
     try:
@@ -81,14 +81,14 @@ def warn_unless_in_memory(root: epath.PathLike) -> None:
     device = os.stat(root).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     mounts = pathlib.Path("/proc/self/mountinfo").read_text().splitlines()
-    # The type of the file system follows the dash.
+    # The file system's type follows the dash.
     kinds = {each.split()[2]: each.rpartition(" - ")[2].split()[0] for each in mounts}
     kind = kinds.get(number)
     if kind is not None and kind not in _IN_MEMORY:
         logging.warning(
             "%s is on a file system of type %s, not in memory: saves are as slow as"
-            " that disk, and wear it out; set the directory of ec.Local, which is"
-            " local_checkpoint_directory in a configuration, to one on a tmpfs, such as"
+            " that disk and wear it out; set the directory of ec.Local, which is"
+            " local_checkpoint_directory in a configuration, to a tmpfs, such as"
             " /dev/shm/run",
             root,
             kind,

@@ -1,4 +1,4 @@
-"""The RAM disk of a machine: its processes' parts of a run's steps, in memory.
+"""A machine's RAM disk: its processes' parts of a run's steps, in memory.
 
     machine                        the id of this machine's memory, created once
     run.json                       the identity of the run, see `run_files`
@@ -10,14 +10,14 @@
     hosts/<slot>/<step>-<save>/    a step of that process, see `layout`; a file
                                    `preserve` in it keeps it, regardless of policies
 
-Any process may read all of it, even if the writers are dead: a directory outlives its
-process, and is lost only with the machine's memory.
+Any process may read the whole disk, even if the writers are dead: a directory outlives
+its process and is lost only with the machine's memory.
 
-Only the owner of a slot writes to it (`local`), and repairs its bad copies. Bad copies
-in other slots - of an idle machine, a backup host, or a process that is gone - are
+Only a slot's owner writes to it (`local`) and repairs its bad copies. Bad copies in
+other slots (on an idle machine or a backup host, or from a process that is gone) are
 repaired by the machine's agent, or by another process there (`put_right`). A file is
-only replaced by the bytes that the manifest next to it lists, so a repair cannot make a
-good copy bad.
+replaced only by bytes with the digest that the manifest next to it lists, so a repair
+cannot make a good copy bad.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ from elastic_ckpt.tiers.source import (
     ignored,
 )
 
-# In the directory of a step that is being written: its final size.
+# In the directory of a step that is being written: the step's final size.
 RESERVED = "reserved"
 # A slot's directory for files that a restore unpacks.
 RESTORED = "restored"
-# A slot's directory for files of chunks that are in no step (`chunk_files`).
+# A slot's directory for chunk files that belong to no step (`chunk_files`).
 SPARE = "spare"
 # A slot's directory for messages to other hosts (`checkpoint.host.exchange`).
 MESSAGES = "messages"
-# In a slot: held by the process that owns it.
+# In a slot: the lock held by the process that owns the slot.
 LOCK = "lock"
 _BLOCK_BYTES = 512
 
@@ -78,7 +78,8 @@ class RamDisk:
     """The RAM disk of one machine for one run; a tier to restore from.
 
     Attributes:
-      limit_bytes: the limit for all slots together; None leaves it to the file system.
+      limit_bytes: the limit for all slots together; None leaves the limit to the file
+        system.
     """
 
     def __init__(
@@ -90,11 +91,11 @@ class RamDisk:
 
     @functools.cached_property
     def machine(self) -> str:
-        """The id of this machine's memory, 16 hex digits, the same in all processes."""
+        """The ID of this machine's memory, 16 hex digits, the same in all processes."""
         return machine.machine_id(self.root)
 
     def host_id(self, slot: int) -> str:
-        """The id of the host in a slot of this machine."""
+        """The ID of the host in a slot of this machine."""
         return f"{self.machine}.{slot}"
 
     def host_directory(self, slot: int) -> epath.Path:
@@ -112,7 +113,7 @@ class RamDisk:
         )
 
     def all_saves(self) -> list[tuple[int, StepId]]:
-        """The slot and save of each directory of a step, ascending."""
+        """The slot and save of each step directory, ascending."""
         return [(slot, each) for slot in self.slots() for each in self.saves(slot)]
 
     def step_directory(self, slot: int, step_id: StepId) -> epath.Path:
@@ -152,15 +153,15 @@ class RamDisk:
         """The manifest of one save of a step in a slot.
 
         Raises:
-          CheckpointError: if the manifest is missing or altered, or is that of another
+          CheckpointError: if the manifest is missing or altered, or belongs to another
             run or save.
         """
         path = self.manifest_path(slot, step_id)
         manifest = read_manifest(path, run=self.run, step=step_id.step)
         if manifest.step_id != step_id:
             raise errors.CheckpointError(
-                f"manifest {path} is that of save {manifest.step_id.save!r}, not of"
-                f" {step_id.save!r}; what it lists counts as lost: remove it"
+                f"manifest {path} belongs to save {manifest.step_id.save!r}, not to"
+                f" {step_id.save!r}; its parts count as lost; remove it"
             )
         return manifest
 
@@ -190,16 +191,16 @@ class RamDisk:
         ]
 
     def room_bytes(self) -> int:
-        """The bytes that the run may take, including those it has already taken."""
+        """The bytes that the run may take, including bytes already taken."""
         room = shutil.disk_usage(self.root).free + used_bytes(self.root)
         return min(room, self.limit_bytes or room)
 
     def free_bytes(self) -> int:
-        """The free bytes, by limit and file system, without those that are reserved."""
+        """The free bytes, by limit and file system, without reserved bytes."""
         used = promised = 0
         for directory in pathlib.Path(self.root).glob("hosts/*/*"):
             written = reserved = used_bytes(directory)
-            # A committed step, or a directory without a step, reserves nothing more.
+            # A committed step, or a directory without a step, reserves no more space.
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 reserved = int((directory / RESERVED).read_text())
             used += written
@@ -262,7 +263,7 @@ def _short(length: int, least: int) -> ReadError:
 
 
 def repairing(slot: epath.PathLike) -> AbstractContextManager[None]:
-    """Locks the slot in a directory, to repair a file or to remove steps."""
+    """Locks the slot in a directory to repair a file or to remove steps."""
     return storage.exclusive_lock(os.path.join(slot, "repairs.lock"), waits=True)
 
 
@@ -270,9 +271,9 @@ def put_right(directory: epath.PathLike, file: str, content: bytes) -> None:
     """Replaces a bad file of a committed step, atomically.
 
     Args:
-      directory: the step, `<root>/hosts/<slot>/<step>-<save>`.
-      file: its path there, as listed by the manifest of the slot.
-      content: all bytes of the file, as they were saved.
+      directory: the step directory, `<root>/hosts/<slot>/<step>-<save>`.
+      file: the file's path there, as the slot's manifest lists it.
+      content: all bytes of the file, as saved.
 
     Raises:
       RepairError: if the manifest cannot be read or does not list these bytes, or the
@@ -295,7 +296,7 @@ def put_right(directory: epath.PathLike, file: str, content: bytes) -> None:
         if problem is not None:
             raise RepairError(f"was not repaired: {problem}")
         with repairing(slot):
-            # Fails if somebody has begun to remove the step; nobody does it now.
+            # Fails if a removal of the step has begun; none can begin now.
             os.stat(path)
             target = _unlinked(root, f"hosts/{slot.name}/{step.name}/{file}")
             storage.write_atomic(target, content)
@@ -322,7 +323,7 @@ def _names(directory: epath.Path) -> list[str]:
 
 
 def used_bytes(directory: epath.PathLike) -> int:
-    """The bytes that the files below a directory take on the file system."""
+    """The file system space, in bytes, of the files below a directory."""
     total = 0
     for parent, _, files in os.walk(directory):
         for name in files:
