@@ -310,7 +310,7 @@ def test_a_second_start_of_a_machine_that_is_there_is_refused(machines, number):
     again = machines.supervisor(number, None, wait_secs=0.0)
     again._claims._owner = far(7)
     with pytest.raises(
-        errors.RunError, match=f"machine {number} has another supervisor already"
+        errors.RunError, match=f"machine {number} already has a supervisor"
     ):
         again.run()
     leads.set()
