@@ -323,7 +323,7 @@ KINDS = (
     Kind("replaced", "program", STOP, "was replaced by another start", "ReplacedError"),
     Kind("grace_exceeded", "program", STOP, "was killed before it had saved",
          "StoppedError"),
-    Kind("diverged", "program", STOP, "was ended by a callback", "DivergedError"),
+    Kind("diverged", "program", STOP, "was stopped by a callback", "DivergedError"),
     Kind("wrong_configuration", "program", STOP, "has an invalid configuration",
          "ConfigError"),
     Kind("other_model", "program", STOP, "does not match its checkpoint",

@@ -52,8 +52,8 @@ def _check_shard_reads(
                 f" num_logical_shards={num_shards} {reads:.3g} times: choose"
                 f" num_logical_shards={hosts * max(1, round(num_shards / hosts))},"
                 f" a different multiple of {hosts} or a different batch size; in a run"
-                " that has begun, use a number of hosts that divides its shards, or raise"
-                " max_shard_reads"
+                " that has begun, use a number of hosts that divides its shards, or"
+                " raise max_shard_reads"
             )
     if data.enable_rampup_batch_size and num_shards % hosts:
         raise errors.ConfigError(

@@ -276,8 +276,8 @@ class TiersSection:
     )
     local_checkpoint_pinned_memory: str = key(
         "512Mi",
-        "Pinned host memory. Accelerators copy a state of up to this size into it in one"
-        " piece; a larger state they first copy within their own memory, if there is"
+        "Pinned host memory. Accelerators copy a state of up to this size into it in"
+        " one piece; a larger state they first copy in their own memory, if there is"
         " room.",
     )
     local_checkpoint_period: int = key(
@@ -313,7 +313,8 @@ class TiersSection:
         "Kinds of failure domains, large to small: `slice`, or kinds from peer_domains"
         " or a node's agent. One copy leaves the host's domain of the first kind in"
         " which no domain has most of the hosts (or else of the last kind). The other"
-        " copies stay in the domain, in different domains of the last kind if possible.",
+        " copies stay in that domain, in different domains of the last kind if"
+        " possible.",
     )
     peer_domains: str = key(
         "",
@@ -393,7 +394,7 @@ class ValidationSection:
     replica_validation_action: str = key(
         "warn",
         "What to do if replicas differ: `warn` reports it, preserves the newest earlier"
-        " step in storage and continues; `stop` stops the run before the step is saved.",
+        " step in storage and continues; `stop` stops the run before saving the step.",
         choices=("warn", "stop"),
     )
 
@@ -404,8 +405,8 @@ class ElasticSection:
 
     elastic_enabled: bool = key(
         False,
-        "When a slice is lost, continue on the others and let the slice rejoin when it"
-        " is back; with one slice, restart its hosts. If false, the run ends when a host"
+        "When a slice is lost, continue on the others and let it rejoin when it is"
+        " back; with one slice, restart its hosts. If false, the run ends when a host"
         " fails.",
     )
     elastic_min_slice_count: int = key(

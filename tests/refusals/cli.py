@@ -176,7 +176,7 @@ REFUSALS = {
     ),
     "cost without a name": simulated("--cost days=1: give a value", "--cost", "days=1"),
     "cost of nothing": simulated(
-        "--cost step_secs=0: give a value above 0", "--cost", "step_secs=0"
+        "--cost step_secs=0: assign a value above 0", "--cost", "step_secs=0"
     ),
     "failures of no run": simulated(
         "nowhere is not the directory of a run",
