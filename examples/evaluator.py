@@ -44,6 +44,6 @@ def main(directory: pathlib.Path, *, once: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("directory", type=pathlib.Path)
-    parser.add_argument("--once", action="store_true", help="stop after the newest step")
+    parser.add_argument("--once", action="store_true", help="stop after the newest")
     arguments = parser.parse_args()
     main(arguments.directory, once=arguments.once)
