@@ -22,7 +22,7 @@ SUITES = {
     "simulation": "real runs that fail, compared with simulations of the same failures",
     "verdicts": "faults of 40 kinds and the run's verdict on each",
     "storage": "size of the step log; data and steps in buckets, compared with Orbax",
-    "universal": "loads of different layouts relative to plain loads; conversions; plans",
+    "universal": "loads of different layouts over plain loads; conversions; plans",
     "data_state": "the size of a data state; a thousand datasets in one process",
 }
 

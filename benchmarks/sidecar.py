@@ -7,8 +7,8 @@ Creating a batch's rows takes 0.7 of a step (`slow`) or almost nothing (`trivial
 * `step_slowdown_percent`: by how much data slows a step down, including every cost to
   the loop, with `RemoteIterator`; the other figures use `ec.data.Batches`. Python
   creates the slow rows. If a thread does (`..._thread`), it blocks the interpreter,
-  which the loop needs now and then; a worker process does not (`..._worker_process`,
-  and next to `RemoteIterator` in place of Pathways' sidecar).
+  which the loop needs now and then. A worker process does not (`..._worker_process`;
+  with `RemoteIterator`, the worker process replaces Pathways' sidecar).
 * `next_ratio_in_process`: `next()` of `ec.data.Batches` for trivial rows in a loop that
   does nothing else and thus waits for read-ahead, relative to the plain in-process way:
   Grain's batches of the same rows and `jax.make_array_from_process_local_data`.
@@ -92,8 +92,8 @@ def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
     if importlib.util.find_spec("maxtext") is None:
         raise errors.ConfigError(
-            "suite sidecar compares with MaxText; run it in MaxText's environment, as"
-            " the head of tests/maxtext/pyproject.toml describes"
+            "suite sidecar compares with MaxText; run it in MaxText's environment (see"
+            " the top of tests/maxtext/pyproject.toml)"
         )
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)

@@ -308,8 +308,7 @@ class RunAudit:
             )
         if data is not None and self.record.data is not None:
             raise errors.ConfigError(
-                f"--data: the data of {directory} is in its configuration; omit"
-                " --data"
+                f"--data: the data of {directory} is in its configuration; omit --data"
             )
         self._own = None if data is None else _named(data)
         # Cached, because attempts with the same settings share their data.
