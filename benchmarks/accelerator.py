@@ -118,9 +118,9 @@ def _slowdowns(
         slower[name].append(100 * (secs / without - 1))
         alone.append(1000 * without)
     sidecar.close(sides)
-    return {"step_ms": report.figure("ms", "a step alone", alone[len(sides) :])} | {
+    return {"step_ms": report.figure("ms", "without data", alone[len(sides) :])} | {
         f"step_slowdown_percent{name}": report.figure(
-            "%", "at most 5" if not name else "beside it", samples[1:]
+            "%", "at most 5" if not name else "for comparison", samples[1:]
         )
         for name, samples in slower.items()
     }

@@ -280,7 +280,7 @@ def _warm(config: pathlib.Path) -> dict[str, report.Figure]:
         ),
         "detect_secs": report.figure(
             "s",
-            "at most 0.2; in recover_secs",
+            "at most 0.2; part of recover_secs",
             [each["recover_secs"] - each["secs"] for each in lost],
         ),
         "steps_lost": report.figure(
@@ -299,7 +299,7 @@ def _warm(config: pathlib.Path) -> dict[str, report.Figure]:
     for phase in goodput.PHASES:
         name = f"{phase}_secs"
         figures[f"recover_{name}"] = report.figure(
-            "s", "in recover_secs", [each[name] for each in lost]
+            "s", "part of recover_secs", [each[name] for each in lost]
         )
     return figures
 

@@ -124,7 +124,7 @@ def _slowdowns(mesh: Mesh) -> dict[str, report.Figure]:
     }
     return figures | {
         "ratio_maxtext_wrapper": report.ratio(
-            secs["_maxtext"][1:], secs[""][1:], "steps with slow rows, theirs over ours"
+            secs["_maxtext"][1:], secs[""][1:], "steps with slow rows; theirs over ours"
         )
     }
 
@@ -166,13 +166,13 @@ def _nexts(mesh: Mesh) -> dict[str, report.Figure]:
     figures = {}
     for how, measured in (("", back_to_back), ("_between_steps", in_a_loop)):
         secs = {name: samples[1:] for name, samples in measured.items()}
-        bound = "at most 1.1 over" if not how else "over"
+        bound = "at most 1.1; over" if not how else "over"
         for name in ("_in_process", "_colocated"):
             figures[f"next_ratio{name}{how}"] = report.ratio(
                 secs[name], secs["_plain"], f"{bound} Grain's batches in process"
             )
         figures[f"ratio_maxtext_wrapper_trivial{how}"] = report.ratio(
-            secs["_maxtext"], secs["_colocated"], "next(), theirs over ours colocated"
+            secs["_maxtext"], secs["_colocated"], "next(); theirs over ours, colocated"
         )
     return figures
 

@@ -213,7 +213,7 @@ def _measure(directory: str) -> dict[str, report.Figure]:
             f"{_NUM_FAULTS}, seed {seed}",
             [injected.total() - injected["return_slice"]],
         ),
-        "worlds": figure("worlds", "of one run", [len(outcome.named("world_started"))]),
+        "worlds": figure("worlds", "in one run", [len(outcome.named("world_started"))]),
         "examples_lost": figure("examples", "0", [audit["num_lost"]]),
         "examples_repeated": figure("examples", "0", [audit["num_repeated"]]),
         "committed_steps_lost": figure("worlds", "0", [outcome.committed_steps_lost()]),
@@ -223,8 +223,8 @@ def _measure(directory: str) -> dict[str, report.Figure]:
             "local_checkpoint_period=5",
             [each["steps_lost"] for each in changes],
         ),
-        "recover_secs": figure("s", "a change", [each["secs"] for each in changes]),
-        "goodput_percent": figure("%", "of its time", [outcome.goodput_percent]),
+        "recover_secs": figure("s", "per change", [each["secs"] for each in changes]),
+        "goodput_percent": figure("%", "of the run time", [outcome.goodput_percent]),
     }
 
 

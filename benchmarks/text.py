@@ -1,4 +1,4 @@
-"""The part of suite `data` that reads text: from Parquet to packed rows of tokens.
+"""The text part of suite `data`: from Parquet to packed rows of tokens.
 
 All sides read the same documents: the source code of Python's standard library, cut
 into documents of log-normal length. The tokenizer is a Hugging Face byte-level BPE

@@ -70,7 +70,7 @@ _SERVED = "hosts/0/1-served/file"
 
 _NUM_LEAVES = sized(32, 2)  # large ones of the state, of 32 MiB
 _ROUNDS = sized(7, 1)
-_SERVED_BYTES = sized(_GIB, 2**20)  # read from an agent at once
+_SERVED_BYTES = sized(_GIB, 2**20)  # read from an agent in one piece
 
 
 def measure() -> dict[str, report.Figure]:

@@ -139,7 +139,7 @@ class Slices:
         )
 
     def usable(self, policy: Policy) -> list[int]:
-        """The slices to train on, best first: those of the current world, then others.
+        """The slices to train on, best first: the current world's slices, then others.
 
         A slice that has just rejoined is usable only once it has settled, unless no
         training would be disturbed: at the start, or below `min_slices`.

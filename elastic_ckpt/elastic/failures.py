@@ -130,7 +130,7 @@ def silent_death(host: int, exit_code: int, *, oom_kills: int = 0) -> HostFailur
     message = (
         f"killed by {signal.Signals(-exit_code).name}"
         if killed
-        else f"ended with exit code {exit_code}"
+        else f"stopped with exit code {exit_code}"
     )
     if exit_code == -signal.SIGKILL and oom_kills:
         message += f"; the kernel was out of memory (oom_kill +{oom_kills})"
@@ -390,9 +390,9 @@ KINDS = (
          "ImportError|SyntaxError", advice="install its imports on all machines"),
     Kind("not_importable", "program", STOP, "cannot be imported", "exit all in:start",
          advice="see what each host printed to standard error"),
-    Kind("program_exits", "program", STOP, "ended on all hosts before the run did",
+    Kind("program_exits", "program", STOP, "exited on all hosts before the run ended",
          "exit all", advice="remove calls to `os._exit`, or to `exit` in native code"),
-    Kind("host_exited", "host", RESTART, "ended before the run did", "exit",
+    Kind("host_exited", "host", RESTART, "exited before the run ended", "exit",
          advice="see the end of its log"),
     # Exceptions of the program.
     Kind("shapes_differ", "program", STOP, "combines arrays of mismatched shapes",

@@ -34,7 +34,7 @@ _SAVES = {
 
 
 class _Words(string.Formatter):
-    """Formats the texts of events.
+    """Formats event texts.
 
     `{n:count host}` is "1 host" or "2 hosts", `{n:bytes}` is "3.0 MiB", and lists are
     separated by commas. The following omit empty values: `{n:after , spare: }` puts

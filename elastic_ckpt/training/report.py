@@ -323,7 +323,7 @@ def _loss(record: Record) -> Section:
         [
             Series(name="counts", points=record.losses(is_counted=True)),
             Series(
-                name="trained again",
+                name="retrained",
                 points=lost,
                 kind="dots",
                 colour=page.LOST,
@@ -394,7 +394,7 @@ def _sample_order(record: Record) -> Section:
         {
             "before it": COLOURS[7],
             "counts": page.GOOD,
-            "trained again": page.LOST,
+            "retrained": page.LOST,
         },
         unit="steps",
         totals=[

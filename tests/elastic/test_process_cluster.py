@@ -70,8 +70,8 @@ LOGGED = r"\n.*host-1\.log:\n.*host 1 was here"
         ),
         (
             failing_hosts.exit_3,
-            r"^host 1 failed: ended with exit code 3\n",
-            "ended with exit code 3",
+            r"^host 1 failed: stopped with exit code 3\n",
+            "stopped with exit code 3",
         ),
     ],
 )
