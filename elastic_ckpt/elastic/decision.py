@@ -246,7 +246,7 @@ def _train(usable: list[int], number: int, policy: Policy, work: Work) -> Train 
         rows = work.rows
     rows_per_device, indivisible = divmod(rows, devices)
     if indivisible:
-        return f"{rows} rows do not divide over the {devices} devices of {number}"
+        return f"{rows} rows cannot be split over the {devices} devices of {number}"
     if why := work.objection(number, rows):
         return why
     # The fewest equal parts that fit in a device's memory.

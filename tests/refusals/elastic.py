@@ -56,7 +56,7 @@ REFUSALS = {
         processes(slices=2, hardware="tpu"), r"use ec\.elastic\.Pathways"
     ),
     "processes: memory of no run": Refusal(
-        processes(slices=2, ram=os.sep), "needs the name of the run"
+        processes(slices=2, ram=os.sep), "needs the run name"
     ),
     "processes: memory that cannot be made": Refusal(
         processes(**RAM, ram="/proc/x"), r"ram='/proc/x'\): .*name a dir"

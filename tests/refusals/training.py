@@ -241,7 +241,7 @@ REFUSALS = {
         grain_train_files="/nowhere/*.array_record",
     ),
     "texts as another format than their name": files(
-        "set grain_file_type=parquet, or change",
+        "set grain_file_type=parquet or rename",
         errors.ConfigError,
         grain_train_files="DIR/texts.parquet",
         text_directory="python-stdlib",
