@@ -1,4 +1,4 @@
-"""Measurements: each suite runs all of its sides in one call and names the machine."""
+"""Measurements: each suite runs all sides in one call and reports the machine."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ _T = TypeVar("_T")
 
 
 def sized(full: _T, small: _T) -> _T:
-    """How much is measured; `small` shows that the suite runs, and measures nothing."""
+    """The amount to measure; `small` only shows that the suite runs."""
     return small if SMALL in os.environ else full

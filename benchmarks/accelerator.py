@@ -1,22 +1,24 @@
-"""Suite `accelerator`: a loop on a GPU or TPU, beside its data and its saves.
+"""Suite `accelerator`: a loop on a GPU or TPU, with its data and its saves.
 
-A step here is matrix products of bfloat16 that last about 50 ms, and depends on its
-batch, which is copied to the device. The loop waits for each step, as one that prints
-losses. Sides take turns, and the step alone, with a batch that stays on the device, is
-one of them.
+A step consists of bfloat16 matrix products that take about 50 ms and depend on the
+batch, which is copied to the device. The loop waits for each step, like a loop that
+prints losses. The sides take turns; one side is the step without data, with a batch
+that stays on the device.
 
-* `step_slowdown_percent`: of a step, for all that its data costs the loop; packed rows
-  of 2048 tokens from Parquet by `from_config` as it is by default, in global batches of
-  64, and `..._worker` with `grain_worker_count=1`. `..._slow` is that of rows whose
-  making takes 0.7 of a step of Python, by `ec.data.sharded` with `num_workers=1`.
-* `save_block_ms`: how long `save_async` of a state of 4 GiB to RAM holds the loop up;
-  `save_secs` until it is committed, `load_secs` until it is back on the device, and
-  their ratios to `jax.device_get` and `jax.device_put` of the same arrays; `_first` are
-  those of the first save and load of the process.
-* `save_slowdown_percent`: of a step that donates the state, while one of forty is
-  saved.
-* `tensor_ratio_read`: the digests by which `ec.components.validate` compares replicas,
-  of all leaves on all devices, over a read of the same leaves by the same devices.
+* `step_slowdown_percent`: by how much data slows a step down, including every cost to
+  the loop: packed rows of 2048 tokens from Parquet with the defaults of `from_config`,
+  in global batches of 64; `..._worker` with `grain_worker_count=1`. `..._slow` is for
+  rows that take Python 0.7 of a step to create, with `ec.data.sharded` and
+  `num_workers=1`.
+* `save_block_ms`: how long `save_async` of a 4 GiB state to RAM blocks the loop.
+  `save_secs` is the time until the state is committed, `load_secs` the time until it is
+  back on the device; their ratios are relative to `jax.device_get` and `jax.device_put`
+  of the same arrays. `_first` marks the first save and load of the process.
+* `save_slowdown_percent`: by how much saves slow down steps that donate the state, with
+  one save every forty steps.
+* `tensor_ratio_read`: the time for the digests with which `ec.components.validate`
+  compares replicas, of all leaves on all devices, relative to a read of the same leaves
+  by the same devices.
 """
 
 from __future__ import annotations
@@ -116,9 +118,9 @@ def _slowdowns(
         slower[name].append(100 * (secs / without - 1))
         alone.append(1000 * without)
     sidecar.close(sides)
-    return {"step_ms": report.figure("ms", "a step alone", alone[len(sides) :])} | {
+    return {"step_ms": report.figure("ms", "without data", alone[len(sides) :])} | {
         f"step_slowdown_percent{name}": report.figure(
-            "%", "at most 5" if not name else "beside it", samples[1:]
+            "%", "at most 5" if not name else "for comparison", samples[1:]
         )
         for name, samples in slower.items()
     }
@@ -144,7 +146,7 @@ def _replicas(mesh: Mesh) -> dict[str, report.Figure]:
         },
         _ROUNDS,
     )
-    against = "at most 1.5; a jitted sum of the bits of the same leaves"
+    against = "at most 1.5; relative to a jitted sum of the same leaves' bits"
     return {"tensor_ratio_read": report.ratio(secs["digest"], secs["read"], against)}
 
 
@@ -179,7 +181,7 @@ def _saves(mesh: Mesh, step: _Step) -> dict[str, report.Figure]:
                 loaded = checkpointer.load_checkpointables(number, blank)
                 jax.block_until_ready(loaded)
             _check(loaded["state"], expected)
-            # Arrays that have not been fetched before: JAX keeps what it has fetched.
+            # Arrays that have not been fetched before: JAX caches fetched values.
             again = _new_state(mesh, number)
             with timed("get"):
                 copied = jax.device_get(again)
@@ -195,7 +197,7 @@ def _saves(mesh: Mesh, step: _Step) -> dict[str, report.Figure]:
                 response = save(number + 1, state)
                 state = _forty(step, state)
             response.result()
-            # The steps have donated what is saved.
+            # The steps have donated the arrays being saved.
             loaded = checkpointer.load_checkpointables(number + 1, blank)
             _check(loaded["state"], expected)
     gib = f"{_LEAVES * _LEAF_MIB / 1024:g} GiB"
@@ -209,21 +211,21 @@ def _saves(mesh: Mesh, step: _Step) -> dict[str, report.Figure]:
 
     return {
         "save_block_ms": blocked("; at most 10", warm["block"]),
-        "save_block_ms_first": blocked(", the first of a process", secs["block"][:1]),
+        "save_block_ms_first": blocked(", first in the process", secs["block"][:1]),
         "save_secs": report.figure("s", f"{gib} to RAM; at most 0.4", warm["save"]),
         "save_ratio": report.ratio(
-            warm["save"], warm["get"], "jax.device_get of the same"
+            warm["save"], warm["get"], "jax.device_get of the same state"
         ),
         "load_secs": report.figure("s", f"{gib}, verified; at most 0.25", warm["load"]),
         "load_secs_first": report.figure(
-            "s", f"{gib}, the first of a process; at most 0.8", secs["load"][:1]
+            "s", f"{gib}, first in the process; at most 0.8", secs["load"][:1]
         ),
         "load_ratio": report.ratio(
-            warm["load"], warm["put"], "jax.device_put of the same"
+            warm["load"], warm["put"], "jax.device_put of the same state"
         ),
         "save_slowdown_percent": report.figure(
             "%",
-            f"a save of {gib} in forty steps that donate it; at most 2",
+            f"a save of {gib} per forty steps that donate it; at most 2",
             [100 * (a / b - 1) for a, b in ratios],
         ),
     }

@@ -1,26 +1,28 @@
-"""Suite `data`: tokens a second out of Parquet, beside every peer.
+"""Suite `data`: tokens per second from Parquet, compared with every peer.
 
 All sides read the same documents (`benchmarks.peers.documents`), in one process each,
-without worker processes, in turns; every array is copied once, as on its way to a
-device. A ratio is ours over the peer's in the same round. Ours is the pipeline that
-`from_config` builds: inputs and targets, each with segmentation and position.
+without worker processes, taking turns; every array is copied once, as on its way to a
+device. A ratio is our rate over the peer's rate in the same round. Our side is the
+pipeline that `from_config` builds: inputs and targets, each with segmentation and
+position.
 
 * `packed_parquet_mtok_per_sec`: 64 logical shards of Parquet, joined and cut to rows of
   2048 tokens, in global batches of 64 rows.
-* `ratio_grain_interleave`, `ratio_grain_window_shuffle`: the same with Grain's 16-way
-  interleave and packer, without and with MaxText's window shuffle of 100 before.
-* `ratio_<peer>`, `ratio_<peer>_shuffled`, `ratio_<peer>_fixed_rows`: each other peer,
-  in each setting that it does; `fixed_rows` are rows packed beforehand. Two peers do
-  less in `packed`: LitData joins documents when it writes, and cuts rows out of a
-  mapped file, without marks where a document begins; HF datasets drops the tail of
-  every 1000 documents.
+* `ratio_grain_interleave`, `ratio_grain_window_shuffle`: relative to Grain's 16-way
+  interleave and packer, without and with MaxText's preceding window shuffle of 100.
+* `ratio_<peer>`, `ratio_<peer>_shuffled`, `ratio_<peer>_fixed_rows`: relative to each
+  other peer, in each setting that the peer supports; `fixed_rows` are rows packed
+  beforehand. Two peers do less in `packed`: LitData joins documents when it writes and
+  cuts rows out of a mapped file, without marking where documents begin; HF datasets
+  drops the tail of every 1000 documents.
 * `packed_first_fit_mtok_per_sec`, `packed_best_fit_mtok_per_sec`: documents stay whole;
-  `unpacked_mtok_per_sec`: each is padded to a row. Padding counts as tokens here, as
-  for the peers.
-* `..._per_cpu_sec`, `cpu_ratio_...`: the same by the processor time of all threads.
+  `unpacked_mtok_per_sec`: each document is padded to a row. Padding counts as tokens
+  here, as it does for the peers.
+* `..._per_cpu_sec`, `cpu_ratio_...`: the same, by the processor time of all threads.
 * `text_...`: from text, see `benchmarks.text`.
-* `elastic_overhead_percent`: the same pipelines of 64 shards called in turn by hand,
-  without a stream, positions or cursors, against them in the elastic engine.
+* `elastic_overhead_percent`: the overhead of the elastic engine over the same pipelines
+  of 64 shards, called by hand in round-robin order, without a stream, positions or
+  cursors.
 """
 
 from __future__ import annotations
@@ -42,12 +44,12 @@ from elastic_ckpt.data.lm import pipeline
 
 NUM_SHARDS = 64
 _ROUNDS = sized(5, 1)
-# Timed of each side in each round, and before that.
+# The tokens timed for each side in each round, and the tokens before that.
 _NUM_TOKENS = sized(16_000_000, 1_000_000)
-# Ours is some millions of tokens ahead by then, as it is later.
+# By then, ours is a few million tokens ahead, as it is later.
 _WARM_UP_TOKENS = sized(4_000_000, 1_000_000)
 
-# How ours is packed in each setting.
+# How our side packs in each setting.
 _SETTINGS: dict[peer.Setting, dict[str, Any]] = {
     "packed": {},
     "packed_shuffled": {"grain_shuffle_buffer_size": peer.SHUFFLE_WINDOW},
@@ -60,7 +62,7 @@ _RENAMED = {"ratio_grain_interleave_shuffled": "ratio_grain_window_shuffle"}
 
 
 def _ratio(name: str, setting: peer.Setting) -> str:
-    # The figure of a ratio to a peer.
+    # The name of the figure for the ratio to a peer.
     ending = "" if setting == "packed" else f"_{setting.removeprefix('packed_')}"
     named = f"ratio_{name}{ending}"
     return _RENAMED.get(named, named)
@@ -89,7 +91,7 @@ def measure() -> dict[str, report.Figure]:
 
 
 def configured(**more: Any) -> sharded_data.ShardedData:
-    """The pipeline of `from_config` for Parquet files that have a column of tokens.
+    """The pipeline of `from_config` for Parquet files with a token column.
 
     Unless its keys say otherwise, 64 shards are joined and cut to rows, in the order of
     the files.
@@ -147,7 +149,7 @@ def _of_rows(directory: pathlib.Path) -> dict[str, report.Figure]:
     return figures | {
         "elastic_overhead_percent": report.figure(
             "%",
-            "at most 5; the same 64 pipelines called in turn by hand",
+            "at most 5; over the same 64 pipelines called by hand",
             [100 * (bare / elastic - 1) for bare, elastic in pairs],
         )
     }
@@ -175,7 +177,7 @@ def _fixed_rows(source: Documents, directory: pathlib.Path) -> str:
         pa.table({COLUMN: column}),
         path,
         row_group_size=256,
-        # Tokens that are mapped, as those of the peers' own formats are.
+        # Memory-mapped tokens, as in the peers' own formats.
         compression="none",
         use_dictionary=False,
     )

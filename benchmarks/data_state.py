@@ -1,21 +1,21 @@
-"""Suite `data_state`: what the state of the sharded engine costs.
+"""Suite `data_state`: the cost of the sharded engine's state.
 
-The data is that of the suite `data`: pre-tokenised Parquet, joined and cut to rows of
-2048 tokens.
+The data is the same as in suite `data`: pre-tokenized Parquet, joined and cut to rows
+of 2048 tokens.
 
-* `state_bytes_per_shard`: of the cursor files after 300 batches of 64 shards, as
-  `train` writes them for one dataset, shuffled in windows of 100; the largest of all
-  packings, trimmed and chunked.
+* `state_bytes_per_shard`: the size of the cursor files after 300 batches of 64 shards,
+  as `train` writes them for one dataset, shuffled in windows of 100; the largest value
+  of all packings, trimmed and chunked.
 
 One process reads a thousand datasets in 256 shards, as `from_config` builds them. Each
-is a Parquet file of about 4 MiB in 16 row groups, of documents of 150 tokens; weights
-are those of Zipf's law.
+dataset is a Parquet file of about 4 MiB in 16 row groups, with documents of 150 tokens;
+the weights follow Zipf's law.
 
-* `thousand_first_batch_secs`: from the call of `from_config` to the first batch, with
-  no footer read before.
-* `thousand_memory_gib`: the most memory of the process, with its modules.
-* `thousand_rate_mtok_per_sec`: tokens a second by the clock, over the batches after the
-  first; `thousand_rate_ratio`: over that of one dataset of the same files.
+* `thousand_first_batch_secs`: time from the call of `from_config` to the first batch,
+  with no footer read before.
+* `thousand_memory_gib`: the peak memory of the process, including modules.
+* `thousand_rate_mtok_per_sec`: tokens per second of wall-clock time over the batches
+  after the first; `thousand_rate_ratio`: relative to one dataset of the same files.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _state_bytes(directory: pathlib.Path) -> float:
 
 
 def _host(data: ShardedData) -> Any:
-    # The batches of the only host, with a row of each shard.
+    # The batches of the only host, with one row from each shard.
     return data.host_batches(
         rows.Placement.in_order(0, num_hosts=1, global_batch_size=data.num_shards)
     )
@@ -119,13 +119,13 @@ def _thousand(directory: pathlib.Path) -> dict[str, report.Figure]:
         "thousand_memory_gib": report.figure("GiB", "at most 1", gib),
         "thousand_rate_mtok_per_sec": report.figure("Mtok/s", "no bound", rates),
         "thousand_rate_ratio": report.ratio(
-            rates, [rate for *_, rate in of_one], "at least 0.5 of one dataset"
+            rates, [rate for *_, rate in of_one], "at least 0.5; one dataset"
         ),
     }
 
 
 def _run(config: str) -> tuple[float, float, float]:
-    # Seconds until the first batch, GiB, and millions of tokens a second.
+    # Seconds until the first batch, GiB, and millions of tokens per second.
     began = time.perf_counter()
     host = _host(
         data_suite.configured(

@@ -1,7 +1,7 @@
-"""Writes distributed checkpoints of PyTorch of many small tensors, without PyTorch.
+"""Writes PyTorch distributed checkpoints of many small tensors, without PyTorch.
 
-The classes that PyTorch pickles are replaced by empty ones of the same names, so that
-Python's pickler writes the same opcodes. All tensors have equal values.
+The classes that PyTorch pickles are replaced by empty classes with the same names, so
+that Python's pickler writes the same opcodes. All tensors have equal values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAMES = {
 
 
 class _Call:
-    # Pickles as a call of a class.
+    # Pickles as a class call.
     def __init__(self, name: Any, *arguments: Any) -> None:
         self._parts = name, arguments
 
@@ -44,7 +44,7 @@ class _Call:
 def write(
     directory: pathlib.Path, names: Sequence[str], *, shape: tuple[int, ...], files: int
 ) -> None:
-    """Writes tensors of float32, in equal parts, into so many files of values."""
+    """Writes float32 tensors, in equal parts, to a number of value files."""
     directory.mkdir()
     with _classes() as classes:
 

@@ -1,15 +1,15 @@
-"""Suite `every_step`: what it costs to make each step a checkpoint.
+"""Suite `every_step`: the cost of making each step a checkpoint.
 
-Four processes under `jax.distributed`, each a machine with its own agent, hold 1 GiB of
+Four processes under `jax.distributed`, each a machine with its own agent, have 1 GiB of
 float32 that is sharded over all of them, so that each copy is sent. A step donates the
 state, adds to it, and multiplies matrices for about as long as the training step of
-suite `recovery`. Turns of some steps alternate: without saves (`each_step_ms`), and
+suite `recovery`. Turns of a few steps alternate: without saves (`each_step_ms`), and
 with a save of each step to RAM (`every=1`) and a copy at a peer.
 
-* `save_each_step_percent_sent`: what saves add to a step.
-* `floor_percent_sent`: what a step takes longer while as many bytes, in memory, are
-  digested, sent to the next host by a plain socket, and digested there.
-* `step_beside_save_percent`: of that, what is not the blocked call.
+* `save_each_step_percent_sent`: the time that saves add to a step.
+* `floor_percent_sent`: the time that a step takes longer while the same number of bytes
+  in memory is digested, sent to the next host over a plain socket, and digested there.
+* `step_beside_save_percent`: the part of the saves' cost outside the blocking call.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ def measure() -> dict[str, report.Figure]:
 
     return {
         "each_step_ms": report.figure(
-            "ms", "a step without saves", [1000 * each for each in alone]
+            "ms", "without saves", [1000 * each for each in alone]
         ),
         "save_each_step_percent_sent": report.figure(
-            "%", "at most 15; a save in each with a copy at a peer", more(secs["sent"])
+            "%", "at most 15; a save of each with a copy at a peer", more(secs["sent"])
         ),
         "floor_percent_sent": report.figure(
-            "%", "the same bytes by a plain socket", more(secs["floor"])
+            "%", "the same bytes over a plain socket", more(secs["floor"])
         ),
         "step_beside_save_percent": report.figure(
-            "%", "at most 5; without the blocked call", more(secs["beside"])
+            "%", "at most 5; without the blocking call", more(secs["beside"])
         ),
     }
 

@@ -1,9 +1,9 @@
 """Suite `first_light`: the demo of the README.
 
-* `demo_secs`: the whole demo as a person starts it, the training file not yet written.
+* `demo_secs`: the whole demo as a user starts it, before the training file is written.
 * `first_step_secs`: from the same command to the first step in the log.
 
-Suite `sidecar` has the cost of `next()` when colocated.
+Suite `sidecar` measures the cost of a colocated `next()`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _time_demo() -> tuple[float, float]:
         tempfile.TemporaryDirectory(dir="/dev/shm") as ram,
     ):
         command = [sys.executable, "-m", "elastic_ckpt.cli.main", "train", str(_DEMO)]
-        # Otherwise the next demo would continue from what this one leaves there.
+        # Otherwise the next demo would continue from the steps of this one.
         command.append(f"local_checkpoint_directory={ram}")
         log = pathlib.Path(directory, "runs/demo_cpu/step_log/attempt-00001.jsonl")
         began = time.monotonic()

@@ -1,16 +1,16 @@
-"""Suite `follow`: what a follower of a run moves, and what the trainer pays for it.
+"""Suite `follow`: the bytes that a run's follower moves and its cost to the trainer.
 
-A trainer of one process saves each step to RAM: weights, half of which are frozen, and
-the moments of the other half. A follower in another process loads the weights of each
-step from the agent. The trainer and its agent have one core and the follower another
-one, if there are two, as it would be on another machine.
+A trainer with one process saves each step to RAM: weights, half of which are frozen,
+and the moments of the other half. A follower in a second process loads the weights of
+each step from the agent. If there are two cores, the trainer and its agent use one and
+the follower uses the other, as if it were on a different machine.
 
 * `follow_bytes_over_changed`: the bytes that a follower receives from one step to the
-  next, lists, manifests and headers included, over those of the weights that changed. A
-  relay counts them.
-* `follow_slowdown_percent`: the median step beside the follower, over that while it
-  stands still. They take turns of a few steps, a sample is of many turns, and which of
-  two turns is first alternates.
+  next, including lists, manifests and headers, relative to the bytes of the weights
+  that changed. A relay counts them.
+* `follow_slowdown_percent`: the median step time while the follower runs, relative to
+  steps while it is paused. Both take turns of a few steps, a sample has many turns, and
+  the order within a pair of turns alternates.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PRODUCTS = sized(12, 1)  # of matrices, in a step
 _BYTE_STEPS = sized(9, 2)  # of which the bytes are counted
 _SAMPLES = sized(9, 2)  # of the slowdown
 _PAIRS = sized(8, 1)  # of turns with and without the follower, of each sample
-_TURN_STEPS = sized(5, 3)  # the first one is not counted
+_TURN_STEPS = sized(5, 3)  # the first is not counted
 
 
 def measure() -> dict[str, report.Figure]:
@@ -54,22 +54,22 @@ def measure() -> dict[str, report.Figure]:
         turn(1)
         ratios = _bytes_over_changed(name, turn)
         slowdowns = _slowdowns(name, turn)
-        # It ends, and with it the agent.
+        # Terminates the trainer and with it the agent.
         trainer.send(0)
         process.join()
     return {
         "follow_bytes_over_changed": report.figure(
-            "ratio", "the bytes of the weights that changed; at most 1.1", ratios
+            "ratio", "the changed weights' bytes; at most 1.1", ratios
         ),
         "follow_slowdown_percent": report.figure(
-            "percent", "steps while the follower stands still; at most 5", slowdowns
+            "percent", "steps while the follower is paused; at most 5", slowdowns
         ),
     }
 
 
 @contextlib.contextmanager
 def _started(program: Callable[..., None], directory: str) -> Iterator[tuple[Any, Any]]:
-    # A process that has done nothing else, and a pipe to it.
+    # A fresh process and a pipe to it.
     context = multiprocessing.get_context("spawn")
     ours, its = context.Pipe()
     process = context.Process(target=program, args=(its, pathlib.Path(directory)))
@@ -94,7 +94,7 @@ def _bytes_over_changed(
         )
         run_files.write_agents(steps, counted)
         with _started(_follow, directory) as (_, loaded):
-            # It begins with the step that is there.
+            # The follower begins with the existing step.
             loaded.recv()
             ratios = []
             for _ in range(_BYTE_STEPS):

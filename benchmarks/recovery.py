@@ -1,31 +1,33 @@
-"""Suite `recovery`: the costs of a change of slices, and those of the loop.
+"""Suite `recovery`: the costs of slice changes and of the training loop.
 
-Four processes train a model with 267 MiB of state (weights and AdamW's moments), of
-which each slice has a replica, by `elastic-ckpt train` with its defaults. Processes are
-killed from outside, by their ids; all else is read from the run's events and metrics.
+Four processes train a model with 267 MiB of state (weights and AdamW's moments) using
+`elastic-ckpt train` with its defaults; each slice has a replica of the state. Processes
+are killed from outside, by process id; everything else is read from the run's events
+and metrics.
 
 * `recover_secs`: from `kill -9` of a host to the first step of the next world, on the
-  same slices, as the host's machine proves to be sound; `recover_..._secs`: its phases
-  (`monitoring.goodput`), where `detect_secs` comes before them, until the death of a
-  process is noticed.
-* `recover_over_bare_ratio`: what of it comes before the first step, over the time of a
-  bare world of as many processes (`recovery_bare`).
-* `recover_cold_secs`: the same where the slice is not used again, and the program for
-  the others has yet to be compiled; `recover_cold_over_compile_secs`: less the phases
-  `restore` and `compile`.
-* `shrink_pause_secs`: from the last step on four slices to the first on three, as
-  `elastic-ckpt scale` requests; the first of these pauses compiles the program for
-  three. `grow_pause_secs`: from three to four.
-* `steps_lost`: at a kill at a random time.
-* `ratio_full_restart_orbax`: a job on three processes that saves with plain Orbax, from
-  the death of one to the first step when all were started anew, over `recover_secs`.
-  `ratio_emergency_manager`: with Orbax's emergency CheckpointManager, on four. See
-  `recovery_orbax`. NaN if it does not restart; the error is printed.
-* `loop_thread_percent`: what elastic_ckpt's loop adds to a step of 50 ms over a bare
-  loop, of a small model on as many processes, which take turns with the same compiled
-  step and the same batches; in processor time of the loop's thread, which other
-  processes of a busy machine hardly change.
-* `large_step_ms`: a step of the large model in that loop, without saves.
+  same slices, because the host's machine proves to be sound. `recover_..._secs`: the
+  phases of the recovery (`monitoring.goodput`), preceded by `detect_secs`, the time
+  until the death of the process is noticed.
+* `recover_over_bare_ratio`: the recovery before the first step, relative to a bare
+  world with the same number of processes (`recovery_bare`).
+* `recover_cold_secs`: the same if the slice is not used again and the program for the
+  remaining slices has yet to be compiled; `recover_cold_over_compile_secs`: without the
+  phases `restore` and `compile`.
+* `shrink_pause_secs`: from the last step on four slices to the first on three, after a
+  request by `elastic-ckpt scale`; the first of these pauses compiles the program for
+  three slices. `grow_pause_secs`: from three slices to four.
+* `steps_lost`: the steps lost when a host is killed at a random time.
+* `ratio_full_restart_orbax`: the recovery of a job on three processes that saves with
+  stock Orbax, from the death of one process to the first step after all were restarted,
+  relative to `recover_secs`. `ratio_emergency_manager`: with Orbax's emergency
+  CheckpointManager, on four processes. See `recovery_orbax`. NaN if the job does not
+  restart; the error is printed.
+* `loop_thread_percent`: the time that elastic_ckpt's loop adds to a step of 50 ms
+  relative to a bare loop, for a small model on the same number of processes. The loops
+  take turns with the same compiled step and the same batches. The figure is processor
+  time of the loop's thread, which other processes on a busy machine hardly affect.
+* `large_step_ms`: a step of the large model in elastic_ckpt's loop, without saves.
 """
 
 from __future__ import annotations
@@ -58,23 +60,23 @@ Event = dict[str, Any]
 _HOSTS = 4
 _PERIOD = 10
 _STEP_MS = 50
-# Before the run, and as many after it.
+# Worlds before the run, and the same number after it.
 _BARE_WORLDS = 5
 _KILLS = sized(2, 1)
-# Between two looks at the events, whose times do not depend on it.
+# The pause between two checks of the events; the events' times do not depend on it.
 _LOOK_SECS = 0.2
-# For what a run does next, on a machine that is ten times slower.
+# The time limit for a run's next event, on a machine that is ten times slower.
 _PATIENCE_SECS = 600.0
 _COMMON = {
     "hosts": _HOSTS,
     "slices": _HOSTS,
-    # Until it is stopped.
+    # Trains until it is stopped.
     "steps": 10**6,
     "text_directory": "python-stdlib/email",
     "num_logical_shards": 24,
     "global_batch_size": 24,
     "elastic_enabled": True,
-    # Fewer are of no use to this suite.
+    # Fewer slices are of no use to this suite.
     "elastic_min_slice_count": _HOSTS - 1,
     "enable_multi_tier_checkpointing": True,
     "local_checkpoint_period": _PERIOD,
@@ -99,7 +101,7 @@ _LARGE = {
     "num_logical_shards": 12,
     "global_batch_size": 12,
 }
-# That of the figure of the loop: its step takes about 50 ms.
+# The model of the loop's figure: its step takes about 50 ms.
 _SMALL = {
     "base_emb_dim": 64,
     "base_mlp_dim": 256,
@@ -122,7 +124,7 @@ def measure() -> dict[str, report.Figure]:
                 "run_name": name,
                 "base_output_directory": d,
                 "grain_train_files": f"{d}/text.array_record",
-                # A run that finds the memory of another would go on from it.
+                # A run would continue from another run's memory if it found any.
                 "local_checkpoint_directory": f"{ram}/{name}",
                 **more,
             }
@@ -132,7 +134,7 @@ def measure() -> dict[str, report.Figure]:
             return path
 
         figures = _warm(config("warm", _LARGE))
-        # On the same slices the program of the world before would be there.
+        # On the same slices, the program of the previous world would be available.
         cold = {"elastic_quarantine_failures": 1}
         figures |= _cold(config("cold", _LARGE, **cold))
         for name, manager, hosts, least in (
@@ -165,8 +167,8 @@ def measure() -> dict[str, report.Figure]:
 
 
 class _Run:
-    # A run that trains in another process. Processes of hosts are found by the logs
-    # that they write to.
+    # A run that trains in another process. Host processes are found by the logs that
+    # they write to.
 
     def __init__(self, config: pathlib.Path) -> None:
         self.directory = config.with_suffix("")
@@ -183,7 +185,7 @@ class _Run:
         return [event for event in read if event["event"] == name]
 
     def wait_for(self, name: str, *, after: float = 0.0) -> Event:
-        # The first event of a name after a time.
+        # The first event with this name after a time.
         until = time.monotonic() + _PATIENCE_SECS
         while True:
             for event in self.named(name):
@@ -195,11 +197,11 @@ class _Run:
             time.sleep(_LOOK_SECS)
 
     def wait_until_ready(self, *, after: float = 0.0) -> None:
-        # A save has its copies.
+        # Waits until a save has its copies.
         self.wait_for("replicated", after=after)
 
     def kill(self, host: int) -> Event:
-        # The event after the first step of the next world, with the seconds until then.
+        # The event after the next world's first step, with the seconds until then.
         process = self._hosts()[host]
         began = time.time()
         os.kill(process, signal.SIGKILL)
@@ -207,7 +209,7 @@ class _Run:
         return {**recovered, "recover_secs": recovered["time"] - began}
 
     def scale(self, slices: int) -> Event:
-        # The event `world_started` of the next world, when that has recovered.
+        # The event `world_started` of the next world, once that world has recovered.
         asked = time.time()
         scale_request.write(self.directory, slices)
         started = self.wait_for("world_started", after=asked)
@@ -215,7 +217,7 @@ class _Run:
         return started
 
     def pauses_secs(self, worlds: list[Event]) -> list[float]:
-        # How long no step was done before and after the events `world_started`.
+        # How long no step was done around each event `world_started`.
         recorded = run_files.read_metrics(self.directory / "metrics")["run"]
         name = "/elastic_ckpt/train/steps"
         steps = [each["time"] for each in recorded if each["metric"] == name]
@@ -226,7 +228,7 @@ class _Run:
         ]
 
     def _hosts(self) -> dict[int, int]:
-        # The process of each host, by its number, of the world that runs: the oldest.
+        # The host processes of the running world, by host number: the oldest of each.
         worlds: dict[str, dict[int, int]] = {}
         logs = self.directory / "logs"
         for entry in pathlib.Path("/proc").iterdir():
@@ -240,7 +242,7 @@ class _Run:
 
 @contextlib.contextmanager
 def _live(config: pathlib.Path) -> Iterator[_Run]:
-    # Stopped at the end of the block.
+    # The run is stopped at the end of the block.
     run = _Run(config)
     try:
         yield run
@@ -278,12 +280,12 @@ def _warm(config: pathlib.Path) -> dict[str, report.Figure]:
         ),
         "detect_secs": report.figure(
             "s",
-            "at most 0.2; in recover_secs",
+            "at most 0.2; part of recover_secs",
             [each["recover_secs"] - each["secs"] for each in lost],
         ),
         "steps_lost": report.figure(
             "steps",
-            f"local_checkpoint_period={_PERIOD}, and a save without copies yet",
+            f"local_checkpoint_period={_PERIOD}, plus a save still without copies",
             [each["steps_lost"] for each in lost],
         ),
         "recover_over_bare_ratio": report.figure(
@@ -297,7 +299,7 @@ def _warm(config: pathlib.Path) -> dict[str, report.Figure]:
     for phase in goodput.PHASES:
         name = f"{phase}_secs"
         figures[f"recover_{name}"] = report.figure(
-            "s", "in recover_secs", [each[name] for each in lost]
+            "s", "part of recover_secs", [each[name] for each in lost]
         )
     return figures
 
@@ -310,7 +312,7 @@ def _cold(config: pathlib.Path) -> dict[str, report.Figure]:
     rest = secs - change["compile_secs"] - change["restore_secs"]
     return {
         "recover_cold_secs": report.figure(
-            "s", "on a slice fewer, nothing compiled", [secs]
+            "s", "on one slice fewer, nothing compiled", [secs]
         ),
         "recover_cold_over_compile_secs": report.figure(
             "s", "at most 1.5; without compiling and restoring", [rest]
@@ -319,8 +321,8 @@ def _cold(config: pathlib.Path) -> dict[str, report.Figure]:
 
 
 def _loops(config: pathlib.Path, steps: int, rounds: int) -> turns.Secs:
-    # The seconds of a step in each turn of so many, of the sides `bare` and `loop`; and
-    # by `bare thread` and `loop thread` the processor seconds of the loop's thread.
+    # The seconds per step in each turn of `steps` steps, for the sides `bare` and
+    # `loop`; `bare thread` and `loop thread` are the loop thread's processor seconds.
     prepared = launch.with_files(load.load(config), report=print)
     results = config.with_suffix(".json")
     train = functools.partial(_train, results, steps, rounds)

@@ -1,8 +1,8 @@
-"""A world of JAX alone, beside the recoveries of suite `recovery`.
+"""A plain JAX world, as a baseline for the recoveries of suite `recovery`.
 
-Fresh processes are forked from a server that has imported JAX, join, and add up a
-number of each in one jitted `psum`. Nothing is cached, restored or watched: it is what
-a world takes at least.
+Fresh processes are forked from a server that has imported JAX, join, and add up one
+number per process in one jitted `psum`. Nothing is cached, restored or watched: this is
+the minimum time for a world.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elastic_ckpt.elastic import station
 
 
 class ReservedPort:
-    """A port of this machine, which the OS chooses, until `close`."""
+    """A port of this machine, chosen by the OS and reserved until `close`."""
 
     def __init__(self) -> None:
         self._socket = socket.socket()
@@ -28,13 +28,13 @@ class ReservedPort:
 
 
 def worlds_secs(hosts: int, worlds: int) -> list[float]:
-    """Of each world, from the fork of its first process to the result in the last one.
+    """The time of each world, from its first process's fork to its last result.
 
-    Processes have one device each. One world before those that are counted is not.
+    Each process has one device. One additional world runs first and is not counted.
     """
     forkserver.set_forkserver_preload(["jax", __name__])
     forkserver.ensure_running()
-    # The fork server is still importing at the first one.
+    # The fork server is still importing during the first world.
     return [_world_secs(hosts) for _ in range(worlds + 1)][1:]
 
 
@@ -50,7 +50,7 @@ def _world_secs(hosts: int) -> float:
     for process in processes:
         process.start()
     sender.close()
-    # The clock is that of the machine, the same in all processes.
+    # All processes use the machine's clock.
     done_secs = max(receiver.recv() for _ in processes)
     for process in processes:
         process.join()

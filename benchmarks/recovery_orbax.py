@@ -1,8 +1,9 @@
-"""A job that saves with Orbax alone, as a peer of suite `recovery`.
+"""A job that saves with stock Orbax, as a peer in suite `recovery`.
 
-The same step and batches as of the run that it is compared with. When a process dies,
-the launcher kills the others and starts all anew: it reacts to the death at once, the
-machine is there at once, and JAX's compilation cache is warm.
+The job has the same step and batches as the run that it is compared with. When a
+process dies, the launcher kills the others and restarts all of them: it reacts to the
+death immediately, the machine is available immediately, and JAX's compilation cache is
+warm.
 
 * `plain`: Orbax's checkpointer, to a directory on the disk.
 * `emergency`: Orbax's emergency `CheckpointManager`, to a RAM disk for each process,
@@ -31,7 +32,7 @@ _PATIENCE_SECS = 600.0
 def restart_secs(
     manager: str, config: pathlib.Path, directory: pathlib.Path, *, hosts: int
 ) -> float:
-    """From the death of a process to the first step after it.
+    """The time from the death of a process to the first step afterwards.
 
     NaN if the job does not restart; its processes print the error.
     """
@@ -50,7 +51,7 @@ def restart_secs(
 def _started(
     manager: str, config: pathlib.Path, directory: pathlib.Path, hosts: int
 ) -> Iterator[tuple[list[Any], Any]]:
-    # The processes, which are killed at the end, and a pipe for the times of steps.
+    # The processes, which are killed at the end, and a pipe for step times.
     context = multiprocessing.get_context("spawn")
     steps, done = context.Pipe(duplex=False)
     port = recovery_bare.ReservedPort()
@@ -75,7 +76,7 @@ def _started(
 
 
 def _next_step_time(job: list[Any], steps: Any) -> float:
-    # The time of the step after the one that is saved; NaN if a process ends before.
+    # The time of the step after the saved one; NaN if a process exits before.
     ends = [process.sentinel for process in job]
     while connection.wait([steps, *ends], _PATIENCE_SECS) == [steps]:
         step, at = steps.recv()
@@ -85,7 +86,7 @@ def _next_step_time(job: list[Any], steps: Any) -> float:
 
 
 class _Manager(NamedTuple):
-    # The newest step, or None; loads it; saves a step and waits.
+    # Returns the newest step or None; loads it; saves a step and waits.
     newest: int | None
     load: Callable[[], Any]
     save: Callable[[int, Any], object]

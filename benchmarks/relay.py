@@ -1,4 +1,4 @@
-"""A relay in front of an agent: it counts the bytes that its clients receive."""
+"""A relay in front of an agent that counts the bytes that its clients receive."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 
 class Relay:
-    """Passes the connections of its clients on to `url`, while its block lasts.
+    """Forwards clients' connections to `url` until the end of the block.
 
     Attributes:
-      url: of the relay.
-      num_bytes: that its clients have received so far, headers included.
+      url: the relay's URL.
+      num_bytes: the number of bytes that clients have received, including headers.
     """
 
     def __init__(self, url: str) -> None:

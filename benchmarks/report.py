@@ -1,4 +1,4 @@
-"""Figures, and how they are printed and written."""
+"""Figures, with functions that print and write them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _PACKAGES = (
     *("elastic-ckpt", "jax", "jaxlib", "grain", "orbax-checkpoint", "array-record"),
     *("tensorstore", "numpy", "pyarrow"),
-    # Those that a suite is compared with; printed where they are installed.
+    # Libraries that a suite is compared with; printed if they are installed.
     *("maxtext", "mosaicml-streaming", "litdata", "lancedb", "datasets", "torchdata"),
     "torch",
 )
@@ -41,17 +41,17 @@ class Figure:
 
 
 def figure(unit: str, against: str, samples: Iterable[float]) -> Figure:
-    """A figure of some samples."""
+    """The figure for some samples."""
     return Figure(unit=unit, against=against, samples=tuple(samples))
 
 
 def ratio(above: Iterable[float], below: Iterable[float], against: str) -> Figure:
-    """A figure of the ratios of samples, pair by pair."""
+    """The figure for the ratios of samples, pair by pair."""
     return figure("ratio", against, (a / b for a, b in zip(above, below, strict=True)))
 
 
 def merged(runs: Sequence[dict[str, Figure]]) -> dict[str, Figure]:
-    """The figures of all runs of a suite, each with the samples of all."""
+    """The figures of all runs of a suite, each with the samples of all runs."""
     return {
         name: dataclasses.replace(
             first, samples=tuple(s for run in runs for s in run[name].samples)
@@ -61,7 +61,7 @@ def merged(runs: Sequence[dict[str, Figure]]) -> dict[str, Figure]:
 
 
 def table(figures: dict[str, Figure]) -> str:
-    """The figures as lines for people, with the machine and the versions."""
+    """The figures as a human-readable table, with the machine and the versions."""
     lines = [f"{'figure':<34} {'median':>9} {'least':>9} {'most':>9}  unit, against"]
     for name, figure in figures.items():
         numbers = (figure.value, min(figure.samples), max(figure.samples))
@@ -98,7 +98,7 @@ def _machine() -> dict[str, str]:
 
 
 def runs_on(devices: Sequence[jax.Device]) -> None:
-    """Notes the accelerators on which the suite runs."""
+    """Records the accelerators on which the suite runs."""
     _ACCELERATORS["accelerators"] = f"{len(devices)} {devices[0].device_kind}"
 
 

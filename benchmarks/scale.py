@@ -1,26 +1,26 @@
 """Suite `scale`: a save and a restore of 10,000 hosts, driven by the product's stages.
 
-The world is 100 slices, or one for each 10 hosts if there are fewer, whose hosts hold
-100 boxes each: one of each of 100 leaves, no two alike. The first host of a slice has a
-file of a component, too. The world saves a step with copies, and restores it when hosts
-have changed places.
+The world has 100 slices, or one for each 10 hosts if there are fewer. Each host has 100
+boxes: one of each of 100 leaves, no two alike. The first host of a slice also has a
+component file. The world saves a step with copies and restores it after hosts have
+changed places.
 
-All hosts are simulated in one process, which pass messages as real ones do. Each has
-the product's own part of an exchange (`host.copies`), a RAM disk with its manifest,
-mail and a share of the coordination service that count, and no devices. A call runs on
-one host after the other; the time that it takes is that of the slowest host, because
-real ones run at the same time. All hosts restore from the same table, so the last of
-them takes it apart and plans its reads, and those between have its message alone.
+All hosts are simulated in one process and pass messages like real hosts. Each has the
+product's own part of an exchange (`host.copies`), a RAM disk with its manifest, mail
+and a share of the coordination service (both count messages), and no devices. A call
+runs on one host after the other; its time is the time of the slowest host, because real
+hosts run simultaneously. All hosts restore from the same table, so only the last host
+parses the table and plans its reads; the hosts in between just pass the message on.
 
-* `messages_per_host_10k`: of a save to RAM with copies, at the host that passes the
-  most messages of decisions; requests for values are not among them.
-  `restore_messages_per_host_10k` of the restore.
-* `decision_secs_10k`: of that save and of a restore, from manifests on disks to the
-  reads of all hosts: processor time of the slowest host in each pass. Objects of the
-  simulation that are there before are left out of garbage collection.
-* `traffic_peak_gib_10k`: of the process that simulates all hosts, not of one of them.
+* `messages_per_host_10k`: the decision messages of a save to RAM with copies, at the
+  host that passes the most; requests for values do not count.
+  `restore_messages_per_host_10k`: the same for the restore.
+* `decision_secs_10k`: for this save and a restore, from manifests on disks to the reads
+  of all hosts: processor time of the slowest host in each pass. Existing objects of the
+  simulation are excluded from garbage collection.
+* `traffic_peak_gib_10k`: for the process that simulates all hosts, not for one host.
 
-Each size runs in a separate process; `_100`, `_1000` are those of fewer hosts.
+Each size runs in a separate process; `_100` and `_1000` are for fewer hosts.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ from elastic_ckpt.tiers.source import ReadError, Source
 AnswerT = TypeVar("AnswerT")
 P = ParamSpec("P")
 _SIZES = {"10k": sized(10_000, 40), "1000": sized(1000, 30), "100": sized(100, 20)}
-# Of each figure, its unit and its bound.
+# The unit and the bound of each figure.
 _FIGURES = {
     "messages_per_host": ("messages", "at most 60"),
     "restore_messages_per_host": ("messages", "no bound"),
@@ -86,14 +86,14 @@ _FIGURES = {
 }
 _STEP = 30
 _BRIEF_SECS = 60.0
-# Of a host: one box of each leaf.
+# Each host has one box of each leaf.
 _LEAVES = 100
-# Each host has as many of a leaf.
+# Each host has this many columns of a leaf.
 _ROWS = 16
 _COLUMNS = 512
 # By host. A message counts at the host that reads it and, if another host has left it
-# in its RAM disk, at that host too; a request to the coordination service at the host
-# that makes it.
+# on its RAM disk, also at that host; a request to the coordination service counts at
+# the host that makes it.
 _Messages = collections.Counter[int]
 
 
@@ -107,7 +107,7 @@ def measure() -> dict[str, report.Figure]:
 
 
 def _costs(num_hosts: int) -> dict[str, float]:
-    # Of a save with copies, and of a restore by hosts in other places.
+    # The costs of a save with copies and of a restore by hosts in different places.
     with (
         mock.patch.object(copies, "fetch", _fetched),
         tempfile.TemporaryDirectory(prefix="scale-", dir="/dev/shm") as directory,
@@ -139,7 +139,7 @@ def _save(hosts: _SimulatedHosts) -> None:
     )
     saving = Saving(
         step_id=StepId(_STEP, "0"),
-        # The manifests of the step are there already.
+        # The step's manifests already exist.
         write_components=lambda: None,
         back_up=False,
         overwrite=False,
@@ -198,7 +198,7 @@ class _CountedStore:
     def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
         del timeout_in_ms
         self._messages[self.host] += 1
-        # A host asks for the turn of the one above, which is empty, before it is there.
+        # A host asks for the turn of the host above, which is still empty.
         return self._values.get(key, b"")
 
     def key_value_delete(self, key: str) -> None:
@@ -208,7 +208,7 @@ class _CountedStore:
 
 
 class _Mail(Exchange):
-    # Of one host; all can read what any of them has left in its RAM disk.
+    # One host's mail; all hosts can read messages left on any host's RAM disk.
 
     def __init__(
         self,
@@ -250,7 +250,7 @@ class _WorldAlone(HostWorld):
 
     @functools.cached_property
     def owners(self) -> owners.Owners:
-        # The first host makes them for all: they follow from the hosts of the world.
+        # The first host computes them for all: they follow from the world's hosts.
         if _WorldAlone.made is None:
             _WorldAlone.made = owners.Owners(self.hosts, self.copy_policy)
         return _WorldAlone.made
@@ -261,8 +261,8 @@ class _WorldAlone(HostWorld):
 
 
 def _fetched(own: LocalHost, found: FoundStep) -> copies.Replicated:
-    # Takes copies without their values: what a host fetches does not depend on how many
-    # other hosts there are.
+    # Takes copies without their values: the number of hosts does not affect the values
+    # that a host fetches.
     table = found.table
     saved = own.disk.manifest(own.slot, table.step_id)
     parts = dict.fromkeys([*saved.rows(), *table.manifest.rows()])
@@ -273,7 +273,7 @@ def _fetched(own: LocalHost, found: FoundStep) -> copies.Replicated:
 
 
 class _ReaderAlone(reader.HostReader):
-    # Plans its reads, and reads no values.
+    # Plans its reads but reads no values.
 
     def open_step(self, step_id: StepId) -> None:
         world = self._world
@@ -292,7 +292,7 @@ class _ReaderAlone(reader.HostReader):
 
 
 class _SaverAlone(HostSaver):
-    # Writes nothing: the manifest of the step is there already.
+    # Writes nothing: the step's manifest already exists.
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
@@ -340,7 +340,7 @@ class _SimulatedHosts:
     own = 0
 
     def __init__(self, directory: pathlib.Path, num_hosts: int) -> None:
-        # So far, of each host; and the time of all calls, of the slowest host each.
+        # The time of each host so far; and of all calls, each at the slowest host.
         self.messages: _Messages = collections.Counter()
         self.secs = 0.0
         self.num_hosts = num_hosts
@@ -367,11 +367,11 @@ class _SimulatedHosts:
         call = calls.of(method)
         arguments = call.bind(*args, **kwargs)
         values: dict[int, Any] = {}
-        # A host does not collect the garbage of all others.
+        # A host does not collect the other hosts' garbage.
         gc.collect()
         gc.freeze()
         for group in self._tree.in_order(call.order):
-            # Those of one group run at the same time.
+            # The hosts of a group run simultaneously.
             self.secs += max(self._run(call, arguments, n, values) for n in group)
         answers = self._gather(call.turn(arguments), values, call.order)
         began = time.process_time()
@@ -391,7 +391,7 @@ class _SimulatedHosts:
         return call.decode_answer(answers[0])
 
     def share(self, name: str, value: AnswerT) -> list[AnswerT]:
-        # All drivers have the same value.
+        # All drivers share the same value.
         shared = dict.fromkeys(range(self.num_hosts), codec.encode(value))
         return [value for _ in self._gather(f"share/{name}", shared)]
 
@@ -402,7 +402,7 @@ class _SimulatedHosts:
         return self._hosts[0].part("HostReader").opened()
 
     def select(self, wanted: Callable[[int], Sequence[WantedLeaf]]) -> None:
-        # What each host reads of the step that is open, by its number.
+        # Sets the leaves that each host reads from the open step, by host number.
         for number in (0, self.num_hosts - 1):
             self._hosts[number].part("HostReader").select(wanted(number), ())
         self._gather("check", {})
@@ -414,7 +414,7 @@ class _SimulatedHosts:
         number: int,
         answers: dict[int, Any],
     ) -> float:
-        # Adds the answer of a host; returns the time that it took.
+        # Adds a host's answer; returns the time that it took.
         began = time.process_time()
         answers[number] = codec.encode(call.run(self._hosts[number], arguments))
         return time.process_time() - began
@@ -422,7 +422,7 @@ class _SimulatedHosts:
     def _gather(
         self, kind: str, values: Mapping[int, Any], order: allgather.Order = "together"
     ) -> list[Any]:
-        # Hosts pass answers up their tree, those of one level at the same time.
+        # Hosts pass answers up their tree, all hosts of a level simultaneously.
         turn = self._turns[kind]
         self._turns[kind] += 1
         of_level: dict[int, float] = collections.defaultdict(float)
@@ -472,7 +472,7 @@ def _world(
 
 
 def _parts(world: HostWorld) -> Any:
-    # The parts of a host that a save and a restore call.
+    # A host's parts that a save and a restore call.
     parts = {
         "HostWorld": world,
         "HostSaver": _SaverAlone(world),
@@ -483,7 +483,7 @@ def _parts(world: HostWorld) -> Any:
 
 
 def _manifests(num_hosts: int) -> Iterator[Manifest]:
-    # That hosts write when they save.
+    # The manifests that hosts write when they save.
     shape = (num_hosts * _ROWS, _COLUMNS)
     chunk = (_ROWS, _COLUMNS)
     leaves = [

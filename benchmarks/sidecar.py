@@ -1,27 +1,27 @@
 """Suite `sidecar`: how long a loop waits for its data, read in or out of process.
 
-A step here takes no time of the host's processors, as that of an accelerator; the loop
-waits for each step before it asks for the next batch, as one that prints losses. Rows
-of a batch cost 0.7 of a step to make (`slow`), or next to nothing (`trivial`).
+A step takes no time on the host's processors, like a step on an accelerator. The loop
+waits for each step before it asks for the next batch, like a loop that prints losses.
+Creating a batch's rows takes 0.7 of a step (`slow`) or almost nothing (`trivial`).
 
-* `step_slowdown_percent`: of a step, for all that its data costs the loop, from
-  `RemoteIterator`; the others from `ec.data.Batches`. Slow rows are made by Python
-  here, and hold the interpreter, which the loop needs now and then, if a thread makes
-  them (`..._thread`); not if a worker process does (`..._worker_process`, and beside
-  `RemoteIterator` in place of the sidecar of Pathways).
+* `step_slowdown_percent`: by how much data slows a step down, including every cost to
+  the loop, with `RemoteIterator`; the other figures use `ec.data.Batches`. Python
+  creates the slow rows. If a thread does (`..._thread`), it blocks the interpreter,
+  which the loop needs now and then. A worker process does not (`..._worker_process`;
+  with `RemoteIterator`, the worker process replaces Pathways' sidecar).
 * `next_ratio_in_process`: `next()` of `ec.data.Batches` for trivial rows in a loop that
-  does nothing else, so that what is read ahead is waited for, over the plain way in
-  process: Grain's batches of the same rows, `jax.make_array_from_process_local_data`.
-  `next_ratio_colocated` likewise; `..._between_steps`: what `next()` costs a loop of
-  steps of 5 ms, whose data is read meanwhile.
-* `save_block_ms`: a loop of slow rows is held up by `save`, with batches in flight.
-* `ratio_maxtext_wrapper`: a step with its slow rows from MaxText's
-  `RemoteIteratorWrapper`, over one from `RemoteIterator`; `..._trivial` the
-  same of `next()` for trivial rows. The wrapper deadlocks where the workers live in the
-  controller's own process, as they do here: it is taken off the list of iterators that
-  its worker closes when it is made, nothing else is changed.
+  does nothing else and thus waits for read-ahead, relative to the plain in-process way:
+  Grain's batches of the same rows and `jax.make_array_from_process_local_data`.
+  `next_ratio_colocated` likewise. `..._between_steps`: the cost of `next()` to a loop
+  with steps of 5 ms that reads its data meanwhile.
+* `save_block_ms`: how long `save` blocks a loop of slow rows, with batches in flight.
+* `ratio_maxtext_wrapper`: a step with slow rows from MaxText's `RemoteIteratorWrapper`,
+  relative to a step with `RemoteIterator`; `..._trivial` is the same for `next()` with
+  trivial rows. The wrapper deadlocks if the workers run in the controller's process, as
+  they do here: it is removed from the list of iterators that its worker closes when the
+  wrapper is created; nothing else is changed.
 
-It runs in the environment of MaxText, see `tests/maxtext/pyproject.toml`.
+The suite runs in MaxText's environment; see `tests/maxtext/pyproject.toml`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _SHORT_STEP_SECS = 0.005
 _SHARE = 0.7
 _NUM_ROUNDS = sized(7, 1)
 _STEPS_A_ROUND = 20
-# Batches that are ready when a round begins are not counted.
+# Batches that are ready when a round begins do not count.
 _STEPS_UNCOUNTED = 4
 _SETTLE_SECS = 0.4
 _BATCHES_A_ROUND = 100
@@ -70,7 +70,7 @@ Batches = Iterator[dict[str, jax.Array]]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Makes row `n`, and takes its time."""
+    """Creates row `n`, which takes a given time."""
 
     secs: float
 
@@ -92,8 +92,8 @@ def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
     if importlib.util.find_spec("maxtext") is None:
         raise errors.ConfigError(
-            "suite sidecar compares with MaxText; run it in MaxText's environment, as"
-            " the head of tests/maxtext/pyproject.toml describes"
+            "suite sidecar compares with MaxText; run it in MaxText's environment (see"
+            " the top of tests/maxtext/pyproject.toml)"
         )
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
@@ -124,7 +124,7 @@ def _slowdowns(mesh: Mesh) -> dict[str, report.Figure]:
     }
     return figures | {
         "ratio_maxtext_wrapper": report.ratio(
-            secs["_maxtext"][1:], secs[""][1:], "steps with slow rows, theirs over ours"
+            secs["_maxtext"][1:], secs[""][1:], "steps with slow rows; theirs over ours"
         )
     }
 
@@ -132,7 +132,7 @@ def _slowdowns(mesh: Mesh) -> dict[str, report.Figure]:
 def steps(
     batches: Batches, step: Callable[[Any], jax.Array], num_steps: int
 ) -> tuple[float, float]:
-    """Seconds that the loop waits for a batch, and that a step takes with its batch."""
+    """The seconds that the loop waits for a batch and that a step with it takes."""
     waits = []
     began = time.perf_counter()
     for _ in range(num_steps):
@@ -140,7 +140,7 @@ def steps(
         batch = _ready(next(batches))
         waits.append(time.perf_counter() - asked)
         step(batch).block_until_ready()
-        # A step gives its batch up.
+        # A step releases its batch.
         del batch
     return statistics.fmean(waits), (time.perf_counter() - began) / num_steps
 
@@ -166,13 +166,13 @@ def _nexts(mesh: Mesh) -> dict[str, report.Figure]:
     figures = {}
     for how, measured in (("", back_to_back), ("_between_steps", in_a_loop)):
         secs = {name: samples[1:] for name, samples in measured.items()}
-        bound = "at most 1.1 over" if not how else "over"
+        bound = "at most 1.1; over" if not how else "over"
         for name in ("_in_process", "_colocated"):
             figures[f"next_ratio{name}{how}"] = report.ratio(
                 secs[name], secs["_plain"], f"{bound} Grain's batches in process"
             )
         figures[f"ratio_maxtext_wrapper_trivial{how}"] = report.ratio(
-            secs["_maxtext"], secs["_colocated"], "next(), theirs over ours colocated"
+            secs["_maxtext"], secs["_colocated"], "next(); theirs over ours, colocated"
         )
     return figures
 
@@ -187,7 +187,7 @@ def _saves(mesh: Mesh) -> dict[str, report.Figure]:
             began = time.perf_counter()
             writing = asyncio.run(batches.save(_Created(directory)))
             millis.append(1000 * (time.perf_counter() - began))
-            # As Orbax does, beside the loop.
+            # In parallel with the loop, like Orbax.
             thread = threading.Thread(target=asyncio.run, args=(writing,))
             thread.start()
             next(batches)
@@ -232,7 +232,7 @@ def in_process(
 
 
 def _plain(mesh: Mesh, row: Row) -> Batches:
-    # The same from Grain, and copied to the mesh.
+    # The same rows from Grain, copied to the mesh.
     sharding = topology.batch_sharding(mesh)
     records = grain.MapDataset.range(_NUM_RECORDS).map(row)
     for batch in records.to_iter_dataset(_IN_CALLER).batch(_ROWS):
@@ -255,7 +255,7 @@ def _maxtext_wrapper(mesh: Mesh, row: Row) -> Any:
     wrapper = multihost_dataloading.RemoteIteratorWrapper(
         dataset, batched, mesh, (_ROWS, _LENGTH)
     )
-    # Else its worker, while it is made, closes the very wrapper that makes it.
+    # Otherwise its worker, while being created, closes the wrapper that creates it.
     multihost_dataloading._GLOBAL_REMOTE_ITERATORS.discard(wrapper)
     return wrapper
 
@@ -274,7 +274,7 @@ def _accelerator_step(secs: float = _STEP_SECS) -> Callable[[Any], jax.Array]:
 
 
 def _ready(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    # To ask costs nothing; to wait gives other threads the interpreter.
+    # Asking costs nothing; waiting lets other threads use the interpreter.
     features: list[Any] = list(batch.values())
     if not all(feature.is_ready() for feature in features):
         jax.block_until_ready(batch)
@@ -282,15 +282,15 @@ def _ready(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def in_turns(sides: dict[str, Any]) -> Iterator[str]:
-    """The side whose turn it is; each has one that is not counted, to get warm."""
+    """The side whose turn it is; each side's first turn is an uncounted warm-up."""
     for name in [*sides] * (_NUM_ROUNDS + 1):
-        # Gives the side before time to finish the reads that it has begun.
+        # Lets the previous side finish the reads that it has begun.
         time.sleep(_SETTLE_SECS)
         yield name
 
 
 def close(sides: dict[str, Any]) -> None:
-    """Closes those that can be closed."""
+    """Closes the sides that can be closed."""
     for side in sides.values():
         with contextlib.suppress(AttributeError):
             side.close()

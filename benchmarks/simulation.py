@@ -1,12 +1,12 @@
-"""Suite `simulation`: real runs beside `elastic-ckpt simulate` of the same failures.
+"""Suite `simulation`: real runs compared with `elastic-ckpt simulate`.
 
 Real runs of four processes lose and regain slices at random (suite `soak`, with fewer
-faults). Each is simulated from its own log, with its own costs.
+faults). Each run is simulated with the failures in its log and with its own costs.
 
-* `goodput_points_apart`: between a run's goodput and the simulated one.
-* `steps_lost_apart`: between the steps that both have trained again, a fault.
-* `run_goodput_percent`: of the runs.
-* `secs_10k`: 30 days of 10,000 hosts, four settings.
+* `goodput_points_apart`: the difference between the real and the simulated goodput.
+* `steps_lost_apart`: the difference between the numbers of retrained steps, per fault.
+* `run_goodput_percent`: the goodput of the real runs.
+* `secs_10k`: the time to simulate 30 days of 10,000 hosts in four settings.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic_ckpt.inspect import run_files
 from elastic_ckpt.simulation import failures, plan, simulated_cluster
 from elastic_ckpt.training import journal
 
-# The state of the soaked model; its bytes cost next to nothing.
+# The state of the soaked model; its bytes cost almost nothing.
 _STATE_BYTES = 2**21
 _NUM_RUNS = sized(3, 2)
 _NUM_EVENTS = sized(24, 4)
@@ -38,7 +38,7 @@ _PERIOD = "local_checkpoint_period=5"
 
 
 def simulated(run: pathlib.Path) -> simulated_cluster.Outcome:
-    """The run in a directory, simulated with its own failures and costs."""
+    """Simulates the run in a directory with its own failures and costs."""
     planned = plan.of_config(
         journal.read_config(str(run)),
         costs=simulate.of_run(str(run)),
@@ -80,7 +80,7 @@ def _beside_runs() -> dict[str, report.Figure]:
         results = [simulated(run / soak.RUN) for run in runs]
         figures["goodput_points_apart"] = report.figure(
             "%",
-            "of the time; at most 10",
+            "percentage points; at most 10",
             [
                 abs(result.goodput_percent - outcome.goodput_percent)
                 for result, outcome in zip(results, outcomes, strict=True)
@@ -88,7 +88,7 @@ def _beside_runs() -> dict[str, report.Figure]:
         )
         figures["steps_lost_apart"] = report.figure(
             "steps",
-            f"a fault, at most {_PERIOD}",
+            f"per fault; at most {_PERIOD}",
             list(map(_steps_lost_apart, results, outcomes, listed)),
         )
     return figures
@@ -105,7 +105,7 @@ def _steps_lost_apart(
     outcome: soak.Outcome,
     listed: list[dict[str, int]],
 ) -> float:
-    # A fault.
+    # Per fault.
     lost = sum(each["steps_lost"] for each in outcome.named("recovered"))
     num_faults = sum("return_slice" not in fault for fault in listed)
     return abs(result.steps_lost - lost) / num_faults

@@ -1,21 +1,21 @@
-"""Suite `soak`: a run that is hit by a hundred faults, unattended; on disk, in buckets.
+"""Suite `soak`: an unattended run with a hundred faults, on disk and in buckets.
 
 Faults are drawn at random, from a seed that is printed: a slice is killed with its
-memory; the process of a host is killed (half of them are process 0), or those of two at
-once; a host is stopped (SIGSTOP). Slices come back. Faults come at a distance of a few
-steps, so that some hit a run that has not recovered from the last one. Afterwards the
+memory; one host process is killed (half of the time process 0), or two simultaneously;
+a host is frozen (SIGSTOP). Slices come back. Faults follow each other within a few
+steps, so that some hit a run that has not recovered from the last one. Afterwards, the
 run is audited.
 
 One run keeps its steps on disk, one in `gs://` and one in `s3://` (emulators in another
-process), with the endings `_gs` and `_s3`.
+process); the suffixes are `_gs` and `_s3`.
 
-* `faults`: that happened, without returns; 100.
-* `examples_lost`, `examples_repeated`: by the audit; 0.
+* `faults`: the number of faults, without returns; 100.
+* `examples_lost`, `examples_repeated`: according to the audit; 0.
 * `committed_steps_lost`: worlds that began before a step that had its copies; 0.
-* `processes_left`: of the run, when it has ended; 0.
-* `steps_lost`: of each change, trained again.
-* `recover_secs`: of each change, from the failure to the first step.
-* `goodput_percent`: of the run's time, the part that trained new steps
+* `processes_left`: processes of the run after its end; 0.
+* `steps_lost`: steps retrained per change.
+* `recover_secs`: time from the failure to the first step, per change.
+* `goodput_percent`: the share of the run's time that trained new steps
   (`elastic_ckpt.monitoring.goodput` has the formula).
 """
 
@@ -43,7 +43,7 @@ _NUM_FAULTS = sized(100, 2)
 _NUM_SLICES = 4
 _LEAST_SLICES = 2
 _STEPS_BETWEEN = (8, 30)
-# The name of a run.
+# The run name.
 RUN = "soak"
 _MARK = "ELASTIC_CKPT_SOAK"
 
@@ -58,11 +58,11 @@ class Outcome:
     processes_left: list[int]
 
     def named(self, name: str) -> list[dict[str, Any]]:
-        """The events of a name."""
+        """The events with this name."""
         return [event for event in self.events if event["event"] == name]
 
     def committed_steps_lost(self) -> int:
-        """The worlds that began before a step that had all of its copies."""
+        """The number of worlds that began before a step that had all its copies."""
         newest = lost = 0
         for event in self.events:
             if event["event"] in ("replicated", "backed_up"):
@@ -73,33 +73,33 @@ class Outcome:
 
 
 class _Draw(random.Random):
-    # Of faults and returns of slices.
+    # Draws faults and returns of slices.
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.there, self.gone = set(range(_NUM_SLICES)), set[int]()
 
     def lost(self) -> int:
-        # A slice that is gone from now on.
+        # A slice to lose.
         self.gone.add(lost := self.choice(sorted(self.there)))
         self.there.remove(lost)
         return lost
 
     def back(self) -> int:
-        # A slice that is back from now on.
+        # A slice to bring back.
         self.there.add(back := self.choice(sorted(self.gone)))
         self.gone.remove(back)
         return back
 
     def host(self) -> int:
-        # A host that is there: those of the least slices are.
+        # A host that exists: the hosts of the minimum number of slices always do.
         return self.randrange(_LEAST_SLICES)
 
 
 def faults(num_events: int, seed: int) -> list[dict[str, int]]:
-    """Random faults, by their steps; at least `_LEAST_SLICES` slices are always there.
+    """Random faults by step; at least `_LEAST_SLICES` slices are always available.
 
-    The last one is a return, if a slice is gone.
+    The last fault is a return if a slice is gone.
     """
     draw, step = _Draw(seed), 0
     listed = []
@@ -117,7 +117,7 @@ def faults(num_events: int, seed: int) -> list[dict[str, int]]:
 
 
 def mixed_faults(num_faults: int, seed: int) -> list[dict[str, Any]]:
-    """Random faults of all kinds, and the returns of slices between them."""
+    """Random faults of all kinds, with returns of slices between them."""
     draw, step, num = _Draw(seed), 0, 0
     listed: list[dict[str, Any]] = []
     while num < num_faults or draw.gone:
@@ -145,10 +145,10 @@ def mixed_faults(num_faults: int, seed: int) -> list[dict[str, Any]]:
 def soak(
     directory: str, ram: str, config: pathlib.Path, listed: list[dict[str, Any]]
 ) -> Outcome:
-    """Trains through the listed faults, and audits what is left.
+    """Trains through the listed faults and audits the result.
 
-    The run's files are in `directory`, a path or a URL of a bucket, and in `ram`, a
-    directory on a RAM disk; both are empty.
+    The run's files are in `directory`, a path or a bucket URL, and in `ram`, a
+    directory on a RAM disk; both are initially empty.
     """
     run = f"{directory}/{RUN}"
     mark = f"{uuid.uuid4()}"
@@ -213,7 +213,7 @@ def _measure(directory: str) -> dict[str, report.Figure]:
             f"{_NUM_FAULTS}, seed {seed}",
             [injected.total() - injected["return_slice"]],
         ),
-        "worlds": figure("worlds", "of one run", [len(outcome.named("world_started"))]),
+        "worlds": figure("worlds", "in one run", [len(outcome.named("world_started"))]),
         "examples_lost": figure("examples", "0", [audit["num_lost"]]),
         "examples_repeated": figure("examples", "0", [audit["num_repeated"]]),
         "committed_steps_lost": figure("worlds", "0", [outcome.committed_steps_lost()]),
@@ -223,8 +223,8 @@ def _measure(directory: str) -> dict[str, report.Figure]:
             "local_checkpoint_period=5",
             [each["steps_lost"] for each in changes],
         ),
-        "recover_secs": figure("s", "a change", [each["secs"] for each in changes]),
-        "goodput_percent": figure("%", "of its time", [outcome.goodput_percent]),
+        "recover_secs": figure("s", "per change", [each["secs"] for each in changes]),
+        "goodput_percent": figure("%", "of the run time", [outcome.goodput_percent]),
     }
 
 
@@ -242,11 +242,11 @@ def _command(mark: str, *arguments: object) -> str:
 
 
 def _processes(mark: str) -> list[int]:
-    # Those that have the mark in their environment.
+    # The processes that have the mark in their environment.
     wanted = f"{_MARK}={mark}".encode()
     left = []
     for entry in pathlib.Path("/proc").glob("[0-9]*"):
-        # It may have ended, or be another user's.
+        # The process may have exited or belong to another user.
         with contextlib.suppress(OSError):
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 left.append(int(entry.name))

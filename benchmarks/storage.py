@@ -1,19 +1,19 @@
-"""Suite `storage`: the step log; buckets, beside plain ranged reads and beside Orbax.
+"""Suite `storage`: the step log; buckets, compared with plain ranged reads and Orbax.
 
-* `log_bytes_per_step`: bytes of the log of `elastic-ckpt train` over its steps, at a
-  batch of 4,096 shuffled rows.
-* `log_bytes_moved_ratio`: what the metrics of a run in a bucket move, over the bytes of
-  the log that they leave.
-* `bucket_read_ratio`: the speed of reading TFRecords from a bucket of GCS over that of
-  ranged reads of the same bytes, 16 at a time, of 2 MiB each; `_s3`, and `_late` with
-  answers that take 20 ms longer, as the first byte of real stores takes tens of
-  milliseconds.
-* `upload_ratio_orbax`: the time until a state is saved to a bucket of GCS over that of
-  plain Orbax, which writes to `gs://` alone.
+* `log_bytes_per_step`: log size per step of `elastic-ckpt train` with a batch of 4,096
+  shuffled rows.
+* `log_bytes_moved_ratio`: the bytes that the metrics of a run in a bucket transfer,
+  relative to the bytes of the resulting log.
+* `bucket_read_ratio`: the speed of reading TFRecords from a GCS bucket relative to
+  ranged reads of the same bytes, 16 at a time, of 2 MiB each; `_s3` for S3; `_late`
+  with answers that take 20 ms longer, because the first byte of real stores takes tens
+  of milliseconds.
+* `upload_ratio_orbax`: the time until a state is saved to a GCS bucket relative to
+  stock Orbax, which only writes to `gs://`.
 
-Data is read as a loop does it by default: TFRecords in shards, verified, in batches.
-The object stores are emulators in another process, so that neither side shares a Python
-interpreter with them. Files are looked up and indexed once before, as by a run.
+Data is read as a loop does by default: TFRecords in shards, verified, in batches. The
+object stores are emulators in another process, so that neither side shares a Python
+interpreter with them. As in a run, files are looked up and indexed once beforehand.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from elastic_ckpt.training import step_log
 from tests import tfrecord_files
 
 _RECORD_BYTES = 64 * 1024
-# The length of a record and the checksums.
+# The record length and the checksums.
 _FRAME_BYTES = 16
 _SHARDS = 4
-# The records of a batch.
+# The number of records in a batch.
 _ROWS = 32
-# The number of plain reads at a time, and the bytes of each.
+# The number of simultaneous plain reads, and the bytes of each.
 _READERS = 16
 _RANGE_BYTES = remote_file.BLOCK_BYTES
-# Within the first bytes of real stores, which take tens of milliseconds.
+# The first bytes from real stores take tens of milliseconds.
 _LATE_SECS = 0.02
 _LARGE_LEAVES = 8
 _SMALL_LEAVES = 64
@@ -75,7 +75,7 @@ _FILE_BYTES = sized(64 << 20, 4 << 20)
 _STATE_ITEMS = sized(16 << 20, 1 << 18)
 _ROUNDS = sized(7, 1)
 _BATCHES = sized(360, 20)
-# Of the run whose log is measured.
+# The steps of the run whose log is measured.
 _STEPS = sized(20, 2)
 _LOGGED = {
     "run_name": "log",
@@ -92,7 +92,7 @@ _LOGGED = {
 
 
 def measure() -> dict[str, report.Figure]:
-    """Measures in processes that begin with the addresses of the stores."""
+    """Measures in processes that start with the addresses of the stores."""
     ratios, saves, moved = {}, {}, 0.0
     for ending, kind, late_secs in (
         ("", "gs", 0.0),
@@ -105,7 +105,7 @@ def measure() -> dict[str, report.Figure]:
             ratios[f"bucket_read_ratio{ending}"] = report.ratio(
                 secs["plain"],
                 secs["ours"],
-                "at least 0.8; speed over that of plain ranged reads",
+                "at least 0.8; relative to the speed of plain ranged reads",
             )
             if not ending:
                 moved = turns.in_new_process(_moved_by_metrics, f"{url}/metrics")
@@ -116,7 +116,7 @@ def measure() -> dict[str, report.Figure]:
         "upload_ratio_orbax": report.ratio(
             saves["ours"],
             saves["orbax"],
-            "at most 1.1; until a step is in gs://, over Orbax's",
+            "at most 1.1; time until a step is in gs://, relative to Orbax",
         ),
     }
 
@@ -142,7 +142,8 @@ def _log_bytes() -> float:
 
 
 def _moved_by_metrics(directory: str) -> float:
-    # What requests of the store carry, and what is left: in an hour of batches.
+    # The bytes in requests to the store over the remaining bytes, for an hour of
+    # batches.
     moved = 0
     request = gcsfs.GCSFileSystem._request
 
@@ -182,7 +183,7 @@ def stores(late_secs: float = 0.0) -> Iterator[dict[str, str]]:
     """Runs both stores in another process; `gs://` answers after `late_secs`.
 
     Yields:
-      The environment of their clients, and the name of their `BUCKET`.
+      The environment variables for clients, including the name of the `BUCKET`.
     """
     with subprocess.Popen(
         [sys.executable, "-c", _SERVING, str(late_secs)],
@@ -241,7 +242,7 @@ def _read_range(part: tuple[Any, str, int, int]) -> int:
 
 
 def _read_records(paths: tuple[str, ...], num_batches: int) -> int:
-    # The bytes of all records with their frames, as a loop on one host takes them.
+    # The bytes of all records with their frames, as a loop on one host reads them.
     remote_file.forget()
     batches = data.LocalBatches(
         data.sharded(functools.partial(_shard, paths), pipeline="rows"),

@@ -1,19 +1,20 @@
-"""The part of suite `data` that reads text: from Parquet to packed rows of tokens.
+"""The text part of suite `data`: from Parquet to packed rows of tokens.
 
-All sides read the same documents, the sources of Python's standard library cut into
-texts of log-normal length, with a byte-level BPE of Hugging Face trained on some of
-them; in one process, in turns. Grain's and ours make rows of 2048 tokens.
+All sides read the same documents: the source code of Python's standard library, cut
+into documents of log-normal length. The tokenizer is a Hugging Face byte-level BPE
+trained on some of them. The sides take turns in one process. Grain and our side create
+rows of 2048 tokens.
 
-* `text_packed_mtok_per_sec`: what `from_config` builds, 16 logical shards, with as many
-  threads as there are cores. With more shards the corpus would end before each has
-  read the first of its longest chapters: until then, more is tokenised than delivered.
-* `text_ratio_tokenizer`: over the library's own `encode_batch_fast` on lists of 1000 of
-  these texts, which reads no file, makes no array and packs nothing.
-* `text_ratio_grain_map`: over Grain's interleave of the files, `map` of each record,
-  and packer.
-* `text_ratio_hf_datasets_map`: over `map(batched=True)` of Hugging Face `datasets`,
-  which tokenises 1000 documents a call; streamed from the same files, and cut to rows
-  by its examples' `group_texts`.
+* `text_packed_mtok_per_sec`: the pipeline of `from_config` with 16 logical shards and
+  as many threads as cores. With more shards, the corpus would end before each shard has
+  read the first of its longest chapters: until then, more is tokenized than delivered.
+* `text_ratio_tokenizer`: relative to the library's own `encode_batch_fast` on lists of
+  1000 documents, which reads no file, creates no array and packs nothing.
+* `text_ratio_grain_map`: relative to Grain's interleave of the files, `map` of each
+  record, and packer.
+* `text_ratio_hf_datasets_map`: relative to `map(batched=True)` of Hugging Face
+  `datasets`, which tokenizes 1000 documents per call, streamed from the same files and
+  cut to rows by `group_texts` from its examples.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from elastic_ckpt.data.sources import files as source_files
 _NUM_SHARDS = 16
 _COLUMN = "text"
 _NUM_FILES = 8
-# Of the corpus; all are some 31 million.
+# The size of the corpus; all files have about 31 million.
 _NUM_CHARACTERS = sized(10**9, 10**6)
 _MEAN_CHARACTERS = 2000
 # The standard deviation of the logarithm of the length.
@@ -47,15 +48,15 @@ _TRAINING_TEXTS = 2500
 _VOCAB_SIZE = 32_000
 _TEXTS_A_CALL = 1000
 _ROUNDS = sized(5, 1)
-# Timed of each side in each round, and before that, of 8 million in all: ours is some
-# millions of tokens ahead by then, as it is later.
+# The tokens timed for each side in each round, and the tokens before that, of 8 million
+# in all: by then, ours is a few million tokens ahead, as it is later.
 _NUM_TOKENS = sized(3_500_000, 100_000)
 _WARM_UP_TOKENS = sized(4_500_000, 12_500)
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
 def measure(directory: pathlib.Path) -> dict[str, report.Figure]:
-    """Measures in files below `directory`."""
+    """Measures with files in `directory`."""
     texts = _texts(directory)
     files = _write(texts, directory)
     path = _train(texts, directory)
@@ -132,9 +133,9 @@ def _train(texts: list[str], directory: pathlib.Path) -> str:
 def inputs(
     data: sharded_data.ShardedData, read_ahead: prefetch.ReadAhead
 ) -> Iterator[Any]:
-    """The inputs of the batches of a run on one host, which decodes all that it reads.
+    """The inputs of the batches of a run on one host, which decodes all its data.
 
-    Blocks that an earlier run in this process has decoded are forgotten.
+    Discards blocks that an earlier run in this process has decoded.
     """
     source_files.forget_all()
     placement = rows.Placement.in_order(
@@ -175,7 +176,7 @@ def _library(texts: list[str], path: str) -> Iterator[Any]:
     for first in itertools.cycle(range(0, len(texts), _TEXTS_A_CALL)):
         some = texts[first : first + _TEXTS_A_CALL]
         encoded = tokenizer.encode_batch_fast(some, add_special_tokens=False)
-        # As many rows, so that the driver counts them.
+        # As rows, so that the driver counts the tokens.
         num_rows, left = divmod(left + sum(map(len, encoded)), peer.ROW_LENGTH)
         yield np.empty((num_rows, peer.ROW_LENGTH), np.int32)
 

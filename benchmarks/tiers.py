@@ -1,41 +1,41 @@
-"""Suite `tiers`: what saves and restores cost, beside a plain copy and beside Orbax.
+"""Suite `tiers`: the cost of saves and restores, compared with plain copies and Orbax.
 
-1 GiB of float32 and 1/2 MiB of small leaves, sharded over four processes under
-`jax.distributed`, each a machine: a directory on the RAM disk with its own agent. Orbax
-saves to the RAM disk too. All sides take turns in one world; a turn is as long as its
-slowest host's. The state is computed anew before each turn.
+1 GiB of float32 and 1/2 MiB of small leaves are sharded over four processes under
+`jax.distributed`. Each process is a machine: a directory on the RAM disk with its own
+agent. Orbax also saves to the RAM disk. All sides take turns in one world; a turn takes
+as long as on its slowest host. The state is recomputed before each turn.
 
-Saved, in the steady state: the save before is done, and no waiting is counted.
+Saves, in the steady state: the previous save is done, and no waiting is counted.
 
-* `save_block_ratio_copy`: the trainer is blocked by a save, over `np.copyto` of the
-  same shards to memory that was written before; `save_block_ratio_orbax` over what
-  Orbax's save of that state blocks; `save_block_ms`, and `save_secs` until a save is
-  committed.
+* `save_block_ratio_copy`: how long a save blocks the trainer, relative to `np.copyto`
+  of the same shards to memory that has been written before; `save_block_ratio_orbax`:
+  relative to the blocking time of Orbax's save of the state. `save_block_ms` is the
+  blocking time, `save_secs` the time until a save is committed.
 
-Restored, in a separate world, until the arrays are ready:
+Restores, in a separate world, until the arrays are ready:
 
-* `ram_restore_ratio_copy`: the speed on the same four hosts over that of four
-  processes `cp -r` which copy the same files on the RAM disk.
-* `ram_restore_ratio_orbax`: over the speed of Orbax's load from the RAM disk.
-* `ram_restore_half_hosts`: on two hosts, which read three quarters from peers: hosts
-  need rows in their order, and the second one holds none of its rows. Beside it
-  `ram_restore_half_peers_transfer`: the peers' files alone to the same two hosts, in
-  four threads, by the client.
-* `peer_ratio_curl`: one client process reads 1 GiB from an agent, over curl's speed.
+* `ram_restore_ratio_copy`: the speed on the same four hosts relative to four `cp -r`
+  processes that copy the same files on the RAM disk.
+* `ram_restore_ratio_orbax`: relative to the speed of Orbax's load from the RAM disk.
+* `ram_restore_half_hosts`: the speed on two hosts, which read three quarters from
+  peers: hosts need rows in their order, and the second host has none of its rows. For
+  comparison, `ram_restore_half_peers_transfer` is the client's speed for only the
+  peers' files, to the same two hosts, in four threads.
+* `peer_ratio_curl`: one client process reads 1 GiB from an agent, relative to curl.
 
-In one process, on the devices that JAX finds, beside Orbax (`tiers_alone`):
+In one process, on the devices that JAX finds, compared with Orbax (`tiers_alone`):
 
-* `small_backup_ratio_orbax`: 20,000 leaves of 1 kB, ours by way of RAM into storage.
-* `storage_durable_ratio_orbax_few`, `..._staged_few`: few large leaves until they are
-  in storage, without a RAM tier, over Orbax, and over a save that is staged in RAM.
-* `huge_block_ratio_orbax_donated`, `..._kept`: one leaf of 1 GiB blocks the trainer,
-  over Orbax, where each step donates it and where none does. A view that is held makes
-  a step copy what it donates: `huge_block_and_step_ratio_orbax_...` counts the next
-  step too.
+* `small_backup_ratio_orbax`: 20,000 leaves of 1 kB; ours go to storage by way of RAM.
+* `storage_durable_ratio_orbax_few`, `..._staged_few`: time until a few large leaves are
+  in storage, without a RAM tier, relative to Orbax and to a save staged in RAM.
+* `huge_block_ratio_orbax_donated`, `..._kept`: how long a save of one 1 GiB leaf blocks
+  the trainer, relative to Orbax, if each step donates the leaf and if none does. Since
+  a step must copy a donated leaf while a view of it exists,
+  `huge_block_and_step_ratio_orbax_...` also counts the next step.
 
-Beside Orbax's own managers of RAM tiers, on the state that they require:
+Compared with Orbax's own managers of RAM tiers, on the state that they require:
 
-* `save_block_ratio_p2p`, `ram_restore_ratio_p2p`, and so on: as over Orbax's own.
+* `save_block_ratio_p2p`, `ram_restore_ratio_p2p`, and so on: like the ratios to Orbax.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ from elastic_ckpt.elastic import station
 from elastic_ckpt.tiers.peers import agent, peer_client, secret
 
 _GIB = 2**30
-# The share that half of the hosts restore from peers.
+# The share of the state that half of the hosts restore from peers.
 _OF_PEERS = 3 / 4
 _SERVED = "hosts/0/1-served/file"
 
 
 _NUM_LEAVES = sized(32, 2)  # large ones of the state, of 32 MiB
 _ROUNDS = sized(7, 1)
-_SERVED_BYTES = sized(_GIB, 2**20)  # read from an agent at once
+_SERVED_BYTES = sized(_GIB, 2**20)  # read from an agent in one piece
 
 
 def measure() -> dict[str, report.Figure]:
@@ -97,7 +97,7 @@ def measure() -> dict[str, report.Figure]:
             shutil.rmtree(directory)
         alone = tiers_alone.measure(f"{d}/alone")
         shutil.rmtree(f"{d}/alone")
-        # As large on each host, of which two have the same.
+        # The same size on each host, but two hosts have the same part.
         halved = dataclasses.replace(place, num_leaves=_NUM_LEAVES // 2)
         managed = tiers_hosts.run(tiers_managers.save_and_restore, halved)
         storage.write_atomic(f"{d}/served/{_SERVED}", os.urandom(_SERVED_BYTES))
@@ -106,27 +106,27 @@ def measure() -> dict[str, report.Figure]:
     num_gib = place.num_bytes / _GIB
     figures = {
         "save_block_ratio_copy": report.ratio(
-            saved["block"], saved["copy"], "at most 1.2; over a copy to warm memory"
+            saved["block"], saved["copy"], "at most 1.2; a copy to warm memory"
         ),
         "save_block_ratio_orbax": report.ratio(
-            saved["block"], saved["block_orbax"], "below 1; over Orbax's"
+            saved["block"], saved["block_orbax"], "below 1; Orbax's blocking time"
         ),
         "save_block_ms": report.figure(
             "ms", f"{num_gib:.1f} GiB", [1000 * each for each in saved["block"]]
         ),
         "save_secs": report.figure("secs", "until it is committed", saved["save"]),
         "ram_restore_ratio_copy": report.ratio(
-            restored["copy"], restored["load"], "at least 0.9; over the speed of cp"
+            restored["copy"], restored["load"], "at least 0.9; the speed of cp"
         ),
         "ram_restore_ratio_orbax": report.ratio(
-            restored["load_orbax"], restored["load"], "over the speed of Orbax"
+            restored["load_orbax"], restored["load"], "the speed of Orbax"
         ),
         "ram_restore": _speed(num_gib, restored["load"], "on four hosts"),
         "ram_restore_half_hosts": _speed(num_gib, half["load"], "on two hosts"),
         "ram_restore_half_peers_transfer": _speed(
             num_gib * _OF_PEERS,
             half["read_peers_files"],
-            "the peers' files, read alone",
+            "only the peers' files",
         ),
         **alone,
     }
@@ -134,14 +134,14 @@ def measure() -> dict[str, report.Figure]:
         figures[f"save_block_ratio_{name}"] = report.ratio(
             managed["block_ours"],
             managed[f"block_{name}"],
-            f"over Orbax's {name} manager",
+            f"Orbax's {name} manager",
         )
         figures[f"ram_restore_ratio_{name}"] = report.ratio(
-            managed[f"load_{name}"], managed["load_ours"], f"over the speed of {name}"
+            managed[f"load_{name}"], managed["load_ours"], f"the speed of {name}"
         )
     return figures | {
         "peer_ratio_curl": report.ratio(
-            reads["curl"], reads["client"], "at least 1.1; over the speed of curl"
+            reads["curl"], reads["client"], "at least 1.1; the speed of curl"
         )
     }
 
@@ -151,13 +151,13 @@ def _speed(num_gib: float, secs: list[float], against: str) -> report.Figure:
 
 
 def _reads(url: str, secret_file: str) -> turns.Secs:
-    # Ours reads into memory that was written before.
+    # Our client reads into memory that was written before.
     memory = host_memory.allocate(_SERVED_BYTES)
     memory[:] = 0
     known = secret.read(secret_file)
 
     def read_curl() -> None:
-        # The secret is not for the command line.
+        # The secret must not be on the command line.
         subprocess.run(
             [
                 *("curl", "--silent", "--fail", "--config", "-"),
@@ -179,7 +179,7 @@ def _reads(url: str, secret_file: str) -> turns.Secs:
 
 @contextlib.contextmanager
 def _agents(roots: list[str]) -> Iterator[list[str]]:
-    # Yields the URL of each agent.
+    # Yields the agents' URLs.
     with contextlib.ExitStack() as stack:
         urls = []
         for root in roots:

@@ -1,7 +1,7 @@
-"""Sides of suite `tiers` in one process, on whatever devices JAX finds here.
+"""Sides of suite `tiers` in one process, on any devices that JAX finds here.
 
-`ours` has storage alone and uploads what it captured, `staged` has a RAM disk before
-it, and `orbax` storage. All directories are on the RAM disk.
+`ours` has only storage and uploads the captured state, `staged` has a RAM disk in front
+of storage, and `orbax` has only storage. All directories are on the RAM disk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from elastic_ckpt.tiers import choices
 _ROUNDS = sized(3, 1)
 _SMALL_LEAVES = sized(20_000, 20)
 _SMALL_ITEMS = 256
-# Of all large leaves, or of the only one; and of each of them.
+# The size of all large leaves, or of the only one; and the size of each of several.
 _MIB = sized(1024, 2)
 _LARGE_MIB = min(64, _MIB)
 
@@ -36,23 +36,23 @@ _State = dict[str, jax.Array]
 def measure(directory: str) -> dict[str, report.Figure]:
     """Measures in a new process."""
     samples = turns.in_new_process(_measured, directory)
-    few = "until in storage, storage alone"
+    few = "until in storage, without a RAM tier"
     figures = {
         "small_backup_ratio_orbax": report.ratio(
             samples["small_orbax"],
             samples["small_staged"],
-            f"at least 3; {_SMALL_LEAVES:,} leaves of 1 kB in storage, over Orbax's"
+            f"at least 3; {_SMALL_LEAVES:,} leaves of 1 kB in storage, Orbax's time"
             " speed",
         ),
         "storage_durable_ratio_orbax_few": report.ratio(
             samples["few_ours"],
             samples["few_orbax"],
-            f"at most 1.1; {few}, over Orbax's",
+            f"at most 1.1; {few}, relative to Orbax",
         ),
         "storage_durable_ratio_staged_few": report.ratio(
             samples["few_ours"],
             samples["few_staged"],
-            "until in storage, over writing to a RAM disk and uploading from there",
+            "until in storage, relative to writing to a RAM disk and uploading from it",
         ),
         "storage_durable_secs_few_ours": report.figure(
             "secs", few, samples["few_ours"]
@@ -62,20 +62,20 @@ def measure(directory: str) -> dict[str, report.Figure]:
         figures[f"huge_block_ratio_orbax_{name}"] = report.ratio(
             samples[f"block_{name}_staged"],
             samples[f"block_{name}_orbax"],
-            f"over Orbax's; a leaf of {_MIB} MiB, {name} by the next step",
+            f"relative to Orbax; a leaf of {_MIB} MiB, {name} by the next step",
         )
         figures[f"huge_block_and_step_ratio_orbax_{name}"] = report.ratio(
             samples[f"step_{name}_staged"],
             samples[f"step_{name}_orbax"],
-            "below 1; blocked until the next step is done, over Orbax's",
+            "below 1; blocked until the next step is done, relative to Orbax",
         )
     return figures
 
 
 @contextlib.contextmanager
 def _sides(directory: str) -> Iterator[dict[str, Callable[[_State], Any]]]:
-    # Each begins a save, and returns what waits until the step is in storage. Each step
-    # that is saved replaces the one before.
+    # Each side begins a save and returns a function that waits until the step is in
+    # storage. Each saved step replaces the previous one.
     keep = cast(Any, ocp.training.preservation_policies.LatestN(1))
 
     def stored(name: str) -> choices.Persistent:
@@ -114,11 +114,11 @@ def _measured(directory: str) -> turns.Secs:
                     assert begin(state)()
                     took = time.perf_counter() - began
                     samples[f"{name}_{side}"].append(took)
-                    # Its memory is free for the next state.
+                    # Frees the memory for the next state.
                     del state
     with _sides(f"{directory}/huge") as sides:
         _add_huge(samples, sides)
-    # The first ones start threads and compile.
+    # The first rounds start threads and compile.
     return {name: secs[1:] for name, secs in samples.items()}
 
 
@@ -142,14 +142,14 @@ def _few() -> Callable[[float], _State]:
 
 
 def _add_huge(samples: turns.Secs, sides: dict[str, Callable[[_State], Any]]) -> None:
-    # Saves one leaf and takes a step after it, which donates the leaf or does not.
+    # Saves one leaf and then takes a step, which donates the leaf or does not.
     leaf = jax.jit(lambda: jnp.zeros((_MIB, 2**18), jnp.float32))()
     programs = {
         "donated": jax.jit(lambda state: state + 1, donate_argnums=0),
         "kept": jax.jit(lambda state: state + 1),
     }
     for name, step in programs.items():
-        # A view is held at a first save, and of the next two one may be copied.
+        # The first save holds a view; one of the next two saves may copy.
         for number in range(_ROUNDS + 3):
             for side in ("staged", "orbax"):
                 gc.collect()

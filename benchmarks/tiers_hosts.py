@@ -1,8 +1,8 @@
-"""The hosts of suite `tiers`, how they take turns, and the state that they save.
+"""The hosts of suite `tiers`, their turns, and the state that they save.
 
 All sides of a comparison take turns in one world. All hosts begin a turn together, and
-it takes as long as on the slowest of them. `save`, `restore` and `restore_half` are the
-programs of one host.
+a turn takes as long as on the slowest host. `save`, `restore` and `restore_half` are a
+host's programs.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ State = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """The directories of a world on the RAM disk, and the state that its hosts save."""
+    """A world's directories on the RAM disk and the state that its hosts save."""
 
     machines: tuple[str, ...]  # host n is on machine n
-    results: str  # of what is measured
-    orbax: str  # of Orbax's checkpoints
-    num_leaves: int  # large ones of the state
+    results: str  # for the measurements
+    orbax: str  # for Orbax's checkpoints
+    num_leaves: int  # large leaves of the state
     leaf_mib: int
-    num_small: int  # leaves of 8 KiB besides
-    rounds: int  # that are counted; one before them is not
+    num_small: int  # additional leaves of 8 KiB
+    rounds: int  # counted rounds, after an uncounted one
 
     @property
     def num_bytes(self) -> int:
@@ -71,12 +71,12 @@ class Place:
 
 
 def sharded(mesh: Mesh) -> NamedSharding:
-    """Over all devices: no two hosts have the same."""
+    """A sharding over all devices: no two hosts have the same part."""
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
 def abstract(place: Place, sharding: NamedSharding) -> dict[str, Any]:
-    """The state as it is wanted under a sharding."""
+    """The abstract state under a sharding."""
     large = (place.leaf_mib * 128, 2048)
     shapes = {f"kernel_{number:03d}": large for number in range(place.num_leaves)}
     small = {f"scale_{number:04d}": (2048,) for number in range(place.num_small)}
@@ -87,7 +87,7 @@ def abstract(place: Place, sharding: NamedSharding) -> dict[str, Any]:
 
 
 def states(place: Place, sharding: NamedSharding) -> Callable[[], State]:
-    """Each call gives the state after one more step: new arrays, the old are gone."""
+    """Each call returns the state after one more step, in new arrays; frees the old."""
     wanted = abstract(place, sharding)
 
     @functools.partial(jax.jit, out_shardings=sharding)
@@ -117,10 +117,10 @@ def in_turns(
     prepare: Callable[[], Any] = lambda: None,
     finish: Callable[[Any], object] = lambda _: None,
 ) -> turns.Secs:
-    """The seconds of each side on this host, of one round more than are counted.
+    """The seconds of each side on this host, including the uncounted round.
 
-    Before its turn, `prepare` makes what a side gets; after it, `finish` gets what the
-    side has returned.
+    Before a side's turn, `prepare` creates its argument; after the turn, `finish` gets
+    its result.
     """
     client = multihost.get_jax_distributed_client()
 
@@ -130,7 +130,7 @@ def in_turns(
     secs: turns.Secs = {name: [] for name in sides}
     for name in [*sides] * (place.rounds + 1):
         given = prepare()
-        # Garbage of one side is not collected in the turn of another.
+        # Garbage of one side is not collected in another side's turn.
         gc.collect()
         meet()
         turns.touch(place.num_bytes // jax.process_count())
@@ -157,7 +157,7 @@ Program = Callable[[Host], turns.Secs]
 
 
 class _Station(station.Station):
-    # Its hosts join the world themselves.
+    # The hosts join the world themselves.
     on_host: host_process.Program
 
     def program(self, assignment: cluster.Assignment) -> host_process.Program:
@@ -169,7 +169,7 @@ def run(program: Program, place: Place, *, num_hosts: int = HOSTS) -> turns.Secs
     """Runs a program on all hosts.
 
     Returns:
-      By side, the seconds of the slowest host in each round but the first.
+      By side, the seconds of the slowest host in each round except the first.
     """
     os.makedirs(place.results)
     on_host = functools.partial(_on_host, program=program, place=place)
@@ -216,12 +216,12 @@ def _on_host(
             path.write_text(json.dumps(secs))
 
 
-# Threads that read files without any more ado.
+# Threads that only read files.
 _THREADS = 4
 
 
 def save(host: Host) -> turns.Secs:
-    """Saves, and copies the same bytes."""
+    """Saves the state and copies the same bytes."""
     place, ours = host.place, host.ours
     fresh_state = states(place, sharded(host.mesh))
     steps = itertools.count(1)
@@ -262,7 +262,7 @@ def save(host: Host) -> turns.Secs:
 
 
 def restore(host: Host) -> turns.Secs:
-    """Restores what the same number of hosts has saved, and copies the same files."""
+    """Restores a save of the same number of hosts and copies the same files."""
     place, ours = host.place, host.ours
     wanted = abstract(place, sharded(host.mesh))
     orbax = _orbax_checkpointer(place)
@@ -288,12 +288,12 @@ def restore(host: Host) -> turns.Secs:
 
 
 def restore_half(host: Host, *, urls: tuple[str, ...]) -> turns.Secs:
-    """Restores on half of the hosts, and reads the same files without any more ado."""
+    """Restores on half of the hosts and, for comparison, only reads the same files."""
     place, ours = host.place, host.ours
     wanted = abstract(place, sharded(host.mesh))
     secret = pathlib.Path(place.machines[host.number], "secret").read_text()
     client = peer_client.PeerClient(secret)
-    # Hosts need rows in their order: this one what two of the four have saved.
+    # Hosts need rows in their order: this host needs the rows of two of the four.
     peers = {2 * host.number, 2 * host.number + 1} - {host.number}
     files = [
         (urls[number], os.path.relpath(path, machine), path)
@@ -335,7 +335,7 @@ def _orbax_checkpointer(place: Place) -> ocp.training.Checkpointer:
 
 
 def _step_directory(machine: str) -> str:
-    # Others are of messages and of files that a restore unpacks.
+    # Other directories contain messages and files that a restore unpacks.
     slot = os.path.join(machine, "hosts", "0")
     (step,) = [
         entry.path

@@ -1,7 +1,7 @@
 """Orbax's own managers of RAM tiers, as sides of suite `tiers`.
 
-They require state that is replicated over one axis of the mesh. All sides get such a
-state: two replicas over two hosts each.
+These managers require state that is replicated over one mesh axis. All sides get such a
+state: two replicas, each over two hosts.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _NEVER = 10**9
 
 
 class Side(NamedTuple):
-    """Begins a save and returns what waits for it; loads a step."""
+    """Begins a save and returns a function that waits for it; loads a step."""
 
     save: Callable[[int, Any], Callable[[], Any]]
     load: Callable[[int], Any]
 
 
 def save_and_restore(host: tiers_hosts.Host) -> turns.Secs:
-    """Saves and loads through each of them, and through ours."""
+    """Saves and loads with each of Orbax's managers and with ours."""
     place, ours = host.place, host.ours
     initialize()
     mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("replica", "data"))
@@ -101,7 +101,7 @@ def save_and_restore(host: tiers_hosts.Host) -> turns.Secs:
 
 
 def initialize() -> None:
-    """Does what the managers expect of the program that uses them."""
+    """Does the setup that the managers expect from a program."""
     flags.FLAGS.mark_as_parsed()
     orbax_processes.initialize_runtime_to_distributed_ids()
     orbax_processes.initialize_distributed_to_device_ids()
@@ -110,9 +110,9 @@ def initialize() -> None:
 def emergency_manager(
     ram: str, stored: str, mesh: Mesh, abstract: Any, *, every: int
 ) -> emergency.CheckpointManager:
-    """Orbax's emergency manager, which saves to `ram`, a directory of this host, alone.
+    """Orbax's emergency manager, which only saves to `ram`, a directory of this host.
 
-    Replicas are along the first axis of `mesh`; `stored` is a directory of all hosts.
+    Replicas are along the first axis of `mesh`; all hosts share the directory `stored`.
     """
     return emergency.CheckpointManager(
         _made(ram, "emergency"),
@@ -132,7 +132,7 @@ def emergency_manager(
 
 
 def side_of(manager: Any, composite: Any, abstract: Any) -> Side:
-    """A manager as a side; `composite` makes the arguments of its calls."""
+    """A manager as a side; `composite` creates the arguments for its calls."""
     restore = ocp.args.PyTreeRestore(
         abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract)
     )

@@ -1,4 +1,4 @@
-"""How the sides of a comparison take turns in one process, and its memory."""
+"""Runs the sides of a comparison in turns in one process; manages its memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from elastic_ckpt.core import host_memory
 Secs = dict[str, list[float]]
 
 _MOST_TOUCHES = 3
-# A turn may be given other pages than those freed last: touched only once, every other
-# turn took three times as long.
+# A turn may get different pages from those freed last: with pages touched only once,
+# every other turn took three times as long.
 _TIMES_TURN = 2
 _WARM_SECS_PER_GIB = 0.25
 
-# The allocator of C keeps what a side has freed, and each side frees other sizes.
+# C's allocator keeps memory that a side has freed, and each side frees different sizes.
 _MALLOC_TRIM = ctypes.CDLL(None).malloc_trim
 
 
@@ -33,12 +33,12 @@ def timed(
     num_bytes: int = 0,
     after: Callable[[], object] = lambda: None,
 ) -> Secs:
-    """The seconds of each side, which waits for its work; one sample a round.
+    """The seconds of each side, which waits for its work; one sample per round.
 
-    A round before those that are counted is not. Each round begins with another side,
-    and before each turn the garbage of the one before is collected, its memory is given
-    back to the system, and the `num_bytes` that a side will allocate are touched.
-    `after` is called after each turn, whose result is gone by then.
+    The first round is not counted. Each round begins with a different side. Before each
+    turn, the previous turn's garbage is collected, its memory is returned to the
+    system, and the `num_bytes` that a side will allocate are touched. `after` is called
+    after each turn, once the result has been freed.
     """
     secs: Secs = {name: [] for name in sides}
     names = list(sides)
@@ -60,24 +60,24 @@ def timed(
 
 
 def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a call in a process that has done nothing else."""
+    """The result of a call in a fresh process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, arguments)
 
 
 def peak_gib() -> float:
-    """The most memory of this process so far."""
+    """The peak memory of this process so far."""
     status = pathlib.Path("/proc/self/status").read_text()
     (kib,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
     return int(kib) / 2**20
 
 
 def touch(num_bytes: int) -> None:
-    """Touches free memory until the machine has it, three times at most.
+    """Touches free memory until the machine has it, at most three times.
 
-    A virtual machine gives free memory back to its host after two seconds, and gets it
-    again page by page, which can take longer than all that is measured. Twice as much
-    is touched as the turn will allocate.
+    A virtual machine returns free memory to its host after two seconds and gets it back
+    page by page, which can take longer than the measurement itself. The function
+    touches twice the memory that the turn will allocate.
     """
     touched = _TIMES_TURN * num_bytes
     for _ in range(_MOST_TOUCHES):

@@ -1,24 +1,23 @@
-"""Suite `universal`: loads of checkpoints of other layouts, beside plain ones.
+"""Suite `universal`: loads of checkpoints with different layouts, and plain loads.
 
-* `relayout_load_ratio_plain_orbax`: a load of a checkpoint of Orbax, with all matrices
-  transposed and all layers stacked, over Orbax's load of the same state, saved as it
-  is loaded; `_unchanged` over Orbax's load of the same files without changes.
+* `relayout_load_ratio_plain_orbax`: a load of an Orbax checkpoint that transposes all
+  matrices and stacks all layers, relative to Orbax's load of the same state, saved in
+  its final layout; `_unchanged`: relative to Orbax's load of the same files unchanged.
 * `safetensors_load_ratio_orbax_outer`: a load of safetensors without changes, sharded
-  on the outer dim, over Orbax's load of the same files.
-* `read_over_needed_percent_torch`: what 128 hosts read of files of torch.save, with
-  what they read for checksums, over what they need.
-* `convert_ratio_cp`: the time of a durable copy of the same bytes over that of a
-  conversion to an Orbax step; `_safetensors` to safetensors.
-* `plan_experts_secs`: the plan of a host for a model of 60 layers of 256 experts, saved
-  by 8 ranks; `open_match_and_plan_dcp_secs`: from files of PyTorch's distributed
-  checkpoints, with 1e6 tensors and rules, to the plan of a host.
+  on the outer dim, relative to Orbax's load of the same files.
+* `read_over_needed_percent_torch`: the bytes that 128 hosts read from torch.save files,
+  including reads for checksums, relative to the bytes that they need.
+* `convert_ratio_cp`: the time for a durable copy of the same bytes relative to a
+  conversion to an Orbax step; `_safetensors`: to safetensors.
+* `plan_experts_secs`: the time for a host's plan for a model with 60 layers of 256
+  experts, saved by 8 ranks; `open_match_and_plan_dcp_secs`: the time from PyTorch
+  distributed checkpoint files with 1e6 tensors and rules to a host's plan.
 
-The state that is loaded is a decoder's layers in float32, one tensor for each matrix of
-a layer, as `[out, in]`. The target has all layers stacked and every matrix transposed,
-`[layer, in, out]`. Every leaf is sharded over two CPU devices of one process. Sides
-take turns, and a ratio is that of two turns of a round; all files are in the page
-cache. Files that are copied are synced, and what a side has written is removed before
-the next.
+The loaded state is a decoder's layers in float32, with one tensor per matrix of a
+layer, as `[out, in]`. The target has all layers stacked and every matrix transposed,
+`[layer, in, out]`. Every leaf is sharded over two CPU devices of one process. The sides
+take turns, and a ratio compares two turns of a round; all files are in the page cache.
+Copied files are synced, and a side's output is removed before the next side.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from elastic_ckpt.universal.writing import convert
 
 _ROUNDS = sized(3, 1)
 _DEVICES = 2
-# Of the state that is loaded: 10 matrices of `_EMBED` x `_EMBED` elements a layer.
+# The loaded state: 10 matrices of `_EMBED` x `_EMBED` elements per layer.
 _LAYERS = sized(26, 2)
 _EMBED = sized(2048, 64)
 _HIDDEN = 2 * _EMBED
@@ -59,7 +58,7 @@ _STACKED = {
     _MATRIX: {"layers/{name}/kernel": "layer in out"},
     _NORM: {"layers/norm": "layer embed"},
 }
-# Of the files that are converted, which have matrices of 32 MiB.
+# The converted files, which have matrices of 32 MiB.
 _FILES = sized(4, 2)
 _FILE_MATRICES = sized(32, 1)
 _RULE = {
@@ -75,7 +74,7 @@ def measure() -> dict[str, report.Figure]:
 
 
 def _loads() -> dict[str, report.Figure]:
-    # In a process that has not used devices.
+    # Runs in a process that has not used devices.
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={_DEVICES}"
     jax.config.update("jax_platforms", "cpu")
     num_bytes = 4 * _LAYERS * sum(map(math.prod, _layer(0).values()))
@@ -102,7 +101,7 @@ def _loads() -> dict[str, report.Figure]:
             "plain_layers": lambda: ocp.load(str(layers), _layers(1)),
             "relayout": lambda: _relayout(layers),
         }
-        # Those of one structure are the same values.
+        # Sides with the same structure must return the same values.
         loaded = {name: sides[name]() for name in ("plain", "relayout")}
         is_same = jax.tree.map(lambda a, b: bool((a == b).all()), *loaded.values())
         assert jax.tree.all(is_same)
@@ -149,7 +148,7 @@ def _layout(targets: Mapping[str, Mapping[str, str]]) -> Layout:
 
 
 def _layer(number: int) -> dict[str, tuple[int, ...]]:
-    # The names and shapes of the tensors of a layer.
+    # The names and shapes of a layer's tensors.
     matrices = {
         f"layers.{number}.{name}.weight": shape for name, shape in _MATRICES.items()
     }
@@ -234,7 +233,7 @@ def _conversions() -> dict[str, report.Figure]:
 def _write(
     path: pathlib.Path, shapes: Mapping[str, tuple[int, ...]], *, seed: int
 ) -> None:
-    # Random float32 tensors, in their order.
+    # Random float32 tensors, in order.
     header = {}
     stop = 0
     for name, shape in shapes.items():

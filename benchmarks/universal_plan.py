@@ -1,12 +1,12 @@
-"""Plans of suite `universal`: how long they take, and what they read.
+"""Plans in suite `universal`: how long they take and how much they read.
 
-* A model of experts, saved by 8 ranks, is described in memory.
-* 1e6 matrices of 100 layers, which become stacks, are opened from files of PyTorch's
-  distributed checkpoints, the format that takes longest.
-* 128 hosts read a ZeRO-1 of 32 data-parallel ranks, with masters and moments as flat
-  partitions in files of torch.save. They have one CRC-32 an entry: counted are the
-  bytes of the plans, and those that hosts read beside them to compare the checksums of
-  all entries that they use.
+* A model with experts, saved by 8 ranks, is described in memory.
+* 1e6 matrices of 100 layers, which become stacks, are opened from PyTorch distributed
+  checkpoint files, the format that takes longest.
+* 128 hosts read a ZeRO-1 checkpoint of 32 data-parallel ranks, with masters and moments
+  as flat partitions in torch.save files. The files have one CRC-32 per entry: the
+  figure counts the bytes in the plans and the bytes that hosts read in addition to
+  compare the checksums of all entries that they use.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from elastic_ckpt.universal.rules.layout import Layout
 
 _DTYPE = np.dtype(np.float32)
 _HOSTS = 128
-# Of the distributed checkpoint, whose values are not read.
+# The distributed checkpoint, whose values are not read.
 _DCP_TENSORS = sized(10**6, 10**4)
 _DCP_LAYERS, _DCP_FILES, _DCP_SHAPE = 100, 8, (8, 8)
-# Of the files of torch.save.
+# The torch.save files.
 _LAYERS, _EMBED, _MLP, _VOCAB = 16, 2048, 5632, 32000
 _KINDS = ("master", "first_moment", "second_moment")
 _MATRICES = {
@@ -89,7 +89,7 @@ def _planned(
     part: Box,
     axes: Mapping[str, int] | None = None,
 ) -> list[Span]:
-    # What a host reads that needs this part of each target.
+    # The spans read by a host that needs this part of each target.
     matched = matching.moves(layout, tensors, axes or {}, targets)
     checkpoint = Checkpoint(format="described", tensors=tensors)
     units = [(target, [part]) for target in matched.targets.values()]
@@ -210,7 +210,7 @@ def _zero() -> tuple[Checkpoint, Layout, dict[str, TargetTensor]]:
 def _of_ranks(
     shape: tuple[int, ...], begin: int, part: int, at: int
 ) -> tuple[Fragment, ...]:
-    # A tensor of a flat buffer that is cut in equal parts for ranks.
+    # A tensor in a flat buffer that is cut into equal parts for ranks.
     strides = row_major(shape, _DTYPE.itemsize)
     end = begin + math.prod(shape)
     fragments = []
@@ -250,13 +250,13 @@ def _over_needed(
         made, spans = reader(host)
         needed += _needed_bytes(spans)
         read += sum(span.stop - span.start for span in spans)
-        # Of entries that it compares, a host may have read a part already.
+        # A host may have already read a part of an entry that it compares.
         read += sum(entry.stop - entry.start for _, entry in made.checks.entries())
     return 100 * (read / needed - 1)
 
 
 def _needed_bytes(spans: Sequence[Span]) -> int:
-    # Of all elements that are copied.
+    # The bytes of all copied elements.
     return sum(
         copy.form.volume * copy.form.kind[0].itemsize
         for span in spans

@@ -1,9 +1,9 @@
-"""Faults as a run records them, for the suite `verdicts`.
+"""Faults as a run records them, for suite `verdicts`.
 
-What needs a fault of hardware is told here by what records it: the functions that turn
-an exception of JAX, an exit code, or a heartbeat that is missing into failures. The
-texts are those of the drivers and services. The world is a scripted cluster under the
-real loop of a run.
+Faults that need broken hardware are injected here into the functions that record them:
+the functions that turn a JAX exception, an exit code or a missing heartbeat into
+failures. The messages are the drivers' and services' own. The world is a scripted
+cluster under the real loop of a run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SETTLED_SECS = 1e6
 
 @dataclasses.dataclass(kw_only=True)
 class World:
-    """A world of one host a slice, in which `host` has a fault after `step`."""
+    """A world with one host per slice, in which `host` has a fault after `step`."""
 
     draw: random.Random
     emit: events.Emit
@@ -46,10 +46,10 @@ Records = Callable[[World], Sequence[HostFailure]]
 
 
 class ScriptedCluster:
-    """A cluster whose first worlds fail as they are told; an `elastic.Cluster`.
+    """A cluster whose first worlds fail as scripted; an `elastic.Cluster`.
 
-    If `gone`, the slice of the host with the fault is gone with its memory, and if
-    `is_machine` with its machine.
+    If `gone`, the slice of the faulty host is gone with its memory; if `is_machine`,
+    with its machine.
     """
 
     devices_per_slice = 1
@@ -115,7 +115,7 @@ class ScriptedCluster:
 
 
 def _raised(host: int, error: BaseException, phase: str = "step") -> HostFailure:
-    # As `host_process.run` reports it.
+    # The failure as `host_process.run` reports it.
     try:
         raise error
     except BaseException as raised:
@@ -137,7 +137,7 @@ _ABORTED_LOG = (
 
 
 def _followers(world: World) -> list[HostFailure]:
-    # What other hosts report when one has left a collective: not all of them in time.
+    # Reports of other hosts when one has left a collective; not all report in time.
     seen = []
     for host in range(world.hosts):
         if host == world.host:
@@ -159,7 +159,7 @@ def _on_one(
     kind: type[Exception] = jax.errors.JaxRuntimeError,
 ) -> Sequence[HostFailure]:
     error = kind(world.draw.choice(texts))
-    # The others lose their connections when its process has ended, or before.
+    # The others lose their connections when its process exits, or before.
     after = [e for e in _followers(world) if not e.is_silent or world.host == 0]
     seen = [_raised(world.host, error), *after]
     return world.draw.sample(seen, len(seen))
@@ -171,7 +171,7 @@ def _on_all(
     kind: type[Exception] = jax.errors.JaxRuntimeError,
     is_single: bool = False,
 ) -> Sequence[HostFailure]:
-    # If it `is_single`, there is one controller, whose only host is the process that
+    # If `is_single`, there is a single controller, whose only host is the process that
     # trains.
     text = world.draw.choice(texts)
     hosts = 1 if is_single else world.hosts
@@ -190,7 +190,7 @@ def _dies(
 ) -> Sequence[HostFailure]:
     code = world.draw.choice(codes)
     death = failures.silent_death(world.host, code, oom_kills=oom_kills)
-    # Connections end a moment after the process.
+    # Connections close a moment after the process exits.
     after = _followers(world) if has_followers else []
     return [dataclasses.replace(death, log=log, phase="step"), *after]
 
@@ -227,7 +227,7 @@ def _hangs(
 _CHECK_LOG = (
     "F1126 11:35:33.808 hlo_verifier.cc:91] Check failed: instruction->shape() == shape"
 )
-# By kind, and a variant: what JAX says on the host that has the fault.
+# By kind and variant: JAX's messages on the faulty host.
 _ON_ONE = {
     "device_bad: memory": (
         "INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered",
@@ -252,7 +252,7 @@ _ON_ONE = {
         "INTERNAL: CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure",
     ),
 }
-# What it says on all hosts.
+# JAX's messages on all hosts.
 _ON_ALL = {
     "fails_on_devices": (
         "INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access at 0x{}{}",
@@ -281,7 +281,7 @@ _ON_ALL = {
         " ipv4:10.0.0.{}:8476: Failed to connect to remote host",
     ),
 }
-# What else is raised on all hosts.
+# Other errors on all hosts.
 _RAISED: dict[str, tuple[type[Exception], *tuple[str, ...]]] = {
     "network_failed: connections": (ValueError, *_GLOO),
     "cannot_go_on": (
@@ -322,7 +322,7 @@ _RAISED: dict[str, tuple[type[Exception], *tuple[str, ...]]] = {
     ),
     "grace_exceeded": (
         errors.StoppedError,
-        "hosts {} did not save and end within {} s",
+        "hosts {} did not save and stop within {} s",
     ),
 }
 
@@ -335,8 +335,8 @@ def _once(
     return (lambda world: record(world, *args, **kwargs),)
 
 
-# By kind of the verdict, and a variant: what each of the first worlds records. The
-# slice of those in `GONE` is gone.
+# By verdict kind and variant: the records of each of the first worlds. The slices of
+# faults in `GONE` are gone.
 RECORDS: dict[str, tuple[Records, ...]] = {
     "host_out_of_memory": _once(_dies, -signal.SIGKILL, oom_kills=1),
     "host_killed": _once(_dies, -signal.SIGKILL),

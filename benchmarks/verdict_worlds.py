@@ -1,6 +1,6 @@
-"""Faults in real processes, for the suite `verdicts`: what a host does at a step.
+"""Faults in real processes, for suite `verdicts`: a host's actions at a step.
 
-Each is what happens in a program or to a process, not a note about it.
+Each fault really happens in a program or to a process; it is not just recorded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LONG_SECS = 3600.0
 
 
 def train(world: World, *, fault: str, host: int, at_step: int, steps: int) -> None:
-    """Adds up numbers over all devices, and has a fault in the first world.
+    """Adds up numbers over all devices and has a fault in the first world.
 
     The fault is one of `FAULTS` or `HANGS`, or empty; host -1 stands for all.
     """
@@ -44,7 +44,7 @@ def train(world: World, *, fault: str, host: int, at_step: int, steps: int) -> N
             world.begin(HANGS[fault])
             if is_here:
                 time.sleep(_LONG_SECS)
-        # That of a program is there in each world.
+        # A program's fault occurs in each world.
         is_due = step == at_step and (world.number == 1 or host == -1)
         if is_here and is_due and fault in FAULTS:
             FAULTS[fault](world)
@@ -54,14 +54,14 @@ def train(world: World, *, fault: str, host: int, at_step: int, steps: int) -> N
 
 def _signal(number: signal.Signals) -> None:
     if number not in (signal.SIGKILL, signal.SIGSTOP):
-        # A launcher may have it ignored, as nohup does.
+        # A launcher may have made the process ignore the signal, like nohup.
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     time.sleep(_LONG_SECS)
 
 
 def _bus_error() -> None:
-    # As a file on a RAM disk that is full: it is longer than what it has.
+    # Like a file on a full RAM disk, which is longer than its pages.
     with tempfile.TemporaryFile() as file:
         file.truncate(2 * mmap.PAGESIZE)
         mapped = mmap.mmap(file.fileno(), 2 * mmap.PAGESIZE)
@@ -123,7 +123,7 @@ def _load_nothing(world: World) -> None:
         steps.load(7)
 
 
-# The phase of each fault in which a host goes on no further.
+# The phase in which a host stops making progress, for each fault.
 HANGS = {"hang": "step", "hang_in_restore": "restore", "hang_in_compile": "compile"}
 FAULTS: dict[str, Callable[[World], object]] = {
     "kill": lambda _: _signal(signal.SIGKILL),

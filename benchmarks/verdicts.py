@@ -1,19 +1,18 @@
-"""Suite `verdicts`: each fault is injected ten times, and its verdict compared.
+"""Suite `verdicts`: each fault is injected ten times, and its verdicts are checked.
 
-Faults of processes are injected into real ones (`verdict_worlds`, and the supervisor's
-own `faults`); what takes broken hardware is told by the functions that record it
-(`verdict_records`), in scripted worlds under the real loop of a run. Hosts, steps and
-phases are drawn at random, from a seed that is printed. What judges sees the records of
-the run alone.
+Process faults are injected into real processes (`verdict_worlds` and the supervisor's
+own `faults`). Faults that need broken hardware are injected into the functions that
+record them (`verdict_records`), in scripted worlds under the real loop of a run. Hosts,
+steps and phases are drawn at random, from a seed that is printed. The judge sees only
+the records of the run.
 
-* `verdicts_right_percent`: of all injected faults, those whose last verdict has the
-  right kind and names the right host, slice, machine or file; and of which nothing else
-  was said. The confusion matrix is printed: the kinds that were meant, and what was
-  judged.
-* `verdict_secs`: from when the run noticed a fault (the death of a process, an error, a
-  limit of time that was passed) to its verdict, in real processes.
-* `healthy_verdicts`: of 20 healthy runs, those with a verdict; 0.
-* `kinds`, `kinds_in_processes`: that were injected.
+* `verdicts_right_percent`: the percentage of injected faults whose last verdict has the
+  right kind and identifies the right host, slice, machine or file, with no wrong
+  verdict before. Also prints the confusion matrix: the injected and the judged kinds.
+* `verdict_secs`: from when the run noticed a fault (the death of a process, an error,
+  an exceeded time limit) to its verdict, in real processes.
+* `healthy_verdicts`: the number of 20 healthy runs with a verdict; 0.
+* `kinds`, `kinds_in_processes`: the number of injected kinds.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _SLICES = 3
 _KINDS = {kind.name: kind for kind in failures.KINDS}
 _NUMBERED = ("host", "slice", "machine", "device")
 _NUMBERED_LINKS = ("host_cut_off", "host_unreachable")
-# A check of a slice takes up to ten seconds on a machine that is busy.
+# A slice check takes up to ten seconds on a busy machine.
 _HANG = watch.Limits(most_secs=20.0, heartbeat_secs=60.0)
 _SILENT = watch.Limits(most_secs=120.0, heartbeat_secs=5.0)
 _PATIENT = watch.Limits(most_secs=120.0, heartbeat_secs=60.0)
@@ -46,18 +45,18 @@ _PATIENT = watch.Limits(most_secs=120.0, heartbeat_secs=60.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InProcesses:
-    """A fault in real processes: of `verdict_worlds`, or injected by the supervisor."""
+    """A fault in real processes, from `verdict_worlds` or the supervisor's `faults`."""
 
     fault: str = ""
     everywhere: bool = False
     injected: str = ""
     limits: watch.Limits = _PATIENT
-    late_secs: float = 0.0  # after its begin it is noticed
+    late_secs: float = 0.0  # from the fault's begin until it is noticed
 
 
 _hangs = functools.partial(InProcesses, limits=_HANG, late_secs=_HANG.most_secs)
 _everywhere = functools.partial(InProcesses, everywhere=True)
-# By kind of the verdict, and a variant.
+# By verdict kind and variant.
 IN_PROCESSES: dict[str, InProcesses] = {
     "host_killed": InProcesses(fault="kill"),
     "host_killed: others": InProcesses(fault="hang_up"),
@@ -92,12 +91,12 @@ IN_PROCESSES: dict[str, InProcesses] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A fault, and what was said of it."""
+    """A fault and the verdicts on it."""
 
-    meant: str  # its kind, and a variant
+    meant: str  # the fault's kind and variant
     verdicts: Sequence[dict[str, Any]]
     host: int
-    secs: float = 0.0  # from when it was noticed to its verdict; 0 in scripted worlds
+    secs: float = 0.0  # from the time of notice to the verdict; 0 in scripted worlds
     failed: str = ""  # why the run ended
 
     @property
@@ -107,7 +106,7 @@ class Judged:
 
     @property
     def is_right(self) -> bool:
-        """Whether each verdict is, and names what has failed."""
+        """Whether each verdict is right and identifies what has failed."""
         meant = self.meant.partition(":")[0]
         kinds = [meant] * max(1, len(self.verdicts))
         if meant == "fails_again":
@@ -137,7 +136,7 @@ class _Said:
 
 
 def in_processes(kind: str, draw: random.Random) -> Judged:
-    """Injects a fault into real processes, and returns what was said of it."""
+    """Injects a fault into real processes and returns the verdicts on it."""
     case = IN_PROCESSES[kind]
     host, at_step = draw.randrange(_SLICES), draw.randint(2, 40)
     injected = []
@@ -148,7 +147,7 @@ def in_processes(kind: str, draw: random.Random) -> Judged:
         fault=case.fault,
         host=-1 if case.everywhere else host,
         at_step=at_step,
-        # A fault of the supervisor comes some steps later.
+        # The supervisor injects a fault a few steps later.
         steps=2000 if injected else at_step + 2,
     )
     said = _Said()
@@ -163,7 +162,7 @@ def in_processes(kind: str, draw: random.Random) -> Judged:
 
 
 def in_records(meant: str, draw: random.Random) -> Judged:
-    """Records a fault in scripted worlds, and returns what was said of it."""
+    """Records a fault in scripted worlds and returns the verdicts on it."""
     kind = meant.partition(":")[0]
     cluster = verdict_records.ScriptedCluster(
         draw,
@@ -180,14 +179,14 @@ def in_records(meant: str, draw: random.Random) -> Judged:
 
 
 def healthy(draw: random.Random) -> list[dict[str, Any]]:
-    """Runs without a fault, which may change its slices; returns its verdicts."""
+    """Runs without faults, with possible slice changes; returns the verdicts."""
     said = _Said()
     policies = [decision.Policy(max_slices=n, settle_secs=0) for n in (3, 2, 1, 3)]
     present = policies[:1]
 
     def emit(name: str, **fields: Any) -> None:
         said(name, **fields)
-        # An operator wants another number of slices now and then.
+        # An operator wants a different number of slices now and then.
         if name == "step_done" and draw.random() < 0.01:
             present[0] = draw.choice(policies)
 
@@ -237,7 +236,7 @@ def _injected(
     kinds: dict[str, Any],
     draw: random.Random,
 ) -> list[Judged]:
-    # Prints the confusion matrix: what was judged of each kind.
+    # Prints the confusion matrix: the verdicts on each kind.
     judged = []
     for kind in kinds:
         of_kind = [inject(kind, draw) for _ in range(_TIMES)]

@@ -1,7 +1,7 @@
-"""A training loop for many hosts, as Slurm or a JobSet starts it: one process per host.
+"""A training loop for many hosts, started by Slurm or a JobSet: one process per host.
 
-docs/pages/guides/slurm.md and kubernetes.md say how. A preempted job saves a last step,
-and its next start continues from the RAM of the nodes that it keeps.
+docs/pages/guides/slurm.md and kubernetes.md explain how. A preempted job saves a last
+step, and its next start continues from the RAM of the nodes that it keeps.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 
 import elastic_ckpt as ec
 
-# Tells Slurm's script and the JobSet to start the job again.
+# Tells Slurm's script and the JobSet to restart the job.
 PREEMPTED = 143
 OPTIMIZER = optax.adam(1e-2)
 
@@ -67,7 +67,7 @@ def main(texts: str, checkpoints: str, steps: int) -> int:
         while step < steps and not is_preempted:
             state, loss = train_step(state, next(batches))
             step += 1
-            # True on all hosts after the same step, once one of them got SIGTERM.
+            # True on all hosts after the same step, once one of them receives SIGTERM.
             is_preempted = multihost_utils.reached_preemption_sync_point(step)
             parts = {"state": state, "data": batches}
             is_last = is_preempted or step == steps
@@ -80,7 +80,7 @@ def main(texts: str, checkpoints: str, steps: int) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("texts", help="an ArrayRecord file, or several: a glob")
+    parser.add_argument("texts", help="an ArrayRecord file, or a glob for several")
     parser.add_argument("checkpoints", help="a directory that all hosts share")
     parser.add_argument("--steps", type=int, default=100_000)
     arguments = parser.parse_args()

@@ -2,8 +2,8 @@
 
 python examples/elastic_run.py runs/elastic --slices 4 --steps 300
 
-Slice 1 is killed after 12 steps, and what it has in RAM is lost. Each slice is a
-process on this machine; with `machines=` and `shared=` they are on several machines.
+Slice 1 is killed after 12 steps, and its data in RAM is lost. Each slice is a process
+on this machine; with `machines=` and `shared=`, slices run on several machines.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import optax
 import elastic_ckpt as ec
 
 OPTIMIZER = optax.adam(1e-2)
-# Must divide over the devices of any number of slices.
+# Must be divisible by the number of devices for any number of slices.
 ROWS = 24
 
 

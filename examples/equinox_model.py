@@ -1,4 +1,4 @@
-"""Trains an Equinox model: stop it at any time, and run it again to continue.
+"""Trains an Equinox model: stop it at any time and run it again to continue.
 
 python examples/equinox_model.py runs/equinox --steps 20
 python examples/equinox_model.py runs/equinox --steps 40
@@ -58,7 +58,7 @@ def main(directory: pathlib.Path, steps: int) -> None:
 
     model = Model(jax.random.key(0))
     moments = OPTIMIZER.init(eqx.filter(model, eqx.is_array))
-    # A model holds functions, too. `eqx.filter` selects the arrays for a checkpoint,
+    # A model also contains functions. `eqx.filter` selects the arrays for a checkpoint,
     # and `eqx.combine` puts them back.
     everywhere = jax.NamedSharding(mesh, jax.P())
     model, moments = eqx.filter_shard((model, moments), everywhere)

@@ -1,7 +1,7 @@
-"""Follows the run of `flax_nnx.py` from outside, and ranks its steps by their loss.
+"""Follows the run of `flax_nnx.py` from outside and ranks its steps by loss.
 
-It takes no part in the run and may be on another machine. Without `--once` it waits for
-further steps.
+It takes no part in the run and may be on a different machine. Without `--once`, it
+waits for further steps.
 
     python examples/evaluator.py runs/nnx
 """
@@ -44,6 +44,6 @@ def main(directory: pathlib.Path, *, once: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("directory", type=pathlib.Path)
-    parser.add_argument("--once", action="store_true", help="end after the newest step")
+    parser.add_argument("--once", action="store_true", help="stop after the newest")
     arguments = parser.parse_args()
     main(arguments.directory, once=arguments.once)

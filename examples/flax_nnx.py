@@ -1,4 +1,4 @@
-"""Trains a Flax NNX model: stop it at any time, and run it again to continue.
+"""Trains a Flax NNX model: stop it at any time and run it again to continue.
 
 python examples/flax_nnx.py runs/nnx --steps 20
 python examples/flax_nnx.py runs/nnx --steps 40

@@ -1,4 +1,4 @@
-"""Trains a Flax Linen model with optax, its parameters sharded over all devices.
+"""Trains a Flax Linen model with optax, with parameters sharded over all devices.
 
 python examples/linen_optax.py runs/linen --steps 20
 python examples/linen_optax.py runs/linen --steps 40

@@ -1,4 +1,4 @@
-"""Plain JAX on a mesh of `fsdp` and `tensor`; continues on a mesh of another shape.
+"""Plain JAX on a mesh of `fsdp` and `tensor`; continues on a different mesh shape.
 
 export JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8
 python examples/plain_jax.py runs/jax --mesh 4 2 --steps 20
@@ -23,7 +23,7 @@ SHAPES = {"embed": (264, 32), "project": (32, 264)}
 
 
 def new_state(mesh: jax.sharding.Mesh) -> State:
-    """Parameters and moments, created under their shardings."""
+    """Parameters and moments, created with their shardings."""
 
     @jax.jit
     def make() -> State:

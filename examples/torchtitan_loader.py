@@ -1,14 +1,14 @@
 """A data loader for torchtitan that can resume on a different number of ranks.
 
-torchtitan's own loaders save the state of each data-parallel rank under its number, and
-refuse a different number of ranks. This one saves it by logical shard. Copy it beside
-the program that starts torchtitan, and register a model there:
+torchtitan's own loaders save each data-parallel rank's state under the rank's number
+and reject a different number of ranks. This loader saves its state by logical shard.
+Copy this file next to the program that starts torchtitan and register a model there:
 
     spec = get_train_spec("llama3")
     spec = dataclasses.replace(spec, build_dataloader_fn=build_dataloader)
     register_train_spec("llama3_elastic", spec)
 
-This is for torchtitan 0.2, the newest one that trains with PyTorch 2.13.
+This loader is for torchtitan 0.2, the newest version that trains with PyTorch 2.13.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 import elastic_ckpt as ec
 
-# Makes the data from torchtitan's tokenizer and the sequence length.
+# Creates the data from torchtitan's tokenizer and the sequence length.
 MakeData = Callable[[Any, int], ec.data.ElasticData]
 
 
@@ -38,19 +38,19 @@ def build_dataloader(
     data: MakeData | None = None,
     **more: Any,
 ) -> ElasticDataLoader:
-    """The loader of a run, as `build_dataloader_fn` of a `TrainSpec`.
+    """The data loader of a run, for `build_dataloader_fn` of a `TrainSpec`.
 
     `[training] dataset_path` is the path of a configuration for `ec.load_config`;
-    `seq_len` replaces its `max_target_length`. `[training.dataloader]` is as for
+    `seq_len` replaces its `max_target_length`. `[training.dataloader]` works as with
     torchtitan's own loaders.
 
     Args:
       dp_world_size: the number of data-parallel ranks.
-      dp_rank: the number of this one.
-      tokenizer: torchtitan's, for `data`.
+      dp_rank: the number of this rank.
+      tokenizer: torchtitan's tokenizer, for `data`.
       job_config: torchtitan's configuration.
-      data: makes the data from the tokenizer and `seq_len`, instead of `dataset_path`;
-        bind it by `functools.partial`.
+      data: creates the data from the tokenizer and `seq_len`, instead of
+        `dataset_path`; bind it with `functools.partial`.
       **more: further options of `ec.data.TorchLoader`, bound in the same way, such as
         `multiprocessing_context="forkserver"` for workers that read ArrayRecord files.
     """
@@ -62,7 +62,7 @@ def build_dataloader(
         made = ec.data.from_config(section, max_target_length=training.seq_len)
     options = dataclasses.asdict(training.dataloader)
     if not options["num_workers"]:
-        # torchdata refuses them without workers.
+        # torchdata rejects them without workers.
         options |= {"persistent_workers": False, "prefetch_factor": None}
     return ElasticDataLoader(
         made,
@@ -74,7 +74,7 @@ def build_dataloader(
 
 
 class ElasticDataLoader(BaseDataLoader):
-    """Feeds torchtitan rows that are the same on any number of data-parallel ranks.
+    """Feeds torchtitan the same rows on any number of data-parallel ranks.
 
     A batch is `({"input": int64 [b, L]}, labels)`, labels int64 `[b, L]` with
     torchtitan's `IGNORE_INDEX` for padding.
@@ -84,7 +84,7 @@ class ElasticDataLoader(BaseDataLoader):
         `targets_segmentation`, which is 0 for padding.
       rank: the number of this data-parallel rank.
       num_ranks: the number of data-parallel ranks.
-      local_batch_size: rows of a batch on this rank, b.
+      local_batch_size: the number of rows per batch on this rank, b.
       **options: options of `ec.data.TorchLoader`, such as `num_workers`.
     """
 
@@ -115,7 +115,7 @@ class ElasticDataLoader(BaseDataLoader):
         return dict(self._state.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a state that any number of ranks saved; ignores an empty one."""
+        """Loads a state saved by any number of ranks; ignores an empty state."""
         if state_dict:
             self._state.load_state_dict(state_dict)
 
@@ -132,7 +132,7 @@ def _int64(values: Any) -> torch.Tensor:
 
 
 def _agree(end: ec.data.End, goes_on: bool) -> bool:
-    # Padded data continues while any rank has a row, other data while all have one.
+    # Padded data continues while any rank has a row, other data while all ranks do.
     if not distributed.is_initialized():
         return goes_on
     answers: list[bool] = [False] * distributed.get_world_size()

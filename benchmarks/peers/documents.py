@@ -1,9 +1,9 @@
-"""The corpus that every peer reads: pre-tokenised documents, drawn from a seed.
+"""The corpus that every peer reads: pre-tokenized documents, drawn from a seed.
 
 `Documents` describes the corpus and writes it as Parquet files with one column,
 `tokens` (list<int32>). Lengths are log-normal with a mean of about `mean_length`
 tokens. Tokens are at least `FIRST_TOKEN`, so that they differ from the end-of-document
-and the padding token. All is a function of the seed and of the index of the file.
+and the padding token. Everything is a function of the seed and the file index.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ COLUMN = "tokens"
 PADDING = 0
 END_OF_DOCUMENT = 1
 FIRST_TOKEN = 2
-# Tokens are drawn evenly below it.
+# Tokens are drawn uniformly below this value.
 _VOCABULARY_SIZE = 32_000
 _SEED = 0
 
-# The standard deviation of the logarithm of the length: half of all documents are
-# shorter than 363 of 500.
+# The standard deviation of the logarithm of the length: with a mean of 500, half of all
+# documents are shorter than 363.
 _SIGMA = 0.8
 
 
@@ -35,7 +35,7 @@ class Documents:
     directory: pathlib.Path
     num_files: int = 16
     documents_a_file: int = 5000
-    documents_a_row_group: int = 1000  # what a reader of Parquet decodes at a time
+    documents_a_row_group: int = 1000  # decoded as a unit
     mean_length: int = 500
 
     @property
@@ -48,11 +48,11 @@ class Documents:
 
     @property
     def num_tokens(self) -> int:
-        """Of all documents; nothing is read for it."""
+        """The number of tokens in all documents; reads nothing."""
         return sum(int(self._lengths(file).sum()) for file in range(self.num_files))
 
     def write(self) -> None:
-        """Writes the files, over any that are there."""
+        """Writes the files and overwrites existing ones."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -67,13 +67,13 @@ class Documents:
             )
 
     def documents(self) -> Iterator[NDArray[np.int32]]:
-        """All documents, file by file. They are drawn again, not read."""
+        """All documents, file by file; draws them again instead of reading them."""
         for file in range(self.num_files):
             tokens, offsets = self._drawn(file)
             yield from np.split(tokens, offsets[1:-1])
 
     def packed(self, length: int) -> Iterator[NDArray[np.int32]]:
-        """All documents one after the other, cut into rows; a tail is left out."""
+        """All documents one after the other, cut into rows; drops the tail."""
         left = np.empty(0, np.int32)
         for file in range(self.num_files):
             tokens = np.concatenate([left, self._drawn(file)[0]])
@@ -82,7 +82,7 @@ class Documents:
             left = tokens[num_rows * length :]
 
     def _drawn(self, file: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        # The tokens of a file, and the `documents_a_file + 1` offsets into them.
+        # A file's tokens and the `documents_a_file + 1` offsets into them.
         offsets = np.concatenate([[0], np.cumsum(self._lengths(file))]).astype(np.int32)
         generator = np.random.default_rng((_SEED, file, 1))
         tokens = generator.integers(
@@ -92,6 +92,6 @@ class Documents:
 
     def _lengths(self, file: int) -> NDArray[np.int64]:
         generator = np.random.default_rng((_SEED, file, 0))
-        mu = np.log(self.mean_length) - _SIGMA**2 / 2  # then the mean is mean_length
+        mu = np.log(self.mean_length) - _SIGMA**2 / 2  # makes the mean mean_length
         lengths = generator.lognormal(mu, _SIGMA, size=self.documents_a_file)
         return np.maximum(lengths, 1).astype(np.int64)

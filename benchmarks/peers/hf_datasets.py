@@ -1,19 +1,20 @@
 """Hugging Face `datasets`: streams Parquet, through torchdata's `StatefulDataLoader`.
 
-Two peers, for there are two ways to write the same pipeline:
+There are two peers, because there are two ways to write the same pipeline:
 
-* `hf_datasets` packs as its examples do: `map(group_texts, batched=True)` chains Python
-  lists of 1000 documents and cuts them. Fixed rows are formatted as NumPy arrays.
-* `hf_datasets_arrow` works on Arrow tables and NumPy arrays, without a Python list
-  anywhere. It does all that ours does: inputs and targets one token ahead within each
+* `hf_datasets` packs like the library's examples: `map(group_texts, batched=True)`
+  chains Python lists of 1000 documents and cuts them. Fixed rows are formatted as NumPy
+  arrays.
+* `hf_datasets_arrow` works on Arrow tables and NumPy arrays, without any Python list.
+  It does everything that ours does: inputs, targets one token ahead within each
   document, the number of the document in its row, and the position of each token. Best
   fit is TRL's `pack_dataset`, which sorts 1000 documents by length first; first fit is
-  a loop over their lengths, with 16 rows at a time as in Grain.
+  a loop over the documents' lengths, with 16 rows at a time as in Grain.
 
-Both drop what is left over of each 1000 documents, or pad it, carry nothing over, and
-lose their shuffle buffer at a checkpoint. Unshuffled they read one file after the
-other; a shuffle takes the files in turns too, and on Arrow tables its window is a row
-group at least. The format of fixed rows is Parquet.
+Both drop or pad the remainder of each 1000 documents, carry nothing over, and lose
+their shuffle buffer at a checkpoint. Without shuffling, they read one file after the
+other; a shuffle also interleaves the files, and on Arrow tables its window is at least
+a row group. The format of fixed rows is Parquet.
 """
 
 from __future__ import annotations
@@ -86,12 +87,12 @@ def _rows_from_arrow(
         rows = _mapped(_documents(setting, source), _TABLES[setting])
     for batch in _loaded(rows.batch(ROWS_A_BATCH)):
         columns = [
-            # One list of 16 lists.
+            # A single list of 16 lists.
             batch[name].combine_chunks().flatten().flatten().to_numpy()
             for name in batch.column_names
         ]
         for more in columns[1:]:
-            more.copy()  # as the first is by whoever counts the tokens
+            more.copy()  # whoever counts the tokens copies the first
         yield columns[0].reshape(-1, ROW_LENGTH)
 
 
@@ -105,8 +106,8 @@ def streamed(files: list[str]) -> Any:
     """The records of Parquet files, one file after the other."""
     import datasets
 
-    # Once another peer has imported torchvision, each row would be held against a class
-    # of videos that torchvision no longer has.
+    # Once another peer has imported torchvision, each row would be checked against a
+    # video class that torchvision no longer has.
     datasets.config.TORCHVISION_AVAILABLE = False
     return datasets.load_dataset(
         "parquet", data_files=files, split="train", streaming=True
@@ -131,14 +132,14 @@ def _loaded(dataset: Any) -> Iterator[Any]:
     try:
         yield from loader
     finally:
-        # Arrow's scanner hangs or aborts the process at its end, where it outlives a
-        # pass that was not run to its end (apache/arrow#45214).
+        # Arrow's scanner hangs or aborts the process at exit if it outlives an
+        # incomplete pass (apache/arrow#45214).
         del loader, dataset
         gc.collect()
 
 
 def group_texts(examples: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-    """The function of this name in the language modelling examples of Transformers."""
+    """The function of this name in Transformers' language modeling examples."""
     tokens = list(itertools.chain(*examples[COLUMN]))
     end = len(tokens) // ROW_LENGTH * ROW_LENGTH
     return {COLUMN: [tokens[at : at + ROW_LENGTH] for at in range(0, end, ROW_LENGTH)]}
@@ -152,7 +153,7 @@ def _group_tables(documents: Any) -> Any:
     offsets = column.offsets.to_numpy().astype(np.int64)
     offsets -= offsets[0]
     offsets = offsets[np.append(True, np.diff(offsets) > 0)]
-    # A document of n tokens has n - 1 inputs, and targets one ahead.
+    # A document of n tokens has n - 1 inputs, with targets one token ahead.
     is_input, is_target = np.ones((2, len(tokens)), bool)
     is_input[offsets[1:] - 1] = is_target[offsets[:-1]] = False
     inputs, targets = tokens[is_input], tokens[is_target]
@@ -181,8 +182,8 @@ def _group_tables(documents: Any) -> Any:
 
 @functools.cache
 def _pack_dataset() -> Callable[..., Any]:
-    # TRL imports Transformers, which imports torchvision where it is installed; that of
-    # the registry does not fit a torch without CUDA.
+    # TRL imports Transformers, which imports torchvision if it is installed; the
+    # registry's torchvision is incompatible with a torch without CUDA.
     modules: dict[str, Any] = sys.modules
     torchvision = modules.get("torchvision")
     modules["torchvision"] = None
@@ -197,7 +198,7 @@ def _pack_dataset() -> Callable[..., Any]:
 
 
 def _fit_tables(documents: Any) -> Any:
-    # First fit: a document that no open row has room for closes all of them.
+    # First fit: a document that fits in no open row closes all open rows.
     columns = _trimmed(documents)
     done: list[list[int]] = []
     open_rows: list[list[int]] = []
@@ -234,7 +235,7 @@ def _trimmed(documents: Any) -> Any:
 
 
 def _rows_of(documents: Any, rows: list[list[int]]) -> Any:
-    # A table as TRL's `pack_dataset` makes it, of which documents each row has.
+    # A table of the documents in each row, as TRL's `pack_dataset` creates it.
     import pyarrow as pa
 
     taken = documents.take(pa.array(list(itertools.chain(*rows)), pa.int64()))
@@ -272,7 +273,7 @@ def _rows_of_packed(packed: Any) -> Any:
 
 
 def _cut(tokens: Any) -> Any:
-    # An Arrow array of tokens as one of lists of them; a tail is left out.
+    # An Arrow array of tokens as an array of token lists; drops the tail.
     import pyarrow as pa
 
     num_rows = len(tokens) // ROW_LENGTH

@@ -1,30 +1,30 @@
 """The loaders of Grain, LanceDB, LitData and MosaicML Streaming.
 
-* `grain_interleave`, its own way to read Parquet: an interleave of 16 files, then
+* `grain_interleave`, Grain's own way to read Parquet: an interleave of 16 files, then
   concat-then-split. `packed_shuffled` puts a `WindowShuffleIterDataset` of 100 between
-  the two, the default of MaxText. Grain decodes a whole row group of each file at a
+  the two, like MaxText's default. Grain decodes a whole row group of each file at a
   time.
-* `grain_elastic`: its `ElasticIterator` over ArrayRecord, of rows that are packed
-  beforehand. It takes only datasets with random access, so no interleave, shuffle
-  window or packing. A record is the bytes of one row; ArrayRecord is written with
-  `group_size:1`, which its documentation recommends for random access. Grain reads
+* `grain_elastic`: Grain's `ElasticIterator` over ArrayRecord, with rows packed
+  beforehand. It only accepts datasets with random access, so it has no interleave,
+  shuffle window or packing. A record is the bytes of one row; ArrayRecord is written
+  with `group_size:1`, which its documentation recommends for random access. Grain reads
   ahead with its default threads.
-* `lancedb`: splits of a Lance table, read and packed in threads. `packed` uses its own
-  `pack_sequences` over 24 splits in the order of the table; its packer puts an
+* `lancedb`: splits of a Lance table, read and packed in threads. `packed` uses its
+  `pack_sequences` over 24 splits in table order; this packer puts an
   end-of-document token after each document. `packed_shuffled` shuffles all rows of the
-  table, for it has no window: it reads at random instead. `fixed_rows` takes the rows
-  with a transform that makes NumPy rows without a copy.
-* `litdata`: with `TokensLoader`, which cuts rows as it reads. Its format for tokens
-  joins the documents when they are written, and reading does not look where they end.
-  So `packed` only chooses the length of a row when it reads, from one mapped file after
-  the other, and drops what is left at the end of each. Nothing can be shuffled but
-  rows. The writer is the one that `litdata.optimize` runs; it runs here without the
-  processes that `optimize` starts, whose failures go unnoticed.
-* `mosaicml_streaming`: local MDS shards of packed rows. It packs nothing itself: LLM
-  Foundry, its main user, concatenates before it writes MDS. Rows are unshuffled, from
-  uncompressed shards of the default size.
+  table by reading at random, because LanceDB has no shuffle window. `fixed_rows` reads
+  the rows with a transform that creates NumPy rows without a copy.
+* `litdata`: with `TokensLoader`, which cuts rows as it reads. LitData's token format
+  joins the documents when it is written, and reading ignores where documents end. So
+  `packed` only chooses the row length when it reads, from one mapped file after the
+  other, and drops the remainder of each file. Only rows can be shuffled. The writer is
+  the one that `litdata.optimize` runs; here it runs without the processes that
+  `optimize` starts, whose failures go unnoticed.
+* `mosaicml_streaming`: local MDS shards of packed rows. The library itself packs
+  nothing: LLM Foundry, its main user, concatenates before it writes MDS. Rows are
+  unshuffled, from uncompressed shards of the default size.
 
-The last three stack rows by their own `StreamingDataLoader`.
+The last three stack rows with their own `StreamingDataLoader`.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _decoded(record: bytes) -> Tokens:
 
 
 _SPLITS = 24
-# Splits are not equally long: what is beyond these blocks is left out, none is padded.
+# Splits differ in length: drops everything beyond these blocks and pads nothing.
 _BUDGET = 0.95
 
 
@@ -239,8 +239,8 @@ def _litdata_rows(
 
 
 # Importing it imports torchvision. The registry's torchvision cannot load its compiled
-# operators beside a CPU build of torch, and then fails where it describes two of them:
-# so those two are declared first. Nothing here calls them.
+# operators with a CPU build of torch and then fails when it describes two of them, so
+# these two are declared first. Nothing here calls them.
 _OPERATOR = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
@@ -271,13 +271,13 @@ def _mosaicml_rows(
         for batch in loader:
             yield batch[COLUMN].numpy()
     finally:
-        # Only a next epoch ends its threads; left behind, they slow the next side.
+        # Only another epoch stops its threads, which would slow the next side down.
         dataset._iterator.exit()
 
 
 @functools.cache
 def _declare_operators() -> Any:
-    # A torch library that is collected takes its operators along.
+    # A torch library that is garbage collected removes its operators.
     import torch
 
     library = torch.version.cuda is None and torch.library.Library("torchvision", "DEF")

@@ -1,13 +1,13 @@
-"""Runs sides in turns in one process and counts their tokens, by clock and processor.
+"""Runs sides in turns in one process; measures token rates by clock and processor time.
 
-A side is a name and a callable that makes a fresh iterator of int32 arrays: a peer's
-(`sides_of`) or one's own loader. In each round each side starts anew, gives
+A side is a name and a callable that creates a fresh iterator of int32 arrays: a peer
+(`sides_of`) or your own loader. In each round, each side is restarted, yields
 `warm_up_tokens` and then at least `num_tokens`, which are timed, and is closed. Every
 array is copied once, as on its way to a device.
 
 A loader that decodes in advance starts with full buffers. The 16-way interleave decodes
-a row group of each file, 8 million tokens, at once: so `num_tokens` is 16 million, two
-times that, or the timed stretch would hold no decoding at all.
+a row group of each file, 8 million tokens, in one piece. `num_tokens` is therefore
+twice that, 16 million; otherwise the timed part would include no decoding at all.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from benchmarks.peers.documents import Documents
 from benchmarks.peers.peer import ROW_LENGTH, Setting, Tokens
 
 PEERS = (*loaders.PEERS, *hf_datasets.PEERS)
-# By name: a fresh iterator over at least `warm_up_tokens + num_tokens` tokens, arrays
-# of shape (2048,) or (rows, 2048). It is a generator, and closed at the end.
+# By name: creates a fresh iterator over at least `warm_up_tokens + num_tokens` tokens,
+# arrays of shape (2048,) or (rows, 2048). It is a generator and is closed at the end.
 Sides = dict[str, Callable[[], Iterator[Tokens]]]
 
 
-# Of a side: millions of tokens, one sample a round, `per_sec` by the clock and
-# `per_cpu_sec` by the processors, of all threads of this process.
+# A side's rates in millions of tokens, one sample per round: `per_sec` by the clock and
+# `per_cpu_sec` by the processor time of all threads of this process.
 Rates = dict[str, list[float]]
 
 
@@ -45,12 +45,12 @@ def in_turns(
     """The rates of each side.
 
     Raises:
-      ValueError: a side yields something else than int32 rows, or ends too early.
+      ValueError: if a side yields something other than int32 rows or ends too early.
     """
     rates: dict[str, Rates] = {n: {"per_sec": [], "per_cpu_sec": []} for n in sides}
     for _ in range(num_rounds):
         for name, make in sides.items():
-            gc.collect()  # what the side before has left is not this one's time
+            gc.collect()  # do not time the previous side's garbage
             rows = cast(Any, make())
             with contextlib.closing(rows):
                 _take(name, rows, warm_up_tokens)
@@ -70,11 +70,11 @@ def compared(
     ratio: Callable[[str], str],
     bounds: Mapping[str, str],
 ) -> dict[str, report.Figure]:
-    """The figures of the side "ours" beside the others, each by clock and by processor.
+    """The figures of the side "ours" and the others, each by clock and by processor.
 
-    `name` is that of our rates, without `_per_sec` and `_per_cpu_sec`; `ratio` names
-    the figure of a ratio to a side, which by processor begins with `cpu_`. Bounds are
-    by figure.
+    `name` is the name of our rates, without `_per_sec` and `_per_cpu_sec`; `ratio`
+    returns the name of the figure for a ratio to a side, which is prefixed with `cpu_`
+    for processor time. Bounds are by figure.
     """
     figures = {}
     for clock, unit, before in (
@@ -93,10 +93,10 @@ def compared(
 
 
 def sides_of(setting: Setting, source: Documents, directory: pathlib.Path) -> Sides:
-    """The installed peers that do `setting`; each keeps its format in `directory`.
+    """The installed peers that support `setting`; each keeps its files in `directory`.
 
-    The files of a peer there are used again: one directory holds one corpus. Those that
-    are left out are printed, with the reason.
+    A peer's existing files are reused: one directory contains one corpus. Skipped peers
+    are printed, with the reason.
     """
     sides: Sides = {}
     for peer in PEERS:

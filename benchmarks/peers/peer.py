@@ -1,19 +1,19 @@
-"""The peer sides: a frozen `Peer` is another loader that does the same job.
+"""The peer sides: a frozen `Peer` is a different loader that does the same job.
 
 The jobs, each in one process without worker processes:
 
 * `packed`: documents of varying length become rows of 2048 tokens.
-* `packed_shuffled`: the same, documents shuffled in a window of 100 before.
-* `packed_first_fit`, `packed_best_fit`: documents of at most 2048 tokens stay whole, in
-  rows of which 16 are filled at a time.
+* `packed_shuffled`: the same, after documents are shuffled in a window of 100.
+* `packed_first_fit`, `packed_best_fit`: documents of at most 2048 tokens stay whole;
+  16 rows are filled at a time.
 * `unpacked`: each document is padded to a row.
-* `fixed_rows`: rows of 2048 tokens, packed beforehand and kept in the peer's own
-  format, come as stacked batches of 16.
+* `fixed_rows`: rows of 2048 tokens, packed beforehand and stored in the peer's own
+  format, arrive as stacked batches of 16.
 
-A peer does the jobs that it has a feature for, in the fastest form found, and gives the
-reason for each job that it lacks. It yields int32 arrays, rows or batches; a driver
-counts their tokens. A peer imports its packages inside of functions: if one is missing,
-the peer is still listed, and `not_installed` names the package.
+A peer does the jobs for which it has a feature, in the fastest form found, and states
+the reason for each job that it lacks. It yields int32 arrays, rows or batches; a driver
+counts their tokens. A peer imports its packages inside functions: if a package is
+missing, the peer is still listed, and `not_installed` reports the package.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ ROWS_A_BATCH = 16
 SHUFFLE_WINDOW = 100
 
 PACKED: tuple[Setting, ...] = ("packed", "packed_shuffled")
-# Of settings that other loaders have no feature for.
+# Settings for which other loaders have no feature.
 FITTED: dict[Setting, str] = dict.fromkeys(
     ("packed_first_fit", "packed_best_fit", "unpacked"),
-    "fits no whole documents into rows, and pads none, by a feature of its own",
+    "it has no feature to fit whole documents into rows or to pad them",
 )
 INSTALL = "see benchmarks/peers/pyproject.toml"
 
@@ -55,18 +55,18 @@ Tokens = NDArray[np.int32]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peer:
-    """Another loader, and how it does the jobs.
+    """A loader and how it does the jobs.
 
-    `prepare` writes the corpus in the peer's own format below a directory that is its
-    own and does not exist yet; it is not timed, and None for a peer that reads the
-    Parquet files of the corpus. `rows` is a generator of the tokens of a setting, from
-    the corpus or from what `prepare` wrote: one pass, int32 arrays of shape (2048,) or
-    (rows, 2048). Closing it ends the peer's threads.
+    `prepare` writes the corpus in the peer's own format to the peer's own directory,
+    which does not exist yet; it is not timed, and None for a peer that reads the
+    corpus's Parquet files. `rows` is a generator of the tokens for a setting, from the
+    corpus or the files that `prepare` wrote: one pass, int32 arrays of shape (2048,) or
+    (rows, 2048). Closing the generator stops the peer's threads.
     """
 
     name: str  # in the figure `ratio_<name>`
-    packages: tuple[str, ...]  # that it needs, the one that it is about first
-    lacks: Mapping[Setting, str]  # why it does not do a setting
+    packages: tuple[str, ...]  # the packages that it needs, the main one first
+    lacks: Mapping[Setting, str]  # why it does not support a setting
     prepare: Callable[[Documents, pathlib.Path], None] | None
     rows: Callable[[Setting, Documents, pathlib.Path], Iterator[Tokens]]
 
@@ -80,7 +80,7 @@ class Peer:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a distribution is."""
+    """Whether a distribution is installed."""
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -19,7 +19,7 @@ class Assignment:
     """The world that a cluster runs next.
 
     Attributes:
-      number: the number of the world, from 1 at each start of a run.
+      number: the world number, which restarts from 1 at each start of a run.
       work: the slices and the rows of a batch.
       claimant: claims the world in storage for this start of the run; set by the
         cluster.
@@ -60,25 +60,26 @@ class Cluster(Protocol):
         emit: events.Emit,
         has_changed: Callable[[], Decision | None],
     ) -> bool:
-        """Calls `train` on all hosts of a new world, and returns when the world ends.
+        """Calls `train` on all hosts of a new world and returns when the world ends.
 
         Args:
           train: the training loop.
-          assignment: the slices and rows of the world.
+          assignment: the world's slices and rows.
           emit: called with each event of the hosts.
           has_changed: called often; returns a decision to continue on other slices or
-            to wait for some, or None while the world should continue. After a decision
+            to wait for more, or None while the world should continue. After a decision,
             the cluster may prepare the next world. It then asks the hosts to leave,
             with the event `world_leaving`; they leave after a step that they agree on.
 
         Returns:
-          Whether the run is over; False if the hosts left for another world.
+          Whether the run is over; False if the hosts left for the next world.
 
         Raises:
           WorldLostError: if hosts failed or `train` raised; `slices` then omits the
             lost slices.
-          StoppedError: if the run was asked to end but did not end in time.
-          RunError: if `train` raised under a single controller; its error is the cause.
+          StoppedError: if the run was asked to stop but did not stop in time.
+          RunError: if `train` raised under a single controller; the error that `train`
+            raised is the cause.
         """
 
     def wait(self, secs: float) -> None:

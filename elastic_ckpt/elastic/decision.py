@@ -7,9 +7,9 @@ Two batch policies, both exact:
 
 * `keep_global`: a batch has the same rows on any number of slices. Fewer slices compute
   it in several equal parts and sum the gradients (gradient accumulation), so that no
-  device holds more rows at a time than fit into its memory.
-* `keep_per_device`: a device has the same number of rows, so a batch grows and shrinks
-  with the slices, as in MaxText.
+  device holds more rows at a time than fit in its memory.
+* `keep_per_device`: each device has the same number of rows, so a batch grows and
+  shrinks with the number of slices, as in MaxText.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Literal, get_args
 
 from elastic_ckpt.core import errors
 
-# Returns why a number of slices cannot compute a batch of some rows; None if it can.
+# Returns why a number of slices cannot compute a number of rows; None if they can.
 Objection = Callable[[int, int], str | None]
 
 
@@ -34,19 +34,19 @@ class Policy:
     """What a run does when slices are lost and rejoin.
 
     Attributes:
-      min_slices: the fewest slices to train on.
-      max_slices: the most slices to train on; further slices are spares. None uses all.
+      min_slices: the minimum number of slices to train on.
+      max_slices: the maximum number of slices to train on; further slices are spares.
+        None uses all.
       batch: what stays the same when the number of slices changes: the rows of the
-        global batch (`"keep_global"`), or those of a device (`"keep_per_device"`).
+        global batch (`"keep_global"`) or the rows of each device (`"keep_per_device"`).
       wait_secs: how long to wait for `min_slices` before the run ends with an error.
       settle_secs: how long a new slice must be alive before the run expands onto it.
       max_retries: how many worlds in a row may be lost without a new step before the
         run ends with an error.
       quarantine_failures: a slice with this many failures within `quarantine_secs` is
-        not used again; 0 uses every slice.
+        not used again; 0 disables the quarantine.
       quarantine_secs: the time window in which failures count.
-      leave_out_slow: whether to leave out slices with slow hosts if enough others
-        remain.
+      leave_out_slow: whether to exclude slices with slow hosts if enough others remain.
     """
 
     min_slices: int = 1
@@ -71,14 +71,14 @@ class Work:
     """The rows of a batch, from which each world gets its `rows` and `microbatches`.
 
     Attributes:
-      devices_per_slice: the number of devices of a slice.
+      devices_per_slice: the number of devices in a slice.
       num_slices: the number of slices for which `rows` was chosen.
-      rows: the rows of a global batch on `num_slices` slices; `Policy.batch` derives
-        those of other numbers. 0 lets the training function choose them.
-      max_rows_per_device: the most rows that a device computes at a time; it splits
-        more into microbatches.
-      objection: a function of a number of slices and a number of rows that returns why
-        the data cannot be divided that way, or None. A world with an objection is not
+      rows: the rows of a global batch on `num_slices` slices; `Policy.batch` determines
+        the rows on any other number of slices. 0 lets the training function choose.
+      max_rows_per_device: the maximum number of rows that a device computes at a time;
+        a device splits more rows into microbatches.
+      objection: called with a number of slices and a number of rows; returns why the
+        data cannot be divided that way, or None. A world with an objection is not
         formed.
     """
 
@@ -108,7 +108,7 @@ class Slices:
     Attributes:
       current: the slices of the current or last world, without the lost ones; empty at
         the start.
-      present_secs: by live slice, how long it has been alive.
+      present_secs: how long each live slice has been alive.
       failures: all failures in this run, in any order.
       slow: the slices that have slow hosts.
     """
@@ -139,10 +139,10 @@ class Slices:
         )
 
     def usable(self, policy: Policy) -> list[int]:
-        """The slices to train on, best first: those of the current world, then others.
+        """The slices to train on, best first: the current world's slices, then others.
 
-        A slice that has just rejoined counts only once it has settled, except when no
-        training would be disturbed: at the start, and below `min_slices`.
+        A slice that has just rejoined is usable only once it has settled, unless no
+        training would be disturbed: at the start, or below `min_slices`.
         """
         healthy = self.present_secs.keys() - self.quarantined(policy)
         settled = {
@@ -161,7 +161,7 @@ class Train:
 
     Attributes:
       slices: in mesh order.
-      spares: usable slices that are left over.
+      spares: usable slices that the world does not need.
       rows: the rows of a global batch.
       accumulated: the number of equal parts in which a device computes its rows.
     """
@@ -178,7 +178,7 @@ class Wait:
 
     Attributes:
       why: what is missing.
-      within_secs: the longest time to wait; 0 means save and end.
+      within_secs: the maximum time to wait; 0 means save and stop.
     """
 
     why: str
@@ -224,7 +224,7 @@ def decide(
     missing = (
         f"{_count(usable)} usable, but min_slices={policy.min_slices}"
         if most < policy.min_slices
-        else f"no number of {_count(usable)} fits: {'; '.join(objections)}"
+        else f"no number of {_count(usable)} works: {'; '.join(objections)}"
     )
     excluded = slices.quarantined(policy) & slices.present_secs.keys()
     if excluded:
@@ -246,10 +246,10 @@ def _train(usable: list[int], number: int, policy: Policy, work: Work) -> Train 
         rows = work.rows
     rows_per_device, indivisible = divmod(rows, devices)
     if indivisible:
-        return f"{rows} rows do not divide over the {devices} devices of {number}"
+        return f"{rows} rows cannot be split over the {devices} devices of {number}"
     if why := work.objection(number, rows):
         return why
-    # The fewest equal parts that fit into a device.
+    # The fewest equal parts that fit in a device's memory.
     most = max(work.max_rows_per_device, 1)
     accumulated = next(
         parts

@@ -1,17 +1,17 @@
 """Keeps compiled steps on this machine's RAM disk for the next world.
 
-A world whose shape ran before loads its executables and traces nothing: a change of
-slices then costs milliseconds instead of the seconds that XLA takes. Loading begins in
-the background while the world finds and restores its state. JAX's compilation cache
-cannot do that for several processes on CPU: its key depends on the process, and only
-process 0 writes.
+If a world of the same shape ran before, a world loads its executables and traces
+nothing: a change of slices then costs milliseconds instead of the seconds that XLA
+takes. Loading begins in the background while the world finds and restores its state.
+JAX's compilation cache cannot do that for several processes on CPU: its key depends on
+the process, and only process 0 writes.
 
 Loading an executable unpickles it, which runs code. Executables are therefore read only
 from a private directory on this machine's RAM disk, never from peers or storage, and
 only after checking a MAC (HMAC-SHA-256) under a key that the supervisor never writes to
-a file. The directory and the key end with the supervisor. An executable's name covers
-the program, the mesh, the arguments, the host and the versions. One that was altered is
-refused, with an event, and compiled again.
+a file. The directory and the key are gone once the supervisor exits. An executable's
+name covers the program, the mesh, the arguments, the host and the versions. An altered
+executable is rejected, with an event, and compiled again.
 
 Importing this module does not import JAX, so the launcher starts fast.
 """
@@ -53,7 +53,7 @@ with epy.lazy_imports():
 _RAM_DISK = "/dev/shm"
 # An event of `jax.monitoring`.
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
-# A collective in the text of a compiled program.
+# Matches a collective in the text of a compiled program.
 _COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
     r"(-start)?\("
@@ -65,11 +65,12 @@ _Compiled = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeptExecutables:
-    """Where the worlds of a supervisor keep their executables.
+    """Where a supervisor's worlds keep their executables.
 
     Attributes:
       directory: a private directory on this machine's RAM disk.
-      key: the MAC key of all files; only in the memory of the supervisor and its hosts.
+      key: the MAC key for all files, which exists only in the memory of the supervisor
+        and its hosts.
       began_ns: when the directory was created, in nanoseconds since 1970.
     """
 
@@ -80,7 +81,7 @@ class KeptExecutables:
 
 @contextlib.contextmanager
 def kept() -> Iterator[KeptExecutables]:
-    """Creates a directory and a key that end with the block."""
+    """Creates a directory and a key that exist until the end of the block."""
     directory = working_directory.new_path(
         _RAM_DISK if os.access(_RAM_DISK, os.W_OK) else tempfile.gettempdir()
     )
@@ -109,7 +110,7 @@ class Executables:
     ) -> _Compiled:
         """Returns `jitted` compiled for these arguments and their shardings.
 
-        It is looked up by its code, without tracing. Arguments may be abstract.
+        Looks the function up by its code, without tracing. Arguments may be abstract.
         """
         began_secs = time.monotonic()
         path = self._path(jitted, arguments)
@@ -118,7 +119,7 @@ class Executables:
             return loaded
         compiled, is_cached = _compiled(jitted, *arguments, step=step, emit=emit)
         # On CPU, JAX serializes an executable from its own cache without the code. The
-        # next world finds it in that cache, too.
+        # next world also finds it in that cache.
         if path is not None and not is_cached and not loses_order(compiled):
             self._keep(path, compiled, _devices(arguments))
         return compiled
@@ -138,7 +139,7 @@ class Executables:
             leaves, structure = jax.tree.flatten(arguments)
             shapes = [f"{leaf.shape} {leaf.dtype} {leaf.sharding}" for leaf in leaves]
             code = jitted.__wrapped__, str(structure), shapes, _devices(arguments)
-            # Not in `_place`: a program may change them after its world has begun.
+            # Not in `_place`: a program may change these after its world has begun.
             settings = [
                 sorted((name, str(value)) for name, value in jax.config.values.items()),
                 [os.environ.get(n, "") for n in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
@@ -213,7 +214,7 @@ def _compiled(
 
 @contextlib.contextmanager
 def _cache_hits() -> Iterator[list[str]]:
-    # Lists the hits of this thread in JAX's compilation cache during the block.
+    # Lists this thread's hits in JAX's compilation cache during the block.
     hits: list[str] = []
     own = threading.get_ident()
 
@@ -231,7 +232,7 @@ def _cache_hits() -> Iterator[list[str]]:
 def loses_order(compiled: Any) -> bool:
     """Whether hosts that load this program could deadlock.
 
-    XLA runs the collectives of a program in one order on all hosts. On CPU it
+    XLA runs a program's collectives in the same order on all hosts. On CPU, it
     serializes that order only within each computation. A loaded program has no order
     between a loop's body and the code around it, so hosts can wait for each other in
     different collectives.
@@ -270,7 +271,7 @@ def _place() -> str:
 def changed_modules(since_ns: int) -> list[tuple[str, int, int]]:
     """The module files changed since a time, each with the version seen first.
 
-    Functions of modules are pickled by name, but the code of a module that is imported
+    A module's functions are pickled by name, but the code of a module that is imported
     later may have changed.
     """
     files = {
@@ -297,10 +298,10 @@ def _digest(value: Any) -> str:
 class _Pickler(cloudpickle.Pickler):
     """Pickles functions by their code and closures, and devices by their numbers.
 
-    A pickle refers back to an object that it already contains, but repeats one that is
-    only equal. Which shardings of a program are the same object depends on JAX's caches
-    and thus on the order of threads; for strings it depends on their origin. Numbers
-    are never referred back to, so they stand in for both.
+    A pickle refers back to an object that it already contains, but repeats an object
+    that is merely equal. Which shardings of a program are the same object depends on
+    JAX's caches and thus on the order of threads; for strings, it depends on their
+    origin. A pickle never refers back to numbers, so numbers stand in for both.
     """
 
     def persistent_id(self, obj: Any) -> Any:
@@ -316,7 +317,7 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, jax.Array):
             raise pickle.PicklingError("it closes over an array")
         if isinstance(obj, type) and "<locals>" not in obj.__qualname__:
-            # cloudpickle would give a class that cannot be imported a random name.
+            # cloudpickle would assign a random name to a class that cannot be imported.
             return ("class", obj.__module__, obj.__qualname__)
         if type(obj).__name__ == "PjitFunction":
             return ("jit", _digest(obj.__wrapped__))

@@ -1,17 +1,17 @@
 """Failures of hosts and the verdict on them: what failed, and what the run does.
 
 A host that fails leaves a `HostFailure`. When a world has ended with failures, `judge`
-finds the one that caused the others. It describes that failure by a few words: how the
-host ended, the classes of its exception, its phase, whether all hosts failed alike,
+finds the failure that caused the others and describes it in a few words: how the host
+stopped, the classes of its exception, its phase, whether all hosts failed alike, and
 whether the previous world failed in the same way. The verdict is the first row of
-`KINDS` whose words all apply and whose pattern matches what the host said. Each row has
+`KINDS` whose words all apply and whose pattern matches the host's message. Each row has
 one of three actions: restart the world, leave the slice out, or stop.
 
 Two rules take precedence over the table:
 
-* An exception is the program's fault if several hosts raise the same one, or if it
-  recurs at the same step in the next world, even if it mentions a device.
-* A host that lost its connection to another says nothing about the cause: such errors
+* An exception is the program's fault if several hosts raise it, or if it recurs at the
+  same step in the next world, even if the exception mentions a device.
+* A host that lost its connection to another host does not show the cause: such errors
   count only if nothing else was recorded.
 
 Sources of the patterns: the names of CUDA's driver API (`CUresult`), NVIDIA's catalogue
@@ -51,20 +51,21 @@ class HostFailure:
 
     Attributes:
       message: the message for the user.
-      is_ours: whether it is an ElasticCkptError, whose message has a remedy.
-      is_of_devices: whether JAX raised it because devices failed or disappeared.
+      is_ours: whether the error is an ElasticCkptError, whose message has a remedy.
+      is_of_devices: whether JAX raised the error because devices failed or disappeared.
       is_signal: whether a signal killed the process.
-      is_silent: whether the host ended without reporting a failure.
-      is_consequence: whether it died as hosts do when host 0 is gone.
-      is_hang: whether it was killed because it hung.
-      at_secs: the time, on the machine's monotonic clock.
-      since_secs: the time of its last progress; None if that is `at_secs`.
+      is_silent: whether the host exited without reporting a failure.
+      is_consequence: whether the host died the way hosts do when host 0 is gone.
+      is_hang: whether the host was killed because it hung.
+      at_secs: the time of the failure, on the machine's monotonic clock.
+      since_secs: the time of the host's last progress; None if that is `at_secs`.
       error: the names of the exception's class and its bases; empty if there is none.
       traceback: the end of the exception's traceback.
-      place: the user's line that raised it, `file:line`; empty if there is none.
+      place: the line of user code that raised the exception, as `file:line`; empty if
+        there is none.
       phase: the phase that the host was in.
-      log: the end of its log.
-      log_file: the path of its log; empty if it has none of its own.
+      log: the end of the host's log.
+      log_file: the path of the host's log; empty if the host has no log of its own.
     """
 
     host: int
@@ -85,7 +86,7 @@ class HostFailure:
     log_file: str = ""
 
     def lines(self) -> list[str]:
-        """What happened, followed by the end of the log."""
+        """A description of the failure, followed by the end of the log."""
         log = [f"  | {line}" for line in self.log.splitlines()]
         if log:
             log.insert(0, f"the end of its log, {self.log_file}:")
@@ -120,16 +121,16 @@ def of_exception(host: int, error: BaseException) -> HostFailure:
 
 
 def silent_death(host: int, exit_code: int, *, oom_kills: int = 0) -> HostFailure:
-    """The failure of a host that ended without a report.
+    """The failure of a host that exited without a report.
 
     A negative exit code is a signal. `oom_kills` counts the processes that the kernel
-    of its machine killed to free memory since the world began.
+    of the host's machine has killed to free memory since the world began.
     """
     killed = exit_code < 0
     message = (
         f"killed by {signal.Signals(-exit_code).name}"
         if killed
-        else f"ended with exit code {exit_code}"
+        else f"stopped with exit code {exit_code}"
     )
     if exit_code == -signal.SIGKILL and oom_kills:
         message += f"; the kernel was out of memory (oom_kill +{oom_kills})"
@@ -145,7 +146,7 @@ def silent_death(host: int, exit_code: int, *, oom_kills: int = 0) -> HostFailur
 
 
 def of_hang(host: int, hang: watch.Hang, *, now_secs: float) -> HostFailure:
-    """The failure of a culprit of a hang; of any host if there are no culprits."""
+    """The failure of a host that caused a hang, or of any host if none is the cause."""
     return HostFailure(
         host=host,
         message=f"{hang.why}; the stacks of all hosts are in their logs",
@@ -159,9 +160,9 @@ def of_hang(host: int, hang: watch.Hang, *, now_secs: float) -> HostFailure:
 
 
 def oom_kills() -> int:
-    """How many processes of this machine the kernel has killed to free memory.
+    """How many processes on this machine the kernel has killed to free memory.
 
-    Source: `oom_kill` in /proc/vmstat (proc_vmstat(5)); 0 where that is missing.
+    Source: `oom_kill` in /proc/vmstat (proc_vmstat(5)); 0 if there is no such field.
     """
     try:
         with open("/proc/vmstat") as file:
@@ -177,7 +178,7 @@ class WorldLostError(errors.RunError):
     Attributes:
       failures: the failures of all hosts that failed; at least one.
       hosts: the hosts whose slices are lost; empty if the program or network failed.
-      is_of_program: whether the program failed, and would fail again.
+      is_of_program: whether the program failed and would fail again.
       gone: the slices that were lost with their memory.
       machines: the lost machines, if the run has several.
     """
@@ -201,9 +202,9 @@ class WorldLostError(errors.RunError):
 
 
 class ProgramFailedError(errors.RunError):
-    """The program of a world failed, and would fail in the next world, too.
+    """A world's program failed and would fail again in the next world.
 
-    The traceback of the user's program, if there is one, is a note of the error.
+    The traceback of the user's program, if there is one, is a note on the error.
 
     Attributes:
       failures: the failures of all hosts that failed; at least one.
@@ -220,9 +221,9 @@ class ProgramFailedError(errors.RunError):
 def first_failure(failures: Sequence[HostFailure]) -> HostFailure:
     """The failure that caused the others.
 
-    Most of our own errors never follow from another host's death. Death by a signal
-    never follows from an exception or from failed devices, unless JAX aborted the host.
-    Among equals the earliest is first.
+    Most of our own errors never result from another host's death. Death by a signal
+    never results from an exception or failed devices, unless JAX aborted the host.
+    Among equals, the earliest failure is first.
     """
     return min(
         failures,
@@ -240,8 +241,8 @@ def lost_hosts(failures: Sequence[HostFailure]) -> frozenset[int]:
     """The hosts that ended a world by dying or computing wrong values.
 
     JAX aborts a host that has lost the coordination service. Such a host is not a cause
-    if another host died otherwise, or if the program failed earlier on host 0, which
-    ends the service. If host 0 was aborted, too, the others lost it.
+    if another host died in a different way, or if the program failed earlier on host 0,
+    which stops the service. If host 0 was also aborted, the other hosts lost it.
     """
     silent = [failure for failure in failures if failure.is_silent]
     causes = [each for each in failures if "DeviceWrongError" in each.error]
@@ -264,12 +265,12 @@ class Kind(NamedTuple):
 
     Attributes:
       name: the name of the kind, used in events.
-      what: what failed: `host`, `slice`, `machine`, `device`, `network`, `storage`,
-        `data` or `program`.
+      what: the part that failed: `host`, `slice`, `machine`, `device`, `network`,
+        `storage`, `data` or `program`.
       action: what the run does after losing a world; a run that has ended stops.
-      meaning: what happened; follows a subject such as "host 1".
-      words: words that must all describe the failure, or one of those joined by `|`.
-      says: a pattern in what the host said, or in its log if it said nothing.
+      meaning: a predicate that says what happened, after a subject such as "host 1".
+      words: words that must all describe the failure; of words joined by `|`, one must.
+      says: a pattern in the host's message, or in its log if it sent no message.
       advice: what a person can do.
     """
 
@@ -309,7 +310,7 @@ _SMALLER = (
 _DRAIN = "drain its machine; check the kernel log, `nvidia-smi` and the slice's health"
 
 # fmt: off
-# The first row that fits is the verdict.
+# The first row that matches is the verdict.
 KINDS = (
     # Lost.
     Kind("machine_lost", "machine", LEAVE_OUT, "does not answer", "machine-gone",
@@ -322,7 +323,7 @@ KINDS = (
     Kind("replaced", "program", STOP, "was replaced by another start", "ReplacedError"),
     Kind("grace_exceeded", "program", STOP, "was killed before it had saved",
          "StoppedError"),
-    Kind("diverged", "program", STOP, "was ended by a callback", "DivergedError"),
+    Kind("diverged", "program", STOP, "was stopped by a callback", "DivergedError"),
     Kind("wrong_configuration", "program", STOP, "has an invalid configuration",
          "ConfigError"),
     Kind("other_model", "program", STOP, "does not match its checkpoint",
@@ -348,12 +349,12 @@ KINDS = (
          "hang one", advice="its stacks are in its log"),
     Kind("world_hangs", "network", RESTART, "hangs: all hosts wait in the same phase",
          "hang", advice="raise `elastic_hang_timeout_seconds` if the phase takes long"),
-    # What JAX says about devices.
+    # Device errors from JAX.
     Kind("device_memory_exhausted", "program", STOP,
          "needs more memory than its devices have",
          "devices all|again|alone", _NO_MEMORY, _SMALLER),
     Kind("device_memory_taken", "device", LEAVE_OUT, "has less memory than the others",
-         "devices", _NO_MEMORY, "end other processes on the device"),
+         "devices", _NO_MEMORY, "stop other processes on the device"),
     Kind("program_refused_by_xla", "program", STOP, "was rejected by XLA",
          "devices", _REFUSED),
     Kind("device_bad", "device", LEAVE_OUT, "has a hardware error",
@@ -389,9 +390,9 @@ KINDS = (
          "ImportError|SyntaxError", advice="install its imports on all machines"),
     Kind("not_importable", "program", STOP, "cannot be imported", "exit all in:start",
          advice="see what each host printed to standard error"),
-    Kind("program_exits", "program", STOP, "ended on all hosts before the run did",
+    Kind("program_exits", "program", STOP, "exited on all hosts before the run ended",
          "exit all", advice="remove calls to `os._exit`, or to `exit` in native code"),
-    Kind("host_exited", "host", RESTART, "ended before the run did", "exit",
+    Kind("host_exited", "host", RESTART, "exited before the run ended", "exit",
          advice="see the end of its log"),
     # Exceptions of the program.
     Kind("shapes_differ", "program", STOP, "combines arrays of mismatched shapes",
@@ -408,12 +409,12 @@ class Verdict:
     """The verdict on one interruption.
 
     Attributes:
-      which: the numbers, path or line of what failed; empty if unknown.
+      which: the numbers, path or line that identify what failed; empty if unknown.
       lead: the failure that caused the others.
-      how: how it failed and after which step, to compare worlds.
+      how: how and after which step the world failed, for comparing worlds.
       step: the number of steps that the world had done.
       action: what the run does.
-      hosts: the lost hosts: they died, or only their devices failed.
+      hosts: the lost hosts, which died or whose devices failed.
       evidence: the recorded facts.
     """
 
@@ -428,7 +429,7 @@ class Verdict:
 
     @property
     def words(self) -> str:
-        """What happened, what the host said, and what helps the program's author."""
+        """What happened, the host's message, and advice for the program's author."""
         lead, kind = self.lead, self.kind
         if lead.is_ours:
             return lead.message
@@ -479,14 +480,14 @@ def judge(
     """The verdict on the failures that ended a world or a run.
 
     Args:
-      failures: the failures of its hosts; at least one.
-      num_hosts: the number of its hosts.
-      slices: the slices of the world, in the order of its hosts.
+      failures: the hosts' failures; at least one.
+      num_hosts: the number of hosts in the world.
+      slices: the slices of the world, in host order.
       gone: the slices that were lost with their memory.
       machines: the machines that were lost.
       step: the number of steps that the world had done.
-      before: how the previous world failed, a `Verdict.how`; empty if it did not.
-      is_lost: whether a world was lost and the next may continue; otherwise the run has
+      before: how the previous world failed (its `Verdict.how`); empty if it did not.
+      is_lost: whether a world was lost and the next may continue; if False, the run has
         ended.
     """
     causes = [each for each in failures if not _is_connection(each)] or list(failures)
@@ -498,11 +499,11 @@ def judge(
     how = f"{_how(lead)} after step {step}"
     is_all = len(hosts) == num_hosts
     if num_hosts == 1:
-        # A single host cannot show whose fault a device error is, except under a single
-        # controller whose slices are all alive.
+        # With a single host, nobody knows whose fault a device error is, except under a
+        # single controller whose slices are all alive.
         is_all = not lead.is_silent and not (lead.is_of_devices and is_lost)
     elif not lead.is_silent:
-        # Others may have been killed before they could report theirs.
+        # Other hosts may have been killed before they could report their failures.
         is_all |= lead.is_hang or 1 < len(alike) == len(causes)
     is_dead = lead.is_silent and not lead.is_hang
     is_aborted = is_dead and _is_aborted(lead)
@@ -569,7 +570,7 @@ def _how(failure: HostFailure) -> str:
 
 
 def _is_aborted(failure: HostFailure) -> bool:
-    # JAX says so in the log; the log of another machine is not available.
+    # JAX logs an abort; the log of another machine is not available.
     is_told = not failure.log or re.search(_CONNECTION, failure.log)
     return failure.is_consequence and bool(is_told)
 

@@ -2,17 +2,17 @@
 
     faults: [{kill_slice: 1, at_step: 40}, {return_slice: 1, at_step: 80}]
 
-* `kill_slice`: a slice is lost with its hosts' memory, and stays away.
+* `kill_slice`: a slice is lost with its hosts' memory and does not return.
 * `return_slice`: a slice rejoins, with empty memory.
 * `break_slice`: the devices of a slice compute wrong values when they are checked.
-* `kill_host`: the process of a host is killed; the memory of its machine stays.
-* `hang_host`: a host stops (SIGSTOP), and its connections stay open.
+* `kill_host`: a host process is killed; the machine keeps its memory.
+* `hang_host`: a host is frozen (SIGSTOP); its connections stay open.
 
 A fault happens when `at_step` steps are done. Hosts are numbered as in the current
 world. Faults are for tests and demonstrations; the supervisor injects them, so training
 code need not contain any.
 
-Source: torchft's `FailureInjection`, whose failures are data, too.
+Source: torchft's `FailureInjection`, whose failures are also data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from elastic_ckpt.core import codec, errors
 
 
 class Kind(enum.StrEnum):
-    """The kinds of faults, and the return of a slice."""
+    """The kinds of faults, including the return of a slice."""
 
     KILL_SLICE = "kill_slice"
     RETURN_SLICE = "return_slice"
@@ -46,7 +46,7 @@ class Fault:
       kind: what happens: `"kill_slice"`, `"return_slice"`, `"break_slice"`,
         `"kill_host"` or `"hang_host"`.
       target: the number of the slice or host.
-      at_step: the number of steps done when it happens.
+      at_step: the number of completed steps at which the fault happens.
     """
 
     kind: Kind | str
@@ -66,7 +66,7 @@ def parse(text: str) -> tuple[Fault, ...]:
     """Parses the value of the key `faults`, a JSON list; returns the faults by step.
 
     Raises:
-      ConfigError: if an entry is not a fault; the error names the entry.
+      ConfigError: if an entry is not a fault; the message quotes the entry.
     """
     try:
         listed = codec.decode(list[dict[str, int]], json.loads(text or "[]"))

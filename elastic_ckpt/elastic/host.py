@@ -1,14 +1,14 @@
 """A host of a world: a process that joins the others and calls the training function.
 
-It is a child of the warm fork server and waits until the supervisor sends it a task.
-Over a pipe it reports heartbeats, phases, events and failures, and receives the
+A host is a child of the warm fork server and waits until the supervisor sends it a
+task. Over a pipe, it reports heartbeats, phases, events and failures and receives the
 supervisor's orders. Importing this module does not import JAX, so the launcher starts
 fast.
 
-*Devices.* Every host checks its devices while it restores, and no step counts before
-they have passed. Each device multiplies matrices of small integers. The products and
-sums are exact in the floating point of any hardware and in any order, so every sound
-device computes the same known number.
+*Devices.* Every host checks its devices while it restores, and no step counts until the
+devices have passed. Each device multiplies matrices of small integers. The products and
+sums are exact in any hardware's floating point and in any order, so every sound device
+computes the same known number.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ IMPORTS = (
     "jaxlib.mlir.dialects.builtin",
     "jaxlib.mlir.dialects.mhlo",
 )
-# The supervisor's orders: begin the world; leave for the next world; the same, but some
-# host loses its memory; end the run.
+# The supervisor's orders: begin the world; leave for the next world; leave although a
+# host loses its memory; stop the run.
 BEGIN = b"begin"
 LEAVE = b"leave"
 LOSE_MEMORY = b"lose memory"
@@ -67,17 +67,17 @@ STOP = b"stop"
 
 # Between two heartbeats a host measures how late it wakes up.
 _TICKS, _TICK_SECS = 10, 0.1
-# How soon JAX aborts a process that has lost the coordination service.
+# Time until JAX aborts a process that has lost the coordination service.
 _ABORT_SECS = 2.0
-# How long other hosts have to report their failures.
+# The time that other hosts have to report their failures.
 _REPORT_SECS = 10.0
 # How long hosts that got SIGTERM wait for the supervisor's order, and for each other.
 _ORDER_SECS = 20.0
 _AGREE_SECS = 60.0
-# The time limit for joining, unless the supervisor kills the hosts earlier. After it
-# JAX aborts all hosts without naming the missing one.
+# The time limit for joining, unless the supervisor kills the hosts earlier. After that,
+# JAX aborts all hosts without saying which one is missing.
 _JOIN_SECS = 900
-# The time limit of one attempt to reach host 0, and the pause between attempts.
+# The time limit for one attempt to reach host 0, and the pause between attempts.
 _TRY_SECS = 5.0
 _REACH_SECS = 0.02
 # The result of sound devices; a test computes it with integers.
@@ -87,7 +87,7 @@ _ROUNDS = 16
 # A prime. Values below it have 8 bits and are exact in bfloat16; a sum of _SIZE
 # products is below 2**24 and is exact in float32.
 _MODULUS = 251
-# Always with the CPU: colocated data iterators use its devices.
+# Always includes the CPU, because colocated data iterators use its devices.
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
 
 
@@ -100,7 +100,7 @@ class Hardware:
     """All hosts that a run may have, and the devices of each.
 
     Attributes:
-      hosts: the number of hosts of all slices together.
+      hosts: the total number of hosts in all slices.
       devices_per_host: the devices of each host, on CPUs and GPUs.
       jax_cache_dir: the directory of JAX's compilation cache; empty for none.
       hardware: `cpu`, `gpu` or `tpu`.
@@ -113,9 +113,9 @@ class Hardware:
     hardware: str = "cpu"
 
     def gpus(self, slot: int) -> range | None:
-        """The GPUs of a host, numbered as CUDA_VISIBLE_DEVICES leaves them.
+        """A host's GPUs, numbered among those that CUDA_VISIBLE_DEVICES allows.
 
-        None means all GPUs of the machine; `slot` is the number of the host on it.
+        None means all GPUs of the machine; `slot` is the host's number on the machine.
         """
         return range(slot * self.devices_per_host, (slot + 1) * self.devices_per_host)
 
@@ -139,10 +139,10 @@ class SliceMemory:
 
     Attributes:
       directory: the parent of the slices' directories.
-      run: the name of the run, the last part of each path.
-      tls_certificate: a PEM file, the certificate of the agents that serve the RAM
-        disks; None for no TLS.
-      tls_key: a PEM file, the private key of the certificate.
+      run: the run name, which is the last part of each path.
+      tls_certificate: a PEM file with the certificate of the agents that serve the RAM
+        disks; None disables TLS.
+      tls_key: a PEM file with the certificate's private key.
     """
 
     directory: str
@@ -151,11 +151,11 @@ class SliceMemory:
     tls_key: str | None = None
 
     def of_slice(self, number: int) -> str:
-        """The RAM disk of a slice, which is lost with it."""
+        """A slice's RAM disk, which is lost with the slice."""
         return layout.slice_directory(self.directory, number)
 
     def root(self, number: int) -> str:
-        """The directory of the run in the RAM of a slice."""
+        """The run directory in a slice's RAM."""
         return os.path.join(self.of_slice(number), self.run)
 
 
@@ -165,7 +165,7 @@ class Owned:
 
     Attributes:
       memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
-      most_hosts: the most hosts that this machine can have in a world.
+      most_hosts: the maximum number of hosts that this machine can have in a world.
       broken: the slices whose devices compute wrong values, as an injected fault.
     """
 
@@ -188,7 +188,7 @@ class HostChannel:
         self.phase = ""
         # The number of phases begun, reported or not.
         self._num_begun = 0
-        # By kind, the seconds that this host alone spent since the last heartbeat.
+        # By kind, the seconds that only this host spent since the last heartbeat.
         self._spent_secs: dict[str, float] = collections.defaultdict(float)
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
@@ -204,7 +204,7 @@ class HostChannel:
     def begin(self, phase: str) -> None:
         """Reports that the program begins a phase.
 
-        If that is the same phase again, only the next heartbeat says so.
+        If the same phase begins again, only the next heartbeat says so.
         """
         self._num_begun += 1
         if phase != self.phase:
@@ -214,8 +214,8 @@ class HostChannel:
     def wait(self, await_check: Callable[[], object]) -> None:
         """Waits until the world that this host has joined begins.
 
-        If it does not begin at once, it is a prepared world, which only hosts with
-        sound devices join: awaits the check first.
+        A world that does not begin immediately is a prepared world. Only hosts with
+        sound devices may join a prepared world, so this awaits the device check first.
         """
         if not self._pipe.poll():
             await_check()
@@ -225,14 +225,14 @@ class HostChannel:
         assert order == BEGIN, order
 
     def agree(self, hosts: allgather.Allgather) -> bytes:
-        """Agrees with all hosts on the order to follow, which only some may have got.
+        """Agrees with all hosts on the order to follow, even if only some received it.
 
-        If no host received one, the run ends.
+        If no host received an order, the run ends.
         """
         own, secs = b"", _ORDER_SECS
         try:
             # Does not take the lock, which senders in other threads need. The newest
-            # order counts.
+            # order takes precedence.
             while self._pipe.poll(secs):
                 own, secs = self._pipe.recv_bytes(), 0.0
         except (EOFError, OSError):
@@ -244,9 +244,9 @@ class HostChannel:
         )
 
     def send_heartbeats(self) -> None:
-        """Sends a heartbeat each second, with the time that this host alone spent.
+        """Sends a heartbeat each second, with the time that only this host spent.
 
-        If sending fails, the supervisor has ended, and this process kills itself.
+        If sending fails, the supervisor has exited, and this process kills itself.
         """
         try:
             while True:
@@ -273,9 +273,9 @@ class HostChannel:
                 self._spent_secs[kinds[event]] += duration_secs
 
 
-# The program of a host; it joins the world as the given member.
+# A host's program, which joins the world as the given member.
 Program = Callable[[Member, HostChannel], None]
-# The work of a process, given the pipe to its supervisor; picklable.
+# A process's work, called with the pipe to the supervisor; picklable.
 Task = Callable[[connection.Connection], None]
 
 
@@ -283,18 +283,18 @@ def stand_by(pipe: connection.Connection, example: Task | None) -> None:
     """Waits for a task and runs it; the main function of a supervisor's processes.
 
     Ignores Ctrl-C, which the supervisor handles. `example` is a task with the same
-    imports as the one to come; None if the task comes at once.
+    imports as the one to come; None if the task arrives immediately.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if example is not None:
-        # Copies the memory pages of its objects, and reads the versions of its files,
-        # before a host needs them.
+        # Copies the memory pages of its objects and reads its files' versions before a
+        # host needs them.
         gc.collect()
         executables.changed_modules(0)
         compatibility.versions()
     # Imported modules are never garbage, and a collection would copy all their pages.
     gc.freeze()
-    # The supervisor may end first.
+    # The supervisor may exit first.
     with contextlib.suppress(EOFError):
         task: Task = pipe.recv()
         task(pipe)
@@ -314,7 +314,7 @@ def run(
     try:
         program(member, channel)
     except BaseException as error:
-        # The root of the process: the error is reported here or never.
+        # This is the process's outermost function: the error is reported here or never.
         traceback.print_exc()
         failure = failures.of_exception(member.host, error)
         if failure.is_of_devices:
@@ -323,8 +323,8 @@ def run(
         channel.send({"failure": dataclasses.asdict(failure)})
         sys.stdout.flush()
         if failure.is_of_devices:
-            # The supervisor kills this host when all have reported. If host 0 ended
-            # earlier, JAX would abort the others, because the service ends with it.
+            # The supervisor kills this host when all have reported. If host 0 exited
+            # earlier, the service would stop, too, and JAX would abort the others.
             time.sleep(_REPORT_SECS)
         # Skips JAX's shutdown, which would wait for hosts that hang.
         os._exit(1)
@@ -351,7 +351,7 @@ def run_host(
     os.environ[documents.LOCAL_HOSTS_VARIABLE] = str(
         min(member.num_hosts, owned.most_hosts)
     )
-    # The mesh slices that one host simulates.
+    # One host may simulate several mesh slices.
     parts = max(1, hardware.slices // hardware.hosts)
 
     def ask(step: int) -> Leaving | None:
@@ -367,7 +367,7 @@ def run_host(
     with joined(member, channel.begin):
         check_hardware(hardware.hardware)
         hosts = allgather.new()
-        # JAX's preemption service handles the signal, but hides which host got it.
+        # JAX's preemption service handles the signal but hides which host received it.
         termination.call_beside(lambda: channel.send({"sigterm": True}))
         compiled = executables.Executables(owned.kept).compiled
         check = background.in_thread(
@@ -407,7 +407,7 @@ def run_host(
                 between.report("world_left", step=between.step)
     if between.resumes():
         sys.stdout.flush()
-        # Does not wait for backups in threads: the next world makes them.
+        # Does not wait for backups in threads, because the next world makes them.
         os._exit(0)
 
 
@@ -417,9 +417,9 @@ def check_devices(
     *,
     error: int = 0,
 ) -> None:
-    """Checks that devices of this process compute the correct result.
+    """Checks that this process's devices compute the correct result.
 
-    `error` is added to the result, to inject a fault.
+    To inject a fault, `error` is added to the result.
 
     Raises:
       DeviceWrongError: if a device computes a different result.
@@ -452,7 +452,7 @@ def _compute(rows: jax.Array, columns: jax.Array) -> jax.Array:
 def configure(world: Hardware, *, slot: int | None = None) -> None:
     """Chooses the devices; must be called before any other use of JAX.
 
-    A host uses the GPUs of its slot, its number on the machine; None uses all GPUs.
+    A host uses the GPUs of its slot (its number on the machine); None uses all GPUs.
     """
     jax.config.update("jax_platforms", _PLATFORMS[world.hardware])
     gpus = None if slot is None else world.gpus(slot)
@@ -466,7 +466,7 @@ def configure(world: Hardware, *, slot: int | None = None) -> None:
 
 
 def check_hardware(hardware: str) -> None:
-    """Raises a RunError if JAX fell back to CPUs, as it does without CUDA."""
+    """Raises a RunError if JAX fell back to CPUs, as it does if CUDA is missing."""
     if hardware != "cpu" and jax.default_backend() == "cpu":
         raise errors.RunError(
             f"hardware={hardware}, but JAX finds only CPUs on {socket.gethostname()}:"
@@ -483,7 +483,7 @@ def join_outer_launcher() -> bool:
     """
     try:
         with warnings.catch_warnings():
-            # In every Kubernetes pod JAX recommends installing its k8s extra.
+            # In every Kubernetes pod, JAX recommends installing its k8s extra.
             warnings.simplefilter("ignore")
             jax.distributed.initialize()
     except ValueError as error:
@@ -499,7 +499,7 @@ def joined(
 ) -> Iterator[None]:
     """Joins the world; at the end of the body, leaves it together with all hosts.
 
-    If the body raises, JAX is not shut down: the process must end.
+    If the body raises, JAX is not shut down, and the process must exit.
 
     Raises:
       RunError: if this host cannot reach host 0.
@@ -507,7 +507,7 @@ def joined(
     begin(watch.REACH)
     host, port = member.address.rsplit(":", 1)
     until_secs = time.monotonic() + _JOIN_SECS
-    # Until host 0 accepts connections.
+    # Tries until host 0 accepts connections.
     while member.host:
         try:
             socket.create_connection((host.strip("[]"), int(port)), _TRY_SECS).close()
@@ -530,7 +530,7 @@ def joined(
     )
     _collect_over_the_same_network()
     yield
-    # Disconnects all hosts first: the coordination service ends with host 0.
+    # Disconnects all hosts first: the coordination service stops with host 0.
     jax.distributed.shutdown()
 
 
@@ -538,7 +538,7 @@ def _collect_over_the_same_network() -> None:
     from jax._src import config, distributed, xla_bridge
     from jax._src.lib import _jax
 
-    # By default the CPU collectives use the address of the machine's hostname, often a
+    # By default, CPU collectives use the address of the machine's hostname, often a
     # loopback address that other machines cannot reach.
     def make_client() -> object:
         return xla_bridge.make_cpu_client(
@@ -557,7 +557,7 @@ def _collect_over_the_same_network() -> None:
 def check_guarded(what: str) -> None:
     """Raises a ConfigError in a host process that runs the user's script again.
 
-    A host imports the script that starts the run, to find the training function there.
+    A host imports the script that starts the run to find the training function.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise errors.ConfigError(

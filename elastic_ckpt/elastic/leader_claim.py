@@ -2,17 +2,17 @@
 
     <shared>/leaders/<number>.json   the claim of the current or last leader
 
-The holder renews the claim (see `records`), which contains its address, so that the
-other machines can connect to it. Another machine may take over by creating the next
+The holder renews the claim (see `records`). The claim contains the holder's address so
+that the other machines can connect. Another machine may take over by creating the next
 number
 
-* once the holder gave the claim back, because it ended or left the run;
-* once the holder has not renewed it for its duration;
-* at once, if the holder is known to have ended.
+* once the holder has given the claim back, because it exited or left the run;
+* once the holder has not renewed the claim for its duration;
+* immediately, if the holder is known to have exited.
 
-Numbers only grow. A leader that was frozen finds that its claim is lost, and follows.
-This alone need not prevent two leaders from continuing a run: each world is claimed,
-too (see `claims`).
+Numbers only grow. A leader that was frozen finds that its claim is lost and becomes a
+follower. The claim by itself need not prevent two leaders from continuing a run,
+because each world is also claimed (see `claims`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ DIRECTORY = "leaders"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leader:
-    """The machine that leads, or led last and did not give its claim back.
+    """The machine that leads, or that led last and did not give its claim back.
 
     Attributes:
-      address: the address of its supervisor, `host:port`.
+      address: the supervisor's address, `host:port`.
       key: the key that followers must know.
-      term: the number of its claim.
-      lost: why it counts as lost; empty if it leads.
+      term: the claim number.
+      lost: why the leader counts as lost; empty if it leads.
     """
 
     machine: int
@@ -53,8 +53,8 @@ class LeaderClaims:
     Args:
       shared: a directory that all machines share, local or in an object store.
       lost_secs: the time after which a claim that is not renewed lapses.
-      owner: the process whose death frees the claim at once for others on its machine;
-        by default this one.
+      owner: the process whose death immediately frees the claim for others on its
+        machine; by default this process.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LeaderClaims:
         self._machine = machine
         self._lost_secs = lost_secs
         self._owner = owner or process.this()
-        # The newest claim, its count of renewals, and when they were first seen.
+        # The newest claim, its renewal count, and when both were first seen.
         self._seen = (0, 0)
         self._since_secs = clock.monotonic()
         self._held: records.Held | None = None
@@ -82,9 +82,9 @@ class LeaderClaims:
         return self._held is not None and not self._held.is_lost
 
     def look(self) -> Leader | None:
-        """The current or last leader; None if there is none, or it gave its claim back.
+        """The current or last leader; None if there is none or it gave its claim back.
 
-        The claim may be taken if this returns None or a leader that is lost.
+        The claim may be taken if this returns None or a lost leader.
 
         Raises:
           CheckpointError: if the claim cannot be read.
@@ -95,7 +95,7 @@ class LeaderClaims:
         term, there = self._records.newest()
         if there is not None:
             self.note(term, there.count)
-        # This process may hold the claim although its request seemed to fail.
+        # This process may hold the claim even if its request seemed to fail.
         if there is None or not there.secs or there.process == self._owner:
             return None
         lost = ""
@@ -121,8 +121,8 @@ class LeaderClaims:
     ) -> bool:
         """Takes the claim after the one that the last `look` saw, if it is still free.
 
-        Calls `renewed_to` with the count of each renewal, in another thread. Returns
-        whether this machine now holds the claim.
+        Calls `renewed_to` with each renewal count, in another thread. Returns whether
+        this machine now holds the claim.
 
         Raises:
           CheckpointError: if a claim cannot be read.
@@ -145,7 +145,7 @@ class LeaderClaims:
         return self._held is not None and self._held.check()
 
     def give_back(self) -> None:
-        """If this machine holds the claim, lets another take it at once."""
+        """If this machine holds the claim, lets another take it immediately."""
         if self._held is not None:
             self._held.give_back()
             self._held = None

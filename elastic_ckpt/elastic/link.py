@@ -1,9 +1,9 @@
 """The link between two supervisors: JSON over a connection whose peers share a key.
 
-The machine that leads listens at a port and writes its address and a new key into its
-claim; the others connect and first say who they are. Messages are JSON, so nothing is
-unpickled. Each side sends four empty messages in the time after which a silent peer is
-lost.
+The machine that leads listens on a port and writes its address and a new key into its
+claim; the others connect and identify themselves first. Messages are JSON, so nothing
+is unpickled. Each side sends four empty messages within the time after which a silent
+peer is lost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PAUSE_SECS = 0.1
 
 
 class LinkLostError(Exception):
-    """The other supervisor or the connection to it is gone; the message says why."""
+    """The other supervisor, or the connection to it, is gone; the message says why."""
 
 
 class Link:
@@ -35,7 +35,7 @@ class Link:
     Args:
       channel: a connection to a peer that has proved that it knows the key.
       lost_secs: the time after which a silent peer is lost.
-      hello: what the peer said about itself; empty if this side connected.
+      hello: the peer's description of itself; empty if this side connected.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Link:
         """Returns the messages that have arrived, without waiting.
 
         Raises:
-          LinkLostError: if the link is lost, and all messages were received.
+          LinkLostError: if the link is lost and all messages have been received.
         """
         messages = []
         try:
@@ -69,15 +69,15 @@ class Link:
                 self._heard_secs = time.monotonic()
         except (EOFError, OSError) as error:
             if not messages:
-                raise LinkLostError(str(error) or "it ended the connection") from None
+                raise LinkLostError(str(error) or "it closed the connection") from None
         except ValueError as error:
             raise LinkLostError(f"it sent something other than JSON: {error}") from None
         if time.monotonic() - self._heard_secs > self._lost_secs:
-            raise LinkLostError("it gives no sign of life")
+            raise LinkLostError("it shows no sign of life")
         return [each for each in messages if each]
 
     def close(self) -> None:
-        """Ends the link."""
+        """Closes the link."""
         self._ended.set()
         with self._lock:
             self.channel.close()
@@ -88,7 +88,7 @@ class Link:
 
 
 class Listener:
-    """Accepts links at a port of this machine that the OS chooses.
+    """Accepts links on a port of this machine that the OS chooses.
 
     Args:
       interface: the address at which the other machines reach this one.
@@ -97,7 +97,7 @@ class Listener:
     Attributes:
       address: `host:port`.
       key: the key that peers must know.
-      accepted: the links to peers that know it.
+      accepted: the links to peers that know the key.
     """
 
     def __init__(self, interface: str, lost_secs: float) -> None:
@@ -111,7 +111,7 @@ class Listener:
         self._accepting.start()
 
     def close(self) -> None:
-        """Stops accepting, and closes the links that nobody has taken."""
+        """Stops accepting and closes the links that nobody has taken."""
         self._ended.set()
         with contextlib.suppress(OSError):
             # Wakes the thread; closing the socket would not.
@@ -153,8 +153,8 @@ def connect(address: str, key: str, lost_secs: float, **hello: Any) -> Link:
     """Connects to the listener at `address`; both sides prove that they know the key.
 
     Raises:
-      LinkLostError: if that fails; its cause is a ConnectionRefusedError if nothing
-        listens there.
+      LinkLostError: if the connection fails; its cause is a ConnectionRefusedError if
+        nothing listens at the address.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -164,7 +164,7 @@ def connect(address: str, key: str, lost_secs: float, **hello: Any) -> Link:
         connection.deliver_challenge(channel, key.encode())
         channel.send_bytes(json.dumps(hello).encode())
     except (EOFError, OSError, multiprocessing.AuthenticationError) as error:
-        raise LinkLostError(str(error) or "it ended the connection") from error
+        raise LinkLostError(str(error) or "it closed the connection") from error
     return Link(channel, lost_secs, {})
 
 

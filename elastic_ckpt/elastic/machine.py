@@ -1,9 +1,9 @@
-"""The supervisor of one of several machines: it leads the run, or follows.
+"""The supervisor of one of several machines, which leads the run or follows.
 
 The same program is started on each machine. The supervisor that holds the claim in
-storage leads (`leader_claim`): it decides, and gives orders to the stations of all
+storage leads (`leader_claim`): it decides, and it sends orders to the stations of all
 machines, which carry them out (`station`). If the leader is lost, the others kill their
-hosts, and one takes the claim and continues the run as a new start would.
+hosts, and one of them takes the claim and continues the run as a new start would.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from elastic_ckpt.elastic.process_cluster import (
 from elastic_ckpt.elastic.station import Station
 
 _LOOK_SECS = 0.1
-# The longest pause between two looks at the claim; random, so that machines differ.
+# The longest pause between two checks of the claim; random, so that machines differ.
 _POLL_SECS = 0.3
 # Trains on a cluster until the run has ended, and emits its events.
 Lead = Callable[[ProcessCluster, events.Emit], None]
 
 
 class _UnreachableError(Exception):
-    """A leader or the claims of the leaders cannot be reached; the message says why."""
+    """A leader or the leaders' claims cannot be reached; the message says why."""
 
 
 class MachineSupervisor:
     """Leads the run or follows its leader, until the run has ended.
 
     Args:
-      own: the station of this machine; the caller closes it.
+      own: this machine's station; the caller closes it.
       lead: see `Lead`.
       shared: a directory that all machines share.
       injected: faults, by their steps.
       limits: how long hosts may take.
       lost_secs: the time after which a silent machine is lost.
-      kept: opens the journal of the run while this machine leads.
-      begin: called where the run begins, not where it continues.
+      kept: opens the run's journal while this machine leads.
+      begin: called on the machine where the run begins, not where it continues.
       configured: a digest that must be equal on all machines.
-      policy: the policy of the run at its start.
+      policy: the run's policy at its start.
       show: called when this machine follows a leader.
     """
 
@@ -80,20 +80,20 @@ class MachineSupervisor:
         self._claims = leader_claim.LeaderClaims(
             shared, machine=own.number, lost_secs=lost_secs
         )
-        # The machines to wait for if this one leads, and the term of the leader that it
-        # followed last; -1 if it has led since.
+        # The machines to wait for if this one leads, and the term of the last leader
+        # that it followed; -1 if it has led since.
         self._expected, self._followed = {*range(own.num_machines)}, 0
         # Since when no leader could be reached.
         self._since_secs = time.monotonic()
-        # When this leader gives the claim back because slices are missing: others may
-        # reach more. It does so once, until it has run a world.
+        # When this leader gives the claim back because slices are missing: another
+        # machine may reach more. It does so once, until it has run a world.
         self._gives_way_secs, self._may_give_way = math.inf, True
 
     def run(self) -> bool:
-        """Returns whether the run, or this machine, was asked to end.
+        """Runs this machine; returns whether the run or this machine was asked to stop.
 
         Raises:
-          RunError: with the first failure of the run, or if no leader can be reached.
+          RunError: with the run's first failure, or if no leader can be reached.
         """
         while True:
             why = "a leader"
@@ -111,7 +111,7 @@ class MachineSupervisor:
             time.sleep(random.uniform(0, _POLL_SECS))
 
     def _lead_or_follow(self) -> bool | None:
-        # Returns whether the run or this machine was asked to end; None to try again.
+        # Returns whether the run or this machine was asked to stop; None to try again.
         with self._claiming():
             leader = self._claims.look()
         if leader is None or leader.lost:
@@ -124,22 +124,22 @@ class MachineSupervisor:
                 raise _UnreachableError(
                     f"machine {leader.machine}, which leads the run, at"
                     f" {leader.address} ({error}). It still renews its claim,"
-                    f" {leader.claim}: let the machines reach each other at all ports,"
-                    " or end that supervisor so that another machine leads"
+                    f" {leader.claim}: let the machines reach each other on all ports,"
+                    " or stop that supervisor so that another machine leads"
                 ) from error
-        # This machine has followed it, and it listened there as long as it lived.
-        lost = f"nothing listens at {leader.address} any more"
+        # This machine has followed that leader, which listened there while it lived.
+        lost = f"nothing listens at {leader.address} anymore"
         return self._lead(dataclasses.replace(leader, lost=lost))
 
     @contextlib.contextmanager
     def _claiming(self) -> Iterator[None]:
-        # Covers only the claims: any other error is a failure of the run.
+        # Only for errors of the claims: any other error is a failure of the run.
         try:
             yield
         except (errors.CheckpointError, *bucket_clients.failures()) as error:
             raise _UnreachableError(
                 f"the claims of the run's leaders, {self._claims.directory}"
-                f" ({error}); bring the storage back, and start the machine again"
+                f" ({error}); restore access to the storage, then restart the machine"
             ) from error
 
     def _lead(self, before: leader_claim.Leader | None) -> bool | None:
@@ -171,7 +171,7 @@ class MachineSupervisor:
                 return True
             except LeadershipLostError:
                 if self._claims.has_lead:
-                    # Gives way, and leaves the claim to others for a while.
+                    # Steps down and leaves the claim to others for a while.
                     machines.close()
                     self._claims.give_back()
                     time.sleep(self._lost_secs)
@@ -180,7 +180,7 @@ class MachineSupervisor:
                 left = machines.slices(machines.connected - {self._own.number})
                 is_exit = isinstance(error, SystemExit)
                 if is_exit and len(left) >= self._policy.min_slices:
-                    # SIGTERM came between two worlds; the other machines continue.
+                    # SIGTERM arrived between two worlds; the other machines continue.
                     return True
                 if isinstance(error, errors.ReplacedError) and not self._claims.check():
                     # The next leader replaced this one, not another start.
@@ -192,7 +192,7 @@ class MachineSupervisor:
                 machines.end(self._lost_secs, is_stopped=is_stopped, failure=failure)
                 raise
             finally:
-                # The others look for a claim when their links end.
+                # The others look for a claim when their links close.
                 self._claims.give_back()
                 self._since_secs = time.monotonic()
 
@@ -242,7 +242,7 @@ class MachineSupervisor:
         )
         with contextlib.closing(link), termination.Notice() as notice:
             try:
-                # A machine that was asked to end waits for its hosts.
+                # A machine that was asked to stop waits for its hosts.
                 while until_secs == math.inf or (
                     own.hosts and time.monotonic() < until_secs
                 ):
@@ -274,7 +274,7 @@ class MachineSupervisor:
                 own.end_hosts()
 
     def _hear(self, leader: leader_claim.Leader, message: Mapping[str, Any]) -> None:
-        # Handles the messages of a leader that are not orders.
+        # Handles a leader's messages that are not orders.
         if "refused" in message:
             raise links.LinkLostError(message["refused"])
         if message.get("failure"):

@@ -1,11 +1,11 @@
 """A cluster under Pathways: this process controls the devices of all slices.
 
-pathwaysutils' manager finds the live slices: a thread computes on those that no world
-uses. After an error it checks all. A world is one call of the training function in this
-process, with a mesh over the devices of its slices. If a slice is lost, that call fails
-with an arbitrary error; the world's arrays are then unusable, and are released before
-the next world begins. The state of a world that ends as planned stays in device memory
-for the next one.
+pathwaysutils' manager finds the live slices: a thread computes on slices that no world
+uses. After an error, it checks all slices. A world is one call of the training function
+in this process, with a mesh over the devices of its slices. If a slice is lost, that
+call fails with an arbitrary error; the world's arrays are then unusable and are
+released before the next world begins. If a world ends as planned, its state stays in
+device memory for the next world.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ except ImportError:
         f" {extras.hint('pathways')}"
     ) from None
 
-# The longest pause between two looks at the slices while there are too few.
+# The longest pause between two checks of the slices while there are too few.
 _LOOK_SECS = 0.1
 
 
@@ -46,7 +46,7 @@ def initialize() -> None:
     """Configures JAX for Pathways; must be called before any other use of JAX.
 
     Raises:
-      ConfigError: if this process was not started beside a Pathways proxy.
+      ConfigError: if this process was not started next to a Pathways proxy.
     """
     if not pathwaysutils.is_pathways_backend_used():
         raise errors.ConfigError(
@@ -65,14 +65,14 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
       injected: faults to inject, in the order of their steps; only for
         `SimulatedSlices`.
       poll_secs: the time between two checks of slices that are not in use.
-      grace_secs: how long the run may take to save and end after SIGTERM, before the
+      grace_secs: how long the run may take to save and stop after SIGTERM before the
         process exits.
-      ended: called before the process exits in this way.
+      ended: called before the process exits because of this limit.
       emit: called when a slice is lost or rejoins before the first world; `run` uses
         its own `emit` afterwards.
 
     Raises:
-      ConfigError: if there are faults but the slices are not simulated, or a fault
+      ConfigError: if there are faults but the slices are not simulated, or if a fault
         targets a host.
     """
 
@@ -104,11 +104,11 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
         self._grace_secs = grace_secs
         self._ended = ended
         self._emit = emit or events.nobody
-        # The phase that the training function began last.
+        # The last phase that the training function began.
         self._phase = watch.TRAIN
         self._device_state = DeviceState()
         self._claimant = claims.Claimant(owner=process.this())
-        # By live slice, since when it is alive; and when the last world began.
+        # Since when each live slice has been alive, and when the last world began.
         self._since = dict.fromkeys(manager.active_slice_indices, time.monotonic())
         self._began_secs = math.inf
         self._failures: list[Failure] = []
@@ -165,7 +165,7 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
         def report(name: str, **fields: storage.Json) -> None:
             if name == "world_claimed":
                 self._claimant = dataclasses.replace(self._claimant, has_claimed=True)
-            # Only after the world is it known whether the run ends with it.
+            # Whether the run ends with a world is known only after the world.
             if name == "run_stopped":
                 stopped.update(fields)
             else:
@@ -218,8 +218,8 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
             if self._simulated is not None:
                 self._simulated.end_world()
         if failure is not None:
-            # Raised outside the handler, or the world's arrays would live as long as
-            # this error.
+            # Raised outside the handler; otherwise the world's arrays would live as
+            # long as this error.
             raise failure
         if not is_over:
             emit("world_left", step=between.step)
@@ -281,11 +281,11 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
 
 
 class SimulatedSlices(manager.Manager):
-    """A stand-in for the slices of Pathways: equal groups of this process's devices.
+    """A stand-in for Pathways slices: equal groups of this process's devices.
 
     For tests and demonstrations: pathwaysutils' manager with its simulator of lost
-    slices. Reading an array on a lost slice raises the error that Pathways would. The
-    simulator replaces functions of JAX: call these methods in the thread that trains.
+    slices. Reading an array on a lost slice raises the error that Pathways would raise.
+    The simulator replaces JAX functions: call these methods in the thread that trains.
 
     Args:
       num_slices: the number of groups.
@@ -311,7 +311,7 @@ class SimulatedSlices(manager.Manager):
             number: devices[number * each : (number + 1) * each]
             for number in range(num_slices)
         }
-        # CPU devices have no slice number.
+        # CPU devices have no slice numbers.
         with mock.patch.object(elastic, "get_slice_to_devices", return_value=groups):
             super().__init__(devices)
         self.alive = set(groups)
@@ -333,12 +333,12 @@ class SimulatedSlices(manager.Manager):
         self.available_inactive_slices = self.alive - self.active_slice_indices
 
     def give_back(self, number: int) -> None:
-        """Returns a slice, without the arrays that it had."""
+        """Brings back a slice, without the arrays that it had."""
         self.alive.add(number)
         self.available_inactive_slices = self.alive - self.active_slice_indices
 
     def end_world(self) -> None:
-        """Stops raising errors for lost arrays, once their world has ended."""
+        """Stops raising errors for lost arrays once their world has ended."""
         self._faulty.close()
 
 

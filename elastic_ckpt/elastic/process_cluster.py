@@ -1,15 +1,15 @@
-"""A cluster of host processes, on this machine and on those that follow it.
+"""A cluster of host processes, on this machine and on the machines that follow it.
 
-Each world is a set of fresh processes, which the stations of the machines start. One
-loop, in one thread, handles the messages of the hosts of all worlds: the one that
-trains; the next one, prepared before a planned change so that its hosts have joined
-when those of the current world are asked to leave; and those being killed, which nobody
+Each world is a set of fresh processes, which the machines' stations start. One loop, in
+one thread, handles the messages from the hosts of all worlds: the world that trains;
+the next world, prepared before a planned change so that its hosts have already joined
+when the current world's hosts are asked to leave; and worlds being killed, which nobody
 waits for.
 
-When one host fails, the others are killed soon, because they would hang in a
+When one host fails, the others are killed soon afterwards, because they would hang in a
 collective, and the world ends with the first failure. If only a host's process died, it
 is restarted on the same slice. A slice that hung must settle first. A slice whose
-devices compute wrong values is refused for some time.
+devices compute wrong values is excluded for some time.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from elastic_ckpt.elastic.host import (
 from elastic_ckpt.elastic.station import Station
 from elastic_ckpt.tiers.persistent import claims
 
-# The longest pause between two looks at the hosts and slices.
+# The longest pause between two checks of the hosts and slices.
 _LOOK_SECS = 0.1
-# After a failure others may follow or report the cause. How long to wait for them if a
-# host was killed or hangs; if it raised; if devices failed or JAX aborted it.
+# After a failure, other hosts may fail or report the cause. The time to wait for them
+# if a host was killed or hangs; if it raised; if devices failed or JAX aborted it.
 _TOGETHER_SECS, _GRACE_SECS, _DEVICES_GRACE_SECS = 0.1, 0.5, 4.0
-# How long hosts that hang have to write their stacks.
+# The time that hosts that hang have to write their stacks.
 _STACKS_SECS = 0.5
 # The time limit for the hosts of a prepared world to join.
 _PREPARE_SECS = 60.0
-# How long a slice is refused; doubles each time, up to the maximum.
+# How long a slice is excluded; doubles each time, up to the maximum.
 _RETRY_SECS, _MOST_RETRY_SECS = 30.0, 3600.0
-# How many worlds in a row may be abandoned before a step: slices that come and go all
-# the time must not keep the run from training.
+# How many worlds in a row may be abandoned before their first step: slices that come
+# and go all the time must not keep the run from training.
 _MOST_ABANDONED = 3
 _SHOWN_LOG_LINES = 15
 # The signal that a fault sends to the hosts.
@@ -69,14 +69,14 @@ class LeadershipLostError(errors.StoppedError):
 
 
 class HandedOverError(LeadershipLostError):
-    """This machine was asked to end, and another one leads the run."""
+    """This machine was asked to stop, and another one leads the run."""
 
 
 class Machines:
-    """This machine and those that follow it, by number.
+    """This machine and the machines that follow it, by number.
 
     Args:
-      own: the station of this machine; every machine has the same number of slices.
+      own: this machine's station; every machine has the same number of slices.
       listener: where the others connect; None if there is only one machine.
       has_lead: returns whether this machine still leads.
       configured: a digest that must be equal on all machines.
@@ -102,27 +102,27 @@ class Machines:
 
     @property
     def connected(self) -> set[int]:
-        """The connected machines and this one."""
+        """This machine and all connected machines."""
         return {self.number, *self._links}
 
     def of_slice(self, number: int) -> int:
-        """The machine of a slice."""
+        """The machine that a slice is on."""
         return number // len(self.own.slices)
 
     def slices(self, machines: Iterable[int]) -> set[int]:
-        """The slices of some machines."""
+        """The slices on some machines."""
         each = len(self.own.slices)
         return {n * each + slice_ for n in machines for slice_ in range(each)}
 
     def address(self, machine: int) -> str:
         """The address that a machine has reserved for host 0 of the next world."""
-        # For a machine that was just lost any will do: its hosts count as killed.
+        # Any address will do for a machine just lost: its hosts count as killed.
         far = self._links.get(machine)
         hello = self.own.hello if far is None else far.hello
         return f"{hello['interface']}:{hello['port']}"
 
     def order(self, machine: int, **order: Any) -> None:
-        """Gives an order to a machine; does nothing if it is lost."""
+        """Sends an order to a machine; does nothing if the machine is lost."""
         if machine == self.number:
             self.own.do(order)
         elif machine in self._links:
@@ -136,8 +136,9 @@ class Machines:
     def wait(self, secs: float, *extra: Any) -> Iterator[tuple[int, dict[str, Any]]]:
         """Waits for messages; yields each with the number of its machine.
 
-        The last message of a lost machine is `{"lost": True}`. It may rejoin at once,
-        but its hosts have ended. A readable object in `extra` ends the wait, too.
+        The last message from a lost machine is `{"lost": True}`. The machine may rejoin
+        immediately, but its hosts are gone. A readable object in `extra` also ends the
+        wait.
         """
         links = [each.channel for each in self._links.values()]
         for message in self.own.wait(secs, *links, *extra):
@@ -162,7 +163,7 @@ class Machines:
             self.order(each, forget=lost.hello["agents"])
 
     def wait_until(self, is_so: Callable[[set[int]], bool], secs: float) -> None:
-        """Waits until the connected machines satisfy `is_so`, or the time is over."""
+        """Waits until the connected machines satisfy `is_so` or the time is up."""
         until_secs = time.monotonic() + secs
         while not is_so(self.connected) and time.monotonic() < until_secs:
             list(self.wait(_LOOK_SECS))
@@ -171,7 +172,7 @@ class Machines:
         """Tells the others that the run ended; waits for them to close their links."""
 
         def are_told(there: set[int]) -> bool:
-            # Repeated, because another machine may have just connected.
+            # Repeated, because a machine may have just connected.
             self.tell(over=True, is_stopped=is_stopped, failure=failure)
             return there == {self.number}
 
@@ -179,7 +180,7 @@ class Machines:
         self.wait_until(are_told, secs)
 
     def close(self) -> None:
-        """Closes the links; machines not told of the end look for the next leader."""
+        """Closes the links; machines that were not told look for the next leader."""
         if self._listener is not None:
             self._listener.close()
         while self._links:
@@ -190,11 +191,12 @@ class Machines:
         if accepted.hello.get("configured") != self._configured:
             failure = (
                 f"machine {number} has a different configuration from machine"
-                f" {self.number}, which leads; start all with the same one"
+                f" {self.number}, which leads; start all machines with the same"
+                " configuration"
             )
             accepted.send(over=True, is_stopped=False, failure=failure)
         elif number in self.connected:
-            accepted.send(refused=f"machine {number} has another supervisor already")
+            accepted.send(refused=f"machine {number} already has a supervisor")
         else:
             self._links[number] = accepted
             accepted.send(
@@ -205,26 +207,27 @@ class Machines:
 
 
 class HostsOfWorld:
-    """The hosts of one world: starts them, gives them orders, and tracks their state.
+    """Starts the hosts of one world, sends them orders, and tracks their state.
 
-    Its only input and output are messages from hosts and orders to machines.
+    The only input and output are messages from hosts and orders to machines.
 
     Args:
-      key: the number of the world among all that were started.
-      assignment: the slices and rows of the world.
-      machines: the machines that have its slices.
+      key: the world's number among all worlds that were started.
+      assignment: the world's slices and rows.
+      machines: the machines that have the world's slices.
       limits: how long hosts may take.
 
     Attributes:
-      emit: called for the events of the hosts, once the world has begun.
-      slices: by host, its slice.
-      alive: the hosts that have not ended.
+      emit: called for the hosts' events once the world has begun.
+      slices: the slice of each host.
+      alive: the hosts that have not exited.
       failures: the failures that were reported or detected.
       deadline_secs: when the hosts are killed; infinite while they may continue.
-      is_running: whether a host has done more than join; before, there is nothing to
-        save.
+      is_running: whether a host has done more than join; until then, there is nothing
+        to save.
       has_stepped: whether a host has done a step.
-      preempted: the slices of hosts that got a SIGTERM that this cluster did not send.
+      preempted: the slices of hosts that received a SIGTERM that this cluster did not
+        send.
     """
 
     def __init__(
@@ -250,13 +253,13 @@ class HostsOfWorld:
         # The hosts that have not joined.
         self._missing = {*self.alive}
         # The fields of `world_left` and `run_stopped`. Hosts that stop before their
-        # last step report both; which applies is known when all have ended.
+        # last step report both; which one applies is known when all have exited.
         self._ends: dict[str, dict[str, Any]] = {}
         now_secs = time.monotonic()
         self._join_until_secs = now_secs + _PREPARE_SECS
         self.watch = watch.Watch(limits, len(self.slices), now_secs=now_secs)
         self._oom_kills = failures.oom_kills()
-        # Unique, because another start of the run may be alive.
+        # Unique, because an earlier start of the run may still be alive.
         self._logs = storage.make_unique_directory(machines.own.log_directory)
         address = machines.address(machines.of_slice(self.slices[0]))
         for number in range(len(self.slices)):
@@ -273,17 +276,17 @@ class HostsOfWorld:
 
     @property
     def machines(self) -> set[int]:
-        """The machines of the hosts that have not ended."""
+        """The machines whose hosts have not all exited."""
         return {self._machine(host) for host in self.alive}
 
     @property
     def is_prepared(self) -> bool:
-        """Whether waiting longer is pointless: all have joined, or some will not."""
+        """Whether waiting longer is pointless: all hosts joined, or some cannot."""
         is_late = time.monotonic() > self._join_until_secs
         return not self._missing or bool(self.failures) or is_late
 
     def unfit(self) -> dict[int, str]:
-        """By slice whose hosts prevent the preparation of a world, why."""
+        """Why slices' hosts prevent the preparation of the world, by slice."""
         hosts: Collection[int] = ()
         why = "its hosts do not join the others in time"
         if self.failures:
@@ -292,19 +295,19 @@ class HostsOfWorld:
             hosts = failures.lost_hosts(self.failures) or {cause.host}
             why = cause.message
         elif self._missing and self.is_prepared:
-            # Some do not join, or do not finish checking their devices.
+            # Some hosts do not join or do not finish checking their devices.
             missing = self._missing if len(self._missing) < len(self.slices) else ()
             hosts = self.watch.behind() or missing
         return {self.slices[each]: why for each in sorted(hosts)}
 
     @property
     def is_over(self) -> bool:
-        """Whether all hosts have ended, or the deadline of the others has passed."""
+        """Whether all hosts have exited, or the deadline for the others has passed."""
         have_ended = self.alive <= {each.host for each in self.failures}
         return have_ended or time.monotonic() > self.deadline_secs
 
     def begin(self, emit: events.Emit) -> None:
-        """Lets the hosts begin; they wait for this once they have joined."""
+        """Lets the hosts begin; hosts that have joined wait for this."""
         self.emit = emit
         self._order("tell", self.alive, text=BEGIN.decode())
 
@@ -320,20 +323,20 @@ class HostsOfWorld:
         """Asks the hosts to leave for the next world.
 
         They agree on a step, save after it, and leave. With `may_abandon`, hosts that
-        have done no step are killed at once instead: they have nothing to save, and may
-        be about to compile for a long time.
+        have done no step are killed immediately instead: they have nothing to save and
+        may be about to compile for a long time.
 
         Args:
           step: the step that the run has reached.
-          loses_memory: whether the memory of some hosts is lost when they leave.
+          loses_memory: whether some hosts' memory is lost when they leave.
           may_abandon: see above.
 
         Returns:
-          False if they are leaving already, or cannot be asked yet.
+          False if the hosts are already leaving or cannot be asked yet.
         """
         is_abandoned = may_abandon and not self.has_stepped
         if self._asked == LEAVE and loses_memory:
-            # A machine must leave meanwhile: the newest order counts.
+            # A machine must leave meanwhile: the newest order takes precedence.
             self._ask(LOSE_MEMORY)
         if self._asked or not (is_abandoned or self.is_running):
             return False
@@ -346,15 +349,15 @@ class HostsOfWorld:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the hosts were asked to end because the run ends."""
+        """Whether the hosts were asked to stop because the run ends."""
         return self._asked == STOP
 
     def stop(self) -> None:
-        """Asks the hosts to save and end within the grace period, as the run ends."""
+        """Asks the hosts to save and stop within the grace period: the run ends."""
         if self.is_stopping:
             return
         grace_secs = self._limits.grace_secs if self.is_running else 0.0
-        # After a failure the deadline may be earlier.
+        # After a failure, the deadline may be earlier.
         self.deadline_secs = min(self.deadline_secs, time.monotonic() + grace_secs)
         if self.is_running:
             self.emit("stop_requested", within_secs=grace_secs)
@@ -362,7 +365,7 @@ class HostsOfWorld:
         self._asked = STOP
 
     def take(self, host: int, message: Mapping[str, Any]) -> None:
-        """Handles a message from a host, or its end."""
+        """Handles a message from a host, or the host's exit."""
         match message:
             case {"exit": int(code)}:
                 self._end(host, code)
@@ -412,7 +415,7 @@ class HostsOfWorld:
 
         Raises:
           WorldLostError: if hosts failed.
-          StoppedError: if hosts died or did not end in time after SIGTERM.
+          StoppedError: if hosts died or did not stop in time after SIGTERM.
         """
         if self.failures:
             lost = WorldLostError(self.failures, num_hosts=len(self.slices))
@@ -425,9 +428,9 @@ class HostsOfWorld:
         if self.alive and self.is_stopping:
             hosts = ", ".join(map(str, sorted(self.alive)))
             raise errors.StoppedError(
-                f"ended by {termination.cause()} before the first step"
+                f"stopped by {termination.cause()} before the first step"
                 if not self.is_running
-                else f"hosts {hosts} did not save and end within"
+                else f"hosts {hosts} did not save and stop within"
                 f" {self._limits.grace_secs:g} s of {termination.cause()} and were"
                 " killed; raise Limits.grace_secs (in a configuration"
                 " termination_grace_period_seconds) if saving takes longer and the"
@@ -468,7 +471,7 @@ class HostsOfWorld:
     def _fail(self, failure: HostFailure) -> None:
         host, is_first, log = failure.host, not self.failures, ""
         log_file = f"{self._logs}/host-{host}.log"
-        # A host that failed to start has no log; another machine keeps its own.
+        # A host that failed to start has no log; other machines keep their own logs.
         with contextlib.suppress(OSError):
             lines = pathlib.Path(log_file).read_text(errors="replace").splitlines()
             log = "\n".join(lines[-_SHOWN_LOG_LINES:])
@@ -477,10 +480,10 @@ class HostsOfWorld:
             dataclasses.replace(failure, phase=phase, log=log, log_file=log_file)
         )
         if failure.is_hang or failure.message.startswith("killed by SIGKILL"):
-            # Nothing else caused it; the other hosts hang, or will.
+            # Nothing else caused this failure; the other hosts hang or will hang.
             secs = _TOGETHER_SECS
         elif failure.is_of_devices or failure.is_consequence or phase == "start":
-            # Hosts fail at imports soon after each other.
+            # Hosts that fail at imports fail soon after each other.
             secs = _DEVICES_GRACE_SECS
         else:
             secs = _GRACE_SECS
@@ -493,10 +496,10 @@ class _Slice:
     """The state of a slice.
 
     Attributes:
-      since_secs: when it became available; infinite if it is not.
-      is_away: whether it is not used until its machine rejoins.
-      is_leaving: whether the current world must soon do without it.
-      is_slow: whether it has slow hosts.
+      since_secs: when the slice became available; infinite if it is not available.
+      is_away: whether the slice is unused until its machine rejoins.
+      is_leaving: whether the current world must soon do without the slice.
+      is_slow: whether the slice has slow hosts.
     """
 
     since_secs: float
@@ -507,7 +510,7 @@ class _Slice:
     refusals: int = 0
 
     def settle_again(self) -> None:
-        """Requires that it settles before it is used."""
+        """Requires the slice to settle before it is used."""
         self.since_secs = max(self.since_secs, time.monotonic())
 
 
@@ -515,7 +518,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
     """Slices of host processes; a `Cluster`.
 
     Args:
-      machines: this machine and those that follow it; the caller closes it.
+      machines: this machine and its followers; the caller closes it.
       limits: how long hosts may take.
       injected: faults, by their steps.
       emit: called for events before the first world; `run` uses its own afterwards.
@@ -532,16 +535,16 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         self._machines, self._limits = machines, limits
         self._faults = list(injected)
         self._emit = emit
-        # No owner if there are several machines: any of them may continue the run.
+        # With several machines there is no owner: any of them may continue the run.
         owner = None if machines.own.num_machines > 1 else process.this()
         self._claimant = claims.Claimant(owner=owner)
         self._keys = itertools.count(1)
-        # By key, the worlds with hosts that may be alive; the one that trains; the one
-        # that is prepared.
+        # By key, the worlds whose hosts may be alive; the world that trains; the world
+        # that is being prepared.
         self._worlds: dict[int, HostsOfWorld] = {}
         self._training: HostsOfWorld | None = None
         self._next: HostsOfWorld | None = None
-        # The slices of machines that follow at the start are available from then on.
+        # Slices of machines that follow at the start are available from the start.
         there, now_secs = machines.slices(machines.connected), time.monotonic()
         self._slices = {
             number: _Slice(since_secs=now_secs if number in there else math.inf)
@@ -552,7 +555,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         self._failures: list[Failure] = []
         # How many worlds in a row were abandoned, and how many steps are done.
         self._num_abandoned = self._step = 0
-        # Whether this machine was asked to end, and whether others may continue.
+        # Whether this machine was asked to stop, and whether others may continue.
         self._is_ending = self._hands_over = False
 
     def __exit__(self, *_: object) -> None:
@@ -576,7 +579,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
             elif not is_there and each.since_secs < math.inf:
                 each.since_secs = math.inf
                 if not each.is_away and number not in self._busy:
-                    # The loss of a world is reported on its own.
+                    # The loss of a world is reported separately.
                     self._emit("slice_lost", slice=number, why="its machine is lost")
         there = {
             n: each for n, each in self._slices.items() if each.since_secs <= now_secs
@@ -616,8 +619,8 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
                     if notice.is_coming() and notice.received():
                         self._terminate(world)
                     self._look(world)
-                    # A SIGTERM that ends this process may have been sent to the hosts,
-                    # too: then they do not leave for a world without it.
+                    # A SIGTERM to this process may also have been sent to the hosts:
+                    # then they do not leave for a world without this machine.
                     if not notice.is_coming() and world.deadline_secs == math.inf:
                         self._preempt(world.preempted)
                         self._change(world, has_changed())
@@ -629,16 +632,17 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
                     raise HandedOverError(str(error)) from error
                 raise
             finally:
-                # Steps that its hosts still report do not count.
+                # Ignores steps that the world's hosts still report.
                 world.emit = events.nobody
                 world.kill()
                 self._training = None
                 self._lose_memory()
                 if self._machines.own.hardware.hardware != "cpu":
-                    # Its devices become free only when its processes have ended.
+                    # The devices become free only when the world's processes have
+                    # exited.
                     self._await_end([world])
         if self._hands_over and not is_over:
-            raise HandedOverError("this machine was asked to end")
+            raise HandedOverError("this machine was asked to stop")
         return is_over
 
     def wait(self, secs: float) -> None:
@@ -662,14 +666,14 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         return self._worlds[key]
 
     def _begun(self, assignment: Assignment) -> HostsOfWorld:
-        # Begins the world of an assignment: the prepared one, if that fits.
+        # Begins an assignment's world: the prepared world, if it matches.
         self._began_secs = time.monotonic()
         assignment = dataclasses.replace(assignment, claimant=self._claimant)
         if self._next and (self._next.failures or not _is_for(self._next, assignment)):
             self._discard()
         world = self._training = self._next or self._world(assignment)
         self._next = None
-        # Old hosts use their slices' memory until they end. Meanwhile new hosts join.
+        # Old hosts use their slices' memory until they exit. Meanwhile, new hosts join.
         self._await_end([each for each in self._worlds.values() if each is not world])
         world.begin(functools.partial(self._receive, assignment.number))
         return world
@@ -680,7 +684,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
             self._next = None
 
     def _await_end(self, killed: Sequence[HostsOfWorld]) -> None:
-        # A machine that does not report the end of its hosts in time is lost.
+        # A machine that does not report its hosts' exits in time is lost.
         until_secs = time.monotonic() + self._machines.lost_secs
         while any(each.alive for each in killed):
             self._take_messages(_LOOK_SECS)
@@ -702,8 +706,8 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
                 key, number = message["host"]
                 if key in self._worlds:
                     self._worlds[key].take(number, message)
-        # Only the training world can hang: a prepared world waits as long as it takes,
-        # and a killed one ends.
+        # Only the training world can hang: a prepared world waits as long as necessary,
+        # and a killed world goes away.
         if self._training is not None:
             self._training.look()
         self._worlds = {
@@ -741,12 +745,12 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
             self._emit("slow_host", slice=number, host=host, phase=phase, why=why)
 
     def _change(self, world: HostsOfWorld, decided: Decision | None) -> None:
-        # Ends a world once a next one is decided on and prepared. A slice that is about
-        # to be lost does not wait for the preparation.
+        # Ends a world once the next one is decided on and prepared. A slice that is
+        # about to be lost does not wait for the preparation.
         loses_memory = any(self._slices[number].is_leaving for number in world.slices)
         is_planned = isinstance(decided, Train)
         if self._hands_over and not is_planned and (decided or loses_memory):
-            # The other machines are too few, or also got SIGTERM.
+            # The other machines are too few or also received SIGTERM.
             self._hands_over = False
             world.stop()
             return
@@ -756,7 +760,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
             self._discard()
             is_due = self._hands_over or bool(decided)
             if (world.preempted or loses_memory) and not is_due:
-                # Its hosts wait for an order: a run that is not elastic ends.
+                # The hosts wait for an order: a run that is not elastic ends.
                 world.stop()
         is_rare = self._num_abandoned < _MOST_ABANDONED
         may_abandon = is_planned and is_rare and not loses_memory
@@ -782,7 +786,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         return is_prepared and self._next is not None
 
     def _terminate(self, world: HostsOfWorld) -> None:
-        # Handles SIGTERM to this machine, also a repeated one.
+        # Handles SIGTERM to this machine, including a repeated one.
         own = self._machines.own
         if own.num_machines == 1 or self._hands_over or world.is_stopping:
             world.stop()
@@ -801,7 +805,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
 
     def _lose_memory(self) -> None:
         # Removes the memory of this machine's leaving slices, unless the machine itself
-        # was asked to end: then its next start may find it.
+        # was asked to stop: then its next start may find the memory.
         for number, each in self._slices.items():
             is_own = number in self._machines.own.slices
             if each.is_leaving and is_own and not self._is_ending:
@@ -820,7 +824,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         self._emit("slice_refused", slice=number, why=why)
 
     def _note_lost(self, error: WorldLostError, world: HostsOfWorld) -> None:
-        # Slices that are not lost have lost processes alone, which are restarted.
+        # Slices that are not lost have lost only processes, which are restarted.
         connected = self._machines.connected
         machines = {number: self._machines.of_slice(number) for number in world.slices}
         error.gone = frozenset(
@@ -873,7 +877,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
 
 
 def _is_for(world: HostsOfWorld, assignment: Assignment) -> bool:
-    # Whether a world fits an assignment, apart from its spares.
+    # Whether a world matches an assignment, apart from its spares.
     mine = world.assignment
     work = dataclasses.replace(assignment.work, spares=mine.work.spares)
     return mine.number == assignment.number and mine.work == work

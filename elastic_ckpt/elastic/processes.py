@@ -29,10 +29,10 @@ _NUMBER_VARIABLES = ("NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
 
 
 class Place(NamedTuple):
-    """The place of this machine among those of the run.
+    """This machine's place among the machines of the run.
 
     Attributes:
-      slices: the numbers of its slices.
+      slices: the numbers of the slices on this machine.
       interface: the address at which the other machines reach this one.
     """
 
@@ -49,10 +49,10 @@ def place(
     environment: Mapping[str, str],
     names: tuple[str, str] = ("machines", "machine"),
 ) -> Place:
-    """The place of this machine among those of the run.
+    """This machine's place among the machines of the run.
 
-    The environment supplies a missing `number` or `interface`. `names` are what
-    messages call the number of machines and the number of this machine.
+    The environment supplies a missing `number` or `interface`. `names` are the terms
+    for the number of machines and the number of this machine in messages.
 
     Raises:
       ConfigError: if the numbers are missing or contradict each other.
@@ -73,18 +73,18 @@ def place(
     if not text:
         raise errors.ConfigError(
             f"{of_this} is not set, and the environment has none of"
-            f" {', '.join(_NUMBER_VARIABLES)}; set it to the number of this machine,"
+            f" {', '.join(_NUMBER_VARIABLES)}; set it to this machine's number,"
             f" from 0 to {num_machines - 1}"
         )
     if not text.isdecimal() or int(text) >= num_machines:
         raise errors.ConfigError(
             f"{name}={text} is not the number of one of the {num_machines} machines of"
-            f" {of_all}; give a number from 0 to {num_machines - 1}"
+            f" {of_all}; set it to a number from 0 to {num_machines - 1}"
         )
     each = slices // num_machines
     return Place(
         slices=range(int(text) * each, (int(text) + 1) * each),
-        # Not the pod's name: DNS has it only some time after the start.
+        # Not the pod name, which DNS knows only some time after the start.
         interface=interface or environment.get("POD_IP") or addresses.of_the_head(),
     )
 
@@ -96,24 +96,25 @@ class Processes(ProcessCluster):
     `run` under `if __name__ == "__main__":`.
 
     Args:
-      slices: the number of slices of the run, on all machines together.
-      hosts_per_slice: the number of host processes of each slice.
+      slices: the total number of slices, on all machines of the run.
+      hosts_per_slice: the number of host processes in each slice.
       devices_per_host: the number of devices of each process: CPU devices, or GPUs that
         no other process uses.
       hardware: `"cpu"` or `"gpu"`.
       ram: the RAM disk of the machine, such as `/dev/shm`. Each slice has a directory
         in it, `world.ram_directory`, which an agent that outlives the hosts serves.
         None if hosts keep no checkpoints in RAM.
-      run: the name of the run, and of its directories in `ram`.
-      logs: the directory for the output of the hosts; by default `logs/<run>`.
+      run: the run name, also used for the run's directories in `ram`.
+      logs: the directory for the hosts' output; by default `logs/<run>`.
       jax_cache_dir: the directory of JAX's compilation cache; empty for none.
-      machines: the number of machines of the run. Start the same program on each; they
-        get the slices in order.
+      machines: the number of machines. Start the same program on each; the slices are
+        assigned to the machines in order.
       machine: the number of this machine, from 0; by default `NODE_RANK`,
         `SLURM_NODEID` or `JOB_COMPLETION_INDEX` in the environment.
-      shared: for a run on several machines, a directory that all of them reach, on a
-        shared disk or in a bucket, such as that of `ec.Persistent`. The machine that
-        leads holds a claim in it, `leaders/<number>.json`, with its address.
+      shared: for a run on several machines, a directory that all of them can reach, on
+        a shared disk or in a bucket, such as the directory of `ec.Persistent`. The
+        machine that leads holds a claim there, `leaders/<number>.json`, with its
+        address.
       interface: the address at which the other machines reach this one; by default
         `POD_IP`, or the address of its default route.
       machine_timeout_secs: a machine that is silent for this long is lost; if it leads,
@@ -124,7 +125,7 @@ class Processes(ProcessCluster):
         its own `emit` afterwards.
 
     Raises:
-      ConfigError: if the arguments do not fit together, or the script creates the
+      ConfigError: if the arguments contradict each other, or the script creates the
         cluster outside the `if` above.
       RunError: if the agents of the RAM disk cannot be started.
     """
@@ -159,7 +160,7 @@ class Processes(ProcessCluster):
         for name, number in counts.items():
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise errors.ConfigError(
-                    f"Processes({name}={number!r}): give a whole number of at least 1"
+                    f"Processes({name}={number!r}): pass a whole number of at least 1"
                 )
         if hardware not in ("cpu", "gpu"):
             raise errors.ConfigError(
@@ -170,16 +171,15 @@ class Processes(ProcessCluster):
             if fault.kind not in faults.OF_HOSTS and fault.target >= slices:
                 raise errors.ConfigError(
                     f"Processes(injected=[{fault}]): the run has slices 0 to"
-                    f" {slices - 1}; name one of them"
+                    f" {slices - 1}; choose one of them"
                 )
         if run is not None and (not run or run != os.path.basename(run)):
             raise errors.ConfigError(
-                f"Processes(run={run!r}): give a name that a directory can have, such"
-                " as 'my_run'"
+                f"Processes(run={run!r}): pass a valid directory name, such as 'my_run'"
             )
         if ram is not None and run is None:
             raise errors.ConfigError(
-                f"Processes(ram={os.fspath(ram)!r}) needs the name of the run for its"
+                f"Processes(ram={os.fspath(ram)!r}) needs the run name for the run's"
                 " directories there; add run='my_run'"
             )
         own = Place(slices=range(slices), interface=station.LOOPBACK)
@@ -187,7 +187,7 @@ class Processes(ProcessCluster):
             if shared is None:
                 raise errors.ConfigError(
                     f"Processes(machines={machines}) needs a directory that all of them"
-                    " share, in which the one that leads holds a claim; add"
+                    " share, in which the machine that leads holds a claim; add"
                     " shared='gs://bucket/my_run', or a directory on a shared disk"
                 )
             own = place(
@@ -224,7 +224,7 @@ class Processes(ProcessCluster):
             injected=injected,
             emit=emit or events.nobody,
         )
-        # Used if there are several machines.
+        # Used only with several machines.
         self._supervisor = functools.partial(
             machine_supervisor.MachineSupervisor,
             self._station,
@@ -235,7 +235,7 @@ class Processes(ProcessCluster):
         )
 
     def close(self) -> None:
-        """Kills the hosts, ends the agents, and removes the executables."""
+        """Kills the hosts, stops the agents, and removes the executables."""
         super().close()
         self._station.close()
 
@@ -251,11 +251,11 @@ def supervise(
     """Supervises one of several machines until the run has ended.
 
     Returns:
-      Whether the cluster has several machines; with one, this does nothing.
+      Whether the cluster has several machines; with only one, this does nothing.
 
     Raises:
       ConfigError: if `train` cannot be sent to hosts.
-      RunError: with the first failure of the run, or if no leader can be reached.
+      RunError: with the run's first failure, or if no leader can be reached.
     """
     if not isinstance(cluster, Processes) or cluster._station.num_machines == 1:
         return False
@@ -280,7 +280,7 @@ def supervise(
 def _check_writable(name: str, path: str) -> None:
     if not storage.is_local(path):
         raise errors.ConfigError(
-            f"{name}={path!r} is not a directory of this machine, where host processes"
+            f"{name}={path!r} is not a directory on this machine, where host processes"
             f" can append to files; set {name} to a local one (ec.Persistent saves"
             " steps to a bucket)"
         )
@@ -290,5 +290,5 @@ def _check_writable(name: str, path: str) -> None:
             raise PermissionError("it is not writable")
     except OSError as error:
         raise errors.ConfigError(
-            f"Processes({name}={path!r}): {error}; name a directory that is writable"
+            f"Processes({name}={path!r}): {error}; pass a directory that is writable"
         ) from None

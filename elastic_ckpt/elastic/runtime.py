@@ -5,7 +5,7 @@
     ec.elastic.run(train, cluster=cluster, policy=ec.elastic.Policy(min_slices=2))
 
 The training function is called once for each world. It restores the newest step,
-trains, and returns when it is done, or when `world.leaving(step)` says so.
+trains, and returns when it is done or when `world.leaving(step)` says so.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def run(
     """Trains on the available slices until the training function is done.
 
     `train` is called on every host of a world. When slices are lost or rejoin, that
-    world ends, and `train` is called on the hosts of the next one, where it restores
-    the newest step and continues:
+    world ends, and `train` is called on the next world's hosts, where it restores the
+    newest step and continues:
 
         def train(world):
             mesh = world.mesh
@@ -62,11 +62,11 @@ def run(
             ec.elastic.run(train, cluster=ec.elastic.Processes(slices=4))
 
     Args:
-      train: the training function, picklable. It returns at the end of the run, and
-        when `world.leaving` says so.
+      train: the training function, picklable. It returns at the end of the run or when
+        `world.leaving` says so.
       cluster: the slices.
       policy: when to train, wait and stop; or a function that returns the current
-        policy. It is called often, and a different object is a new policy.
+        policy. The function is called often, and a different object is a new policy.
       work: the rows of a batch; None if `train` chooses them.
       emit: called with each event of the run; by default events are printed.
 
@@ -74,7 +74,7 @@ def run(
       ConfigError: if `train` cannot be sent to the hosts of the cluster.
       RunError: if `train` raised; if slices are missing for too long; or, with the
         first cause, if too many worlds in a row are lost without a new step.
-      StoppedError: if the run was asked to end but did not end in time.
+      StoppedError: if the run was asked to stop but did not stop in time.
     """
     if emit is None:
         with progress.Progress(_LOG_PERIOD) as shown:
@@ -94,7 +94,7 @@ def run(
     try:
         lead_here(cluster, emit)
     except ProgramFailedError as error:
-        # Only the user's traceback matters; it is a note of the error.
+        # Only the user's traceback matters; it is a note on the error.
         raise error.with_traceback(None) from error.__cause__
 
 
@@ -108,7 +108,7 @@ def lead(
 ) -> None:
     """Runs world after world until the run is over; see `run`.
 
-    The cluster's errors must carry times of the same `clock`.
+    The cluster's errors must carry times from the same `clock`.
     """
     led = _Run(cluster, present_policy, work, emit, clock)
     for number in itertools.count(1):
@@ -143,11 +143,11 @@ def lead(
 class _Run:
     """The state of a run: its slices, its events, and how worlds were lost.
 
-    A run makes progress if a world passes the newest step, or begins at a later step
-    than the world before: steps may be lost and trained again.
+    A run makes progress if a world passes the newest step or begins at a later step
+    than the previous world: steps may be lost and retrained.
 
     Attributes:
-      asked_secs: when the hosts of a world were last asked to leave.
+      asked_secs: when a world's hosts were last asked to leave.
     """
 
     def __init__(
@@ -172,8 +172,8 @@ class _Run:
         # The last step of this world (0 before any), the last step of the run, the step
         # from which the world resumed, and the first step of this or the last world.
         self._step = self._done = self._start = self._first = 0
-        # The worlds lost since the last progress; how and after which step the last one
-        # was lost, until a world is past that step.
+        # The worlds lost since the last progress; how and after which step the last
+        # world was lost, until a world is past that step.
         self._lost: list[WorldLostError] = []
         self._how, self._failed = "", 0
 
@@ -188,8 +188,8 @@ class _Run:
                 return now
             if not now.within_secs:
                 raise errors.RunError(
-                    f"{now.why}, for {waited_secs:.0f} s; bring slices back and start"
-                    " the run again, or lower min_slices (elastic_min_slice_count in a"
+                    f"{now.why}, for {waited_secs:.0f} s; bring slices back and restart"
+                    " the run, or lower min_slices (elastic_min_slice_count in a"
                     " configuration)"
                 )
             if now.why != waiting_for:
@@ -204,7 +204,7 @@ class _Run:
         slices, now = self._decide()
         if isinstance(now, Train):
             return None if [*now.slices] == self._slices else now
-        # A slice is about to be lost, and the others alone are too few.
+        # A slice is about to be lost, and the remaining slices are too few.
         is_leaving = not slices.present_secs.keys() >= {*self._slices}
         return now if is_leaving and self._policy.max_retries else None
 
@@ -229,7 +229,7 @@ class _Run:
         return slices, decided
 
     def emit(self, name: str, **fields: Any) -> None:
-        """Passes an event on; adds the seconds of the whole run to `run_finished`."""
+        """Passes an event on; adds the whole run's seconds to `run_finished`."""
         now = self._clock()
         if name == "run_finished":
             fields["secs"] = now - self._began_secs
@@ -271,7 +271,7 @@ class _Run:
         """Notes that a world was lost.
 
         Raises:
-          RunError: if the run ends with it.
+          RunError: if the run ends with the loss.
         """
         self.begin_recovery(min(each.at_secs for each in error.failures))
         self._lost.append(error)
@@ -295,7 +295,7 @@ class _Run:
             end = errors.RunError(
                 f"{len(self._lost)} worlds in a row were lost without a new step, more"
                 " than max_retries (elastic_max_retries in a configuration) allows;"
-                " remove the cause of the first loss and start the run again:"
+                " fix the cause of the first loss and restart the run:"
                 f" {self._lost[0]}"
             )
         if end is not None:

@@ -1,7 +1,7 @@
-"""Requests to change the number of slices: `scale.json` in the directory of a run.
+"""Requests to change the number of slices: `scale.json` in the run directory.
 
 `elastic-ckpt scale` writes the file, and the machine that leads the run reads it. A
-request lasts until the next one, or until the run is started again.
+request lasts until the next one or until the run is restarted.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from elastic_ckpt.elastic.decision import Policy
 
 FILE = "scale.json"
 _VERSION = 1
-# The time between two looks at the file.
+# The time between two checks of the file.
 _LOOK_SECS = 2.0
 
 
 def write(run_directory: epath.PathLike, slices: int) -> None:
-    """Requests that the live run in a directory continue on a number of slices."""
+    """Requests that the live run in a directory continue on `slices` slices."""
     content = checked_json.to_bytes({"slices": slices}, version=_VERSION)
     storage.write_atomic(os.path.join(run_directory, FILE), content)
 
 
 def remove(run_directory: epath.PathLike) -> None:
-    """Removes the request of an earlier start; called when a run is started."""
+    """Removes a request from an earlier start; called when a run is started."""
     storage.remove(storage.absolute(run_directory) / FILE)
 
 
 class ScaledPolicy:
     """The policy of a run, limited to the number of slices that was last requested.
 
-    The bounds of the configured policy limit requests, too.
+    The configured policy's bounds also limit requests.
     """
 
     def __init__(self, run_directory: epath.PathLike, policy: Policy) -> None:

@@ -1,9 +1,9 @@
-"""The station of a machine: it starts hosts for the machine that leads the run.
+"""A machine's station, which starts hosts for the machine that leads the run.
 
-The leader gives the same orders to all machines: to its own by a call, to the others
-over a link. A station owns what outlives worlds: the warm fork server, processes that
-stand by for the next world, the agents that serve the RAM of its slices, and the
-executables that its hosts compiled. Hosts never outlive their station.
+The leader sends the same orders to all machines: to its own by a call, to the others
+over a link. A station owns everything that outlives worlds: the warm fork server,
+processes that stand by for the next world, the agents that serve its slices' RAM, and
+the executables that its hosts compiled. Hosts never outlive their station.
 
     orders    {start: [world, host], assignment, member, log}
               {tell: [world, host], text}   {signal: [world, host], number}
@@ -39,10 +39,10 @@ from elastic_ckpt.tiers.peers import agent
 from elastic_ckpt.tiers.persistent import run_files
 from elastic_ckpt.tiers.ram import machine
 
-# The numbers of a world, and of a host in it.
+# The number of a world and of a host in it.
 Key: TypeAlias = tuple[int, int]
 LOOPBACK = "127.0.0.1"
-# Ports that stay reserved: long enough for the service of a world to bind its own.
+# The number of ports that stay reserved until a world's service has bound its own.
 _MOST_PORTS = 4
 
 
@@ -62,12 +62,13 @@ class HostProcess:
     """A child of the warm fork server that waits for its task.
 
     Args:
-      example: a task with the same imports as the one to come; None if the task comes
-        at once.
+      example: a task with the same imports as the one to come; None if the task arrives
+        immediately.
 
     Attributes:
-      channel: receives its messages; closes when the process and its forks have ended.
-      ended: a descriptor that becomes readable when the process has ended.
+      channel: receives the process's messages; closes when the process and its forks
+        have exited.
+      ended: a descriptor that becomes readable when the process has exited.
     """
 
     def __init__(self, example: host.Task | None = None) -> None:
@@ -86,18 +87,18 @@ class HostProcess:
             self.ended = os.open(os.devnull, os.O_RDONLY)
 
     def tell(self, message: bytes) -> None:
-        """Sends the process its task or an order, unless it has ended."""
+        """Sends the process its task or an order, unless it has exited."""
         with contextlib.suppress(OSError):
             self.channel.send_bytes(message)
 
     def signal(self, number: int) -> None:
-        """Sends the process a signal, unless it has ended."""
-        # Works even if the fork server has ended.
+        """Sends the process a signal, unless it has exited."""
+        # Works even if the fork server has exited.
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(self.ended, number)
 
     def wait(self) -> int:
-        """Waits for the process to end; returns its exit code."""
+        """Waits for the process to exit; returns its exit code."""
         self._process.join()
         self.channel.close()
         os.close(self.ended)
@@ -105,20 +106,20 @@ class HostProcess:
 
 
 class Station:
-    """The hosts of this machine, and what outlives them.
+    """The hosts of this machine and the resources that outlive them.
 
     Args:
       hardware: the slices and hosts of the run, and the devices of each host. A host
         that simulates several slices is one slice here.
-      slices: the numbers of this machine's slices; None if it has all.
+      slices: the numbers of this machine's slices; None if it has all slices.
       memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
-      log_directory: the directory for the output of hosts.
+      log_directory: the directory for the hosts' output.
       interface: the address at which other machines reach this one.
 
     Attributes:
       train: the training function; must be set before hosts start.
       number: the number of this machine; all machines have the same number of slices.
-      hosts: the hosts that have not ended.
+      hosts: the hosts that have not exited.
     """
 
     train: TrainFunction
@@ -144,7 +145,7 @@ class Station:
         self._agents: dict[int, agent.AgentProcess] = {}
         self.hosts: dict[Key, HostProcess] = {}
         self._standing_by: collections.deque[HostProcess] = collections.deque()
-        # The program of the last host started, and one that has trained a step.
+        # The program of the last host started, and a program that has trained a step.
         self._last: host.Program | None = None
         self._example: host.Program | None = None
         self._ports: list[socket.socket] = []
@@ -162,7 +163,7 @@ class Station:
 
     @property
     def hello(self) -> dict[str, Any]:
-        """What a leader must know about this machine."""
+        """The facts that a leader needs about this machine."""
         return {
             "agents": [each.address.url for each in self._agents.values()],
             "interface": self.interface,
@@ -197,9 +198,9 @@ class Station:
         return []
 
     def wait(self, secs: float, *extra: Any) -> Iterator[dict[str, Any]]:
-        """Waits for messages from hosts, or their ends; yields them.
+        """Waits for hosts to send messages or exit; yields these events as messages.
 
-        A readable object in `extra` ends the wait, too.
+        A readable object in `extra` also ends the wait.
         """
         hosts = dict(self.hosts)
         waited = [
@@ -236,7 +237,7 @@ class Station:
             self.hosts.popitem()[1].wait()
 
     def close(self) -> None:
-        """Kills the hosts and ends what outlives them."""
+        """Kills the hosts and stops everything that outlives them."""
         self._resources.close()
 
     def program(self, assignment: Assignment) -> host.Program:
@@ -246,7 +247,7 @@ class Station:
         )
 
     def _start(self, key: Key, order: Mapping[str, Any]) -> None:
-        # Puts logs into the directory that is configured on this machine.
+        # Writes logs to the directory that is configured on this machine.
         directory = f"{self.log_directory}/{os.path.basename(order['log'])}"
         storage.make_directory(directory)
         assignment = codec.decode(Assignment, order["assignment"])
@@ -258,7 +259,7 @@ class Station:
         self.hosts[key].tell(pickle.dumps(task))
 
     def _waiting(self) -> HostProcess:
-        # Returns a process without a task: a live one that stands by, or a new one.
+        # Returns a process without a task: a live one on standby, or a new one.
         while self._standing_by:
             first = self._standing_by.popleft()
             if not first.channel.poll():
@@ -268,7 +269,7 @@ class Station:
 
     def _reserve(self) -> None:
         # The OS chooses the port, which stays reserved while the socket is open. gRPC
-        # servers, too, bind with SO_REUSEPORT; only their listening socket accepts.
+        # servers also bind with SO_REUSEPORT; only their listening socket accepts.
         reserved = socket.socket()
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reserved.bind((self.interface, 0))
@@ -277,7 +278,7 @@ class Station:
             self._ports.pop(0).close()
 
     def _serve(self, number: int) -> None:
-        # The agent outlives worlds, so that the next world can read from it at once.
+        # The agent outlives worlds so that the next world can read from it immediately.
         if self._memory is None or number in self._agents:
             return
         root = self._memory.root(number)
@@ -292,13 +293,13 @@ class Station:
         )
 
     def _forget(self, agents: Sequence[str]) -> None:
-        # So that the next world does not wait for lost agents.
+        # Otherwise the next world would wait for lost agents.
         for number, url in itertools.product(self._agents, agents):
             assert self._memory is not None
             run_files.forget_agent(self._memory.root(number), url)
 
     def _end_all(self) -> None:
-        # Ends the processes that stand by like hosts.
+        # Terminates the processes that stand by, like hosts.
         self.hosts |= {(0, -n): each for n, each in enumerate(self._standing_by)}
         self.end_hosts()
         while self._agents:

@@ -1,10 +1,10 @@
-"""SIGTERM or Ctrl-C: the run saves and ends after a step that all hosts agree on.
+"""SIGTERM or Ctrl-C: the run saves and stops after a step that all hosts agree on.
 
-Launchers send SIGTERM and some time later SIGKILL. In a world of several processes
+Launchers send SIGTERM and, some time later, SIGKILL. In a world of several processes,
 JAX's preemption service handles the signal on any host and chooses the step. A single
-process has a `Notice`, and exits without saving when the time is over. The supervisor
-of a world has a `Notice`, too: it forwards the signal, and kills the hosts when the
-time is over. Within `ending`, the first Ctrl-C acts like SIGTERM, and the second ends
+process has a `Notice` and exits without saving when the time is up. A world's
+supervisor also has a `Notice`: it forwards the signal and kills the hosts when the time
+is up. Within `ending`, the first Ctrl-C acts like SIGTERM, and the second terminates
 the process without saving.
 """
 
@@ -27,37 +27,37 @@ _interrupted = threading.Event()
 
 
 def exit_code() -> int:
-    """The exit status that shells use for the signal that asked the run to end."""
+    """The exit status that shells use for the signal that asked the run to stop."""
     return 128 + (signal.SIGINT if _interrupted.is_set() else signal.SIGTERM)
 
 
 def cause() -> str:
-    """What asked the run to end, for messages."""
+    """The signal that asked the run to stop, for messages."""
     return "Ctrl-C" if _interrupted.is_set() else "SIGTERM"
 
 
 @contextlib.contextmanager
 def ending(program: str) -> Iterator[None]:
-    """Ends this program at SIGTERM while the block runs, and treats Ctrl-C as SIGTERM.
+    """Stops this program at SIGTERM while the block runs; treats Ctrl-C as SIGTERM.
 
-    Training inside the block opens a `Notice`, in order to save first. Only for the
-    main thread.
+    Training inside the block opens a `Notice` in order to save first. Only for the main
+    thread.
 
     Raises:
       SystemExit: with `exit_code`, at the signal.
     """
 
     def end(*_: object) -> None:
-        _say(f"{program}: ended by {cause()} before the first step")
+        _say(f"{program}: stopped by {cause()} before the first step")
         raise SystemExit(exit_code())
 
     def interrupted(*_: object) -> None:
         if _interrupted.is_set():
-            _say("elastic-ckpt: interrupted again; ending at once")
-            # Processes that this one started end with it.
+            _say("elastic-ckpt: interrupted again; exiting immediately")
+            # Processes that this one started exit with it.
             os._exit(exit_code())
         _interrupted.set()
-        _say("elastic-ckpt: saving and ending; Ctrl-C again ends at once")
+        _say("elastic-ckpt: saving and stopping; Ctrl-C again exits immediately")
         os.kill(os.getpid(), signal.SIGTERM)
 
     _interrupted.clear()
@@ -75,17 +75,18 @@ def _handled(number: signal.Signals, handler: Callable[..., object]) -> Iterator
 
 
 def call_beside(call: Callable[[], object]) -> None:
-    """Calls a function in a thread after SIGTERM, in addition to the present handler.
+    """Calls a function in a thread after SIGTERM, in addition to the current handler.
 
-    May call it more than once per signal. Misses signals delivered to threads that
-    Python did not start; the main thread gets them as long as it does not block them.
+    May call the function more than once per signal. Misses signals delivered to threads
+    that Python did not start; the main thread receives signals as long as it does not
+    block them.
     """
     # `faulthandler` writes a stack into a pipe, then runs the previous handler.
     reader, writer = os.pipe()
     faulthandler.register(signal.SIGTERM, file=writer, all_threads=False, chain=True)
 
     def wait() -> None:
-        # The supervisor's end is closed when it is about to kill this process.
+        # The supervisor closes its end when it is about to kill this process.
         with contextlib.suppress(OSError):
             while os.read(reader, 65536):
                 call()
@@ -94,11 +95,12 @@ def call_beside(call: Callable[[], object]) -> None:
 
 
 class Notice:
-    """Receives SIGTERM while it is open, so that it does not end the process.
+    """Receives SIGTERM while open, so that the signal does not kill the process.
 
-    Its descriptor becomes readable at once after a signal, even while the main thread
-    compiles or waits. Opened in another thread, it receives no signals. A SIGTERM that
-    arrived but was not received before it closes goes to the previous handler.
+    The descriptor becomes readable immediately after a signal, even while the main
+    thread compiles or waits. A `Notice` opened in another thread receives no signals.
+    If a SIGTERM was delivered but not received before the `Notice` closes, the previous
+    handler gets it.
 
     Attributes:
       has_received: whether `received` has returned True.
@@ -135,7 +137,7 @@ class Notice:
         return is_sigterm
 
     def is_coming(self) -> bool:
-        """Whether `received` would return at once."""
+        """Whether `received` would return immediately."""
         return bool(connection.wait([self._reader], 0))
 
     def _note(self, *_: object) -> None:
@@ -148,7 +150,7 @@ class Notice:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Blocks SIGTERM in processes started in the block, until they call `agreed`."""
+    """Blocks SIGTERM in processes started in the block until they call `agreed`."""
     # Starting the tracker later would unblock the signal.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -162,8 +164,8 @@ def held() -> Iterator[None]:
 def agreed() -> Iterator[Callable[[int], bool]]:
     """Yields a function that returns whether the hosts leave after a number of steps.
 
-    For a world of several processes. Every host calls it after each step and gets the
-    same result. A signal before the first call ends the run after that call.
+    For a world of several processes. Every host calls the function after each step and
+    gets the same result. A signal before the first call ends the run after that call.
     """
     from jax.experimental import multihost_utils
 
@@ -180,11 +182,12 @@ def agreed() -> Iterator[Callable[[int], bool]]:
 def in_this_process(
     *, grace_secs: float, ended: Callable[[], None], emit: events.Emit
 ) -> Iterator[Callable[[int], bool]]:
-    """`agreed` for a process that is alone in its world, with a time limit.
+    """`agreed` for the only process in its world, with a time limit.
 
     The process exits without saving if the block takes longer than `grace_secs` after
-    the signal. At a signal before the first call it exits at once: there is nothing to
-    save. Calls `ended` before it exits, and `emit`, in another thread.
+    the signal. On a signal before the first call, it exits immediately: there is
+    nothing to save. Calls `emit` at the signal and `ended` before the exit, both in
+    another thread.
     """
     has_trained, is_over = threading.Event(), threading.Event()
 
@@ -197,7 +200,7 @@ def in_this_process(
             if is_over.wait(grace_secs):
                 return
         else:
-            _say(f"elastic-ckpt train: ended by {cause()} before the first step")
+            _say(f"elastic-ckpt train: stopped by {cause()} before the first step")
         ended()
         os._exit(exit_code())
 

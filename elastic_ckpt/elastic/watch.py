@@ -1,26 +1,26 @@
 """Finds the hosts of a world that hang or are slow although their processes live.
 
-A thread of each host sends a heartbeat every second, and a message whenever the program
+A thread on each host sends a heartbeat every second and a message whenever the program
 begins another phase.
 
-*Hangs.* A host whose heartbeats stop is stopped, frozen or out of memory. If they
+*Hangs.* A host whose heartbeats stop is stopped, frozen or out of memory. If heartbeats
 continue but no host begins anything new within its time limit, the world hangs: in a
 collective, a restore, a compilation. The culprits are the hosts behind the others, if
-any. A host's limit for a phase is `_PATIENCE` times the longest that it has itself
-taken for that phase in this world, at least `_LEAST_SECS` and at most a configured
-bound. The bound itself applies to a phase that it has not finished before, or whose
-length varies (`_UNLIKE`). Times of other hosts say nothing: one may have found its
-program in a cache. As long as one host is within its limit, the others wait for it, and
-nothing hangs. In `CLOSE` hosts wait for uploads without limit. A host that does not
-reach host 0 (`REACH`) within `_REACH_SECS` of host 0's start is lost; if most hosts do
-not, host 0 is.
+any. A host's limit for a phase is `_PATIENCE` times the longest time that this host has
+taken for the phase in this world, at least `_LEAST_SECS` and at most a configured
+bound. The bound itself applies to a phase that the host has not finished before or
+whose length varies (`_UNLIKE`). Other hosts' times are not evidence: a host may have
+found its program in a cache. As long as one host is within its limit, the others wait
+for it, and nothing hangs. In `CLOSE`, hosts wait for uploads without limit. A host that
+does not reach host 0 (`REACH`) within `_REACH_SECS` of host 0's start is lost; if most
+hosts do not reach host 0, host 0 is lost.
 
 *Slow hosts.* All hosts wait for the slowest one in the same collectives, so a step
-takes equally long on each. A heartbeat therefore reports the time that its host alone
-spent: `late` waking up (it was stopped, or got no processor), waiting for `data`, or
-blocked in a `save`. A host is slow if such a time is at least `LEAST_PERCENT` of a
-window and more than `RATIO` times the median of the other hosts, in `WINDOWS` windows
-in a row. A host with slow devices shows none of these times.
+takes equally long on each. A heartbeat therefore reports the time that only its own
+host spent: `late` waking up (the host was stopped or got no processor), waiting for
+`data`, or blocked in a `save`. A host is slow if such a time is at least
+`LEAST_PERCENT` of a window and more than `RATIO` times the median of the other hosts,
+in `WINDOWS` windows in a row. A host with slow devices shows none of these times.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from collections.abc import Iterator, Mapping
 _PATIENCE = 10
 _LEAST_SECS = 60.0
 _REACH_SECS = 30.0
-# Of the time between two looks at the hosts, at most this much counts.
+# At most this much of the time between two checks of the hosts counts.
 _LOOK_SECS = 1.0
-# A host first reaches host 0; it joins when all have reached it.
+# A host first reaches host 0; it joins when all hosts have reached host 0.
 REACH = "reach"
 JOIN = "join"
 TRAIN = "train"
 CLOSE = "close"
 COMPILE = "compile"
 RESTORE = "restore"
-# Phases whose length varies: a training function may name no phases; programs differ
+# Phases whose length varies: a training function may report no phases; programs differ
 # and may come from a cache; a restore reads from RAM or storage.
 _UNLIKE = frozenset((TRAIN, COMPILE, RESTORE))
 
@@ -65,10 +65,10 @@ class Limits:
     """How long the hosts of a run may take before they count as lost.
 
     Attributes:
-      most_secs: the time limit of a step, or of another phase such as a restore. Once a
-        host has done steps, a multiple of its longest one is the limit, if shorter.
+      most_secs: the time limit for a step or another phase, such as a restore. Once a
+        host has done steps, a multiple of its longest step is the limit, if shorter.
       heartbeat_secs: a host that sends no heartbeat for this long is lost.
-      grace_secs: how long hosts have to save and end after SIGTERM.
+      grace_secs: how long hosts have to save and stop after SIGTERM.
     """
 
     most_secs: float = 600.0
@@ -82,7 +82,7 @@ class Hang:
 
     Attributes:
       hosts: the culprits; empty if no host is behind the others.
-      why: what is missing, and for how long.
+      why: what is missing and for how long.
     """
 
     hosts: frozenset[int]
@@ -92,11 +92,11 @@ class Hang:
 
 @dataclasses.dataclass(kw_only=True)
 class _Host:
-    """What a host has reported: its phase, since when, and how many it has begun.
+    """A host's reports: its phase, since when, and how many phases it has begun.
 
     Attributes:
-      spent_secs: by kind, the time that it alone spent in the current window.
-      slow: by kind, the number of windows in a row in which it was slow.
+      spent_secs: by kind, the time that only this host spent in the current window.
+      slow: by kind, the number of windows in a row in which the host was slow.
     """
 
     since_secs: float = 0.0
@@ -116,8 +116,8 @@ class Watch:
     """Watches the hosts of one world.
 
     Its clock advances only while `look` is called often. Time in which this process was
-    frozen does not count: messages are still to be received, or the whole machine was
-    paused. Nor does the time in which prepared hosts wait for their world to begin.
+    frozen does not count: messages may still be waiting, or the whole machine was
+    paused. Time in which prepared hosts wait for their world does not count either.
     """
 
     def __init__(self, limits: Limits, hosts: int, *, now_secs: float) -> None:
@@ -125,16 +125,16 @@ class Watch:
         self._looked_secs = now_secs
         # The time on its own clock, and when the current window began.
         self._secs = self._window_secs = 0.0
-        # The hosts that have not ended.
+        # The hosts that have not exited.
         self._hosts = {host: _Host() for host in range(hosts)}
 
     def look(self, *, now_secs: float) -> None:
-        """Advances the clock, as messages are received now; called often."""
+        """Advances the clock: messages are received now; called often."""
         self._secs += min(now_secs - self._looked_secs, _LOOK_SECS)
         self._looked_secs = now_secs
 
     def phase(self, host: int) -> str:
-        """The phase that a host began last; empty if it has ended."""
+        """The last phase that a host began; empty if the host has exited."""
         return self._hosts[host].phase if host in self._hosts else ""
 
     def heartbeat(self, host: int, begun: int, spent_secs: Mapping[str, float]) -> None:
@@ -142,8 +142,9 @@ class Watch:
 
         Args:
           host: the host that sent it.
-          begun: how many phases it has begun.
-          spent_secs: by kind, the time that it alone spent since the last heartbeat.
+          begun: how many phases the host has begun.
+          spent_secs: by kind, the time that only this host spent since its last
+            heartbeat.
         """
         told = self._hosts[host]
         told.heartbeat_secs = self._secs
@@ -159,11 +160,11 @@ class Watch:
         told.phase, told.since_secs, told.begun = phase, self._secs, begun
 
     def end(self, host: int) -> None:
-        """Notes that a host has ended."""
+        """Notes that a host has exited."""
         self._hosts.pop(host, None)
 
     def hang(self) -> Hang | None:
-        """The hang of the world; None if it does not hang."""
+        """The hang of the world; None if the world does not hang."""
         silent = {
             host: self._secs - told.heartbeat_secs
             for host, told in self._hosts.items()
@@ -209,7 +210,7 @@ class Watch:
         """Yields the hosts that have become slow since the last call.
 
         Yields:
-          The host, the phase in which it is slow, and what it spends its time on.
+          The host, the phase in which it is slow, and how it spends its time.
         """
         secs = self._secs - self._window_secs
         if secs < WINDOW_SECS:
@@ -230,18 +231,18 @@ class Watch:
                     f"{_MEANINGS[kind]} {percent:.0f} % of the time, other hosts"
                     f" {median:.0f} %"
                 )
-                # A host is late in any phase; other kinds are themselves phases.
+                # A host can be late in any phase; other kinds are themselves phases.
                 yield host, told.phase if kind == LATE else kind, why
         for told in heard.values():
             told.spent_secs.clear()
 
     def _most_secs(self, host: int) -> float:
-        # The time limit of a host in its phase.
+        # The time limit for a host's phase.
         told, most_secs = self._hosts[host], self._limits.most_secs
         if told.phase == JOIN and any(e.phase == REACH for e in self._hosts.values()):
             return -1.0
         if told.phase == REACH and self.phase(0) == JOIN:
-            # Counts from when host 0 listens.
+            # The limit counts from when host 0 listens.
             late_secs = max(0.0, self._hosts[0].since_secs - told.since_secs)
             reach_secs = max(_REACH_SECS, self._limits.heartbeat_secs)
             return late_secs + min(reach_secs, most_secs)

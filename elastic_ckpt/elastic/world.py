@@ -24,12 +24,12 @@ with epy.lazy_imports():
     from elastic_ckpt.tiers import choices
 
 # "stop": save and return; the run ends. "resume": save and return; the run continues in
-# another world.
+# the next world.
 Leaving = Literal["stop", "resume"]
 
 
 class DeviceState:
-    """The state that a world leaves on the devices until the next world takes it."""
+    """State that a world leaves on the devices until the next world takes it."""
 
     # What identifies the state, and its leaves.
     _kept: tuple[object, list[jax.Array]] = (None, [])
@@ -45,10 +45,10 @@ class DeviceState:
         self._kept = (None, [])
 
     def take(self, step: int, abstract_state: Any, emit: events.Emit) -> Any:
-        """Moves the state to other shardings, and no longer keeps it.
+        """Moves the state to other shardings and no longer keeps it.
 
         Returns:
-          The state; None if there is no such state, or it cannot be read.
+          The state; None if there is no such state or it cannot be read.
         """
         began_secs = time.monotonic()
         wanted, structure = jax.tree.flatten(abstract_state)
@@ -57,7 +57,7 @@ class DeviceState:
         shapes = [(leaf.shape, leaf.dtype) for leaf in wanted]
         if form != (step, structure, shapes):
             return None
-        # Pops from the end: each leaf is released once it was moved.
+        # Pops from the end, so that each leaf is released once it has been moved.
         leaves.reverse()
         try:
             moved = [jax.device_put(leaves.pop(), each.sharding) for each in wanted]
@@ -76,19 +76,20 @@ class DeviceState:
 
 @dataclasses.dataclass(kw_only=True)
 class BetweenWorlds:
-    """What a world shares with the worlds before and after it, and how hosts leave it.
+    """State that a world shares with the worlds before and after it.
 
     Attributes:
       emit: called for each event of the world.
-      ask: returns how hosts leave the world after a number of steps, the same on all
-        hosts; None to stay. Not called again after an answer.
-      await_check: waits until the devices of this host have passed their check: before,
+      ask: returns how hosts leave the world after a number of steps, with the same
+        result on all hosts; None to stay. Not called again after an answer.
+      await_check: waits until this host's devices have passed their check; until then,
         no step counts or is saved.
       compiled: compiles a jitted function, or loads what an earlier world compiled.
       claimant: claims the world for this start of the run; None claims no worlds.
-      device_state: the state that stays on the devices, if the process does.
+      device_state: state that stays on the devices if the process continues.
       answer: the first answer of `ask`; None until hosts leave.
-      step: the number of steps done when `ask` was last called; 0 before.
+      step: the number of steps done when `ask` was last called; 0 before the first
+        call.
       loses_memory: whether a host loses its memory when it leaves, so that copies must
         be made first.
     """
@@ -133,23 +134,23 @@ class World:
     `run` passes one to the training function on each host.
 
     Attributes:
-      number: the number of the world, from 1 at each start of the run.
-      slices: the numbers of its slices, in mesh order.
+      number: the world number, which restarts from 1 at each start of the run.
+      slices: the numbers of the world's slices, in mesh order.
       slice_name: the name of this host's slice.
       rows: the rows of a global batch; 0 if the training function chooses them.
-      devices: the devices of the world, if a single controller has more; None means all
+      devices: the world's devices, if a single controller has more; None means all
         devices.
       ram_directory: the directory of the run on this slice's RAM disk, for
         `ec.Local(world.ram_directory)`; None if the cluster has no RAM disk.
       microbatches: the number of equal parts into which a device divides its rows so
-        that they fit into its memory; sum the gradients of the parts.
+        that each part fits in its memory; sum the gradients of the parts.
       emit: reports an event.
       leaving: call it after each step, on all hosts, with the number of steps that are
-        done. Returns the same on all hosts: None to continue, `"stop"` to save and
-        return because the run ends, `"resume"` to save and return because the run
-        continues in another world.
-      begin: call it with the name of a phase (`restore`, `step`, `evaluate`) whenever
-        one begins, so that a hang in it is found sooner.
+        done. Returns the same value on all hosts: None to continue, `"stop"` to save
+        and return because the run ends, or `"resume"` to save and return because the
+        run continues in the next world.
+      begin: call it with a phase name (`restore`, `step`, `evaluate`) whenever a phase
+        begins, so that a hang in that phase is found sooner.
     """
 
     number: int
@@ -171,7 +172,8 @@ class World:
 
         Args:
           jitted: a function from `jax.jit`, the same on all hosts.
-          *arguments: its positional arguments: arrays, or abstract ones with shardings.
+          *arguments: the positional arguments of `jitted`: arrays, or abstract arrays
+            with shardings.
           step: the step to report in events.
 
         Returns:
@@ -196,7 +198,7 @@ class World:
         """Leaves a saved state in device memory for the next world.
 
         If the process keeps its devices, the next world need not restore the state.
-        Call it before the training function returns.
+        Call this method before the training function returns.
 
         Args:
           step: the number of steps that are done.
@@ -213,7 +215,7 @@ class World:
           abstract_state: a pytree of abstract arrays with the shardings of this world.
 
         Returns:
-          The arrays; None if there are none for this step.
+          The arrays; None if device memory has none for this step.
         """
         return self._between.device_state.take(step, abstract_state, self.emit)
 
@@ -228,13 +230,13 @@ class World:
 
         Args:
           tiers: as for `ec.Checkpointer`; `ec.Local` needs `world.ram_directory`.
-          run: the name of the run, as for `ec.Checkpointer`.
-          emit: called with its events; by default `world.emit`, which must receive them
-            in any case.
+          run: the run name, as for `ec.Checkpointer`.
+          emit: called with the checkpointer's events; by default `world.emit`, which
+            must receive them in any case.
 
         Raises:
-          ConfigError: if `ec.Local` has another directory.
-          Exception: as `ec.Checkpointer`.
+          ConfigError: if `ec.Local` has a different directory.
+          Exception: see `ec.Checkpointer`.
         """
         served = os.path.abspath(self.ram_directory or "")
         for tier in tiers:
@@ -257,7 +259,7 @@ class World:
             world=run_world.RunWorld(
                 number=self.number,
                 claimant=self._between.claimant,
-                # A process that continues finishes its backups before it leaves.
+                # A process that continues completes its backups before it leaves.
                 is_left=lambda: self.devices is None and self._between.resumes(),
                 loses_memory=lambda: self._between.loses_memory,
                 await_check=self._between.await_check,

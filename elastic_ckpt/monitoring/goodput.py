@@ -1,26 +1,26 @@
-"""Goodput: the part of a run's time that trained new steps, and the causes of the rest.
+"""Goodput: the share of a run's time that trained new steps, and the other causes.
 
     goodput percent = 100 * productive / (productive + all losses)
 
 Everything is computed from a run's events and their times. The time between two events
 has one cause, so the parts add up to the total. The total begins when the process that
-keeps the journal starts, and excludes time without such a process. Until the first step
-of a world the cause is the phase that began last (`core.events`).
+keeps the journal starts and excludes time without such a process. Until the first step
+of a world, the cause is the last phase that began (`core.events`).
 
-productive  from one logged step to the next, if no earlier world had trained it
-again       the same, for a step that an earlier world had trained: lost steps
+productive  from one logged step to the next, if no earlier world had trained that step
+again       the same, for a step that an earlier world had trained: a lost step
 save        a save blocked the loop (`save_blocked`)
 evaluate    an evaluation (`evaluated`)
-validate    a comparison of replicas of the state (`validated`)
+validate    a comparison of state replicas (`validated`)
 end         from the last logged step of a world to its end: detecting a failure, losing
             the step in progress, awaiting the last uploads; likewise until the run
             returns to a step in storage (`restore_distrusted`)
 wait        `waiting_for_slices`
 decide      until the slices of a world are known
-start       until its processes have joined
+start       until the world's processes have joined
 prepare     until the job is assembled and the newest step is found
 restore     until state and data are restored, or a run has rolled back (`rolled_back`)
-compile     until the first batch is read, and the step is compiled or loaded
+compile     until the first batch is read and the step is compiled or loaded
 first_step  until the first step of a world
 """
 
@@ -34,7 +34,7 @@ from typing import Any
 from elastic_ckpt.core import events, metrics, storage
 
 CAUSES = tuple(metrics.GOODPUT_SECS)
-# The causes of a recovery, as the event `recovered` names them.
+# The causes of a recovery, by their names in the event `recovered`.
 PHASES = ("end", "decide", "start", "prepare", "restore", "compile", "step")
 # The causes of phases before the first step of a world; other phases belong to `end`.
 _CAUSES = {
@@ -52,7 +52,7 @@ _OF_STEPS = (
     *("", "training", "compiling", "reading the first batch"),
     *("leaving for other slices", "saving before the end"),
 )
-# Events whose seconds are part of a step's.
+# Events whose seconds are part of a step's seconds.
 _WITHIN = {
     "save_blocked": "save",
     "evaluated": "evaluate",
@@ -69,10 +69,11 @@ class Account:
 
     Attributes:
       time: the time of the last event that ended a part, in seconds on any clock.
-      newest_step: the most steps ever done.
-      phase: the last phase to begin before the first step of a world; empty after it.
+      newest_step: the highest step ever reached.
+      phase: the last phase to begin before a world's first step; empty after that step.
       within: by cause, the seconds since `time` that do not belong to a step.
-      before: `secs` when the current recovery began; None if there is none.
+      before: the value of `secs` when the current recovery began; None if there is
+        none.
     """
 
     time: float
@@ -90,7 +91,7 @@ class Account:
         return 100 * self.secs["productive"] / max(sum(self.secs.values()), 1e-9)
 
     def recovered(self) -> dict[str, Any] | None:
-        """The seconds of the event `recovered`; None unless a recovery has ended."""
+        """The seconds for the event `recovered`; None unless a recovery has ended."""
         if self.before is None or self.phase:
             return None
         spent = {cause: self.secs[cause] - self.before[cause] for cause in CAUSES}
@@ -103,7 +104,7 @@ class Account:
 def after(
     account: Account, name: str, fields: Mapping[str, storage.Json], *, time: float
 ) -> Account:
-    """The account after an event, whose time is on the clock of the account."""
+    """The account after an event, whose time is on the account's clock."""
     begins = events.NAMES[name].begins
     if name == "restore_distrusted" and fields.get("to_step") is not None:
         begins = "restoring"
@@ -126,7 +127,7 @@ def after(
 def lost(account: Account, *, since: float, time: float) -> Account:
     """The account when a world has ended and a recovery begins.
 
-    `since` is when the first host failed, or all were asked to leave.
+    `since` is when the first host failed or all hosts were asked to leave.
     """
     ended = _ended(account, "end", time)
     # A world lost before its first step is part of the same recovery.
@@ -138,7 +139,7 @@ def lost(account: Account, *, since: float, time: float) -> Account:
 
 
 def _ended(account: Account, cause: str, time: float) -> Account:
-    # Ends a part; time within it that has other causes is theirs.
+    # Ends a part; attributes time within it that has other causes to those causes.
     left = max(0.0, time - account.time)
     secs = dict(account.secs)
     for each, within in account.within.items():
@@ -152,14 +153,14 @@ def _ended(account: Account, cause: str, time: float) -> Account:
 
 
 class RunMetrics:
-    """An `Emit` that passes events on and records the metrics of the run.
+    """An `Emit` that passes events on and records the run's metrics.
 
-    The process that keeps the journal records them. It outlives worlds, so each series
-    continues when slices are lost or rejoin.
+    The process that keeps the journal records the metrics. It outlives worlds, so each
+    series continues when slices are lost or rejoin.
 
     Args:
       emit: called for each event, before its metrics are recorded.
-      newest_step: the number of steps that earlier starts of the run did.
+      newest_step: the number of steps that earlier starts of the run have done.
     """
 
     def __init__(
@@ -198,14 +199,14 @@ class RunMetrics:
             self._missing |= {fields["slice"]}
         values["missing"] = len(self._missing)
         for field, metric in _OF_EVENTS.get(name, {}).items():
-            # A user's own loop may not report all fields.
+            # A user's loop may not report all fields.
             if values.get(field) is not None:
                 metric.record(float(values[field]))
 
 
 # Events after which a slice is not used until it returns.
 _MISSING = ("slice_lost", "slice_preempted", "slice_refused", "slice_quarantined")
-# The metrics of events: of a field, or "" to count the event.
+# The metrics of each event, by field; "" counts the event.
 _OF_EVENTS: dict[str, dict[str, metrics.Metric]] = {
     "step": {
         "step": metrics.TRAIN_STEPS,

@@ -1,8 +1,8 @@
 """Shows a run's events: one updating line on a terminal, a few lines elsewhere.
 
-`core.events` has the line of each event and the phase that it begins. After some
-seconds without an event the current phase is shown again, which distinguishes a run
-that starts, compiles or saves from one that hangs.
+`core.events` has the line for each event and the phase that the event begins. After a
+few seconds without an event, the current phase is shown again to distinguish a run that
+starts, compiles or saves from a run that hangs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SLOW_STEP_RATIO = 10
 _WORLD = "{hosts:count host}, {slices:count slice}, {devices:count device}"
 # The number of recent steps whose rate a line shows.
 _RECENT_STEPS = 10
-# What the lines of later steps say about saves.
+# How the lines of later steps report saves.
 _SAVES = {
     "save_started": "saving step {step}",
     "saved": "saved step {step}",
@@ -34,11 +34,11 @@ _SAVES = {
 
 
 class _Words(string.Formatter):
-    """Formats the texts of events.
+    """Formats event texts.
 
     `{n:count host}` is "1 host" or "2 hosts", `{n:bytes}` is "3.0 MiB", and lists are
-    separated by commas. These omit empty values: `{n:after , spare: }` puts a text
-    before a value, `{n:bytes of RAM}` and `{secs:phase end}` are parts of a list.
+    separated by commas. The following omit empty values: `{n:after , spare: }` puts
+    text before a value; `{n:bytes of RAM}` and `{secs:phase end}` are parts of a list.
     """
 
     def format_field(self, value: Any, format_spec: str) -> str:
@@ -66,11 +66,11 @@ def _formatted(text: str, fields: Mapping[str, Any]) -> str:
 
 
 class Progress:
-    """An `Emit` for people; while it is open, a thread breaks long silences.
+    """A human-readable `Emit`; while it is open, a thread breaks long silences.
 
     Args:
-      log_period: steps between two lines where `stream` is not a terminal.
-      stream: where to write; None uses the present standard output.
+      log_period: steps between two lines if `stream` is not a terminal.
+      stream: where to write; None uses the current standard output.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Progress:
         self._is_terminal = self._stream.isatty()
         self._moving = False  # whether the last thing written is the moving line
         self._world = self._saved = ""
-        # The causes already shown why storage takes no steps.
+        # The reasons already shown why storage accepts no steps.
         self._causes: set[str] = set()
         # When the last steps were done.
         self._step_times: collections.deque[float] = collections.deque(
@@ -108,7 +108,7 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """Ends the thread and the updating line."""
+        """Stops the thread and ends the updating line."""
         with self._lock:
             self._closed.set()
             if self._moving:
@@ -134,7 +134,7 @@ class Progress:
                 case "storage_recovered":
                     self._causes.clear()
                 case "leader_found":
-                    # The leader shows the phases of the run.
+                    # The leader shows the run's phases.
                     is_leader = fields["machine"] == fields["leader"]
                     begins = "waiting for machines" if is_leader else events.ENDS[0]
             if text:
@@ -166,7 +166,7 @@ class Progress:
         return (len(times) - 1) / max(times[-1] - times[0], 1e-9) if times else 0.0
 
     def _step(self, event: Mapping[str, Any]) -> None:
-        # A user's own loop may report only that a step is done.
+        # A user's loop may report only that a step is done.
         step, steps, loss = event["step"], event.get("steps"), event.get("loss")
         self._phase_secs = self._shown_secs = self._clock()
         self._step_times.append(self._shown_secs)
@@ -206,8 +206,8 @@ class Progress:
         when = "after step {step}" if self._world else "before it began"
         again = "the same command continues it from the newest complete step, if any"
         if "saved" not in event:
-            # The command prints the error itself at its end.
-            return f"the run failed {when}; once its cause is removed, {again}"
+            # The command itself prints the error before it exits.
+            return f"the run failed {when}; once the cause is fixed, {again}"
         kept = "is saved" if event["saved"] else "was NOT saved"
         return f"stopped {when}{f', which {kept}' if self._world else ''}; {again}"
 

@@ -2,10 +2,10 @@
 
 Names follow Prometheus conventions: `secs` becomes `seconds`, and counters end in
 `_total`. `/elastic_ckpt/data/wait_secs` is the histogram
-`elastic_ckpt_data_wait_seconds`, `/elastic_ckpt/data/rows` the counter
+`elastic_ckpt_data_wait_seconds`, and `/elastic_ckpt/data/rows` is the counter
 `elastic_ckpt_data_rows_total`. A gauge is served only once it is recorded: a process
-that does not know the goodput of a run must not report 0. Values count from the start
-of this process, as Prometheus expects. Anyone who can reach the port can read them.
+that does not know a run's goodput must not report 0. Values count from the start of
+this process, as Prometheus expects. Anyone who can reach the port can read the metrics.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from elastic_ckpt.core import errors, extras, metrics
 from elastic_ckpt.monitoring import summaries
 
-# From waiting for a batch that is ready to restoring a huge model.
+# From waiting for a batch that is already available to restoring a huge model.
 BUCKETS_SECS = (
     *(0.0001, 0.001, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
     *(2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
@@ -35,7 +35,7 @@ def serving(*, port: int, interface: str = "127.0.0.1") -> Iterator[int]:
       interface: the interface to listen on, for example `0.0.0.0` for all.
 
     Raises:
-      ConfigError: if the extra is not installed, or the port cannot be opened.
+      ConfigError: if the extra is not installed or the port cannot be opened.
     """
     client = extras.module(
         "prometheus_client", extra="prometheus", otherwise="set prometheus_port=0"
@@ -55,7 +55,7 @@ def serving(*, port: int, interface: str = "127.0.0.1") -> Iterator[int]:
         server, thread = client.start_http_server(port, interface, registry)
     except (OSError, OverflowError) as error:
         raise errors.ConfigError(
-            f"cannot serve metrics at {interface}, port {port} ({error}); set"
+            f"cannot serve metrics on {interface}, port {port} ({error}); set"
             " prometheus_port to a free port, or to 0 to disable it"
         ) from None
     try:
@@ -68,7 +68,7 @@ def serving(*, port: int, interface: str = "127.0.0.1") -> Iterator[int]:
 
 
 def spelling(metric: metrics.Metric) -> str:
-    """The name of `metric` in Prometheus, without the suffix `_total` of a counter."""
+    """The name of `metric` in Prometheus, without a counter's suffix `_total`."""
     name = metric.name.removeprefix("/").replace("/", "_")
     return f"{name.removesuffix('secs')}seconds" if metric.unit == "secs" else name
 

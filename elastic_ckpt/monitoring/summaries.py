@@ -1,20 +1,20 @@
 """Metrics in files that stay small: JSON lines, or another sink of summaries.
 
 The first `NUM_SINGLE` values of a metric are kept individually. Later values are
-aggregated over intervals of ten seconds, or of a thousandth of the elapsed time if that
-is longer. A short run thus keeps every value, and a long one some thousands of
+aggregated over intervals of ten seconds or a thousandth of the elapsed time, whichever
+is longer. A short run thus keeps every value, and a long run keeps a few thousand
 summaries per metric and start: about 9,000 in four months. A line is one summary;
 `count` is usually 1:
 
     {"time":1795168800.25,"metric":"/elastic_ckpt/data/rows","count":1,"sum":16.0,
      "min":16.0,"max":16.0,"last":16.0}
 
-(on one line in the file). `step`, the number of steps done by then, and `claim`, the
-last claimed world (`core.events.counted`), come last if the process records them. A
+(on one line in the file). If the process records them, `step`, the number of steps done
+by then, and `claim`, the last claimed world (`core.events.counted`), come last. A
 restarted run appends to the same file.
 
 Recording only adds numbers in memory; a background thread passes the summaries to the
-sink. If the sink fails, the summaries of that interval are lost and a warning is
+sink. If the sink fails, the summaries for that interval are lost and a warning is
 logged, but the run continues. A killed process loses the values of its last interval.
 """
 
@@ -65,18 +65,18 @@ def subscribed(callback: Callable[[metrics.Metric, float], None]) -> Iterator[No
             monitoring.unregister_event_duration_listener,
             monitoring.unregister_scalar_listener,
         ):
-            # Other code may have cleared all listeners of the process before.
+            # Other code may have cleared all listeners in this process.
             with contextlib.suppress(AssertionError, ValueError):
                 unregister(listener)
 
 
-# A line of a file: the `time` of the last value, in seconds since the epoch; the name
+# A line in a file: the `time` of the last value, in seconds since the epoch; the name
 # of the `metric`; `count`, `sum`, `min`, `max` and `last` of the values; and `step` and
 # `claim` at the last value, if this process knows them.
 Summary: TypeAlias = dict[str, Any]
-# Stores summaries, in the order of time for each metric; may raise.
+# Stores summaries, ordered by time within each metric; may raise.
 Write: TypeAlias = Callable[[Sequence[Summary]], None]
-# The thread that writes opens and closes it.
+# The thread that writes opens and closes the sink.
 Sink: TypeAlias = contextlib.AbstractContextManager[Write]
 
 
@@ -104,7 +104,7 @@ def listening(
     """Passes summaries of every metric to a sink while the block runs, in a thread.
 
     `name` is the sink's name in log messages. Batches are at least `interval_secs` and
-    a thousandth of the run apart.
+    a thousandth of the run's duration apart.
     """
     pending, closing, warned = _Pending(), threading.Event(), threading.Event()
     began_secs = time.monotonic()
@@ -113,8 +113,8 @@ def listening(
         if not warned.is_set():
             warned.set()
             logging.warning(
-                "metrics cannot be written to %s (%s); the run continues, and later"
-                " metrics are tried again without further warnings",
+                "metrics cannot be written to %s (%s); the run continues and tries to"
+                " write later metrics without further warnings",
                 name,
                 reason,
             )

@@ -1,11 +1,12 @@
 """Metrics as scalars for TensorBoard; needs the extra `tensorboard`.
 
-A metric's tag is its name, `elastic_ckpt/data/wait_secs`. A point is the mean of the
-values of a summary, usually of a single one. Its step is the number of training steps
-done; in a process that does not record that, the number of values so far.
+A metric's tag is its name, such as `elastic_ckpt/data/wait_secs`. A point is the mean
+of a summary's values, usually a single value. The point's step is the number of
+training steps done; in a process that does not record steps, it is the number of values
+so far.
 
-Each start and each world adds a file to the directory. It begins with a mark that makes
-TensorBoard drop points of steps that are trained again, so that the series continues.
+Each start and each world adds a file to the directory. The file begins with a mark that
+makes TensorBoard drop points from retrained steps, so that the series continues.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ def event_file(directory: epath.PathLike) -> Iterator[summaries.Write]:
       ConfigError: if the extra is not installed.
     """
     # Not SummaryWriter: its thread and queue would wait forever for a full disk, even
-    # at the end of the program.
+    # when the program exits.
     make_writer = _module("event_file_writer").EventsWriter
     event, proto = _module("proto.event_pb2"), _module("proto.summary_pb2").Summary
     writer: Any = None
-    # The number of values of each metric.
+    # The number of values so far, by metric.
     counts: collections.Counter[str] = collections.Counter()
 
     def write(batch: Sequence[summaries.Summary]) -> None:
@@ -49,7 +50,7 @@ def event_file(directory: epath.PathLike) -> Iterator[summaries.Write]:
             path = storage.make_directory(directory) / "events"
             writer = make_writer(str(path))
             mark = event.SessionLog(status=event.SessionLog.START)
-            # TensorBoard drops points of other starts from this step on.
+            # TensorBoard drops points from other starts from this step on.
             first = min((each["step"] for each in batch if "step" in each), default=1)
             writer.write_event(event.Event(step=first, session_log=mark))
         for summary in batch:

@@ -1,11 +1,11 @@
-"""The failures of a simulated cluster: random, or taken from a real run.
+"""The failures of a simulated cluster: random or taken from a real run.
 
-They are the events `slice_lost`, `slice_returned` and `host_lost` of `core.events`, so
-a simulation can replay the failures in the log of any run.
+Failures are the events `slice_lost`, `slice_returned` and `host_lost` of `core.events`,
+so a simulation can replay the failures in any run's log.
 
 Source of the default rate: 419 unexpected interruptions of 2,048 hosts within 54 days
 ("The Llama 3 Herd of Models", arXiv:2407.21783, section 3.3.4), one per 6,300 host
-hours. Each counts as the loss of the host's slice, the worst case.
+hours. Each interruption counts as the loss of the host's slice, the worst case.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Event(NamedTuple):
 
     Attributes:
       time: the seconds since the run began.
-      name: `slice_lost`, with its memory; `slice_returned`, with empty memory; or
-        `host_lost`, a process whose machine and memory remain.
+      name: `slice_lost` (with its memory), `slice_returned` (with empty memory) or
+        `host_lost` (only a process, while its machine and memory remain).
       slice: the slice, or the host's slice.
     """
 
@@ -46,8 +46,8 @@ def draw(
     """Random losses of slices within `secs`, and their returns, ordered by time.
 
     Times are exponentially distributed. `machine_hours` is the mean time between two
-    failures of one machine, each of which costs its slice; `repair_hours` is the mean
-    time until a lost slice is back.
+    failures of one machine, each of which costs the machine's slice; `repair_hours` is
+    the mean time until a lost slice is back.
     """
     random = np.random.default_rng(seed)
     expected = secs * slices * hosts_per_slice / (machine_hours * 3600.0)
@@ -71,15 +71,15 @@ def of_log(
 ) -> list[Event]:
     """The failures in the log of a run, with times since its first event.
 
-    Uses the three kinds of failures, and `world_started`: it maps hosts to slices, and
-    a slice that it has without a return has lost a process alone.
+    Uses the three kinds of failures and `world_started`, which maps hosts to slices: a
+    lost slice that is in the next world without a return has lost only a process.
 
     Raises:
-      ConfigError: if an event names a slice that the cluster lacks.
+      ConfigError: if an event is about a slice that the cluster lacks.
     """
     events: list[Event] = []
     world: Sequence[int] = range(slices)
-    # By slice, when this world lost it, or a host of it.
+    # By slice, when this world lost the slice or one of its hosts.
     lost: dict[int, float] = {}
     end: dict[str, Any] = {
         "event": "world_started",
@@ -91,7 +91,7 @@ def of_log(
         name, time = line["event"], line["time"] - log[0]["time"]
         if name == "world_started":
             world = line["slices"]
-            # A slice that is there without having returned has lost a process alone.
+            # A slice that is there without having returned has lost only a process.
             back = {e.slice for e in events if e.time > lost.get(e.slice, math.inf)}
             kept = {*world, *line["spares"]} - back
             events += [

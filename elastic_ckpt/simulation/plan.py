@@ -1,8 +1,8 @@
-"""The simulated run: its cluster, its policy, and what its phases cost.
+"""The simulated run: its cluster, its policy, and the costs of its phases.
 
-`of_config` takes it from a configuration, `alternatives` varies it, and `measured`
-reads the costs from the log of a real run. The default costs are medians of our
-benchmarks on two cores and a local disk, and say little about other machines.
+`of_config` creates the plan from a configuration, `alternatives` varies it, and
+`measured` reads the costs from the log of a real run. The default costs are medians of
+our benchmarks on two cores and a local disk and say little about other machines.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from elastic_ckpt.training import configured, journal, schema
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The costs of a simulated run. Rates are of each host, in MiB/s.
+    """The costs of a simulated run. Rates are per host, in MiB/s.
 
     Attributes:
-      step_secs: a step on the largest number of slices.
-      end_secs: from a loss, or from the last step before a change, to the end of the
-        world. Measured, it includes the time in which a hang is detected.
-      start_secs: until the processes of the next world have joined.
-      prepare_secs: until the job is assembled and the newest step is found.
-      restore_secs: a restore, except for reading the state.
-      compile_secs: compiling the step, in the first world of a number of slices.
-      load_secs: reading the first batch, and loading the executable.
-      first_step_secs: the first step of a world.
-      block_secs: how long a save blocks the loop, besides copying the state.
-      capture_mib_per_sec: copying the state while a save blocks the loop.
-      ram_mib_per_sec: writing to RAM, and reading from a host's own or a peer's.
-      storage_mib_per_sec: writing to storage, and reading from it.
+      step_secs: time for a step on the largest number of slices.
+      end_secs: time from a loss, or from the last step before a change, to the end of
+        the world. A measured value includes the time to detect a hang.
+      start_secs: time until the processes of the next world have joined.
+      prepare_secs: time until the job is assembled and the newest step is found.
+      restore_secs: time for a restore, except for reading the state.
+      compile_secs: time to compile the step in the first world with a number of slices.
+      load_secs: time to read the first batch and load the executable.
+      first_step_secs: time for the first step of a world.
+      block_secs: how long a save blocks the loop, in addition to copying the state.
+      capture_mib_per_sec: rate of copying the state while a save blocks the loop.
+      ram_mib_per_sec: rate of writing to RAM and of reading from the host's own RAM or
+        a peer's.
+      storage_mib_per_sec: rate of writing to storage and of reading from storage.
     """
 
     step_secs: float = 1.72
@@ -58,12 +59,12 @@ class Costs:
         """The costs with some values replaced, by name.
 
         Raises:
-          ConfigError: if no cost has a name, or a value is not above 0.
+          ConfigError: if there is no cost with a name, or a value is not above 0.
         """
         for name, value in values.items():
             if name not in vars(self) or value <= 0:
                 raise errors.ConfigError(
-                    f"--cost {name}={value:g}: give a value above 0 to one of"
+                    f"--cost {name}={value:g}: assign a value above 0 to one of"
                     f" {', '.join(vars(self))}"
                 )
         return dataclasses.replace(self, **values)
@@ -72,9 +73,9 @@ class Costs:
 def measured(
     events: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]
 ) -> Costs:
-    """The costs of a run, from its events and the lines of its metrics.
+    """The costs of a run, from its events and metrics lines.
 
-    They are means, because a run pays their sum.
+    The costs are means, because a run pays their sum.
 
     Raises:
       RunError: if the run has trained no step.
@@ -90,7 +91,7 @@ def measured(
     )
     secs["load"] = max(0.0, secs["compile"] - sum(compiled))
     phases = ("start", "prepare", "restore", "load", "first_step")
-    # By cost, its sum, and how often the run has paid it.
+    # By cost, the sum and how often the run has paid it.
     paid = {
         "step": (
             secs["productive"] + secs["again"],
@@ -102,7 +103,7 @@ def measured(
     }
     if not paid["step"][1]:
         raise errors.RunError(
-            "the run of --costs has recorded no step; name one that has trained"
+            "the run of --costs has recorded no step; specify a run that has trained"
         )
     return Costs(
         **{f"{cost}_secs": total / n for cost, (total, n) in paid.items() if n}
@@ -115,12 +116,12 @@ class RunPlan:
 
     Attributes:
       copies: how RAM saves are copied to peers.
-      host_mib: the MiB that a host saves.
-      period: the steps between two saves.
+      host_mib: the MiB that each host saves.
+      period: the number of steps between two saves.
       in_ram: whether there is a local tier.
-      backup_steps: the steps between two saves that go to storage.
-      secs: the time to simulate; infinite runs until all steps are done.
-      steps: the steps of the run; infinite runs until the time is over.
+      backup_steps: the number of steps between two saves that go to storage.
+      secs: the time to simulate; if infinite, the run stops when all steps are done.
+      steps: the number of steps; if infinite, the run stops when the time is up.
     """
 
     slices: int
@@ -140,9 +141,9 @@ class RunPlan:
 def of_config(
     config: schema.Config, *, costs: Costs, state_bytes: int, secs: float = math.inf
 ) -> RunPlan:
-    """The run of a configuration, whose state has `state_bytes` in each slice.
+    """The run of a configuration, whose state takes `state_bytes` in each slice.
 
-    If `secs` is infinite, it runs until the configured steps are done.
+    If `secs` is infinite, the run continues until the configured steps are done.
 
     Raises:
       ConfigError: if the configuration cannot run.
@@ -150,7 +151,7 @@ def of_config(
     if not config.checkpoint.enable_checkpointing:
         raise errors.ConfigError(
             "enable_checkpointing=false: such a run restarts from step 0 after each"
-            " failure; set it to true to simulate what saves are worth"
+            " failure; set it to true to simulate the benefit of saves"
         )
     groups = configured.groups(config)
     tiers = Chosen.from_choices(
@@ -168,7 +169,7 @@ def of_config(
         slices=groups.number,
         hosts_per_slice=hosts_per_slice,
         policy=configured.policy(config, groups),
-        # Cached: called at each change of slices, it takes seconds for 10,000 hosts.
+        # Cached: it is called at each slice change and takes seconds for 10,000 hosts.
         work=dataclasses.replace(work, objection=functools.cache(work.objection)),
         costs=costs,
         copies=owners.Policy(
@@ -185,7 +186,7 @@ def of_config(
 
 
 def alternatives(planned: RunPlan) -> dict[str, RunPlan]:
-    """By name: the plan, one with one more spare, and two with other periods."""
+    """The plan, one with an extra spare, and two with different periods, by name."""
     plans = {"as configured": planned}
     fewer = planned.work.num_slices - 1
     policy = dataclasses.replace(

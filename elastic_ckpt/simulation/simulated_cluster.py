@@ -1,8 +1,8 @@
-"""A cluster in virtual time: `elastic.run` decides as for a real cluster.
+"""A cluster in virtual time, for which `elastic.run` decides as for a real cluster.
 
 The clock advances from event to event: a slice is lost or rejoins, a phase of a world
-ends, a step is saved. The cluster reports what the hosts of a real world would, and
-`monitoring.goodput` divides the time as for a real run.
+ends, a step is saved. The cluster emits the events that a real world's hosts would
+emit, and `monitoring.goodput` divides the time as for a real run.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ class Outcome:
     """The outcome of a simulated run.
 
     Attributes:
-      goodput_percent: the part of its time that trained new steps.
+      goodput_percent: the percentage of the run's time that trained new steps.
       secs: the seconds by cause, as in `monitoring.goodput`.
-      steps_lost: the number of steps trained again.
+      steps_lost: the number of steps retrained.
       losses: the number of worlds lost.
-      restarts: how often the run ended with an error and was started again.
-      restores: restores by tier, `ram` or `storage`; `none` restarts from step 0.
+      restarts: how often the run ended with an error and was restarted.
+      restores: the number of restores by tier, `ram` or `storage`; `none` counts
+        restarts from step 0.
     """
 
     goodput_percent: float
@@ -56,17 +57,17 @@ class Outcome:
 
 
 class _TimeIsUpError(Exception):
-    """The time of the plan is over, or nothing can change any more."""
+    """The plan's time is up, or nothing can change anymore."""
 
 
 class _SliceLostError(Exception):
-    """The world lost a slice, or a process of one."""
+    """The world lost a slice or a slice's process."""
 
 
 def simulate(plan: RunPlan, trace: Sequence[Event]) -> Outcome:
     """Simulates a run on a cluster with the events of a trace, ordered by time.
 
-    A run that ends with an error is started again.
+    A run that ends with an error is restarted.
     """
     simulated = SimulatedCluster(plan, trace)
     counts, account = simulated.counts, goodput.Account(time=0.0)
@@ -108,10 +109,10 @@ def simulate(plan: RunPlan, trace: Sequence[Event]) -> Outcome:
 def holders(
     slices: int, hosts_per_slice: int, policy: owners.Policy
 ) -> frozenset[frozenset[int]]:
-    """The sets of slices that hold the same part of a step, by place in the world.
+    """The sets of slices that store the same part of a step, by place in the world.
 
-    All slices hold the state. Each host also has a part of the data state, which only
-    its copies protect.
+    All slices store the state. Each host also has a part of the data state, which only
+    the host's copies protect.
     """
     hosts = [
         Host(id=f"{n:06d}", number=n, domains={"slice": f"{n // hosts_per_slice:06d}"})
@@ -131,9 +132,9 @@ class Save:
     """A save of a step.
 
     Attributes:
-      step: the step; 0 for the beginning of a run.
-      holders: the sets of slices that hold the same part in RAM.
-      done_at: by tier, when it is complete there, perhaps in the future.
+      step: the step number; 0 for the beginning of a run.
+      holders: the sets of slices that store the same part in RAM.
+      done_at: when the save is complete in each tier, perhaps in the future.
     """
 
     step: int = 0
@@ -142,16 +143,16 @@ class Save:
 
 
 class Saves:
-    """The newest save in each tier, and those in progress.
+    """The newest save in each tier and the saves in progress.
 
-    A save goes to RAM if there is such a tier, and waits for the previous one. From
-    there it is uploaded if a backup is due and none is in progress.
+    If there is a RAM tier, a save goes to RAM and waits for the previous save. It is
+    then uploaded from RAM if a backup is due and none is in progress.
     """
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
         self._first = "ram" if plan.in_ram else "storage"
-        # Ordered by time. The first is the beginning of the run, which needs no save.
+        # Ordered by time. The first entry is the run's beginning, which needs no save.
         self._saves = [Save(done_at={"none": 0.0, "storage": 0.0})]
 
     def begin(self, save: Save, *, now: float) -> float:
@@ -181,7 +182,7 @@ class Saves:
         self._saves.append(save)
 
     def lose(self, number: int, *, now: float) -> None:
-        """Notes that a slice lost its memory, and with it an upload in progress."""
+        """Notes that a slice lost its memory and with it any upload in progress."""
         for save in self._saves:
             save.holders = frozenset(each - {number} for each in save.holders)
             is_lost = self._plan.in_ram and not all(save.holders)
@@ -193,14 +194,14 @@ class Saves:
         self._saves = [e for e in self._saves if e.done_at.get(self._first, now) <= now]
 
     def newest(self, *, now: float) -> tuple[str, Save]:
-        """The newest save that can be restored, and where it is."""
+        """The newest save that can be restored, and its tier."""
         complete = self._complete(now)
         if not all(complete.get("ram", Save()).holders):
             del complete["ram"]
         return max(complete.items(), key=lambda each: (each[1].step, each[0] == "ram"))
 
     def _complete(self, now: float) -> dict[str, Save]:
-        # By tier, the newest complete save.
+        # The newest complete save in each tier.
         return {
             tier: save
             for save in self._saves
@@ -213,7 +214,7 @@ class SimulatedCluster(cluster.Cluster):
     """The slices of a plan, as `elastic.run` sees them.
 
     Args:
-      trace: the failures and returns, by time; all slices are alive at time 0.
+      trace: the failures and returns, ordered by time; all slices are alive at time 0.
 
     Attributes:
       now: the virtual time, in seconds.
@@ -225,10 +226,10 @@ class SimulatedCluster(cluster.Cluster):
         self._events = collections.deque(trace)
         self.now = 0.0
         self.counts: collections.Counter[str] = collections.Counter()
-        # By live slice, since when it is alive.
+        # Since when each live slice has been alive.
         self._since = dict.fromkeys(range(plan.slices), -math.inf)
         self._failures: list[decision.Failure] = []
-        # The slices of the current world, and those lost since it began.
+        # The slices of the current world, and the slices lost since it began.
         self._world: frozenset[int] = frozenset()
         self._lost: set[int] = set()
         self._step = self._newest_step = 0
@@ -250,7 +251,7 @@ class SimulatedCluster(cluster.Cluster):
         )
 
     def wait(self, secs: float) -> None:
-        """Advances the time, at most until the slices may have changed."""
+        """Advances the time, but no further than the next possible slice change."""
         moment = self._next_moment()
         if moment == math.inf:
             raise _TimeIsUpError
@@ -259,7 +260,7 @@ class SimulatedCluster(cluster.Cluster):
     def restart(self) -> None:
         """Prepares the next start of the run, which forgets its failures.
 
-        Without enough slices, waits until they change.
+        Waits for the slices to change if there are too few.
         """
         self._failures.clear()
         decided = decision.decide(
@@ -276,7 +277,7 @@ class SimulatedCluster(cluster.Cluster):
         emit: run_events.Emit,
         has_changed: Callable[[], decision.Decision | None],
     ) -> bool:
-        """Trains in virtual time until the steps are done, or the slices change."""
+        """Trains in virtual time until the steps are done or the slices change."""
         del train
         plan, work = self._plan, assignment.work
         self._world = frozenset(work.slices)
@@ -313,7 +314,7 @@ class SimulatedCluster(cluster.Cluster):
         if tier != "none":
             read_secs = self._plan.host_mib / getattr(costs, f"{tier}_mib_per_sec")
             self._advance(costs.restore_secs + read_secs)
-        # Also at step 0: now the first batch is read, and the step compiled.
+        # Also at step 0: now the first batch is read and the step is compiled.
         emit("restored_from", step=save.step, bad_copies=0)
         self.counts[tier] += bool(self._step)
         self.counts["steps_lost"] += self._step - save.step
@@ -330,7 +331,7 @@ class SimulatedCluster(cluster.Cluster):
         has_changed: Callable[[], decision.Decision | None],
     ) -> bool:
         plan = self._plan
-        # Proportional to the rows of a device.
+        # Proportional to the rows on a device.
         step_secs = (
             plan.costs.step_secs
             * (work.rows / plan.work.rows)

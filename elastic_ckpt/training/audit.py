@@ -1,11 +1,11 @@
-"""Compares the batches of a run with those of the same run on one host.
+"""Compares the batches of a run with the batches of the same run on one host.
 
-For each step the log has the rows of the data in its batch, and a digest of them.
-Sorted by rows, the batches show which rows no step used and which several steps used.
-The one-host run executes the same pipeline again, with the same batch sizes. Its
-batches must have the same digests: the same examples with the same tokens in the same
-rows. What the pipeline itself drops (filters, truncation, rows of an incomplete batch)
-is missing in both, and the audit does not report it.
+For each step, the log has the data rows in its batch and a digest of these rows. Sorted
+by rows, the batches show which rows no step used and which several steps used. The
+one-host run executes the same pipeline again, with the same batch sizes. Its batches
+must have the same digests: the same examples with the same tokens in the same rows. The
+audit does not report data that the pipeline itself drops (filters, truncation, rows of
+an incomplete batch), because it is missing in both runs.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Audit:
     Attributes:
       num_steps: steps in the run's lineage.
       num_examples: rows of these steps, without padding.
-      num_epochs: passes over the data, including a partial last one; None if an
-        example is not a record.
-      num_lost: rows before the last step that no step used, and that were not left out.
+      num_epochs: passes over the data, including a partial last pass; None if examples
+        are not records.
+      num_lost: rows before the last step that no step used and the run did not skip.
       num_repeated: rows that steps used again.
-      num_identical_steps: steps with the batch of the one-host run.
-      num_redone_steps: steps that were trained again after a crash or rollback.
-      num_left_out: rows that the run left out after rollbacks.
+      num_identical_steps: steps with the same batch as in the one-host run.
+      num_redone_steps: steps that were retrained after a crash or rollback.
+      num_left_out: rows that the run skipped after rollbacks.
       hosts: the number of hosts of each attempt.
       first_difference: a description of the first step that differs; empty if none
         does.
@@ -78,7 +78,7 @@ class Audit:
 
     @property
     def passed(self) -> bool:
-        """Whether all steps match the one-host run, and nothing is missing."""
+        """Whether all steps match the one-host run and nothing is missing."""
         return not (self.first_difference or self.missing_checkpoint)
 
 
@@ -86,10 +86,11 @@ class Batch(NamedTuple):
     """A batch that a run has read.
 
     Attributes:
-      record: the record of its step; without a digest if no step was trained on it.
-      first: its first row that no earlier batch has.
-      is_used: whether it belongs to a step of the run's lineage. Otherwise it was
-        trained before a rollback, or was read but never trained on.
+      record: the record of the batch's step; without a digest if no step was trained on
+        the batch.
+      first: the first row that no earlier batch has.
+      is_used: whether the batch belongs to a step of the run's lineage. Otherwise the
+        run trained on it before a rollback, or read it but never trained on it.
     """
 
     record: Record
@@ -98,11 +99,11 @@ class Batch(NamedTuple):
 
 
 def stream(attempts: Sequence[Attempt], data_of: DataOf) -> Iterator[Batch]:
-    """The batches of the run's lineage and those that it left out, in row order."""
+    """The batches of the run's lineage and the batches it skipped, in row order."""
     trained: dict[int, Record] = {}
     for attempt in attempts:
         if attempt.records:
-            # This attempt trained the rows after its start in other batches.
+            # This attempt trained on the rows after its start in different batches.
             row = attempt.records[0].row
             trained = {n: each for n, each in trained.items() if each.stop <= row}
         trained |= {each.row: each for each in attempt.records}
@@ -112,7 +113,7 @@ def stream(attempts: Sequence[Attempt], data_of: DataOf) -> Iterator[Batch]:
         while position < record.row:
             batch = trained.get(position)
             if batch is None or batch.stop > record.row:
-                # A batch of no step, after the last one.
+                # A batch that belongs to no step, after the last batch.
                 last = last or dataclasses.replace(record, step=-1)
                 batch = dataclasses.replace(
                     last, step=last.step + 1, row=position, digest=_NO_DIGEST
@@ -129,10 +130,10 @@ def stream(attempts: Sequence[Attempt], data_of: DataOf) -> Iterator[Batch]:
 def one_host_run(
     batches: Iterable[Batch], data_of: DataOf
 ) -> Generator[tuple[Batch, np.ndarray, str], None, None]:
-    """Reads the rows of a run again, on one host.
+    """Reads a run's rows again, on one host.
 
     Yields:
-      Each batch, the ids of its rows that no earlier batch has, without padding, and
+      Each batch; the ids of its rows that no earlier batch has, without padding; and
       the digest of these rows.
     """
     made_by, opened = None, None
@@ -158,7 +159,7 @@ def one_host_run(
 def _continued(
     before: elastic_data.HostBatches | None, data: elastic_data.ElasticData, size: int
 ) -> elastic_data.HostBatches:
-    # Opens batches of `size` rows where the previous pipeline ends, or at the start.
+    # Opens batches of `size` rows where the previous pipeline stopped, or at the start.
     batches = data.host_batches(
         rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
     )
@@ -184,14 +185,14 @@ def audit(
     Args:
       attempts: the step log.
       data_of: returns the data of a step.
-      num_saved_steps: the run's newest checkpoint; if the log ends before it, its last
-        steps were lost.
+      num_saved_steps: the run's newest checkpoint; if the log stops before this step,
+        the last steps of the log were lost.
       missing_checkpoint: see `Audit`.
-      num_attempts: the least number of attempts that the run has begun.
+      num_attempts: the minimum number of attempts that the run has begun.
       newest_world: the newest claimed world that has saved a step; 0 if none has.
-      first_step: the number of a run's first step in descriptions; the log has 0.
+      first_step: the number of a run's first step in descriptions; the log starts at 0.
     """
-    # The last attempt also lists what earlier ones left out.
+    # The last attempt also lists the rows that earlier attempts skipped.
     left_out = attempts[-1].left_out
     differences: dict[int, str] = {}
 
@@ -227,7 +228,7 @@ def audit(
                 differs(record, f"they belong to step {expected + first_step}")
             expected += repeated < record.rows
             if noted:
-                differs(record, f"{noted} of them are logged as left out")
+                differs(record, f"{noted} of them are logged as skipped")
             if record.digest != wanted:
                 differs(
                     record,
@@ -241,7 +242,7 @@ def audit(
         differences[step] = f"step {step + first_step} is missing from the step log"
         if step >= logged:
             differences[step] += (
-                f", whose end was lost: checkpoint {num_saved_steps} was saved after it"
+                f", which lost its end: checkpoint {num_saved_steps} was saved later"
             )
     first_difference = differences[min(differences)] if differences else ""
     last = data_of(lineage[max(lineage)]) if lineage else None
@@ -265,14 +266,15 @@ def audit(
 def _lost_file(
     attempts: Sequence[Attempt], num_attempts: int, newest_world: int
 ) -> str:
-    # Attempts are numbered in a row, and each world that saves a step has one.
+    # Attempts have consecutive numbers, and each world that saves a step has one.
     numbers = {each.attempt for each in attempts}
     absent = set(range(1, max(*numbers, num_attempts) + 1)) - numbers
     world = max(each.world for each in attempts)
     problems = [f"attempt {number} is missing" for number in sorted(absent)]
     if newest_world > world:
         problems.append(
-            f"world {newest_world} saved steps, but the newest attempt is of {world}"
+            f"world {newest_world} saved steps, but the newest attempt is of world"
+            f" {world}"
         )
     if not problems:
         return ""
@@ -283,16 +285,16 @@ class RunAudit:
     """A run that was recorded in a directory, and its data.
 
     Args:
-      directory: the directory of the run.
-      data: `MODULE:NAME` of the data, if the user's own loop trained on it.
+      directory: the run directory.
+      data: `MODULE:NAME` of the data, for a run of the user's own training loop.
 
     Attributes:
       attempts: the step log.
 
     Raises:
       RunError: if there is no run.
-      ConfigError: if `data` is missing, or contradicts the data in the step log.
-      DataError: if it has trained nothing, or its data cannot be read.
+      ConfigError: if `data` is missing or contradicts the data in the step log.
+      DataError: if the run has trained nothing or its data cannot be read.
     """
 
     def __init__(self, directory: str, *, data: str | None = None) -> None:
@@ -302,15 +304,14 @@ class RunAudit:
         if self.record.data is None and data is None:
             raise errors.ConfigError(
                 f"{directory} was recorded by your own training loop, whose data is"
-                " defined in its program; name it with --data MODULE:NAME"
+                " defined in its program; specify it with --data MODULE:NAME"
             )
         if data is not None and self.record.data is not None:
             raise errors.ConfigError(
-                f"--data: the data of {directory} is in its configuration; leave"
-                " --data out"
+                f"--data: the data of {directory} is in its configuration; omit --data"
             )
         self._own = None if data is None else _named(data)
-        # Cached: attempts with the same settings share their data.
+        # Cached, because attempts with the same settings share their data.
         self._configured = functools.cache(_configured)
         self._settings = {each.attempt: each.data for each in self.attempts}
 
@@ -331,7 +332,7 @@ class RunAudit:
         start_step = attempts[0].start_step
         done = start_step + len(step_log.lineage(attempts))
         # The reference trainer claims its world before it begins an attempt. A user's
-        # own loop begins its attempt first and may claim the world at the first save.
+        # loop begins its attempt first and may claim the world at the first save.
         is_own = record.program != "train"
         started = [e for e in events if e["event"] == "run_started"]
         told = [e for e in events if e["event"] in ("world_claimed", "save_started")]
@@ -381,8 +382,8 @@ def missing_checkpoint(
     an upload may have been in progress.
 
     Args:
-      period: steps between two checkpoints in storage; None if only time determines
-        them.
+      period: steps between two checkpoints in storage; None if checkpoints depend only
+        on time.
       at_end: whether the last step is saved, too.
       finished: whether the run has finished.
       num_steps: the number of trained steps, including those before the run.
@@ -406,7 +407,8 @@ def missing_checkpoint(
 
 
 def _named(name: str) -> elastic_data.ElasticData:
-    # Imports from here, as `python -m` does. The module may change sys.path, too.
+    # Imports from the working directory, like `python -m`. The module may also change
+    # sys.path.
     own = os.getcwd()
     sys.path.insert(0, own)
     try:

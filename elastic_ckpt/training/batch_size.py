@@ -1,4 +1,4 @@
-"""The number of rows in each batch, and whether a world can divide them."""
+"""The number of rows in each batch, and whether a world can divide it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeAlias
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import data_keys, rows
 
-# The first step and the rows of a global batch of each stage.
+# The first step of each stage and the rows of its global batches.
 Schedule: TypeAlias = tuple[tuple[int, int], ...]
 
 
@@ -21,10 +21,10 @@ def schedule(data: data_keys.DataKeys, world: topology.Topology) -> Schedule:
     """The batch sizes of a run on `world`.
 
     A ramp follows Megatron-LM (`num_microbatches_calculator.py`): its stages grow from
-    the start to the final size, and each uses an equal share of the ramp's rows.
+    the initial to the final size, and each uses an equal share of the ramp's rows.
 
     Raises:
-      ConfigError: if a batch does not divide over the devices, a ramp does not reach
+      ConfigError: if a batch cannot be divided among the devices, a ramp does not reach
         its final size, or hosts would read logical shards more often than
         `max_shard_reads`.
     """
@@ -51,9 +51,9 @@ def _check_shard_reads(
                 f"{hosts} hosts with batches of {size} rows would read each of"
                 f" num_logical_shards={num_shards} {reads:.3g} times: choose"
                 f" num_logical_shards={hosts * max(1, round(num_shards / hosts))},"
-                f" another multiple of {hosts}, or another batch size; in a run that"
-                " has begun, use a number of hosts that divides its shards, or raise"
-                " max_shard_reads"
+                f" a different multiple of {hosts} or a different batch size; in a run"
+                " that has begun, use a number of hosts that divides its shards, or"
+                " raise max_shard_reads"
             )
     if data.enable_rampup_batch_size and num_shards % hosts:
         raise errors.ConfigError(
@@ -92,7 +92,7 @@ def global_batch_size(data: data_keys.DataKeys, world: topology.Topology) -> int
     """The number of rows in a global batch on `world`.
 
     Raises:
-      ConfigError: if the batch does not divide over the devices.
+      ConfigError: if the batch cannot be divided among the devices.
     """
     size = data.global_batch_size
     if not size:
@@ -102,7 +102,7 @@ def global_batch_size(data: data_keys.DataKeys, world: topology.Topology) -> int
             raise errors.ConfigError(
                 f"per_device_batch_size={data.per_device_batch_size} on"
                 f" {world.devices} devices makes a global batch of {exact:g} rows;"
-                " choose it so that this is a whole number"
+                " choose a value that makes this a whole number"
             )
     if size % world.devices:
         raise errors.ConfigError(

@@ -1,8 +1,8 @@
 """Callbacks of the training loop, whose state is saved with each step.
 
-A callback receives the numbers of each step and evaluation, and may return a `Finding`:
-then the run continues, stops, or rolls back. Each saved step contains the state of
-every callback under its name, which is restored on any number of hosts.
+A callback receives the numbers of each step and evaluation and may return a `Finding`:
+then the run continues, stops, or rolls back. Each saved step contains every callback's
+state under the callback's name; it can be restored on any number of hosts.
 
 Every host calls the same callbacks with the same numbers. They must be deterministic,
 so that all hosts decide alike. The loop reads the numbers of a step while the devices
@@ -11,8 +11,8 @@ compute the next one, so callbacks do not delay it.
 A `Detector` is a callback that finds divergence: its rule judges each step by the
 numbers so far, and it acts once enough consecutive steps are bad. Rules use exponential
 averages, with the weight `smoothing` for the past and Adam's bias correction (Kingma
-and Ba, https://arxiv.org/abs/1412.6980, section 3). A value that is not finite is bad
-for every rule and does not enter an average.
+and Ba, https://arxiv.org/abs/1412.6980, section 3). A non-finite value is bad for every
+rule and is not averaged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from absl import logging
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.training import schema
 
-# The component of a step that holds the states of all callbacks.
+# The component of a step that contains the states of all callbacks.
 COMPONENT = "callbacks"
 # The weight of the past in the averages of the loss and of the gradient norm.
 _PAST_LOSSES = 0.9
@@ -42,8 +42,8 @@ class Action(enum.Enum):
     """What a run does about a finding; of two actions, the later one below wins.
 
     WARN: continues. ROLLBACK: returns to a good step and skips the data read since.
-    STOP: saves and ends; after a divergence, the last good step stays the newest.
-    ABORT: ends without saving. DISTRUST: if the run was restored just before
+    STOP: saves and stops; after a divergence, the last good step stays the newest.
+    ABORT: stops without saving. DISTRUST: if the run was restored shortly before
     (`Callbacks.distrust_until`), returns to a step in storage and trains on the same
     data again; otherwise continues.
     """
@@ -62,7 +62,7 @@ class Report:
     Attributes:
       loss: the loss of the global batch, before the update.
       gradient_norm: the norm of all gradients, before clipping.
-      tokens: the number of targets of the global batch, without padding.
+      tokens: the number of targets in the global batch, without padding.
     """
 
     loss: float
@@ -77,12 +77,12 @@ class Finding:
 
     Attributes:
       action: what the run does about it.
-      why: the reason, for people; ends a sentence.
+      why: the reason, human-readable, as the end of a sentence.
       since: the first bad step, counted from 1. Saved steps are good if they are at
-        least two steps older: the loss of a step is that of the state before it.
-      is_divergence: whether the states since then are bad. A run that stops then leaves
-        the last good step as the newest, and does not save the current one. Soon after
-        a restore, the run distrusts the restored state first.
+        least two steps older: a step's loss belongs to the state before the step.
+      is_divergence: whether the states from `since` on are bad. If so, a run that stops
+        does not save the current step, and the last good step stays the newest. Soon
+        after a restore, the run first distrusts the restored state.
     """
 
     action: Action
@@ -94,13 +94,13 @@ class Finding:
 def good_step(saved: Sequence[int], *, since: int, margin: int = 0) -> int | None:
     """The newest saved step from before a divergence; None if there is none.
 
-    The loss of step n is that of the state after n - 1 steps. So the state after
-    `since` - 1 steps may be bad, and the one before it is good.
+    The loss of step n belongs to the state after n - 1 steps. So the state after
+    `since` - 1 steps may be bad, and the state before it is good.
 
     Args:
       saved: the complete steps.
       since: the first bad step, counted from 1.
-      margin: how many further steps to exclude before that.
+      margin: how many further steps to exclude before `since`.
     """
     good = [step for step in saved if step <= since - 2 - margin]
     return max(good, default=None)
@@ -118,19 +118,20 @@ def step_to_go_back_to(
 ) -> int:
     """The step to which a run rolls back.
 
-    Prefers a step saved at least two steps before the first bad one. Otherwise it is
-    the step right before the bad one, which is good if only the batch was bad. If that
-    failed already or is not saved, it is step 0, the initial state, unless an older
-    step was due and has been deleted.
+    Prefers a step saved at least two steps before the first bad one. The second choice
+    is the step right before the bad one, which is good if only the batch was bad. If
+    that step has already failed or is not saved, the run rolls back to step 0, the
+    initial state, unless an older step was due and has been deleted.
 
     Args:
-      finding: what a callback found.
+      finding: the callback's finding.
       saved: the complete steps.
       before: the number of earlier rollbacks.
       began_at: the step at which the run began, or the target of the last rollback.
-      most: the largest number of rollbacks.
+      most: the maximum number of rollbacks.
       margin: how many steps to exclude before a divergence.
-      first_due: the first step that the run saves; 0 if it cannot return to step 0.
+      first_due: the first step that the run saves; 0 if the run cannot return to
+        step 0.
 
     Raises:
       DivergedError: after too many rollbacks, or if no good step is left.
@@ -138,7 +139,7 @@ def step_to_go_back_to(
     if before >= most:
         raise errors.DivergedError(
             f"{finding.why}, and the run has rolled back {before} times"
-            f" (divergence_max_rollbacks={most}); find the cause, or raise it"
+            f" (divergence_max_rollbacks={most}); find the cause, or raise the limit"
         )
     step = good_step(saved, since=finding.since, margin=margin)
     has_failed = before > 0 and began_at == finding.since - 1
@@ -157,21 +158,21 @@ def step_to_go_back_to(
 
 @runtime_checkable
 class Callback(Protocol):
-    """A callback; a run has any number, each under its own name."""
+    """A callback; a run may have any number, each under its own name."""
 
     def after_step(self, step: int, report: Report) -> Finding | None:
-        """Receives the numbers of a step, while the next one is computed.
+        """Receives the numbers of a step while the next one is computed.
 
         Args:
-          step: the number of steps that are done, this one included.
-          report: its numbers.
+          step: the number of steps that are done, including this one.
+          report: the numbers of the step.
         """
 
     def after_evaluation(self, step: int, loss: float) -> Finding | None:
         """Receives the mean loss of an evaluation after `step` steps."""
 
     def get_state(self) -> Any:
-        """The state after the last call: what `ec.components.Component` can save."""
+        """The state after the last call, as `ec.components.Component` can save it."""
 
     def set_state(self, state: Any) -> None:
         """Restores a state that `get_state` returned, in any process."""
@@ -185,9 +186,9 @@ class Callbacks:
       emit: called for each finding.
 
     Attributes:
-      decision: the strongest finding of the first step that requires the run to act;
+      decision: the strongest finding for the first step that requires the run to act;
         None if there is none. Later findings are ignored.
-      decided_step: the number of that step.
+      decided_step: the step that `decision` is about.
       rollbacks: how often the run has rolled back.
     """
 
@@ -201,9 +202,9 @@ class Callbacks:
         for name, callback in self._callbacks.items():
             if isinstance(callback, type) or not isinstance(callback, Callback):
                 raise errors.ConfigError(
-                    f"the callback {name!r}, a {type(callback).__name__}, is no"
-                    " instance with the methods after_step, after_evaluation, get_state"
-                    " and set_state; see elastic_ckpt.training.callbacks.Callback"
+                    f"the callback {name!r}, a {type(callback).__name__}, does not"
+                    " have the methods after_step, after_evaluation, get_state and"
+                    " set_state; see elastic_ckpt.training.callbacks.Callback"
                 )
         self._emit = emit
         self.decided_step = self.rollbacks = 0
@@ -216,18 +217,18 @@ class Callbacks:
     def distrust_until(self, step: int, go_back: Callable[[int, str], bool]) -> None:
         """Distrusts the restored state until a step is done.
 
-        If the loss is not finite until then, or a callback finds a divergence, the
-        decision is `Action.DISTRUST`: at most once, and only if `go_back` agrees.
+        If the loss becomes non-finite by then or a callback finds a divergence, the
+        decision is `Action.DISTRUST`, at most once and only if `go_back` agrees.
 
         Args:
-          step: the last step that counts.
-          go_back: called with the step and the reason, on all hosts alike; returns
-            whether the run returns to an older step.
+          step: the last step at which the restored state is distrusted.
+          go_back: called with the step and the reason, in the same way on all hosts;
+            returns whether the run returns to an older step.
         """
         self._distrusted_until, self._go_back = step, go_back
 
     def go_on(self) -> None:
-        """Drops the decision; the run continues from another state and trusts it."""
+        """Drops the decision: the run continues from a different, trusted state."""
         self.decision: Finding | None = None
         self.distrust_until(0, lambda *_: False)
 
@@ -249,22 +250,22 @@ class Callbacks:
             self._note(name, step, callback.after_evaluation(step, loss))
 
     def get_state(self) -> dict[str, Any]:
-        """The states of all callbacks by name, and the number of rollbacks."""
+        """The states of all callbacks by name and the number of rollbacks."""
         states = {name: each.get_state() for name, each in self._callbacks.items()}
         return {"rollbacks": self.rollbacks, "callbacks": copy.deepcopy(states)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restores the callbacks whose names are in a state; resets the others.
+        """Restores the callbacks whose names are in `state`; resets the others.
 
         Raises:
-          CheckpointError: if a callback refuses its state.
+          CheckpointError: if a callback rejects its state.
         """
         saved = state["callbacks"]
         new = sorted(self._callbacks.keys() - saved.keys())
         gone = sorted(saved.keys() - self._callbacks.keys())
         if saved and (new or gone):
             logging.warning(
-                "callbacks %s are new, and start without a state; the next save drops"
+                "callbacks %s are new and start without a state; the next save drops"
                 " the state of callbacks %s, which the run no longer has",
                 *(new, gone),
             )
@@ -275,8 +276,8 @@ class Callbacks:
             except (KeyError, TypeError, ValueError) as error:
                 raise errors.CheckpointError(
                     f"the callback {name!r} cannot continue from its saved state"
-                    f" {str(value)[:200]} ({error!r}); to start without a state, give"
-                    " it another name"
+                    f" {str(value)[:200]} ({error!r}); to start without a state, rename"
+                    " the callback"
                 ) from error
         self.rollbacks = state["rollbacks"]
         self.go_on()
@@ -299,8 +300,8 @@ class Callbacks:
         self._decide(step, dataclasses.replace(finding, why=f"{name}: {finding.why}"))
 
     def _decide(self, step: int, finding: Finding) -> None:
-        # The strongest action counts, and the earliest bad step. The first suspect is a
-        # recent restore, once.
+        # The strongest action and the earliest bad step apply. A recent restore is the
+        # first suspect, once.
         action, goes_back = finding.action, False
         is_doubt = finding.is_divergence or action is Action.DISTRUST
         if is_doubt and step <= self._distrusted_until:
@@ -317,9 +318,9 @@ class Callbacks:
         self.decided_step = step
 
 
-# The state of a rule; empty before the first step.
+# A rule's state; empty before the first step.
 State: TypeAlias = dict[str, Any]
-# Updates its state with the numbers of a step; returns why the step is bad, or "".
+# Updates the state with the numbers of a step; returns why the step is bad, or "".
 Rule = Callable[[State, Report], str]
 
 
@@ -334,7 +335,7 @@ def non_finite(state: State, report: Report) -> str:
 def loss_above_best(
     state: State, report: Report, *, smoothing: float, factor: float
 ) -> str:
-    """A rule: a step is bad if the smoothed loss is above `factor` times its best."""
+    """A rule: a step is bad if the smoothed loss exceeds `factor` times its best."""
     if not math.isfinite(report.loss):
         return f"the loss is {report.loss}"
     smoothed = _averaged(state, report.loss, smoothing)
@@ -348,10 +349,10 @@ def loss_above_best(
 def gradient_spike(
     state: State, report: Report, *, smoothing: float, factor: float
 ) -> str:
-    """A rule: a step is bad if its gradient norm is above `factor` times the average.
+    """A rule: a step is bad if its gradient norm exceeds `factor` times the average.
 
     A spike enters the average as the largest norm that is not a spike, so the average
-    follows a norm that stays high, but not a single step.
+    follows a norm that stays high but not a single spike.
     """
     norm, before = report.gradient_norm, state.get("average", math.inf)
     if not math.isfinite(norm):
@@ -381,7 +382,7 @@ class Detector:
         self._rule = rule
         self._action = action
         self._patience = patience
-        # The count of consecutive bad steps starts again after each action.
+        # The count of consecutive bad steps restarts after each action.
         self._state: State = {"bad": 0, "since": None, "rule": {}}
 
     def after_step(self, step: int, report: Report) -> Finding | None:
@@ -404,7 +405,7 @@ class Detector:
         )
 
     def after_evaluation(self, step: int, loss: float) -> None:
-        """Does nothing: the next step's loss is that of the same state."""
+        """Does nothing: the next step's loss belongs to the same state."""
 
     def get_state(self) -> Any:
         """See `Callback`."""
@@ -418,10 +419,10 @@ class Detector:
 def configured(
     config: schema.Config, *, emit: events.Emit = events.nobody
 ) -> Callbacks:
-    """The callbacks of a run: detectors, then those of `training_callbacks`.
+    """The callbacks of a run: detectors, then the callbacks of `training_callbacks`.
 
     Raises:
-      ConfigError: if the function of `training_callbacks` cannot be found, or the run
+      ConfigError: if the function of `training_callbacks` cannot be found or the run
         cannot roll back because it saves nothing.
     """
     section, own = config.divergence, {}
@@ -450,7 +451,7 @@ def configured(
 
 
 def detectors(section: schema.DivergenceSection) -> dict[str, Callback]:
-    """The configured detectors by name; none if their action is `off`."""
+    """The configured detectors by name; empty if the action is `off`."""
     if section.divergence_action == "off":
         return {}
     rules: dict[str, Rule] = {}

@@ -1,7 +1,6 @@
 """Turns a configuration into the plain values that the libraries take.
 
-It imports JAX and Orbax only where they are used, so that the fork server starts at
-once.
+Imports JAX and Orbax only where they are used, so that the fork server starts fast.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def tiers(
 ) -> list[Tier]:
     """The local, peer and persistent tiers of a run, or only the persistent tier.
 
-    `persistent` and `ram` are the run's directories in storage and on the RAM disk of
-    this host's slice, by default in `local_checkpoint_directory`.
+    `persistent` and `ram` are the run's directories in storage and on this slice's RAM
+    disk, by default in `local_checkpoint_directory`.
 
     Raises:
       ConfigError: if keys are missing or exclude each other.
@@ -91,7 +90,7 @@ def tiers(
 
 
 def saved(section: schema.CheckpointSection) -> run_saver.Saved:
-    """The steps that a run saves besides those that are due in its tiers."""
+    """The steps that a run saves in addition to the steps due in its tiers."""
     return run_saver.Saved(
         at_end=section.save_checkpoint_on_completion,
         best=_best_steps(section) if section.save_best_checkpoint else None,
@@ -100,9 +99,9 @@ def saved(section: schema.CheckpointSection) -> run_saver.Saved:
 
 
 def record(config: schema.Config, *, program: str = "train") -> dict[str, Any]:
-    """What a configuration adds to the `RunRecord` of its tiers.
+    """The fields that a configuration adds to the `RunRecord` of its tiers.
 
-    `program` is `train` or `maxtext`, whose first saved step has the number 0.
+    `program` is `train` or `maxtext`; MaxText numbers its first saved step 0.
     """
     saves, name = config.checkpoint.enable_checkpointing, config.run.run_name
     base = config.tiers.local_checkpoint_directory
@@ -123,10 +122,10 @@ def record(config: schema.Config, *, program: str = "train") -> dict[str, Any]:
 
 
 def num_bytes(section: schema.TiersSection, key: str) -> int:
-    """The value in bytes of a key that Kubernetes would write as `64Gi` or `512Mi`.
+    """The value in bytes of a key in Kubernetes notation, such as `64Gi` or `512Mi`.
 
     Raises:
-      ConfigError: if it is not an amount of memory.
+      ConfigError: if the value is not an amount of memory.
     """
     quantity = getattr(section, key)
     match = _QUANTITY.fullmatch(quantity)
@@ -186,7 +185,7 @@ def peers(section: schema.TiersSection) -> Peers:
     if any(given) and not all(given):
         raise errors.ConfigError(
             f"peer_tls_certificate, peer_tls_key and peer_tls_ca are {given}: only some"
-            " of them are set; set all three, or none to send data unencrypted"
+            " of them are set; set all three, or none of them to send data unencrypted"
         )
     return Peers(
         copies=section.peer_copies,
@@ -221,11 +220,11 @@ def _listed(value: str) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Groups:
-    """The groups of hosts that are lost together; a `Cluster` has them as slices.
+    """The groups of hosts that are lost together; in a `Cluster` they are slices.
 
     Attributes:
       number: the number of groups that a run may have.
-      most: how many of them train; the others are spares.
+      most: how many groups train; the others are spares.
       full: the topology of all groups.
     """
 
@@ -234,11 +233,11 @@ class Groups:
     full: topology.Topology
 
     def some(self, number: int) -> topology.Topology:
-        """The topology of some of the groups."""
+        """The topology of `number` of the groups."""
         full = self.full
         return dataclasses.replace(
             full,
-            # A single host has all groups, and is there with any of them.
+            # A single host has all groups and is part of any selection.
             hosts=max(1, full.hosts * number // self.number),
             slices=full.slices * number // self.number,
             devices=full.devices * number // self.number,
@@ -246,7 +245,7 @@ class Groups:
 
 
 def groups(config: schema.Config, there: topology.Topology | None = None) -> Groups:
-    """The configured groups, or those of the topology that this process found."""
+    """The configured groups, or the groups of the topology that this process found."""
     world, elastic = config.world, config.elastic
     full = there or topology.Topology(
         hosts=world.hosts,
@@ -265,7 +264,7 @@ def groups(config: schema.Config, there: topology.Topology | None = None) -> Gro
 def policy(config: schema.Config, groups: Groups) -> decision.Policy:
     """The policy of a run for groups that are lost and rejoin."""
     section = config.elastic
-    # A run that is not elastic saves and ends when one of its hosts is asked to end.
+    # A run that is not elastic saves and stops when one of its hosts is asked to stop.
     least = section.elastic_min_slice_count if section.elastic_enabled else groups.most
     return decision.Policy(
         min_slices=least or groups.most,
@@ -299,7 +298,7 @@ def work(config: schema.Config, groups: Groups) -> decision.Work:
 def _objection(
     config: schema.Config, groups: Groups, number: int, rows: int
 ) -> str | None:
-    # Why the data cannot be divided among a number of groups.
+    # Returns why the data cannot be divided among a number of groups.
     del rows
     try:
         batch_size.schedule(config.data, groups.some(number))
@@ -311,7 +310,7 @@ def _objection(
 def limits(config: schema.Config) -> watch.Limits:
     """The time limits of hosts."""
     section = config.elastic
-    # The rest of the grace period is for reporting the end.
+    # The rest of the grace period is for reporting that the run ended.
     grace_secs = 0.9 * config.run.termination_grace_period_seconds
     if not section.elastic_enabled:
         return watch.Limits(
@@ -349,17 +348,17 @@ def is_simulated(config: schema.Config) -> bool:
     )
 
 
-# Keys that exclude each other.
+# Mutually exclusive keys.
 
 
 def check_checkpoints(config: schema.Config) -> None:
-    """Raises a ConfigError for keys of checkpoints that contradict other keys."""
+    """Raises a ConfigError for checkpoint keys that contradict other keys."""
     section = config.checkpoint
     if config.elastic.elastic_enabled and not section.enable_checkpointing:
         raise errors.ConfigError(
             "elastic_enabled=true with enable_checkpointing=false: a run that loses a"
-            " slice continues from a saved step, and without one it would start again"
-            " at step 0; set enable_checkpointing=true or elastic_enabled=false"
+            " slice continues from a saved step and would otherwise restart at"
+            " step 0; set enable_checkpointing=true or elastic_enabled=false"
         )
     kept = section.num_best_checkpoints_to_keep
     is_ranked = (
@@ -375,13 +374,13 @@ def check_checkpoints(config: schema.Config) -> None:
     if kept and not section.max_num_checkpoints_to_keep:
         raise errors.ConfigError(
             f"num_best_checkpoints_to_keep={kept} has no effect with"
-            " max_num_checkpoints_to_keep=0, which keeps all steps; set that to the"
-            " number of newest steps to keep"
+            " max_num_checkpoints_to_keep=0, which keeps all steps; set the latter to"
+            " the number of newest steps to keep"
         )
 
 
 def check_keys(config: schema.Config) -> None:
-    """Raises a ConfigError for keys that `train` rejects on any hosts or files."""
+    """Raises a ConfigError for keys that `train` rejects with any hosts or files."""
     check_checkpoints(config)
     if config.checkpoint.enable_checkpointing:
         tiers(config, persistent=journal.path_of(config))
@@ -391,7 +390,7 @@ def check_keys(config: schema.Config) -> None:
 def check_slices(config: schema.Config, number: int | None = None) -> None:
     """Raises a ConfigError unless the run can train on `number` slices.
 
-    By default, `number` is the most slices that the run uses.
+    By default, `number` is the maximum number of slices that the run uses.
     """
     available = groups(config)
     chosen, most = policy(config, available), available.most
@@ -420,8 +419,8 @@ def check_local(config: schema.Config) -> None:
     check_keys(config)
     world = config.world
     if world.hardware == "tpu" and world.hosts > 1:
-        # libtpu needs the place of each process in the world before it starts, and
-        # supports no topology of some of the hosts.
+        # libtpu needs each process's place in the world before it starts and supports
+        # no topology with only some of the hosts.
         raise errors.ConfigError(
             f"hosts={world.hosts} with hardware=tpu: the local launcher starts hosts"
             " only on CPUs and GPUs; start one process per host with Slurm or a"
@@ -441,7 +440,7 @@ def check_local(config: schema.Config) -> None:
         if fault.target >= number:
             raise errors.ConfigError(
                 f"faults has {fault.kind} {fault.target}, but the run has {kind} 0 to"
-                f" {number - 1}; choose one of these, or set faults=[]"
+                f" {number - 1}; choose one of these or set faults=[]"
             )
     is_split = world.slices > world.hosts and not is_simulated(config)
     if is_elastic and is_split:

@@ -1,11 +1,11 @@
-"""The directory of a run: its paths, its events, and the metrics of its processes.
+"""The run directory: its paths, the run's events, and its processes' metrics.
 
-The leader of a run (the supervisor, or the first host under another launcher) holds the
-run's lock and logs its events, and how it ended, in `events.jsonl`. Each event carries
-the number of the last world that this start of the run claimed (`claim`), so that
-readers can ignore events of a replaced start.
+The leader of a run (the supervisor, or the first host under a different launcher) holds
+the run's lock and logs the run's events and outcome in `events.jsonl`. Each event
+carries the number of the last world that this start of the run claimed (`claim`), so
+that readers can ignore events of a replaced start.
 
-Each process writes its metrics as JSON lines, and serves them as configured. Readers
+Each process writes its metrics as JSON lines and serves them as configured. The readers
 are in `inspect.run_files`.
 """
 
@@ -41,22 +41,22 @@ with epy.lazy_imports():
     from elastic_ckpt.tiers.persistent import claims
 
 _MAX_REASON = 500
-# Events that say how many steps are done.
+# Events that report how many steps are done.
 _OF_STEPS = ("run_started", "step", "step_done", "restored_from", "world_left")
-# The longest delay of an event in a log in an object store, where people look at it.
+# The longest delay before an event appears in a log in an object store.
 _SYNC_SECS = 10.0
 
 
 def path_of(config: schema.Config) -> str:
-    """The directory of the run that `config` describes."""
+    """The run directory that `config` describes."""
     return os.path.join(config.run.base_output_directory, config.run.run_name)
 
 
 def logs_of(config: schema.Config) -> str:
-    """The directory for the output of the hosts of this machine.
+    """The directory for the output of this machine's hosts.
 
     Object stores cannot append to files, so the logs of a run in a bucket go to a new
-    temporary directory of this machine.
+    temporary directory on this machine.
     """
     directory = path_of(config)
     if storage.is_local(directory):
@@ -65,7 +65,7 @@ def logs_of(config: schema.Config) -> str:
 
 
 def steps_of(directory: str) -> str:
-    """The directory of a run's steps in persistent storage."""
+    """The directory with a run's steps in persistent storage."""
     return os.path.join(directory, layout.STEPS)
 
 
@@ -74,24 +74,24 @@ def read_config(directory: str) -> schema.Config:
 
     Raises:
       RunError: if there is no run in `directory`.
-      ConfigError: if its configuration is not valid for this program.
+      ConfigError: if the configuration is not valid for this program.
     """
     settings = run_files.read(directory).settings
     return load.from_values(settings, place=os.path.join(directory, run_files.RECORD))
 
 
 class Journal:
-    """An `Emit` that passes events on and logs all but the steps, which have a log.
+    """An `Emit` that passes events on and logs all except steps (see the step log).
 
     Args:
       emit: shows the events.
       steps: the directory of the run's steps, where its worlds are claimed.
-      claim: the last world claimed before this start began; 0 if there is none, or no
+      claim: the last world claimed before this start began; 0 if there is none or no
         other start can be alive.
       first_step: the number under which the run's first step is saved.
 
     Attributes:
-      is_stopped: whether the run ended because it was asked to.
+      is_stopped: whether the run stopped because it was asked to.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class Journal:
         self._log = jsonlog.writer(os.path.join(directory, run_files.EVENTS))
         self._is_local = storage.is_local(directory)
         self._steps, self._first_step = steps, first_step
-        # The last claimed world, and whether this start claimed it: before it has, the
-        # newest world in storage may be its own.
+        # The last claimed world, and whether this start claimed it: until then, the
+        # newest world in storage may belong to this start.
         self._claim, self._has_claimed = claim, False
         self._lock = threading.Lock()
         # The steps that are done, and the step of the newest save or restore.
@@ -144,7 +144,7 @@ class Journal:
         if not self._log.late_bytes:
             return
         try:
-            # Unlike lines of a file, segments of two starts have no order.
+            # Unlike lines in a file, segments from two starts have no order.
             is_ours = self._is_local or not self._has_claimed
             if is_ours or not claims.is_replaced(self._steps, self._claim):
                 self._log.sync()
@@ -169,7 +169,7 @@ class Journal:
     def stopped_early(self) -> None:
         """Logs that the run stopped early, perhaps before a save.
 
-        Writes at once: the process may exit without closing the journal.
+        Writes immediately: the process may exit without closing the journal.
         """
         if self._has_begun:
             self("run_stopped", step=self._step, saved=self._saved >= self._step)
@@ -189,17 +189,17 @@ def kept(
     """Opens the journal of the run in `directory`, which this process owns meanwhile.
 
     Args:
-      directory: the directory of the run.
+      directory: the run directory.
       emit: shows the events.
-      steps: the directory of its steps, where its worlds are claimed; by default the
-        one in `directory`.
-      first_step: the number under which its first step is saved.
+      steps: the directory of the run's steps, where its worlds are claimed; by default
+        the one in `directory`.
+      first_step: the number under which the run's first step is saved.
       listeners: listens to the run's metrics while the journal is open.
       is_locked: whether to lock the run; otherwise the claims of its worlds decide
         between processes.
 
     Raises:
-      RunError: if another live process is writing the run, or the log was removed.
+      RunError: if another live process is writing the run or the log was removed.
       ConfigError: if this account may not write there.
       CheckpointError: if the run is not locked and its claims cannot be read.
     """
@@ -229,7 +229,7 @@ def kept(
             journal.stopped_early()
             raise
         except Exception as error:
-            # A start that was refused has emitted no event.
+            # A rejected start has emitted no event.
             if journal._has_begun:
                 why = str(error).partition("\n")[0] or type(error).__name__
                 journal("run_failed", step=journal._step, why=why[:_MAX_REASON])
@@ -237,8 +237,8 @@ def kept(
 
 
 def _check_writable(directory: str) -> None:
-    # Otherwise a launcher would restart a run without write permission forever. Errors
-    # that may pass are ignored.
+    # Otherwise a launcher would restart a run without write permission forever. Ignores
+    # errors that may be temporary.
     path = storage.absolute(directory) / f"{run_files.EVENTS}.probe"
     try:
         storage.write_atomic(path, b"{}\n")
@@ -250,11 +250,11 @@ def _check_writable(directory: str) -> None:
 
 
 def _newest_step(directory: str) -> int:
-    # The most steps that earlier starts did, by their metrics.
+    # The highest step that earlier starts reached, according to their metrics.
     try:
         files = run_files.read_metrics(os.path.join(directory, run_files.METRICS))
     except errors.DataError as error:
-        logging.warning("steps trained again may count as goodput: %s", error)
+        logging.warning("retrained steps may count as goodput: %s", error)
         return 0
     return max(
         (
@@ -270,11 +270,11 @@ def _newest_step(directory: str) -> int:
 def listening_on_machine(
     config: schema.Config, *, host: int | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """`listening` in one of several processes of a machine: each has its own port.
+    """`listening` in one of several processes on a machine, each with its own port.
 
-    All machines use the same ports: the hosts of a machine have consecutive numbers.
+    All machines use the same ports, because a machine's hosts have consecutive numbers.
     `host` is the number of the host in its world; None for the supervisor, whose port
-    follows those of the hosts.
+    follows the hosts' ports.
     """
     section = config.metrics
     if section.prometheus_port:
@@ -292,11 +292,10 @@ def listening(
 ) -> Iterator[None]:
     """Runs the listeners of this process's metrics while the block runs.
 
-    By default, files have the name of this host.
+    By default, files are named after this host.
 
     Raises:
-      ConfigError: if the package of a listener is missing, or Prometheus cannot be
-        served.
+      ConfigError: if a listener's package is missing or Prometheus cannot be served.
     """
     name = name or f"host-{topology.this_host():05d}"
     lines = os.path.join(directory, run_files.METRICS, f"{name}.jsonl")

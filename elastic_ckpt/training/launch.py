@@ -1,6 +1,6 @@
-"""Starts a configured run: in this process, or on host processes of its machines.
+"""Starts a configured run: in this process, or in host processes on its machines.
 
-It imports JAX only where it is used, so that the fork server starts at once.
+Imports JAX only where it is used, so that the fork server starts fast.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ with epy.lazy_imports():
 
 # Trains on a host of a world.
 Train = Callable[[schema.Config, World], object]
-# What the fork server imports, so that hosts import nothing while slices change.
+# Modules that the fork server imports so that hosts need not while slices change.
 _HOST_IMPORTS = (
     *host.IMPORTS,
     __name__,
@@ -89,27 +89,28 @@ def on_hosts(
     train: Train | None = None,
     program: Sequence[str] = (),
 ) -> bool:
-    """Supervises the hosts of this machine until the run has ended.
+    """Supervises this machine's hosts until the run has ended.
 
     Args:
-      config: the configuration of the run; the files of its data exist.
-      show: called for the events of the run, on the machine that leads.
+      config: the run's configuration; its data files must exist.
+      show: called for the run's events, on the machine that leads.
       place: this machine's place among several; None if it has all hosts.
       train: trains on each host, picklable; by default the reference trainer.
-      program: what the hosts run, besides the configuration; equal on all machines.
+      program: identifies what the hosts run, apart from the configuration; must be
+        equal on all machines.
 
     Returns:
-      Whether the run, or this machine, was asked to end before the last step.
+      Whether the run or this machine was asked to stop before the last step.
 
     Raises:
-      RunError: with the first failure of a host, after all hosts have ended; or if no
+      RunError: with the first failure of a host, after all hosts have exited; or if no
         leader can be reached.
-      StoppedError: if SIGTERM arrived and the hosts did not end in time.
+      StoppedError: if SIGTERM arrived and the hosts did not stop in time.
     """
     of_host = functools.partial(on_host, train)
     limits, groups = configured.limits(config), configured.groups(config)
     directory, injected = journal.path_of(config), faults.parse(config.elastic.faults)
-    # Otherwise all hosts share one RAM disk, as on one machine.
+    # Otherwise, all hosts share one RAM disk, as on one machine.
     memory = configured.memory(config) if config.elastic.elastic_enabled else None
     there: dict[str, Any] = {} if place is None else place._asdict()
 
@@ -130,7 +131,7 @@ def on_hosts(
             # MaxText numbers its steps from 0.
             first_step=0 if program else 1,
             listeners=journal.listening_on_machine(config),
-            # A leader that is cut off or frozen would still hold a lock.
+            # A disconnected or frozen leader would still hold a lock.
             is_locked=place is None,
         )
 
@@ -169,15 +170,15 @@ def on_hosts(
 def on_slices(config: schema.Config, show: events.Emit) -> bool:
     """Trains in this process on the available slices until the run has ended.
 
-    The slices are those of Pathways, or simulated by CPU devices of this process. The
-    files of the data must exist.
+    Pathways provides the slices, or CPU devices of this process simulate them. The data
+    files must exist.
 
     Returns:
-      Whether the run was asked to end before the last step.
+      Whether the run was asked to stop before the last step.
 
     Raises:
-      ConfigError: if the hardware has a different number of slices, or the slices
-        cannot have the configured faults.
+      ConfigError: if the hardware has a different number of slices or the slices cannot
+        have the configured faults.
       RunError: see `runtime.run`.
     """
     number, directory = config.world.slices, journal.path_of(config)
@@ -212,7 +213,7 @@ def _run(
     cluster: Cluster,
     emit: events.Emit,
 ) -> None:
-    # Trains on the available groups of a cluster until the run has ended.
+    # Trains on a cluster's available groups until the run has ended.
     chosen = configured.policy(config, groups)
     if config.elastic.elastic_enabled:
         chosen = scale_request.ScaledPolicy(journal.path_of(config), chosen)
@@ -226,10 +227,10 @@ def _run(
 
 
 def place(config: schema.Config, environment: Mapping[str, str]) -> Place:
-    """The configured place of this machine among those of a run.
+    """The configured place of this machine among the machines of a run.
 
     Raises:
-      ConfigError: if it is missing or contradicts other keys.
+      ConfigError: if the place is missing or contradicts other keys.
     """
     section, world = config.elastic, config.world
     if not section.elastic_enabled:
@@ -241,7 +242,7 @@ def place(config: schema.Config, environment: Mapping[str, str]) -> Place:
     if world.enable_single_controller:
         raise errors.ConfigError(
             f"elastic_machines={section.elastic_machines} with"
-            " enable_single_controller=true: only a run with a process per host can"
+            " enable_single_controller=true: only a run with one process per host can"
             " have several machines with supervisors; set elastic_machines=1"
         )
     number = section.elastic_machine
@@ -263,13 +264,13 @@ def _digest(config: schema.Config, program: Sequence[str]) -> str:
 def with_files(
     config: schema.Config, *, report: Callable[[str], None] = lambda _: None
 ) -> schema.Config:
-    """Makes the file names of data absolute, and writes missing files from texts.
+    """Makes data file names absolute and writes missing files from text files.
 
     Calls `report` with a line of text for each file written.
 
     Raises:
       ConfigError: if a file cannot be written in the configured format.
-      DataError: if there are neither files nor texts.
+      DataError: if there are neither data files nor text files.
     """
     data = config.data
     directories = iter(part for part in data.text_directory.split(";") if part)
@@ -282,8 +283,8 @@ def with_files(
             files.find_files(files.absolute(dataset.patterns))
     values = _absolute({key: vars(data)[key] for key in (_MIXTURE, *listed)})
     if data.data_stages:
-        # Stores the stages themselves: their file may change, and the next start may
-        # run elsewhere.
+        # Stores the stages themselves, because their file may change and the next start
+        # may run elsewhere.
         stages = []
         for begin, stage in data_keys.stages(data):
             own = {k: v for k, v in vars(stage).items() if v != vars(data)[k]}
@@ -293,7 +294,7 @@ def with_files(
 
 
 def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
-    # Makes the file names among the values of data keys absolute.
+    # Makes file names among the values of data keys absolute.
     absolute = dict(values)
     for key, value in values.items():
         if value and key == _MIXTURE:
@@ -317,8 +318,8 @@ def _write(
     if named_type != file_type:
         raise errors.ConfigError(
             f"grain_file_type={file_type}, but text_directory would be written to"
-            f" {patterns}, which is named like a {named_type} file; set"
-            f" grain_file_type={named_type}, or change the file's name"
+            f" {patterns}, which has the name of a {named_type} file; set"
+            f" grain_file_type={named_type} or rename the file"
         )
     written = text.write(directory, patterns, file_type=file_type)
     report(f"wrote {patterns}: {written.num_documents:,} documents")

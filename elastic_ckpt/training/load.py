@@ -1,7 +1,7 @@
 """Reads a configuration from a YAML file, its base files and overrides; prints one.
 
-It is strict: an unknown key, a key set twice or a value of the wrong type is an error
-that names the file and line and, for an unknown key, the nearest existing key.
+Reading is strict: an unknown key, a key set twice or a value of the wrong type is an
+error that gives the file and line and, for an unknown key, the nearest existing key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastic_ckpt.core import errors, sections, storage
 from elastic_ckpt.core.sections import Setting, Value, render
 from elastic_ckpt.training import schema
 
-# The base file with every key's default; it need not exist.
+# The base file with every key's default, which need not exist.
 DEFAULTS = "base.yml"
 
 _INHERIT = "base_config"
@@ -30,17 +30,17 @@ _Lines = Callable[[dataclasses.Field[Any], Value], list[str]]
 def load(path: epath.PathLike, overrides: Sequence[str] = ()) -> schema.Config:
     """The configuration in `path`, with `overrides` on top.
 
-    It has an attribute for each section, such as `data`, which `ec.data.from_config`
-    takes.
+    The result has an attribute for each section, such as `data`, which
+    `ec.data.from_config` takes.
 
     Args:
       path: a YAML file of `key: value` lines, local or in a bucket. Its `base_config`
-        names another file, relative to this one, for settings that it lacks.
-        `base_config: base.yml` means the defaults if there is no such file.
-      overrides: `key=value` texts, as on a command line; later ones take precedence.
+        is the path, relative to this file, of a file with settings that this file
+        lacks. `base_config: base.yml` means the defaults if there is no such file.
+      overrides: `key=value` strings, as on a command line; later ones take precedence.
 
     Raises:
-      ConfigError: names the file and line (or the override) and the remedy.
+      ConfigError: with the file and line (or the override) and the remedy.
     """
     return _build(settings(path, overrides))
 
@@ -51,12 +51,12 @@ def settings(
     *,
     bases: Sequence[str] = (),
 ) -> dict[str, Setting]:
-    """The value of each key that is set, and its place: file and line, or the override.
+    """The value of each key that is set, and where: file and line, or the override.
 
     Args:
       path: as in `load`; None if there are only overrides.
       overrides: as in `load`.
-      bases: further directories with base files, such as those of another program.
+      bases: further directories with base files, such as another program's directory.
 
     Raises:
       ConfigError: as in `load`, except for unknown keys and invalid values, which only
@@ -93,12 +93,12 @@ def _read_file(
     if storage.is_local(path):
         path = epath.Path(os.path.realpath(path))
     else:
-        # Names of objects have no `..`.
+        # Object names have no `..`.
         store, _, name = os.fspath(path).partition("://")
         path = epath.Path(f"{store}://{os.path.normpath(name)}")
     if path in below:
         raise errors.ConfigError(
-            f"{path}: base_config includes this file again; remove base_config from one"
+            f"{path}: base_config leads back to this file; remove base_config from one"
             " of the files"
         )
     by = f" (base_config of {below[-1]})" if below else ""
@@ -113,9 +113,9 @@ def _read_file(
         return found
     places = [each / str(base.value) for each in (path.parent, *map(epath.Path, bases))]
     if base.value == DEFAULTS and not places[0].exists():
-        # An installed package has no configs/base.yml, which only lists the defaults.
+        # An installed package lacks configs/base.yml, which only lists the defaults.
         return found
-    # If none exists, the error names the first.
+    # If none exists, the error reports the first.
     below_this = next((each for each in places if each.exists()), places[0])
     return _read_file(below_this, bases, below=(*below, path)) | found
 
@@ -162,7 +162,7 @@ def resolved_yaml(config: schema.Config, origins: Mapping[str, str]) -> str:
 
 
 def base_yaml() -> str:
-    """The text of `configs/base.yml`: every key with its description and default."""
+    """The content of `configs/base.yml`: every key, its description and default."""
 
     def lines(field: dataclasses.Field[Any], value: Value) -> list[str]:
         doc = field.metadata["doc"]

@@ -25,9 +25,9 @@ from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.training import schema
 
 Params = dict[str, jax.Array]
-# {"params": ..., "opt_state": ..., "step": int32 scalar}
+# {"params": ..., "opt_state": ..., "step": int32 scalar}.
 TrainState = dict[str, Any]
-# Gathers the sharded parameters of one layer on each device.
+# Gathers one layer's sharded parameters on each device.
 Gather = Callable[[Params], Params]
 
 
@@ -75,10 +75,10 @@ def logits(
         `inputs_segmentation` and `inputs_position` of the same shape: a token attends
         to itself and to earlier tokens of its segment.
       head_dim: width of an attention head.
-      gather: applied to the parameters of a layer before the layer.
+      gather: applied to a layer's parameters before the layer.
 
     Returns:
-      float32 of shape `[rows, length, vocabulary]`.
+      Logits, float32 of shape `[rows, length, vocabulary]`.
     """
     ends = gather({k: params[k] for k in ("embedding", "final_norm")})
     layers = {k: v for k, v in params.items() if k not in ends}
@@ -102,7 +102,7 @@ def logits(
 def loss(
     params: Params, batch: elastic_data.Batch, *, head_dim: int, gather: Gather
 ) -> tuple[jax.Array, jax.Array]:
-    """The summed cross-entropy in nats, and the number of targets; without padding.
+    """The summed cross-entropy in nats and the number of targets, without padding.
 
     Takes the arguments of `logits`; the batch also has `targets` and, if rows are
     packed, `targets_segmentation`, which is 0 for padding.
@@ -139,7 +139,7 @@ def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
-    # x: [rows, length, heads, head_dim]; pairs are (i, i + head_dim / 2).
+    # x: [rows, length, heads, head_dim]; rotates the pairs (i, i + head_dim / 2).
     half = x.shape[-1] // 2
     frequencies = 10_000.0 ** (-jnp.arange(half) / half)
     angles = positions[:, :, None] * frequencies
@@ -151,13 +151,13 @@ def _rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 class StepReport(NamedTuple):
-    """The outputs of a step besides the state; every host has all of them.
+    """The outputs of a step in addition to the state; every host has all of them.
 
     Attributes:
       loss: float32 scalar, the loss of the global batch before the update.
-      example_id: uint32 `[B, 2]`, the ids of the rows of the batch.
+      example_id: uint32 `[B, 2]`, the ids of the rows in the batch.
       row_digests: uint32 `[B]`, digests of the tokens of these rows.
-      tokens: int32 scalar, the number of targets of the global batch without padding.
+      tokens: int32 scalar, the number of targets in the global batch without padding.
       learning_rate: float32 scalar, the learning rate of the update.
       gradient_norm: float32 scalar, the L2 norm of all gradients, before clipping.
     """
@@ -182,8 +182,8 @@ class Program:
       init: returns the initial state, sharded.
       begin: returns the initial state with given weights, which it donates.
       step: `(state, batch) -> (state, StepReport)`; donates the state.
-      evaluate: `(state, batch) -> (loss, targets)`: the summed loss in nats, and the
-        number of its targets.
+      evaluate: `(state, batch) -> (loss, targets)`: the summed loss in nats and the
+        number of targets.
     """
 
     abstract_state: TrainState
@@ -196,7 +196,7 @@ class Program:
 def build(config: schema.Config, mesh: Mesh, *, microbatches: int = 1) -> Program:
     """The configured model and optimizer.
 
-    Shards weights over the mesh axis `fsdp`, and rows over `slice` and `fsdp`. A device
+    Shards weights over the mesh axis `fsdp` and rows over `slice` and `fsdp`. A device
     computes its rows in `microbatches` equal parts.
     """
     sizes = dataclasses.replace(config.model, vocab_size=vocab_size(config))
@@ -272,7 +272,7 @@ def build(config: schema.Config, mesh: Mesh, *, microbatches: int = 1) -> Progra
 
 
 def vocab_size(config: schema.Config) -> int:
-    """The rows of the embedding."""
+    """The number of rows of the embedding."""
     return config.model.vocab_size or pipeline.vocab_size(config.data)
 
 
@@ -303,9 +303,9 @@ def _optimizer(
 
 
 def _over_slices(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    # Sums `function(params, batch)` over slices, each with its own rows. The sum comes
-    # once in a step, after the loop over layers: one collective between slices instead
-    # of one for each layer. Within a slice the compiler shards.
+    # Sums `function(params, batch)` over slices, each with its own rows. The sum is
+    # computed once per step, after the loop over layers: one collective between slices
+    # instead of one for each layer. Within a slice, the compiler shards.
     if mesh.shape[topology.SLICE_AXIS] == 1:
         return function
 
@@ -324,7 +324,7 @@ def _over_slices(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]
 
 
 def _constrained(arrays: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
-    # Inside `shard_map` the mesh is that of the slice.
+    # Inside `shard_map`, the mesh is the slice's mesh.
     of_slice = jax.sharding.get_abstract_mesh()
     sharding = NamedSharding(mesh if of_slice.empty else of_slice, spec)
     return jax.lax.with_sharding_constraint(arrays, sharding)
@@ -351,8 +351,8 @@ def _accumulated(
 
 
 def _microbatches(rows: jax.Array, number: int, mesh: Mesh) -> jax.Array:
-    # Reshapes `[B, ...]` of a slice to `[number, B / number, ...]`. Each part has rows
-    # of every device, so none move.
+    # Reshapes a slice's `[B, ...]` to `[number, B / number, ...]`. Each part has rows
+    # from every device, so no rows move.
     devices = mesh.shape[topology.FSDP_AXIS]
     by_device = rows.reshape(devices, number, -1, *rows.shape[1:])
     parts = by_device.swapaxes(0, 1).reshape(number, -1, *rows.shape[1:])
@@ -360,7 +360,7 @@ def _microbatches(rows: jax.Array, number: int, mesh: Mesh) -> jax.Array:
 
 
 def _state_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    # Shards the longest dim that divides over a slice; replicates if there is none.
+    # Shards the longest dim that the slice's devices divide; replicates if none does.
     size = mesh.shape[topology.FSDP_AXIS]
     fitting = [dim for dim, length in enumerate(shape) if length % size == 0]
     if size == 1 or not fitting:

@@ -1,6 +1,6 @@
-"""The run directory of a training loop, which `status`, `report` and `audit` read.
+"""A training loop's run directory, which `status`, `report` and `audit` read.
 
-It has a step log, the events of the run, and metrics. The reference trainer and MaxText
+It contains a step log, the run's events, and metrics. The reference trainer and MaxText
 use it like any other loop.
 """
 
@@ -60,16 +60,16 @@ class RunDirectory:
         checkpointer = world.checkpointer(tiers, emit=run.emit)
 
     Args:
-      directory: a path or URI for this run alone; created if it does not exist.
+      directory: a path or URI only for this run; created if it does not exist.
       tiers: the tiers of the loop's checkpointer, in which `status` and `audit` look.
-      steps: the number of steps of the whole run; None if unknown.
+      steps: the number of steps in the whole run; None if unknown.
       world: the world of an elastic run, which receives the events. If the run may use
         several machines, the claims of worlds decide between them, instead of a lock.
       emit: called with each event, from any thread; by default `world.emit`.
 
     Raises:
       RunError: if another live process records in the directory.
-      ConfigError: if the tiers do not fit together.
+      ConfigError: if the tiers are incompatible.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RunDirectory:
         world: World | None = None,
         emit: events.Emit | None = None,
         # For programs with a configuration: their part of the record, and listeners. In
-        # a world, the program that started it keeps the events and metrics.
+        # a world, the program that started the world keeps the events and metrics.
         _record: Mapping[str, Any] | None = None,
         _metrics: schema.MetricsSection | None = None,
     ) -> None:
@@ -93,14 +93,14 @@ class RunDirectory:
         slices = int(self._record.settings.get("slices", 1))
         self._world = topology.present(slices) if world is None else world.topology
         self._between = BetweenWorlds() if world is None else world._between
-        # The number of steps done (None before the first), and that of the newest save.
+        # The number of steps done (None before the first), and the newest saved step.
         self._done: int | None = None
         self._saved = 0
         self._claim = 0
         self._began_secs = self._since_secs = time.monotonic()
         # The event of the last step, until its loss is known or the next step begins.
         self._event: dict[str, Any] | None = None
-        # What the thread has yet to write about the last step.
+        # The work that the thread has yet to do for the last step.
         self._late: list[futures.Future[None]] = []
         self._log: step_log.StepLog | None = None
         # Records the events, on one host.
@@ -161,32 +161,32 @@ class RunDirectory:
     ) -> None:
         """Logs one step; every process must call it, before it saves the step.
 
-        It waits only for the previous step to be computed: a thread writes the record
-        of a step while the next one runs.
+        This method waits only for the previous step to be computed: a thread writes a
+        step's record while the next step runs.
 
         Args:
-          step: the number of steps that are done, this one included; also the number
+          step: the number of steps that are done, including this one; also the number
             under which the step is saved. A number that does not follow the last one
             means that the loop restarted there.
           batch: the global batch from `ec.batches`, with `example_id`.
-          loss: the loss of the step, a scalar; None reports none.
+          loss: the loss of the step, a scalar; None if unknown.
           tokens: the number of tokens in the batch, to report tokens per second.
           learning_rate: the learning rate of the step.
 
         Raises:
-          ConfigError: if `step` is not positive, or the batch has no `example_id`.
+          ConfigError: if `step` is not positive or the batch has no `example_id`.
         """
         try:
             step = operator.index(step)
         except TypeError:
             raise errors.ConfigError(
-                f"RunDirectory.log: step is a {type(step).__name__}; give the number of"
-                " steps that are done, and then the batch: log(step, batch)"
+                f"RunDirectory.log: step is a {type(step).__name__}; pass the number of"
+                " completed steps first, and then the batch: log(step, batch)"
             ) from None
         if step < 1:
             raise errors.ConfigError(
-                f"RunDirectory.log: step={step}; give the number of steps that are"
-                " done, this one included, from 1"
+                f"RunDirectory.log: step={step}; pass the number of completed steps,"
+                " including this one, from 1"
             )
         rows = _rows or step_log.digested(batch)
         self._catch_up()
@@ -220,14 +220,14 @@ class RunDirectory:
         tokens: int | jax.Array | None = None,
         learning_rate: float | jax.Array | None = None,
     ) -> None:
-        """Adds values to the last logged step that were not known then; see `log`."""
+        """Adds values that were not known before to the last logged step; see `log`."""
         if self._event is not None and self._event["step"] == step:
             more = {"loss": loss, "tokens": tokens, "learning_rate": learning_rate}
             self._event |= {k: v for k, v in more.items() if v is not None}
             self._report()
 
     def close(self) -> None:
-        """Writes pending records, and records the end of the run."""
+        """Writes pending records and records the end of the run."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> RunDirectory:
@@ -243,7 +243,7 @@ class RunDirectory:
         self._closing.__exit__(kind, error, trace)
 
     def _start(self, done: int) -> None:
-        # Reports that a loop starts or restarts with the step after `done`.
+        # Reports that the loop starts or restarts with the step after `done`.
         self._begin(done)
         # The audit expects an attempt for each reported start.
         self._wait()
@@ -259,7 +259,7 @@ class RunDirectory:
         # Begins an attempt, whose first step is the one after `done`.
         self._catch_up()
         self._done = done
-        # Later steps are trained again.
+        # Later steps are retrained.
         self._saved = min(self._saved, done)
         if topology.is_primary():
             # In the thread, so that the first step does not wait.
@@ -267,7 +267,7 @@ class RunDirectory:
 
     def _open(self, done: int, left_out: Ranges) -> None:
         self._close_log()
-        # Not earlier: a start that is refused must not replace the record of the run.
+        # Not earlier: a rejected start must not replace the record of the run.
         run_files.write(self._directory, self._record)
         self._log = step_log.StepLog(
             *(self._directory, done),
@@ -278,7 +278,7 @@ class RunDirectory:
         )
 
     def _end(self, kind: type[BaseException] | None, *_: Any) -> None:
-        # An error of a step lost with its devices must not hide the error of the run.
+        # The error of a step lost with its devices must not hide the run's error.
         with contextlib.suppress(Exception) if kind else contextlib.nullcontext():
             try:
                 self._catch_up()
@@ -295,7 +295,7 @@ class RunDirectory:
                 secs=time.monotonic() - self._began_secs,
             )
         else:
-            # The next world makes the backup of a step in RAM, if there is one.
+            # The next world backs up a step in RAM, if there is one.
             is_lent = resumes and self._has_local
             is_saved = self._saved == self._done and not is_lent
             self.emit("run_stopped", step=self._done, saved=is_saved)
@@ -306,14 +306,14 @@ class RunDirectory:
             log.close()
 
     def _report(self) -> None:
-        # Reports the last step in the thread, with what is known by now.
+        # Reports the last step in the thread, with the values known so far.
         event, self._event = self._event, None
         if event is not None and self._log is not None:
             self._late.append(self._thread.submit(self._show, event))
 
     def _wait(self) -> None:
         # Waits until the last step is written. A step that could not be written must
-        # never be saved; after an interrupt the next call waits again.
+        # never be saved; after an interrupt, the next call waits again.
         while self._late:
             self._late[0].result()
             del self._late[0]
@@ -328,7 +328,7 @@ class RunDirectory:
         why = None if self._log is None else self._log.sync()
         if why is not None:
             metrics.CHECKPOINT_FAILURES.record(1)
-            advice = storage_cause.advice(why) or "bring the storage back"
+            advice = storage_cause.advice(why) or "restore access to the storage"
             why = f"the step log cannot be written and is retried: {why}; {advice}"
             storage_cause.report(self._journal, "persistent", self._done or 0, why)
 

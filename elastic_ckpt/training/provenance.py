@@ -1,14 +1,14 @@
-"""Finds the steps that used a document, and the documents that a step used.
+"""Finds the steps that used a document and the documents that a step used.
 
-The step log places each batch in the stream of rows, including rows that the run left
-out. The sizes of earlier batches determine the logical shard of each row (`data.rows`).
-Executing the shard's pipeline again (`data.provenance`), from the start or from the
-last saved data state before them, shows which documents are in its rows. Which shard
-reads a record, and when, is a pure function of numbers, so a search reads one shard for
-each epoch.
+The step log places each batch in the stream of rows, including rows that the run
+skipped. The sizes of earlier batches determine the logical shard of each row
+(`data.rows`). Executing the shard's pipeline again (`data.provenance`), from the start
+or from the last saved data state before these rows, shows which documents are in the
+rows. Which shard reads a record, and when, is a pure function of numbers, so a search
+reads one shard per epoch.
 
-Texts of positional data are not read: each row is one record, and their order has its
-number.
+The text of positional data is not read: each row is one record, whose number follows
+from the order of the data.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from elastic_ckpt.data.sources import arrayrecord
 from elastic_ckpt.training import audit, step_log
 from elastic_ckpt.training.step_log import Record
 
-# The number of rows between two checks whether a document can still appear.
+# The number of rows between two checks of whether a document can still appear.
 _CHECK_ROWS = 32
 
 # A data state in storage, and a function that reads its cursors.
@@ -63,11 +63,11 @@ class Use:
     """Tokens of a document in a row of a step.
 
     Attributes:
-      attempt: the attempt that trained the step; several may have.
-      is_current: whether it is part of the run's lineage; false for a step that was
-        trained again after a crash or rollback.
+      attempt: an attempt that trained the step; there may be several.
+      is_current: whether the attempt's step is part of the run's lineage; False for a
+        step that was retrained after a crash or rollback.
       row: the row of the global batch.
-      first_token: the index in the document of the first token.
+      first_token: the index of the first token in the document.
       num_tokens: the number of tokens among the row's inputs; None if unknown.
     """
 
@@ -88,12 +88,12 @@ class Found:
       file: the path or URI of the file.
       record: the record's number in the file, from 0.
       epoch: the epoch, from 0.
-      shard: the logical shard that reads it; None if the data has no shards.
-      outcome: `used` by steps; `left_out` with other rows after a rollback; `too_short`
-        for an example; `filtered` by the pipeline; `corrupt` and skipped; `read_ahead`
-        into a block, a shuffle window or an incomplete row, but in no step yet; or
-        `not_yet_used`.
-      document_tokens: the number of tokens of the whole document; None if unknown.
+      shard: the logical shard that reads the record; None if the data has no shards.
+      outcome: `used` by steps; `left_out`, skipped with other rows after a rollback;
+        `too_short` for an example; `filtered` by the pipeline; `corrupt` and skipped;
+        `read_ahead` into a block, a shuffle window or an incomplete row, but in no step
+        yet; or `not_yet_used`.
+      document_tokens: the number of tokens in the whole document; None if unknown.
       uses: the steps that used it, in training order.
     """
 
@@ -109,14 +109,14 @@ class Found:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UsedBatch:
-    """A batch that trained a step.
+    """A batch that a step was trained on.
 
     Attributes:
-      attempts: the attempts that trained the step with this batch.
-      is_current: whether the run's lineage contains one of them.
-      position: the number of rows before it in the stream of rows.
-      rows: for each row of the global batch, the documents with tokens in it, in order;
-        none for a row of padding.
+      attempts: the attempts that trained the step on this batch.
+      is_current: whether the run's lineage contains one of these attempts.
+      position: the number of rows before the batch in the stream of rows.
+      rows: for each row of the global batch, the documents with tokens in the row, in
+        order; empty for a row of padding.
     """
 
     step: int
@@ -129,17 +129,17 @@ class UsedBatch:
 class Provenance:
     """Answers questions about the documents of a run.
 
-    It covers the batches of the run's lineage and those that the run left out. Other
-    batches, which were trained only before a rollback, are not followed.
+    It covers the batches of the run's lineage and the batches that the run skipped. It
+    does not follow batches that the run trained on only before a rollback.
 
     Args:
       attempts: the step log.
       data_of: returns the data of a step; see `audit`.
       saved: the data states in storage.
-      first_step: the number of a run's first step; the log has 0.
+      first_step: the number of a run's first step; the log starts at 0.
 
     Raises:
-      DataError: if the step log has no step, or the data is not that of the run.
+      DataError: if the step log has no steps or the data is not the run's data.
     """
 
     def __init__(
@@ -153,8 +153,8 @@ class Provenance:
         self._first_step = first_step
         self._lineage = step_log.lineage(attempts)
         if not self._lineage:
-            raise errors.DataError("the step log has no step; the run trained none yet")
-        # The trained batches by their first row; each may have been trained repeatedly.
+            raise errors.DataError("the step log is empty: the run has not trained yet")
+        # The trained batches by first row; each may have been trained on repeatedly.
         self._trained: dict[int, list[Record]] = collections.defaultdict(list)
         for record in itertools.chain.from_iterable(a.records for a in attempts):
             self._trained[record.row].append(record)
@@ -164,7 +164,7 @@ class Provenance:
         sizes = (each.rows for each in self._batches[:-1])
         self._histories = [*itertools.accumulate(sizes, rows.after, initial=())]
         # The saved states between these batches, newest first: the number of the next
-        # batch, and the cursors of shards. The last one is the start of the data.
+        # batch and the shards' cursors. The last state is the start of the data.
         self._saved: list[tuple[int, elastic_data.ReadCursors]] = []
         numbers = {history: n for n, history in enumerate(self._histories)}
         by_row = sorted(saved, key=lambda each: -each[0].row)
@@ -197,7 +197,7 @@ class Provenance:
           record: the record's number in the file, from 0.
 
         Raises:
-          DataError: if there is no such record, or it cannot be followed.
+          DataError: if there is no such record or it cannot be followed.
         """
         data = self._data[-1]
         if isinstance(data, positional_data.TextData):
@@ -216,10 +216,10 @@ class Provenance:
     def step(self, step: int) -> Iterator[UsedBatch]:
         """The batches of a step, with their documents.
 
-        A step that was trained again with other rows has several batches.
+        A step that was retrained on different rows has several batches.
 
         Raises:
-          DataError: if no attempt trained it, or its rows cannot be followed.
+          DataError: if no attempt trained the step or its rows cannot be followed.
         """
         is_followed = False
         for number, batch in enumerate(self._batches):
@@ -237,8 +237,8 @@ class Provenance:
             trained = itertools.chain.from_iterable(self._trained.values())
             steps = {each.step + self._first_step for each in trained}
             why = (
-                ", but the run rolled back past it; only steps that were trained again"
-                " or left out are followed"
+                ", but the run rolled back past it; only steps that were retrained"
+                " or skipped are followed"
                 if step in steps
                 else f" by no attempt of the run; its steps are {min(steps)} to"
                 f" {max(steps)}"
@@ -246,7 +246,7 @@ class Provenance:
             raise errors.DataError(f"step {step} was trained{why}")
 
     def _documents(self, number: int) -> tuple[tuple[provenance.Piece, ...], ...]:
-        # The documents of each row of a batch.
+        # The documents in each row of a batch.
         batch, data = self._batches[number], self._data[number]
         found: list[tuple[provenance.Piece, ...]] = [()] * batch.rows
         if isinstance(data, positional_data.TextData):
@@ -420,7 +420,7 @@ class Provenance:
 
 
 def _outcome(uses: Iterable[Use]) -> Outcome:
-    # The outcome of a document that is in rows.
+    # The outcome of a document that reached rows.
     return "used" if any(use.is_current for use in uses) else "left_out"
 
 
@@ -430,7 +430,7 @@ def _sharded(data: elastic_data.ElasticData) -> sharded_data.ShardedData:
         data = data.sharded()
     if not isinstance(data, sharded_data.ShardedData):
         raise errors.DataError(
-            f"the documents of {type(data).__name__} cannot be determined; use"
+            f"the documents in {type(data).__name__} cannot be determined; use"
             " ec.data.sharded or ec.data.from_config"
         )
     return data
@@ -444,8 +444,8 @@ def _texts(data: positional_data.TextData) -> records.Records:
 
 
 def _located(files: Mapping[str, Sequence[str]], file: str) -> list[tuple[str, int]]:
-    # The datasets with a file of this path, or whose path ends in it, and the number of
-    # the file in each.
+    # The datasets that have a file with this path or a path that ends in it, and the
+    # number of the file in each dataset.
     whole, end = os.path.abspath(file), "/" + file.lstrip("/")
     found = [
         (name, number, each)
@@ -457,22 +457,22 @@ def _located(files: Mapping[str, Sequence[str]], file: str) -> list[tuple[str, i
         names = {os.path.basename(e) for of_data in files.values() for e in of_data}
         raise errors.DataError(
             f"{file} is not a file of the run's data, which has"
-            f" {errors.first_of(sorted(names))}; give the path"
-            " of one of them, or its end"
+            f" {errors.first_of(sorted(names))}; pass the path"
+            " of one of them, or the end of the path"
         )
     if len({name for name, _, _ in found}) < len(found):
         raise errors.ConfigError(
             f"{file}: {len(found)} files of the data match,"
-            f" {errors.first_of(each for _, _, each in found)}; give more of the path"
+            f" {errors.first_of(each for _, _, each in found)}; pass more of the path"
         )
     return [(name, number) for name, number, _ in found]
 
 
 def _saved_at(path: epath.Path) -> Iterator[Saved]:
-    # The readable data states of a step, nearly always one.
+    # The readable data states of a step, nearly always just one.
     for file in path.glob(f"*/{state.FILE_NAME}"):
         directory = file.parent
-        # If it cannot be read, an older state serves.
+        # If a state cannot be read, an older one serves.
         with contextlib.suppress(errors.DataError):
             found = state.read(directory)
             yield (

@@ -1,6 +1,6 @@
-"""The report of a run as a page: how it went, what interrupted it, where its time went.
+"""A run's report as a page: how it went, what interrupted it, where its time went.
 
-`collect` reads what the run wrote; everything else is a pure function of that.
+`collect` reads the run's files; everything else is a pure function of the result.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from elastic_ckpt.monitoring import goodput
 from elastic_ckpt.training import audit as audit_run
 from elastic_ckpt.training import step_log
 
-# The most lines of a table, and the most bars of a plot.
+# The maximum number of table lines and of bars in a plot.
 _MOST_ROWS = 200
 _MOST_BARS = 12
-# Events that end the training of a world.
+# Events that end a world's training.
 _WORLD_ENDS = (
     *("slice_lost", "host_lost", "world_left"),
     *("run_finished", "run_stopped", "run_failed"),
@@ -35,13 +35,13 @@ _WORLD_ENDS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a run has written.
+    """The records that a run has written.
 
     Attributes:
-      phase: what it does, or how it ended (`status.phase`).
-      files: the files of metrics.
+      phase: what the run is doing, or how it ended (`status.phase`).
+      files: the metrics files.
       attempts: the attempts in the step log, in order.
-      audit: the outcome of the audit; a text if there is none.
+      audit: the outcome of the audit; if there is none, the reason as a string.
       made_secs: when the report is written, in seconds since the epoch.
     """
 
@@ -59,11 +59,11 @@ class Record:
         return [event for event in self.events if event["event"] in names]
 
     def minute(self, record: Mapping[str, Any]) -> float:
-        """The minutes from the first event to an event or a line of a metric."""
+        """The minutes from the first event to an event or a metric line."""
         return (record["time"] - self.events[0]["time"]) / 60 if self.events else 0.0
 
     def lines(self, metric: metrics.Metric) -> list[Mapping[str, Any]]:
-        """The lines of a metric of the whole run, by time."""
+        """A metric's lines for the whole run, by time."""
         lines = (
             line
             for line in itertools.chain.from_iterable(self.files.values())
@@ -73,7 +73,7 @@ class Record:
 
     @functools.cached_property
     def goodput_secs(self) -> dict[str, float]:
-        """The seconds of all starts by cause, without zeros; productive ones first."""
+        """The seconds of all starts by cause, without zeros; productive time first."""
         lines = [*itertools.chain.from_iterable(self.files.values())]
         secs = {
             cause: sum(line["sum"] for line in lines if line["metric"] == metric.name)
@@ -86,16 +86,16 @@ class Record:
 
     @functools.cached_property
     def lineage(self) -> dict[int, step_log.Record]:
-        """The logged steps that no later attempt trained again."""
+        """The logged steps that no later attempt retrained."""
         return step_log.lineage(self.attempts)
 
     def losses(self, *, is_counted: bool) -> list[Point]:
-        """The known losses by step, of the steps that count or of the others.
+        """The known losses by step, for the steps that count or for the others.
 
-        MaxText reports the loss of a step only after it has saved the step, too late
-        for the step log; the metrics have it.
+        MaxText reports a step's loss only after it has saved the step, too late for the
+        step log; the metrics have the loss.
         """
-        # If a step was trained again, its later line counts.
+        # If a step was retrained, its later line takes precedence.
         lines = self.lines(metrics.TRAIN_LOSS)
         reported = {line["step"]: line["last"] for line in lines}
         points = [
@@ -111,11 +111,11 @@ class Record:
 
 
 def collect(directory: str) -> Record:
-    """What the run in `directory` has written, without an audit.
+    """Reads the records of the run in `directory`, without an audit.
 
     Raises:
       RunError: if there is no run.
-      DataError: if it has trained nothing yet.
+      DataError: if the run has trained nothing yet.
     """
     recorded, events = run_files.read(directory), run_files.read_events(directory)
     is_alive = run_files.is_alive(directory)
@@ -132,7 +132,7 @@ def collect(directory: str) -> Record:
 
 
 def audit(directory: str) -> audit_run.Audit | str:
-    """The outcome of an audit, which reads the run's data again, or why it failed."""
+    """Audits the run, which reads its data again; returns the outcome or the error."""
     try:
         return audit_run.RunAudit(directory).outcome()
     except errors.ElasticCkptError as error:
@@ -177,8 +177,8 @@ def _facts(record: Record) -> list[Fact]:
         (since, f"{loss:.4f}" if losses else "none", ""),
         ("goodput", _goodput_percent(record), ""),
         ("verdicts", f"{len(record.named('verdict')):,}", ""),
-        ("changes of slices", f"{len(changes):,}", ""),
-        ("steps trained again", f"{sum(e['steps_lost'] for e in changes):,}", ""),
+        ("slice changes", f"{len(changes):,}", ""),
+        ("steps retrained", f"{sum(e['steps_lost'] for e in changes):,}", ""),
         ("sample order", outcome or "not audited", outcome_mood),
     ]
     # Shown only if there are any.
@@ -223,7 +223,7 @@ def _interruptions(record: Record) -> Section:
     return Section(
         title="What interrupted it",
         text="What failed, the evidence, what the run did, and how long it took until"
-        " it trained again.",
+        " training continued.",
         columns=(
             *("minute", "what failed", "verdict", "evidence", "action", "back after"),
             *("steps lost", "kind", "phase", "step", "since"),
@@ -284,7 +284,7 @@ def _slices(record: Record) -> Section:
     training.append((record.minute(record.events[-1]), training[-1][1]))
     return Section(
         title=title,
-        text="The filled area is training; gaps are starts and changes.",
+        text="The filled area is training; the gaps are starts and slice changes.",
         spec=page.lines(
             [Series(name="training", points=training, kind="area")],
             x="minutes since the first event",
@@ -318,12 +318,12 @@ def _marks(record: Record) -> list[tuple[float, str]]:
 
 def _loss(record: Record) -> Section:
     lost = record.losses(is_counted=False)
-    again = f" {len(lost)} steps were lost in changes and trained again."
+    again = f" {len(lost)} steps were lost in slice changes and retrained."
     return _of_lines(
         [
             Series(name="counts", points=record.losses(is_counted=True)),
             Series(
-                name="trained again",
+                name="retrained",
                 points=lost,
                 kind="dots",
                 colour=page.LOST,
@@ -351,7 +351,7 @@ def _step_time(record: Record) -> Section:
 
 
 def _recoveries(record: Record) -> Section:
-    title, changes = "Time of each change", record.named("recovered")[-_MOST_ROWS:]
+    title, changes = "Time per slice change", record.named("recovered")[-_MOST_ROWS:]
     if not changes:
         return Section(title=title, text="The slices did not change.")
     fields = [f"{phase}_secs" for phase in goodput.PHASES]
@@ -394,7 +394,7 @@ def _sample_order(record: Record) -> Section:
         {
             "before it": COLOURS[7],
             "counts": page.GOOD,
-            "trained again": page.LOST,
+            "retrained": page.LOST,
         },
         unit="steps",
         totals=[
@@ -404,7 +404,7 @@ def _sample_order(record: Record) -> Section:
             for each, _ in attempts
         ],
     )
-    title, spec = "Sample order, and steps of each attempt", spec if attempts else None
+    title, spec = "Sample order and steps per attempt", spec if attempts else None
     audit = record.audit
     if isinstance(audit, str):
         return Section(title=title, text=audit, spec=spec)

@@ -20,8 +20,8 @@ class RunSection:
 
     run_name: str = key(
         "",
-        "Name of the run: its files are in base_output_directory/run_name. Start"
-        " again under the same name to continue the run from its newest complete step.",
+        "Run name: the run's files are in base_output_directory/run_name. Start again"
+        " with the same name to continue the run from its newest complete step.",
     )
     base_output_directory: str = key(
         "runs",
@@ -40,7 +40,7 @@ class RunSection:
     termination_grace_period_seconds: int = key(
         60,
         "Seconds between SIGTERM and SIGKILL, as set in Kubernetes or Slurm. The run"
-        " saves its last step within them.",
+        " saves its last step within this time.",
         at_least=1,
     )
 
@@ -51,7 +51,7 @@ class WorldSection(Hardware):
 
     hosts: int = key(
         1,
-        "Number of hosts of all slices together. The local launcher starts that many"
+        "Total number of hosts in all slices. The local launcher starts that many"
         " processes on this machine; other launchers (Slurm, JobSet) set the number"
         " themselves.",
         at_least=1,
@@ -66,13 +66,13 @@ class WorldSection(Hardware):
         1,
         "Devices of each host process: CPU devices with hardware=cpu, GPUs with"
         " hardware=gpu and several hosts on a machine. On accelerators, colocated"
-        " Python needs this set to the number of the host's accelerators.",
+        " Python requires this to be the number of the host's accelerators.",
         at_least=1,
     )
     jax_cache_dir: str = key(
         "",
-        "Directory of JAX's compilation cache. With it, a restart on a topology that"
-        " was used before compiles nothing. Empty disables the cache.",
+        "Directory of JAX's compilation cache. With a cache, a restart on a topology"
+        " that was used before compiles nothing. Empty disables the cache.",
     )
     hardware: str = key(
         "cpu", "Kind of device to train on.", choices=("cpu", "gpu", "tpu")
@@ -115,7 +115,7 @@ class ModelSection:
     init_from_layout: str = key(
         "",
         "Layout of init_from: a YAML file, or the name of a bundled layout. It maps the"
-        " checkpoint's tensors (from) to those of the model (to), such as"
+        " checkpoint's tensors (from) to the model's tensors (to), such as"
         " params/embedding. Leave it empty for a step that a run of the same model"
         " saved.",
     )
@@ -153,18 +153,18 @@ class OptimizerSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
-    """Checkpoints: when they are saved, and how many are kept."""
+    """Checkpoints: when they are saved and how many are kept."""
 
     enable_checkpointing: bool = key(
-        True, "Save checkpoints, and continue from the newest one."
+        True, "Save checkpoints and continue from the newest one."
     )
     async_checkpointing: bool = key(
         True, "Write checkpoints in the background while training continues."
     )
     checkpoint_period: int = key(
         100,
-        "Steps between two checkpoints. With enable_multi_tier_checkpointing the tiers'"
-        " own periods apply instead.",
+        "Steps between two checkpoints. With enable_multi_tier_checkpointing, the"
+        " tiers' own periods apply instead.",
         at_least=1,
     )
     save_checkpoint_on_completion: bool = key(
@@ -201,7 +201,7 @@ class CheckpointSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DivergenceSection:
-    """Callbacks of the training loop, and detectors of divergence."""
+    """Callbacks of the training loop and detectors of divergence."""
 
     training_callbacks: str = key(
         "",
@@ -211,7 +211,7 @@ class DivergenceSection:
     )
     distrust_steps: int = key(
         20,
-        "If the loss is not finite, or a detector or callback finds a divergence,"
+        "If the loss becomes non-finite, or a detector or callback finds a divergence,"
         " within this many steps of a restore, return to the newest earlier checkpoint"
         " in storage, once, and train on the same rows again: the restored state may"
         " have been corrupt when it was saved. 0 disables this.",
@@ -220,16 +220,16 @@ class DivergenceSection:
     divergence_action: str = key(
         "off",
         "What happens when the loss or the gradient norm is infinite or NaN, or when a"
-        " detector below finds a divergence: `warn` reports it; `stop` ends the run"
-        " with the newest checkpoint from before it; `abort` ends the run without a"
-        " save; `rollback` returns to that checkpoint, or else to the beginning, and"
-        " skips the data read since.",
+        " detector below finds a divergence: `warn` reports it; `stop` stops the run"
+        " and leaves the last checkpoint before the divergence as the newest; `abort`"
+        " stops the run without saving; `rollback` returns to that checkpoint, or else"
+        " to the beginning, and skips the data read since.",
         choices=("off", "warn", "stop", "abort", "rollback"),
     )
     divergence_patience_steps: int = key(
         10,
-        "Consecutive bad steps after which a detector acts; a loss that is not finite"
-        " needs only one.",
+        "Consecutive bad steps after which a detector acts; for a non-finite loss, one"
+        " step is enough.",
         at_least=1,
     )
     divergence_loss_factor: float = key(
@@ -252,7 +252,7 @@ class DivergenceSection:
     )
     divergence_max_rollbacks: int = key(
         3,
-        "Number of rollbacks; at the next divergence the run ends instead.",
+        "Maximum number of rollbacks; at the next divergence the run stops instead.",
         at_least=0,
     )
 
@@ -276,8 +276,8 @@ class TiersSection:
     )
     local_checkpoint_pinned_memory: str = key(
         "512Mi",
-        "Pinned host memory. Accelerators copy a state of up to this size into it at"
-        " once; a larger one they first copy within their own memory, if there is"
+        "Pinned host memory. Accelerators copy a state of up to this size into it in"
+        " one piece; a larger state they first copy in their own memory, if there is"
         " room.",
     )
     local_checkpoint_period: int = key(
@@ -306,14 +306,15 @@ class TiersSection:
     )
     peer_assume_data_parallelism: bool = key(
         False,
-        "Copy nothing to peers: for a model whose copies do not fit into memory.",
+        "Copy nothing to peers: for a model whose copies do not fit in memory.",
     )
     peer_domain: str = key(
         "zone;block;rack;slice",
         "Kinds of failure domains, large to small: `slice`, or kinds from peer_domains"
         " or a node's agent. One copy leaves the host's domain of the first kind in"
-        " which no domain has most of the hosts (else of the last kind). The others"
-        " stay in it, in different domains of the last kind if possible.",
+        " which no domain has most of the hosts (or else of the last kind). The other"
+        " copies stay in that domain, in different domains of the last kind if"
+        " possible.",
     )
     peer_domains: str = key(
         "",
@@ -328,7 +329,7 @@ class TiersSection:
         " coordinator.",
     )
     peer_port: int = key(
-        0, "Port at peer_interface; 0 lets the system choose one.", at_least=0
+        0, "Port on peer_interface; 0 lets the system choose one.", at_least=0
     )
     peer_urls: str = key(
         "",
@@ -338,12 +339,12 @@ class TiersSection:
     peer_backup_urls: str = key(
         "",
         "Agents of backup hosts (`elastic-ckpt agent --backup`), separated by `;`."
-        " Together they hold one more copy of everything, in addition to peer_copies.",
+        " Together they store one more copy of everything, in addition to peer_copies.",
     )
     peer_secret_file: str = key(
         "",
-        "File with the run's secret, the same as that of its backup hosts. Empty lets"
-        " the hosts choose one; with backup hosts the file is required.",
+        "File with the run's secret, the same secret as on the backup hosts. Empty lets"
+        " the hosts choose a secret; with backup hosts, the file is required.",
     )
     peer_max_mib_per_sec: float = key(
         0.0,
@@ -353,8 +354,8 @@ class TiersSection:
     peer_timeout_secs: float = key(
         10.0,
         "Seconds after which a silent peer is ignored, for three times as long. At a"
-        " start, and for a run's last backup, hosts wait this long for a peer that"
-        " alone has what they need.",
+        " start, and for a run's last backup, hosts wait this long for a peer that is"
+        " the only one with the data they need.",
         at_least=0.1,
     )
     peer_tls_certificate: str = key(
@@ -378,9 +379,9 @@ class ValidationSection:
 
     replica_validation: str = key(
         "none",
-        "Compare the replicas of the state on devices and hosts, to find silent memory"
-        " corruption: `quick` compares a sample of each array, `tensor` a digest of it,"
-        " `full` also counts the elements that differ.",
+        "Compare the replicas of the state on devices and hosts to find silent memory"
+        " corruption: `quick` compares a sample of each array, `tensor` compares a"
+        " digest of each array, `full` also counts the elements that differ.",
         choices=("none", "quick", "tensor", "full"),
     )
     replica_validation_at_saves: bool = key(True, "Compare before each save.")
@@ -393,7 +394,7 @@ class ValidationSection:
     replica_validation_action: str = key(
         "warn",
         "What to do if replicas differ: `warn` reports it, preserves the newest earlier"
-        " step in storage and continues; `stop` ends the run before the step is saved.",
+        " step in storage and continues; `stop` stops the run before saving the step.",
         choices=("warn", "stop"),
     )
 
@@ -404,7 +405,7 @@ class ElasticSection:
 
     elastic_enabled: bool = key(
         False,
-        "When a slice is lost, continue on the others, and let it rejoin when it is"
+        "When a slice is lost, continue on the others and let it rejoin when it is"
         " back; with one slice, restart its hosts. If false, the run ends when a host"
         " fails.",
     )
@@ -425,7 +426,7 @@ class ElasticSection:
     elastic_max_retries: int = key(
         10,
         "How many losses in a row, without a new step in between, the run survives. At"
-        " the next one it ends with the first cause.",
+        " the next loss, it ends with the first cause.",
         at_least=0,
     )
     elastic_settle_seconds: float = key(
@@ -436,7 +437,7 @@ class ElasticSection:
     elastic_quarantine_failures: int = key(
         3,
         "Failures within elastic_quarantine_seconds after which a slice is not used"
-        " again until the next start. A slice fails if it is lost, or computes wrong"
+        " again until the next start. A slice fails if it is lost or computes wrong"
         " values when it rejoins. 0 disables this.",
         at_least=0,
     )
@@ -445,14 +446,14 @@ class ElasticSection:
     )
     elastic_leave_out_slow_hosts: bool = key(
         False,
-        "Continue without the slices of slow hosts if enough others are left, until"
-        " they are replaced or the run is restarted. If false, slow hosts are only"
+        "Continue without the slices of slow hosts if enough others remain, until these"
+        " hosts are replaced or the run is restarted. If false, slow hosts are only"
         " reported.",
     )
     elastic_hang_timeout_seconds: float = key(
         600.0,
-        "Maximum time that a host may take for a step, or to compile one. Its own"
-        " earlier steps shorten the limit; those of other hosts do not.",
+        "Maximum time that a host may take to run or compile a step. The host's own"
+        " earlier steps shorten the limit; other hosts' steps do not.",
         at_least=1,
     )
     elastic_heartbeat_timeout_seconds: float = key(
@@ -463,7 +464,7 @@ class ElasticSection:
     )
     elastic_machines: int = key(
         1,
-        "Number of machines of the run, among which the slices are divided evenly."
+        "Number of machines, among which the slices are divided evenly."
         " Start the same command on each. All share base_output_directory; the machine"
         " that holds the claim next to the run's steps leads the others.",
         at_least=1,
@@ -476,8 +477,8 @@ class ElasticSection:
     )
     elastic_machine_timeout_seconds: float = key(
         10.0,
-        "A machine that gives no sign of life for this long counts as lost. If it"
-        " leads, its claim lapses, and another machine leads.",
+        "A machine that is silent for this long counts as lost. If it leads, its claim"
+        " lapses, and another machine leads.",
         at_least=2,
     )
     faults: str = key(
@@ -491,7 +492,7 @@ class ElasticSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricsSection:
-    """Outputs of metrics besides the JSON lines in the run's `metrics/`."""
+    """Outputs of metrics in addition to the JSON lines in the run's `metrics/`."""
 
     enable_tensorboard: bool = key(
         False,
@@ -500,16 +501,16 @@ class MetricsSection:
     )
     prometheus_port: int = key(
         0,
-        "Port at which each host serves metrics to Prometheus; needs the extra"
+        "Port on which each host serves metrics to Prometheus; needs the extra"
         " `prometheus`. Hosts of the local launcher use this port and the following"
-        " ones; the launcher serves the metrics of the whole run at the port after"
-        " theirs. 0 disables it.",
+        " ports; the launcher serves the whole run's metrics on the port after them."
+        " 0 disables it.",
         at_least=0,
     )
     prometheus_interface: str = key(
         "127.0.0.1",
-        "Network interface of prometheus_port. With 0.0.0.0 every machine that"
-        " reaches the host can read the metrics.",
+        "Network interface of prometheus_port. With 0.0.0.0, every machine that can"
+        " reach the host can read the metrics.",
     )
 
 

@@ -1,13 +1,13 @@
-"""The step log: which rows of the data each step was computed from.
+"""The step log: which data rows each step was computed from.
 
-A run has one log per attempt: each start, and each rollback to an older step.
+A run has one log per attempt, which is a start or a rollback to an older step.
 [STEP_LOG.md](STEP_LOG.md) describes the files: an attempt is a log (`core.jsonlog`)
-that grows by a line per step. The ids and digests of the rows are computed on the
+that grows by one line per step. The ids and digests of the rows are computed on the
 devices, from the same arrays as the gradient.
 
 A killed run may have logged steps after its last checkpoint. The next attempt starts at
-that checkpoint and repeats them; `lineage` selects the last record of each step. A
-replaced start may still log steps, but its world has a lower number.
+that checkpoint and repeats these steps; `lineage` selects the last record of each step.
+A replaced start may still log steps, but its world has a lower number.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ DIRECTORY = "step_log"
 VERSION = 1
 # BLAKE2b-128.
 _DIGEST_BYTES = 16
-# The most rows of a batch: a damaged file must not exhaust a reader's memory.
+# The maximum number of rows in a batch: a damaged file must not exhaust a reader's
+# memory.
 _MAX_ROWS = 2**24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """A step, and the batch that it was computed from.
+    """A step and the batch that it was computed from.
 
     Attributes:
-      step: its number, from 0.
-      row: the number of rows of the data before the batch.
-      rows: the number of rows of the global batch.
-      digest: the digest of the ids and tokens of its rows, in order; 32 hex digits.
-      loss: the loss of the batch, before the update; NaN if it was not logged.
-      attempt: the number of the attempt that logged it.
+      step: the step number, from 0.
+      row: the number of data rows before the batch.
+      rows: the number of rows in the global batch.
+      digest: the digest of the rows' ids and tokens, in order; 32 hex digits.
+      loss: the loss of the batch before the update; NaN if it was not logged.
+      attempt: the number of the attempt that logged the step.
     """
 
     step: int
@@ -73,22 +74,22 @@ class Record:
 
     @property
     def stop(self) -> int:
-        """The number of rows of the data before the next batch."""
+        """The number of data rows before the next batch."""
         return self.row + self.rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """An attempt of a run, and the steps that it logged.
+    """An attempt of a run and the steps that it logged.
 
     Attributes:
-      attempt: its number, from 1.
-      start_step: its first step.
-      hosts: the number of hosts in its world; slices and devices likewise.
-      data: the configuration of its data, by key; empty if unknown.
+      attempt: the attempt number, from 1.
+      start_step: the first step of the attempt.
+      hosts: the number of hosts in the attempt's world; slices and devices likewise.
+      data: the configuration of the data, by key; empty if unknown.
       world: the number of the claimed world; 0 if none is claimed.
-      left_out: the rows that were left out before its first step.
-      records: its steps.
+      left_out: the rows that were skipped before the first step.
+      records: the records of the attempt's steps.
     """
 
     attempt: int
@@ -107,10 +108,10 @@ class StepLog:
 
     Args:
       step: the first step of the attempt, from 0.
-      world: the topology of its world.
-      data: the configuration of its data, by key; empty if unknown.
+      world: the topology of the attempt's world.
+      data: the configuration of the data, by key; empty if unknown.
       claim: the number of the claimed world; 0 if none is claimed.
-      left_out: the rows that were left out so far.
+      left_out: the rows that were skipped so far.
     """
 
     def __init__(
@@ -151,10 +152,10 @@ class StepLog:
         """Logs a step; waits until the arrays are computed.
 
         Args:
-          step: its number, from 0.
-          example_ids: the ids of the rows of its batch, uint32 `[B, 2]`.
-          row_digests: the digests of their tokens, uint32 `[B]`.
-          loss: its loss; None if unknown.
+          step: the step number, from 0.
+          example_ids: the ids of the rows in the batch, uint32 `[B, 2]`.
+          row_digests: the digests of the rows' tokens, uint32 `[B]`.
+          loss: the loss of the batch; None if unknown.
         """
         ids = example_id.joined(np.asarray(example_ids))
         fields: dict[str, storage.Json] = {
@@ -169,11 +170,12 @@ class StepLog:
         """Makes every step so far durable; called before a checkpoint is saved.
 
         Returns:
-          Why the disk or object store rejects them now: they stay in memory, and each
-          step tries again. None if they are durable.
+          None if the steps are durable. Otherwise, why the disk or object store rejects
+          them: the steps stay in memory, and each step tries again.
 
         Raises:
-          OSError: if a disk accepted them but cannot be flushed: they may be lost.
+          OSError: if a disk accepted the steps but cannot be flushed: the steps may be
+            lost.
           RunError: if the file was removed meanwhile.
         """
         self._log.check()
@@ -184,21 +186,21 @@ class StepLog:
 
         Raises:
           OSError: if the steps cannot be flushed to the disk.
-          RunError: if the disk or object store rejects them.
+          RunError: if the disk or object store rejects the steps.
         """
         why = self._why_late(self._log.close)
         if why is not None:
-            advice = storage_cause.advice(why) or "bring the storage back"
+            advice = storage_cause.advice(why) or "restore access to the storage"
             raise errors.RunError(
                 f"{self._path}: the steps since the last checkpoint in storage cannot"
-                f" be logged: {why}; {advice}, and start the run again"
+                f" be logged: {why}; {advice}, then restart the run"
             )
 
     def _why_late(self, take: Callable[[], None]) -> str | None:
         try:
             take()
         except bucket_clients.failures() as error:
-            # A disk that accepted all lines but cannot flush them may have lost them.
+            # A disk that accepted lines but cannot flush them may have lost them.
             if not self._log.late_bytes:
                 raise
             return " ".join(str(error).split())
@@ -214,7 +216,7 @@ def digested(batch: elastic_data.Batch) -> tuple[jax.Array, jax.Array]:
     if elastic_data.EXAMPLE_ID not in batch:
         raise errors.ConfigError(
             f"the batch to log has no {elastic_data.EXAMPLE_ID!r}, but"
-            f" {', '.join(sorted(batch))}; log what ec.batches yields, before"
+            f" {', '.join(sorted(batch))}; log the batch from ec.batches, before"
             " removing anything from it"
         )
     sharding = batch[elastic_data.EXAMPLE_ID].sharding
@@ -233,7 +235,7 @@ def _jitted(replicated: NamedSharding) -> jax.stages.Wrapped:
 
 
 def first_row(ids: np.ndarray) -> int:
-    """The number of rows of the data before a batch, from its row ids, uint64 `[B]`.
+    """The number of data rows before a batch, from its row ids, uint64 `[B]`.
 
     Padding rows have no number, and a damaged batch may have rows in wrong places.
     """
@@ -243,7 +245,7 @@ def first_row(ids: np.ndarray) -> int:
 
 
 def batch_digest(ids: np.ndarray, row_digests: np.ndarray) -> str:
-    """The digest of a batch in a record."""
+    """The digest of a batch, as in its record."""
     return digest.batch_digest(ids, row_digests, num_bytes=_DIGEST_BYTES)
 
 
@@ -251,16 +253,16 @@ def read(run_directory: epath.PathLike) -> list[Attempt]:
     """All attempts of a run, ordered by world.
 
     Raises:
-      DataError: if there is none, or a file is not a step log of this version.
+      DataError: if there is no attempt, or a file is not a step log of this version.
     """
     found = map(_read_attempt, _files(run_directory))
     attempts = [attempt for attempt in found if attempt is not None]
     if not attempts:
         raise errors.DataError(
-            f"{run_directory}: no step log in it; give the directory of a run,"
+            f"{run_directory}: no step log in it; pass a run directory,"
             " base_output_directory/run_name"
         )
-    # A start that claims no world follows the ones before it.
+    # A start that claims no world comes after earlier starts.
     newest = itertools.accumulate((each.world for each in attempts), max)
     keys = {
         each.attempt: each.world or world
@@ -272,8 +274,8 @@ def read(run_directory: epath.PathLike) -> list[Attempt]:
 def lineage(attempts: Sequence[Attempt]) -> dict[int, Record]:
     """The valid record of each step: later attempts override earlier ones.
 
-    Each attempt discards earlier records from its first step on, even if it did not
-    get as far itself.
+    Each attempt discards earlier records from its first step on, even if the attempt
+    itself did not get as far.
     """
     steps: dict[int, Record] = {}
     for attempt in attempts:

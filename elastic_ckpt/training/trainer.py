@@ -1,9 +1,9 @@
-"""The program of a host: the reference trainer, in one world over one mesh.
+"""A host's program: the reference trainer, in one world over one mesh.
 
-It is the same in a single process, in a world that a supervisor starts, and under an
-outer launcher. Like any user's loop, it uses `ec.batches`, the world's checkpointer and
-`ec.RunDirectory`. Trainers share nothing: a run that continues on other hosts creates a
-new one from the same configuration.
+The program is the same in a single process, in a world that a supervisor starts, and
+under an outer launcher. Like any user's loop, it uses `ec.batches`, the world's
+checkpointer and `ec.RunDirectory`. Trainers share nothing: a run that continues on
+other hosts creates a new trainer from the same configuration.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from elastic_ckpt.universal.formats import files
 
 # The name of the mean loss among the metrics that rank a step.
 EVAL_METRIC = "eval_loss"
-# Long, because if a host dies meanwhile, the coordination service ends the others.
+# Long, because if a host dies meanwhile, the coordination service stops the others.
 _COMPILE_TIMEOUT_SECS = 24 * 3600
 
 
@@ -63,8 +63,8 @@ class Ended(NamedTuple):
     Attributes:
       step: the number of steps that are done.
       is_stopped: whether the hosts left before the last step.
-      finding: the callback's finding that ended it, if any. The last step is saved if
-        the action is to stop and it is not a divergence.
+      finding: the callback's finding that ended the loop, if any. The last step is
+        saved if the action is to stop and the finding is not a divergence.
     """
 
     state: model.TrainState
@@ -77,17 +77,17 @@ class Ended(NamedTuple):
 class Trainer:
     """A run in one world: `restore`, then `train`, then `close`, within `with run:`.
 
-    Every host of the world has one, and calls its methods in the same order.
+    Every host of the world has a trainer and calls its methods in the same order.
 
     Attributes:
-      run: the directory of the run, which logs the steps and records the end.
-      batches: global batches, first with the size of step 0.
+      run: the run directory, which logs the steps and records the end.
+      batches: global batches, initially with the batch size of step 0.
       sizes: the batch size of each step.
       saver: saves and restores; None trains without checkpoints.
-      start_step: the steps that are done already; 0 for a new run.
+      start_step: the number of steps already done; 0 for a new run.
       first_due: the first step that is saved.
       evaluated: finite batches to evaluate; None disables evaluation.
-      validation: compares replicas of the state; None does not.
+      validation: compares replicas of the state; None disables comparison.
       callbacks: called for each step and evaluation.
       parts: closes the batches.
     """
@@ -110,9 +110,9 @@ class Trainer:
         self._hosts = allgather.new()
         # The size of the current batches.
         self._rows = batch_size.at(self.sizes, 0)
-        # The compiled step, by the shapes and dtypes of a batch.
+        # The compiled step, by the shapes and dtypes of its batch.
         self._steps: dict[Any, Callable[..., Any]] = {}
-        # The last step, until callbacks have seen it.
+        # The last step, until the callbacks have seen it.
         self._pending: tuple[int, model.StepReport] | None = None
         # The step in storage that replaces a distrusted restore.
         self._older: CheckpointMetadata | None = None
@@ -121,15 +121,17 @@ class Trainer:
         """Restores the state after `start_step` steps, sharded over the mesh.
 
         If that step turns out to be unreadable, restores the one before it. A new run
-        begins with the weights of `init_from`, or with random ones.
+        begins with the weights of `init_from` or with random weights.
 
         Raises:
-          CheckpointError: if the newest step is of another model, or none can be read.
-          DataError: if its data state is of another pipeline.
-          ConfigError: if the layout of `init_from` does not fit.
+          CheckpointError: if the newest step comes from a different model or no step
+            can be read.
+          DataError: if the step's data state comes from a different pipeline.
+          ConfigError: if the layout of `init_from` does not match the checkpoint or
+            the model.
         """
         self.world.begin("restore")
-        # A run that rolled back to its beginning has a step 0.
+        # Only a run that rolled back to its beginning has a step 0.
         if self.saver is None or self.saver.latest_step is None:
             return self._new_state()
         if path := self.config.model.init_from:
@@ -148,8 +150,8 @@ class Trainer:
         """Trains from `state`, which is donated, to the last step or until hosts leave.
 
         When a callback finds a divergence, the run may roll back to an older step and
-        continue from there with the next data. Within `distrust_steps` of a restore it
-        first returns to an older step in storage, and trains on the same data again.
+        continue from there with the next data. Within `distrust_steps` of a restore, it
+        first returns to an older step in storage and trains on the same data again.
         """
         restored, within = int(state["step"]), self.config.divergence.distrust_steps
         if self.saver:
@@ -167,7 +169,7 @@ class Trainer:
             if finding is None or self.saver is None:
                 return ended
             if finding.action is Action.DISTRUST:
-                # Trains on the rows since then again.
+                # Trains on the rows since that step again.
                 state = self._back_to(self.saver, ended, self._older)
             elif finding.action is Action.ROLLBACK:
                 try:
@@ -187,8 +189,8 @@ class Trainer:
         """Trains from `state`, which is donated, until `steps` steps are done.
 
         Steps are logged one step behind the devices, which never wait for the log.
-        Callbacks also run one step behind, but before a save, so that no step is saved
-        that they find to be bad.
+        Callbacks also run one step behind, but before a save, so that a step they find
+        bad is never saved.
         """
         done, leaving = start_step, False
         self.batches.begin_at(start_step)
@@ -214,7 +216,7 @@ class Trainer:
             )
             leaving = done < steps and self.world.leaving(done) is not None
             if done == start_step + 1:
-                # Its loss ends a change of slices, and may reveal a bad state.
+                # The first step's loss ends a slice change and may reveal a bad state.
                 self._catch_up()
             self._evaluate(done, state)
             is_due = self.saver is not None and (
@@ -237,22 +239,22 @@ class Trainer:
     def close(self) -> None:
         """Waits for all saves and closes everything except `run`.
 
-        Call it only after `train` returned: after an error other hosts may be gone, and
-        closing waits for them.
+        Call it only after `train` has returned: after an error, other hosts may be
+        gone, and closing waits for them.
         """
         with self.parts:
             if self.saver:
                 self.saver.close()
 
     def abandon(self, error: Exception) -> None:
-        """Closes everything after an error; hosts may be gone, so it only logs errors.
+        """Closes everything after an error; logs errors, because hosts may be gone.
 
-        A single process finishes its saves in flight; a process that continues in the
+        A single process completes its saves in flight; a process that continues in the
         next world abandons them.
         """
         saver = None if self.saver is None else self.saver.checkpointer
         if self.world.devices is None and topology.num_hosts() > 1:
-            # This process ends at once; others may write where it wrote.
+            # This process exits immediately; others may write to the same place.
             if saver:
                 saver.let_others_write()
             return
@@ -263,7 +265,7 @@ class Trainer:
                 elif saver:
                     saver.abandon()
         except Exception as another:
-            logging.warning("a part of a failed run cannot be closed: %r", another)
+            logging.warning("part of a failed run cannot be closed: %r", another)
 
     def _next(self, step: int) -> elastic_data.Batch | None:
         # The batch of a step, counted from 0; None if the data has ended.
@@ -282,7 +284,7 @@ class Trainer:
     def _compiled(
         self, number: int, state: model.TrainState, batch: elastic_data.Batch
     ) -> model.Step:
-        # A stage of the data may have rows of a different length.
+        # A data stage may have rows of a different length.
         form = tuple((each.shape, each.dtype) for each in jax.tree.leaves(batch))
         if form not in self._steps:
             step = self.program.step
@@ -309,8 +311,8 @@ class Trainer:
             self.callbacks.after_step(step, numbers)
 
     def _evaluate(self, step: int, state: model.TrainState) -> None:
-        # Emits the mean loss in nats per target, from the start of the data and without
-        # padding.
+        # Emits the mean loss in nats per target, without padding, from the start of the
+        # evaluation data.
         batches, data = self.evaluated, self.config.data
         if batches is None or step % data.eval_interval:
             return
@@ -334,7 +336,7 @@ class Trainer:
             self.saver.record(step, {EVAL_METRIC: mean})
 
     def _is_end_due(self, step: int, finding: Finding | None) -> bool:
-        # Whether to save the last step of the loop: not if that was done, or it is bad.
+        # Whether to save the loop's last step: not if it is already saved or is bad.
         if self.saver is None or self.saver.last_step == step:
             return False
         if finding is None:
@@ -365,7 +367,7 @@ class Trainer:
         self, saver: run_saver.RunSaver, restored: int, step: int, why: str
     ) -> bool:
         # Whether storage has a step older than the distrusted one. Waits for saves and
-        # backups, which is not a hang of a step.
+        # backups, which does not count as a hang of a step.
         self.world.begin("restore")
         self._older = run_saver.stored_before(saver.checkpointer, restored)
         self.world.emit(
@@ -387,8 +389,8 @@ class Trainer:
         *,
         leaves_out: bool = False,
     ) -> model.TrainState:
-        # Returns the state of a saved step, or of the beginning, to replace that of an
-        # ended loop. The data rolls back, too, unless it leaves out what was read.
+        # Returns the state of a saved step or of the beginning, to replace the state of
+        # an ended loop. The data also rolls back, unless it skips rows already read.
         rollbacks = self.callbacks.rollbacks + leaves_out
         # The devices may not have room for two states.
         for leaf in jax.tree.leaves(ended.state):
@@ -424,7 +426,7 @@ class Trainer:
         finding: Finding,
         began_at: int,
     ) -> model.TrainState:
-        # Restores an older step and saves it as if the loop had ended with it.
+        # Restores an older step and saves it as if the loop had ended with this step.
         self.world.begin("restore")
         began_secs, saved = time.monotonic(), _complete(saver)
         section = self.config.divergence
@@ -438,8 +440,8 @@ class Trainer:
             first_due=self.first_due,
         )
         if ended.step == self.callbacks.decided_step:
-            # Callbacks usually decide one step later. One more batch is read and logged
-            # so that the run always continues with the same batch.
+            # Callbacks usually decide one step later. Reads and logs one more batch so
+            # that the run always continues with the same batch.
             batch = self._next(ended.step)
             if batch is not None:
                 self.run.log(ended.step + 1, batch)
@@ -460,12 +462,12 @@ class Trainer:
 
 
 def assembled(config: schema.Config, world: World) -> Trainer:
-    """Creates the trainer of this host; every host of the world calls this.
+    """Creates this host's trainer; every host of the world calls this function.
 
-    The files of the data must exist.
+    The data files must exist.
 
     Raises:
-      ConfigError: if parts, devices or the number of steps do not fit together.
+      ConfigError: if parts, devices or the number of steps are incompatible.
       DataError: if the data cannot be read.
       RunError: if another run uses the RAM disk, or hosts cannot be reached.
     """
@@ -551,15 +553,15 @@ def assembled(config: schema.Config, world: World) -> Trainer:
 
 
 def train(config: schema.Config, world: World) -> bool:
-    """Trains on this host of a world that all of its hosts have joined.
+    """Trains on this host of a world, which all hosts have joined.
 
-    The files of the data must exist.
+    The data files must exist.
 
     Returns:
       Whether the hosts left before the last step.
 
     Raises:
-      DivergedError: if a callback ended the run.
+      DivergedError: if a callback stopped the run.
     """
     world.begin("prepare")
     trainer = assembled(config, world)
@@ -583,7 +585,7 @@ def train(config: schema.Config, world: World) -> bool:
         if ended.finding is not None:
             newest = trainer.saver.latest_step if trainer.saver else None
             raise errors.DivergedError(
-                f"the run was ended after step {ended.step}: {ended.finding.why}; the"
+                f"the run was stopped after step {ended.step}: {ended.finding.why}; the"
                 f" newest saved step is {newest}"
             )
     return ended.is_stopped
@@ -598,8 +600,8 @@ def alone(
 ) -> Iterator[World]:
     """The world of a process that no supervisor started.
 
-    SIGTERM during the block ends the run after a save, or at once before the first
-    step. `ended` is called before SIGTERM ends a run of a single process.
+    SIGTERM during the block stops the run after a save, or immediately before the first
+    step. `ended` is called before SIGTERM stops a run of a single process.
     """
     # The launcher of several processes sets the time limit.
     if jax.distributed.is_initialized():
@@ -627,15 +629,15 @@ def alone(
 def initial_weights(
     section: schema.ModelSection, params: Any, emit: events.Emit
 ) -> Any:
-    """The weights of a new run, from a checkpoint of any format: the key `init_from`.
+    """The weights of a new run, from a checkpoint in any format: the key `init_from`.
 
-    Each host reads what its devices need. A step saved by a run of the same model needs
-    no layout; every other checkpoint is read through one. The result has the shapes,
-    dtypes and shardings of `params`.
+    Each host reads the data its devices need. A step saved by a run of the same model
+    needs no layout; any other checkpoint does. The result has the shapes, dtypes and
+    shardings of `params`.
 
     Raises:
-      ConfigError: if a layout is missing, malformed, or does not fit.
-      CheckpointError: if the checkpoint cannot be read, or is of another model.
+      ConfigError: if the layout is missing, malformed or does not match.
+      CheckpointError: if the checkpoint cannot be read or comes from a different model.
     """
     began_secs = time.monotonic()
     wanted = {"params": params}
@@ -664,7 +666,7 @@ def _of_same_leaves(path: str, wanted: Any) -> Any:
         return loading.load_leaves(source, wanted)
     except errors.OtherModelError as error:
         raise errors.OtherModelError(
-            f"{error}; or set init_from_layout to the layout of that checkpoint"
+            f"{error}; or set init_from_layout to the checkpoint's layout"
         ) from None
 
 
@@ -678,7 +680,7 @@ def _check_step(state: model.TrainState, step: int | None) -> None:
     saved = int(state["step"])
     if saved != step:
         raise errors.CheckpointError(
-            f"the checkpoint of step {step} holds the state after {saved} steps: it was"
-            f" renamed, or copied from another step; move {step} out of its directory"
-            " to continue from the step before"
+            f"the checkpoint of step {step} contains the state after {saved} steps: it"
+            f" was renamed or copied from a different step; move {step} out of its"
+            " directory to continue from the step before"
         )

@@ -59,7 +59,7 @@ FAILED = ("run_failed", {"step": 0, "why": "x"})
         # A run that is refused again and again does not begin.
         (
             [FAILED],
-            "the run failed before it began; once its cause is removed, the same"
+            "the run failed before it began; once the cause is fixed, the same"
             " command continues it from the newest complete step, if any",
         ),
         (

@@ -141,7 +141,7 @@ def test_an_objection_of_the_data_is_part_of_the_reason():
     decided = decide(slices, work=work)
     assert asked == [(2, 24), (1, 24)]
     assert decided.why == (
-        "no number of slices [0, 1] fits: 2 do not divide the shards; 1 do not"
+        "no number of slices [0, 1] works: 2 do not divide the shards; 1 do not"
         " divide the shards"
     )
 

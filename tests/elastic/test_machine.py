@@ -291,7 +291,7 @@ def test_a_leader_that_cannot_be_reached_is_named_with_its_claim(machines):
     assert "Connection refused" in said
     claim = machines.directory / leader_claim.DIRECTORY / "1.json"
     assert f"It still renews its claim, {claim}" in said
-    assert "let the machines reach each other at all ports" in said
+    assert "let the machines reach each other on all ports" in said
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -310,7 +310,7 @@ def test_a_second_start_of_a_machine_that_is_there_is_refused(machines, number):
     again = machines.supervisor(number, None, wait_secs=0.0)
     again._claims._owner = far(7)
     with pytest.raises(
-        errors.RunError, match=f"machine {number} has another supervisor already"
+        errors.RunError, match=f"machine {number} already has a supervisor"
     ):
         again.run()
     leads.set()

@@ -70,8 +70,8 @@ LOGGED = r"\n.*host-1\.log:\n.*host 1 was here"
         ),
         (
             failing_hosts.exit_3,
-            r"^host 1 failed: ended with exit code 3\n",
-            "ended with exit code 3",
+            r"^host 1 failed: stopped with exit code 3\n",
+            "stopped with exit code 3",
         ),
     ],
 )
@@ -148,7 +148,7 @@ def test_hosts_that_do_not_end_in_time_after_sigterm_are_killed(tmp_path, record
 
     limits = watch.Limits(most_secs=math.inf, heartbeat_secs=math.inf, grace_secs=0.2)
     with pytest.raises(
-        errors.StoppedError, match=r"hosts 0, 1 did not save and end within 0\.2 s"
+        errors.StoppedError, match=r"hosts 0, 1 did not save and stop within 0\.2 s"
     ):
         run(failing_hosts.sleep, tmp_path, emit, limits=limits)
     # Asked again, they get no further time.

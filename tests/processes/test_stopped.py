@@ -39,7 +39,7 @@ def stop_in_each_way(run):
     one = ("hosts=1", "slices=1", "elastic_enabled=false")
     output = run.train_until("tiny:", *one, act=interrupt, leads_group=True)
     assert run.code == 128 + signal.SIGINT, output
-    assert "saving and ending; Ctrl-C again ends at once" in output
+    assert "saving and stopping; Ctrl-C again exits immediately" in output
     run.stops.append(run.stopped(output))
     run.stops.append(stop_tasks(run))
     run.train(*one, f"steps={run.stops[-1] + 3}")
@@ -101,11 +101,11 @@ def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path, corpus):
     with runs.Started("train", config, "hosts=2", leads_group=True) as started:
         for line in started.stdout:
             output += line
-            if line.startswith(at) or "saving and ending" in line:
+            if line.startswith(at) or "saving and stopping" in line:
                 at = "never again"
                 interrupt(started)
     assert started.returncode == 128 + signal.SIGINT, output
-    assert "interrupted again; ending at once" in output
+    assert "interrupted again; exiting immediately" in output
     assert runs.saved_steps(tmp_path / "tiny") == []
 
 
@@ -118,4 +118,4 @@ def test_a_run_that_has_not_begun_ends_at_once(tmp_path, corpus):
         started.terminate()
         output = started.stdout.read()
     assert started.returncode == 128 + signal.SIGTERM, output
-    assert "ended by SIGTERM before the first step" in output
+    assert "stopped by SIGTERM before the first step" in output

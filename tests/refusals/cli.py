@@ -166,7 +166,7 @@ REFUSALS = {
     ),
     "too many slices": scale("5 slices: the run trains on 4 to 4 ", 5),
     "slices that cannot share the batch": scale(
-        "16 rows do not divide over the 3 devices of 3",
+        "16 rows cannot be split over the 3 devices of 3",
         3,
         elastic_min_slice_count=2,
         global_batch_size=16,
@@ -174,9 +174,9 @@ REFUSALS = {
     "slices of a run that has ended": scale(
         "is not running; start it", 3, error=errors.RunError, elastic_min_slice_count=2
     ),
-    "cost without a name": simulated("--cost days=1: give a value", "--cost", "days=1"),
+    "cost without a name": simulated("--cost days=1: assign a value", "--cost", "days=1"),
     "cost of nothing": simulated(
-        "--cost step_secs=0: give a value above 0", "--cost", "step_secs=0"
+        "--cost step_secs=0: assign a value above 0", "--cost", "step_secs=0"
     ),
     "failures of no run": simulated(
         "nowhere is not a run directory",

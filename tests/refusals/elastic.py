@@ -46,17 +46,17 @@ REFUSALS = {
         listed('[{"kill_slice": true, "at_step": 2}]'), "Expected `int`, got `bool`"
     ),
     "processes: no slice": Refusal(
-        processes(slices=0), r"slices=0\): give a whole number of at least 1"
+        processes(slices=0), r"slices=0\): pass a whole number of at least 1"
     ),
     "processes: a fault of no slice": Refusal(
         processes(slices=2, injected=[faults.Fault(kind="kill_slice", target=2)]),
-        "the run has slices 0 to 1; name one of them",
+        "the run has slices 0 to 1; choose one of them",
     ),
     "processes: on TPUs": Refusal(
         processes(slices=2, hardware="tpu"), r"use ec\.elastic\.Pathways"
     ),
     "processes: memory of no run": Refusal(
-        processes(slices=2, ram=os.sep), "needs the name of the run"
+        processes(slices=2, ram=os.sep), "needs the run name"
     ),
     "processes: memory that cannot be made": Refusal(
         processes(**RAM, ram="/proc/x"), r"ram='/proc/x'\): .*name a dir"
@@ -68,7 +68,7 @@ REFUSALS = {
         processes(slices=2, logs="s3://b/c"), "logs='s3://b/c' is not a directory of"
     ),
     "processes: a path for a name": Refusal(
-        processes(slices=2, run="a/b"), "give a name that a directory can have"
+        processes(slices=2, run="a/b"), "pass a valid directory name"
     ),
     "machines: nothing shared": Refusal(
         processes(slices=2, machines=2), "needs a directory that all of them share"

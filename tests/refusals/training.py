@@ -225,7 +225,7 @@ REFUSALS = {
         errors.RunError,
     ),
     "callback without methods": called(
-        "'mine', a object, is no instance with the methods after_step",
+        "'mine', a object, does not have the methods after_step",
         f"{__name__}:objects",
     ),
     "callbacks without names": called(
@@ -241,7 +241,7 @@ REFUSALS = {
         grain_train_files="/nowhere/*.array_record",
     ),
     "texts as another format than their name": files(
-        "set grain_file_type=parquet, or change",
+        "set grain_file_type=parquet or rename",
         errors.ConfigError,
         grain_train_files="DIR/texts.parquet",
         text_directory="python-stdlib",
@@ -258,6 +258,6 @@ REFUSALS = {
         HEADER + STEP.replace('"00', '"') + '"rows":9}\n', "not a step log.*digest 00"
     ),
     "directory without a step log": Refusal(
-        step_log.read, "no step log in it; give the directory", errors.DataError
+        step_log.read, "no step log in it; pass a run directory", errors.DataError
     ),
 }

@@ -183,7 +183,7 @@ def test_steps_that_are_missing_are_a_difference(data, batches):
     assert audited([attempt], data, num_saved_steps=4).passed
     outcome = audited([attempt], data, num_saved_steps=6)
     assert outcome.first_difference.startswith("step 4 is missing from the step log")
-    assert "checkpoint 6 was saved after it" in outcome.first_difference
+    assert "checkpoint 6 was saved later" in outcome.first_difference
     assert not audited([attempt], data, missing_checkpoint="it was due").passed
     for missing in (0, 2):
         records = attempt.records[:missing] + attempt.records[missing + 1 :]
