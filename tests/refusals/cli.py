@@ -174,7 +174,9 @@ REFUSALS = {
     "slices of a run that has ended": scale(
         "is not running; start it", 3, error=errors.RunError, elastic_min_slice_count=2
     ),
-    "cost without a name": simulated("--cost days=1: assign a value", "--cost", "days=1"),
+    "cost without a name": simulated(
+        "--cost days=1: assign a value", "--cost", "days=1"
+    ),
     "cost of nothing": simulated(
         "--cost step_secs=0: assign a value above 0", "--cost", "step_secs=0"
     ),
