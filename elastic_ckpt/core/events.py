@@ -50,7 +50,9 @@ NAMES: dict[str, Event] = {
         begins="leaving for other slices",
     ),
     "world_left": _event(
-        "step", "left after step {step} to continue on other slices", begins="choosing slices"
+        "step",
+        "left after step {step} to continue on other slices",
+        begins="choosing slices",
     ),
     "recovered": _event(
         "world steps_lost secs end_secs decide_secs start_secs prepare_secs"

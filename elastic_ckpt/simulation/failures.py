@@ -89,7 +89,12 @@ def of_log(
     world: Sequence[int] = range(slices)
     # By slice, when this world lost it, or a host of it.
     lost: dict[int, float] = {}
-    end = {"event": "world_started", "time": 0.0, "slices": (), "spares": ()}
+    end: dict[str, Any] = {
+        "event": "world_started",
+        "time": 0.0,
+        "slices": (),
+        "spares": (),
+    }
     for line in [*log, end]:
         name, time = line["event"], line["time"] - log[0]["time"]
         if name == "world_started":

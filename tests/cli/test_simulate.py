@@ -38,7 +38,12 @@ def test_alternatives_are_compared_under_the_same_failures(capsys):
 def test_failures_of_a_run_are_repeated_until_the_steps_are_done(capsys, tmp_path):
     config = runs.write_config(tmp_path, "texts")
     runs.write_record(tmp_path, load.load(config))
-    began = {"time": 7.0, "event": "world_started", "slices": [0, 1, 2, 3]}
+    began = {
+        "time": 7.0,
+        "event": "world_started",
+        "slices": [0, 1, 2, 3],
+        "spares": [],
+    }
     lost = {"time": 407.0, "event": "slice_lost", "slice": 1, "why": "gone"}
     lines = "".join(json.dumps(event) + "\n" for event in (began, lost))
     (tmp_path / run_files.EVENTS).write_text(lines)

@@ -81,7 +81,7 @@ def test_start_that_is_refused_is_one_line_and_changes_nothing(tmp_path, corpus)
         assert line.startswith("elastic-ckpt train: ")
         assert said in line
     assert content() == before
-    assert "step 4 is done" in runs.cli("train", config).stdout
+    assert "finished at step 4" in runs.cli("train", config).stdout
 
 
 @pytest.mark.slow

@@ -146,7 +146,9 @@ def test_it_continues_in_its_own_checkpoints_here_and_in_a_sidecar(
     assert equal(run(steps=6), whole[4:6])
     assert "global batch" not in capsys.readouterr().out
     assert equal(run(steps=7, per_device_batch_size=2), whole[6:])
-    line = "global batch 8 -> 16 rows since step 6; per_device_batch_size=1 keeps it"
+    line = (
+        "global batch 8 -> 16 rows since step 6; set per_device_batch_size=1 to keep it"
+    )
     assert line in capsys.readouterr().out.splitlines()
 
 

@@ -86,7 +86,7 @@ class TestKilled(claims.Claims):
         assert run.output.count("tiny: from step 2 to step ") == 2
         for step in (4, 8):
             assert f"tiny: from step {step} to step " in run.output
-        assert run.output.count("was interrupted while it was saved") >= 1
+        assert run.output.count("was interrupted, so the step is skipped") >= 1
 
     def test_documents_that_the_audit_names_make_the_batches(self, run):
         steps = range(1, len(run.records), 3)
