@@ -31,7 +31,7 @@ _CAUSES = {
         "check who may write there, and that credentials are valid",
         "Permission denied|PermissionError|PERMISSION_DENIED|Operation not permitted"
         "|UNAUTHENTICATED|Forbidden|Unauthorized|Access ?Denied"
-        f"|does not take the run's secret|{_HTTP}40[13]\\b",
+        f"|does not take the (?:run's )?secret|{_HTTP}40[13]\\b",
     ),
     # The message itself says what to add.
     "too_few": ("", "parts lack (copies|a distant holder)"),
@@ -41,7 +41,7 @@ _CAUSES = {
     ),
     "slow": (
         "save less often, or use faster storage",
-        "[Tt]imed out|DEADLINE_EXCEEDED|Timeout|(is|are) not done",
+        "[Tt]imed out|DEADLINE_EXCEEDED|Timeout|(is|are) not done(?!: )",
     ),
     "unreachable": (
         "bring it back: what waits is stored by itself",
