@@ -89,13 +89,9 @@ def of_log(
     world: Sequence[int] = range(slices)
     # By slice, when this world lost it, or a host of it.
     lost: dict[int, float] = {}
-    end: dict[str, Any] = {
-        "event": "world_started",
-        "time": 0.0,
-        "slices": (),
-        "spares": (),
-    }
-    for line in [*log, end]:
+    # What the last world has lost is gone, too.
+    log = [*log, {"event": "world_started", "time": 0.0, "slices": (), "spares": ()}]
+    for line in log:
         name, time = line["event"], line["time"] - log[0]["time"]
         if name == "world_started":
             world = line["slices"]

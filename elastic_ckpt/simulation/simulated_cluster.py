@@ -334,7 +334,6 @@ class SimulatedCluster(cluster.Cluster):
     ) -> bool:
         plan = self._plan
         # As long as a device has rows.
-        # As long as a device has rows.
         step_secs = (
             plan.costs.step_secs
             * (work.rows / plan.work.rows)

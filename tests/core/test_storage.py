@@ -109,14 +109,14 @@ def test_of_many_that_create_a_file_or_object_one_does(steps_in, place):
 class LostAnswers(faulty_buckets.Faults):
     """Every other answer to a request that writes is lost."""
 
+    is_lost = True
+
     def next(self, command):
         if command not in ("PUT", "POST"):
             return None
         self.count(faulty_buckets.LOST_ANSWER if self.is_lost else "answered")
         self.is_lost = not self.is_lost
         return None if self.is_lost else faulty_buckets.LOST_ANSWER
-
-    is_lost = True
 
 
 @pytest.mark.parametrize("bucket", ["gs", "s3"], indirect=True)
