@@ -41,7 +41,7 @@ _CAUSES = {
     ),
     "slow": (
         "save less often, or use faster storage",
-        "[Tt]imed out|DEADLINE_EXCEEDED|Timeout|(is|are) not done",
+        "[Tt]imed out|DEADLINE_EXCEEDED|Timeout|(is|are) not done(?!: )",
     ),
     "unreachable": (
         "bring it back; the run then stores what is due",

@@ -81,13 +81,9 @@ def of_log(
     world: Sequence[int] = range(slices)
     # By slice, when this world lost the slice or one of its hosts.
     lost: dict[int, float] = {}
-    end: dict[str, Any] = {
-        "event": "world_started",
-        "time": 0.0,
-        "slices": (),
-        "spares": (),
-    }
-    for line in [*log, end]:
+    # A slice that the last world lost never returned.
+    log = [*log, {"event": "world_started", "time": 0.0, "slices": (), "spares": ()}]
+    for line in log:
         name, time = line["event"], line["time"] - log[0]["time"]
         if name == "world_started":
             world = line["slices"]

@@ -47,8 +47,8 @@ class Costs:
     start_secs: float = 0.25
     prepare_secs: float = 0.40
     restore_secs: float = 0.27
-    compile_secs: float = 9.7
-    load_secs: float = 0.25
+    compile_secs: float = 9.6
+    load_secs: float = 0.23
     first_step_secs: float = 1.97
     block_secs: float = 0.0014
     capture_mib_per_sec: float = 4190.0

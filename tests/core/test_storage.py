@@ -109,14 +109,14 @@ def test_of_many_that_create_a_file_or_object_one_does(steps_in, place):
 class LostAnswers(faulty_buckets.Faults):
     """Every other answer to a request that writes is lost."""
 
+    is_lost = True
+
     def next(self, command):
         if command not in ("PUT", "POST"):
             return None
         self.count(faulty_buckets.LOST_ANSWER if self.is_lost else "answered")
         self.is_lost = not self.is_lost
         return None if self.is_lost else faulty_buckets.LOST_ANSWER
-
-    is_lost = True
 
 
 @pytest.mark.parametrize("bucket", ["gs", "s3"], indirect=True)
@@ -173,6 +173,8 @@ def test_a_failure_has_a_cause_by_what_systems_and_clients_write():
         "gcsfs: Forbidden, 403": "refused",
         "An error occurred (AccessDenied) when calling PutObject": "refused",
         "the backup of an earlier step is not done; this step is next": "slow",
+        "http://a does not take the secret in /ram/secret": "refused",
+        "the backup of step 3 is not done: Connection reset": "unreachable",
         "UNAVAILABLE: HTTP response code: 503": "unreachable",
         "HTTP status 429": "unreachable",
         "is not what was saved: its digest differs": "damaged",

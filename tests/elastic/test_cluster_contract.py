@@ -166,3 +166,13 @@ def test_nothing_is_left_of_a_world_that_was_lost(case):
     case.cluster.close()
     assert set(threading.enumerate()) <= threads
     assert jax.jit is jitted
+
+
+@pytest.mark.slow
+def test_devices_that_went_wrong_are_found_though_their_slice_was_sound(tmp_path):
+    case = Case(of_processes, tmp_path).open(break_slice=0)
+    with case.cluster:
+        assert case.run()
+        with pytest.raises(WorldLostError, match="wrong"):
+            case.run(number=2)
+    assert [each["slice"] for each in case.named("slice_refused")] == [1]

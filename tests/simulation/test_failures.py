@@ -55,3 +55,4 @@ def test_failures_of_a_log_are_counted_once_and_numbered_as_in_the_cluster():
         Event(26.0, "slice_returned", 2),
         Event(30.0, "slice_lost", 3),
     ]
+    assert failures.of_log([], slices=4, hosts_per_slice=2) == []
