@@ -33,7 +33,7 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
       Disjoint boxes, in element order; none if the range is empty.
     """
     if not 0 <= start <= stop <= math.prod(shape):
-        raise ValueError(f"elements {start} to {stop} are not inside shape {shape}")
+        raise ValueError(f"elements {start} to {stop} are out of range for {shape}")
     if start == stop:
         return []
     if not shape:
@@ -150,7 +150,7 @@ def _in_interval(
     for size, step in zip(reversed(sizes), reversed(steps), strict=True):
         if step <= below:
             raise ValueError(
-                f"factored dims of sizes {sizes} and steps {steps} do not ascend in"
+                f"factored dims with sizes {sizes} and steps {steps} are not in"
                 " row-major order"
             )
         below += step * (size - 1)

@@ -119,6 +119,7 @@ def tree(path: str) -> dict[str, TargetTensor]:
         raise LayoutError(f"{path} cannot be read ({error}); check the path") from None
     except (ValueError, TypeError) as error:
         raise LayoutError(
-            f'{path} is not JSON of shapes by name, such as {{"embed/kernel": [8, 4],'
-            f' "head": {{"shape": [4], "dtype": "bfloat16"}}}}: {error}'
+            f"{path} is not a JSON object that maps names to shapes, such as"
+            ' {"embed/kernel": [8, 4], "head": {"shape": [4], "dtype": "bfloat16"}}:'
+            f" {error}"
         ) from None

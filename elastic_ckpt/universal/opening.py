@@ -95,8 +95,10 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
                 with collector_paused():
                     return open_format(source)
     except bucket_clients.failures() as error:
-        raise FormatError(f"{path} cannot be read ({error})") from error
+        raise FormatError(
+            f"{path} cannot be read ({error}); check the path and your access to it"
+        ) from error
     raise FormatError(
-        f"{path} has no files of a supported format. It has"
+        f"{path} does not contain a checkpoint in a supported format. It contains"
         f" {errors.first_of(names) or 'no files'}; expected one of {_LOOKED_FOR}"
     )

@@ -53,7 +53,7 @@ def load(name: str) -> Layout:
     if name not in names():
         raise LayoutError(
             f"no layout is named {name!r}; choose one of "
-            f"{', '.join(names())}, or specify a file path"
+            f"{', '.join(names())}, or specify the path of a layout file"
         )
     return Layout.load(directory() / f"{name}.yml")
 
@@ -93,8 +93,8 @@ def default_layout(
     if not tensors or any(tensor.ranks for tensor in tensors):
         raise LayoutError(
             f"the {checkpoint.format} checkpoint has"
-            f" {'shards of ranks' if tensors else 'no tensors'}; specify a layout for"
-            " its model, or a different checkpoint"
+            f" {'per-rank shards' if tensors else 'no tensors'}; specify a layout for"
+            " its model, or use a different checkpoint"
         )
     kinds = sorted({tensor.kind for tensor in tensors})
     is_plain = kinds == ["parameter"]

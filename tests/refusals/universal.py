@@ -10,7 +10,8 @@ def _tree(text):
         (directory / "tree.json").write_text(text)
         listing.tree(str(directory / "tree.json"))
 
-    return Refusal(call, "is not JSON of shapes by name", LayoutError, writes=True)
+    problem = "is not a JSON object that maps names to shapes"
+    return Refusal(call, problem, LayoutError, writes=True)
 
 
 REFUSALS = {

@@ -54,7 +54,7 @@ def test_without_a_layout_whole_tensors_keep_their_names_after_their_kinds(kinds
 
 def test_shards_of_ranks_need_a_layout():
     shards = [relayout.saved("w", relayout.numbered(2), tp=rank) for rank in (0, 1)]
-    for saved, problem in ((shards, "has shards of ranks"), ([], "has no tensors")):
+    for saved, problem in ((shards, "has per-rank shards"), ([], "has no tensors")):
         with pytest.raises(LayoutError, match=f"some format checkpoint {problem}"):
             shipped.default_layout(Checkpoint(format="some format", tensors=saved))
 

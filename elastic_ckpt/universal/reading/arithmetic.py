@@ -59,8 +59,8 @@ def widened(values: np.ndarray) -> np.ndarray:
         most = max(abs(int(values.min())), int(values.max()))
         if most > 2**53:
             raise errors.CheckpointError(
-                f"{most} cannot be scaled or averaged without rounding; read these "
-                "integers unchanged"
+                f"{most} cannot be scaled or averaged without rounding; change the "
+                "layout to read these integers unchanged"
             )
     with np.errstate(all="ignore"):
         return values.astype(_wide(values.dtype), copy=False)
@@ -207,7 +207,7 @@ def computed(
         except OverflowError as error:
             raise errors.CheckpointError(
                 f"{stored[spec.operands[0].tensor].name}: the sum over all ranks"
-                f" overflows {spec.dtype.name}; use another step"
+                f" overflows {spec.dtype.name}; use a different step"
             ) from error
     with np.errstate(all="ignore"):
         total = widened(first).astype(spec.dtype, copy=False)
@@ -275,10 +275,10 @@ def _check_dtypes(spec: Derived, stored: Sequence[StoredTensor]) -> None:
     for other in others:
         if other.dtype != first.dtype:
             raise errors.CheckpointError(
-                f"{first.name} of {_rank(first)} is {first.dtype.name}, and"
-                f" {other.name} of {_rank(other)} is {other.dtype.name}, but the layout"
-                " combines them into one tensor; use another step, or read only one of"
-                " them (`unchecked`)"
+                f"{first.name} {_rank(first)} is {first.dtype.name}, and"
+                f" {other.name} {_rank(other)} is {other.dtype.name}, but the layout"
+                " combines them into one tensor; use a different step, or set"
+                " `unchecked` to read only one of them"
             )
 
 
@@ -297,11 +297,11 @@ def _check_equal(
     index = [int(at) + low for at, low in zip(element, box.start, strict=True)]
     tensor, other = stored[spec.operands[0].tensor], stored[operand.tensor]
     raise errors.CheckpointError(
-        f"{tensor.name} of {_rank(tensor)} and {other.name} of {_rank(other)}"
+        f"{tensor.name} {_rank(tensor)} and {other.name} {_rank(other)}"
         f" differ at {index}: {first[element]} and {second[element]}; the layout"
-        " requires them to be equal. Use `mean` to average the ranks,"
-        " `unchecked` to read one of them, `copy: unchecked` for a copy of another"
-        " tensor, or another step"
+        " requires them to be equal. Use a different step or, in the layout, `mean`"
+        " to average the ranks, `unchecked` to read only one of them, or"
+        " `copy: unchecked` if one tensor is a copy of the other"
     )
 
 
@@ -312,4 +312,4 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 def _rank(tensor: StoredTensor) -> str:
     ranks = ", ".join(f"{axis} {number}" for axis, number in tensor.ranks)
-    return f"rank {ranks}" if ranks else "the checkpoint"
+    return f"on rank {ranks}" if ranks else "in the checkpoint"

@@ -271,8 +271,8 @@ class Reader:
                     raise errors.CheckpointError(
                         f"{target.name}{box}: {abs(buffer.left)} of its elements are"
                         f" filled by {'nothing' if buffer.left > 0 else 'two sources'};"
-                        " correct the layout's rules for it, or use another"
-                        " step"
+                        " correct the layout's rules for this tensor, or use a"
+                        " different step"
                     )
                 every.append(buffer)
         return every, self._spans(copies)
@@ -402,16 +402,16 @@ class Reader:
         except (*bucket_clients.failures(), ValueError) as error:
             raise errors.CheckpointError(
                 f"{file}: {span.copies[0].tensor} cannot be read at bytes {start}"
-                f" to {stop} ({error}); restore the file or access to it, or use"
-                " another step"
+                f" to {stop} ({error}); restore the file or your access to it, or use"
+                " a different step"
             ) from error
         if count < memory.nbytes:
             end = start + count
             behind = (c for c in span.copies if c.start + c.form.extent > end)
             raise FormatError(
                 f"{file}: {next(behind).tensor} is at bytes {start} to {stop}, but"
-                f" the file ends after {end}; it is truncated, so restore it from a"
-                " copy"
+                f" the file ends at byte {end}; the file is truncated, so restore it"
+                " from a good copy"
             )
         if file not in self._sources.virtual:
             self.checks.note(file, start, memory)

@@ -179,9 +179,9 @@ def encoded(
         tensor, dtype = tensors[number], array.dtype.numpy_dtype
         if tuple(array.shape) != tensor.shape or dtype != tensor.dtype:
             raise errors.CheckpointError(
-                f"{tensor.name} is {dtype.name} {list(array.shape)} in its array, and"
+                f"{tensor.name} is {dtype.name} {list(array.shape)} in its array but"
                 f" {tensor.dtype.name} {list(tensor.shape)} in the checkpoint's"
-                " metadata; the checkpoint is damaged, so use another step"
+                " metadata; the checkpoint is damaged, so use a different step"
             )
         chunk = array.chunk_layout.read_chunk.shape or array.shape
         chunk = [
@@ -257,7 +257,7 @@ def _arrays(
             except (OSError, ValueError) as error:
                 raise errors.CheckpointError(
                     f"{tensor.name} cannot be opened ({str(error).splitlines()[0]});"
-                    " use another step, or restore the checkpoint from a copy"
+                    " use a different step, or restore the checkpoint from a good copy"
                 ) from error
 
 

@@ -111,7 +111,9 @@ class _Parser:
         elif token == "1":
             node = Product(())
         elif not token.isidentifier():
-            raise LayoutError(f"{self._text!r}: expected a name, 1 or (, not {token}")
+            raise LayoutError(
+                f"{self._text!r}: expected a name, `1` or `(`, not {token}"
+            )
         while self.at("@"):
             axes = re.findall(r"\w+", self.take())
             if not axes:
@@ -196,7 +198,8 @@ def _shard(shard: Shard, scope: Scope) -> tuple[int | Fraction, int | Fraction]:
             if len(widths) != count:
                 raise LayoutError(
                     f"`widths` of {node.name} has {len(widths)} entries for "
-                    f"{shard.axes[0]}, but there are {count} ranks"
+                    f"{shard.axes[0]}, but there are {count} ranks; list one size for "
+                    "each rank"
                 )
             return sum(widths[:number]), sum(widths[: number + 1])
     width = Fraction(length(node, scope)) / count
@@ -257,7 +260,7 @@ def whole(size: int | Fraction) -> int:
     """
     if size.denominator != 1:
         raise LayoutError(
-            f"{size.numerator} elements do not divide into {size.denominator} equal "
-            "parts; set `widths`"
+            f"{size.numerator} elements cannot be split into {size.denominator} equal "
+            "parts; set `widths` to the size on each rank"
         )
     return int(size)

@@ -84,14 +84,14 @@ class CheckpointValue:
             if value is not None:
                 raise LayoutError(
                     f"{self.place}: {path} in the checkpoint is {value!r:.100}, not a"
-                    " number between -2**53 and 2**53; write a number instead"
+                    " number between -2**53 and 2**53; set a number in the layout"
                 )
         return self.default
 
     @property
     def missing(self) -> str:
         """Says that the checkpoint has none of the paths."""
-        return f"{self.place}: the checkpoint has no value {' or '.join(self.paths)}"
+        return f"{self.place}: the checkpoint has no value at {' or '.join(self.paths)}"
 
 
 # A number, arithmetic on other sizes, or a value of the checkpoint.
@@ -278,7 +278,7 @@ class Layout:
 
         if bool(self.rules) == bool(self.through):
             raise LayoutError(
-                f"{self.place}: set either `rules` or `through`, and not both"
+                f"{self.place}: set either `rules` or `through`, but not both"
             )
         for rule in self.rules:
             if unknown := {*rule.states} - self.states.keys():
@@ -336,8 +336,8 @@ class Layout:
         made = _decoded(cls, fields, name)
         if made.through and (beside := fields.keys() - {*_BESIDE}):
             raise LayoutError(
-                f"{name}: {min(beside)} cannot be used with `through`; write it in one"
-                " of the layouts"
+                f"{name}: {min(beside)} cannot be used with `through`; set it in one"
+                " of those layouts instead"
             )
         made._check_used({name for each in (made, *made.rules) for name in each.sizes})
         return made
@@ -409,7 +409,7 @@ class Layout:
         if lacking := _unmet(self.require, values):
             raise LayoutError(
                 f"{self.place}: {lacking}; use a different layout, or change the value"
-                " with the program that wrote the checkpoint"
+                " in the framework that wrote the checkpoint"
             )
         rules = [
             dataclasses.replace(
@@ -438,7 +438,7 @@ class Layout:
         }
         if not self.through and not whole & {"parameter", "master"}:
             raise LayoutError(
-                f"{self.place}: no state is `parameter` or `master`, with `from` and"
+                f"{self.place}: no `parameter` or `master` state has both `from` and"
                 " `to`; add one to `states`"
             )
         chosen = "parameter" if "parameter" in whole else "master"
@@ -579,4 +579,6 @@ def _resolved(name: str, place: str) -> Layout:
     try:
         return shipped.resolve(beside if beside.is_file() else name)
     except RecursionError:
-        raise LayoutError(f"{place}: {name} includes itself") from None
+        raise LayoutError(
+            f"{place}: {name} includes itself; remove it from `through`"
+        ) from None

@@ -186,7 +186,7 @@ class _Matching:
         for axis, count in layout.ranks.items():
             if count != axes.get(axis, count):
                 raise LayoutError(
-                    f"{layout.place}: `ranks` has {count} of {axis}, but the "
+                    f"{layout.place}: `ranks` sets {axis} to {count}, but the "
                     f"checkpoint has {axes[axis]}; remove {axis} from `ranks`"
                 )
         self._counts = {**layout.ranks, **axes}
@@ -247,7 +247,7 @@ class _Matching:
         for name in self._given or ():
             if name not in targets:
                 shorter = self._shorter_targets.get(name, name)
-                self._note_left("tensors of the target are in no rule", shorter, 1)
+                self._note_left("target tensors are not made by any rule", shorter, 1)
         self._raise()
         return Matched(
             moves=made, derived=derived, fills=fills, targets=targets, rules=rules
@@ -311,7 +311,7 @@ class _Matching:
             taken.add((owner.rule, number))
             if unmet := owner.rule.rule.unmet:
                 text = f"{tensor.name} ({owner.rule.text}: {unmet})"
-                self._note("tensors are in rules that require other values", text)
+                self._note("tensors match rules that require different values", text)
             shape, dtype = _viewed(tensor, owner.rule.sources[number])
             values = alone[owner.rule] | dict((*tensor.ranks, *captured))
             name = self._shorter.get(tensor.name, tensor.name)
@@ -442,13 +442,14 @@ class _Matching:
             except LayoutError as error:
                 self._note("dtypes do not match", f"{tensor.place}: {name!r} {error}")
             if given is None and self._given is not None:
-                self._note("tensors are made by rules, but missing in the target", text)
+                problem = "tensors are made by rules but missing from the target"
+                self._note(problem, text)
             elif given is not None and given.shape != each.shape:
-                text = f"{list(each.shape)} by rule, but {list(given.shape)}: {text}"
+                text += f": {list(each.shape)} by rule, {list(given.shape)} in target"
                 self._note("targets have a different shape", text)
             made = given or TargetTensor(name=name, dtype=dtype, shape=each.shape)
             if made.name in targets:
-                self._note("tensors are made by several rules, or twice", text)
+                self._note("tensors are made more than once", text)
             targets[made.name] = made
             held.append(made)
         return held
@@ -462,7 +463,7 @@ class _Matching:
         option: str,
     ) -> Fill:
         if not can_be(value, target.dtype):
-            text = f"{target.name} is {target.dtype}, but {option} has {value}"
+            text = f"{target.name} is {target.dtype}, but {option} sets it to {value}"
             self._note("targets cannot represent a value", text)
         return Fill(target=target.name, start=start, stop=stop, value=value)
 
@@ -477,7 +478,7 @@ class _Matching:
             if target is None or target.name in targets:
                 continue
             if isinstance(value, CheckpointValue):
-                raise LayoutError(f"{value.missing}; set a number or a `default`")
+                raise LayoutError(f"{value.missing}; set a number, or add a `default`")
             targets[target.name] = target
             box = target, (0,) * len(target.shape), target.shape
             fills.append(self._filled(*box, value, "`fill`"))
@@ -491,7 +492,7 @@ class _Matching:
             return
         if not matches:
             of_kind = "" if tensor.kind == ANY_KIND else f" ({tensor.kind})"
-            problem = "tensors of the checkpoint are in no rule"
+            problem = "checkpoint tensors are not matched by any rule"
             self._note_left(problem, name, 0, of_kind)
             return
         lacking = [
@@ -502,7 +503,7 @@ class _Matching:
         owner, _, kept, _ = matches[at]
         names_of = (owner.name_of(kept, n, {}) for n in sorted(lacking[at]))
         lacks = ", ".join(names_of) or "targets in the tree"
-        problem = "tensors are in rules that lack other tensors"
+        problem = "tensors match rules that lack other tensors"
         self._note(problem, f"{name} ({owner.rule.text} lacks {lacks})")
 
     def _note_left(self, problem: str, name: str, side: int, kind: str = "") -> None:
@@ -531,8 +532,8 @@ class _Matching:
         stored = [each.name for each in self._stored[:_MOST_COMPARED]]
         for tensor in unmatched:
             near = difflib.get_close_matches(tensor.name.text, stored, n=1)
-            shown = "".join(f", the nearest is {each!r}" for each in near)
-            problem = "patterns match no tensor that earlier rules leave"
+            shown = "".join(f" (nearest: {each!r})" for each in near)
+            problem = "patterns do not match any tensor that earlier rules left"
             self._note(problem, tensor.place + shown)
 
     def _raise(self) -> None:
@@ -544,8 +545,8 @@ class _Matching:
         if lines:
             raise LayoutError(
                 f"{self._layout.place} does not match the checkpoint and the target; "
-                "add or change rules, list checkpoint tensors in `drop`, or remove "
-                f"target tensors from the tree:{''.join(lines)}"
+                "add or change rules, list unused checkpoint tensors in `drop`, or "
+                f"remove target tensors from the tree:{''.join(lines)}"
             )
 
 
@@ -559,8 +560,9 @@ def _viewed(tensor: StoredTensor, pattern: Tensor) -> tuple[tuple[int, ...], np.
         return tensor.shape, tensor.dtype
     if tensor.dtype.itemsize != pattern.view.itemsize or not tensor.shape:
         raise LayoutError(
-            f"{pattern.place}: {tensor.name!r} of {tensor.dtype}{list(tensor.shape)} "
-            f"cannot be read as {pattern.view}; its elements have a different size"
+            f"{pattern.place}: {tensor.name!r} is {tensor.dtype}{list(tensor.shape)} "
+            f"and cannot be read as {pattern.view}; `as` needs elements of the same "
+            "size, and at least one dim"
         )
     *outer, last = tensor.shape
     return (*outer, last * (2 if is_half_a_byte(pattern.view) else 1)), pattern.view
@@ -599,8 +601,9 @@ def _composed(first: Matched, second: Matched, place: str) -> Matched:
         for after in second.moves[begin:end]:
             if after.source >= len(between):
                 raise LayoutError(
-                    f"{place}: {rule} makes {after.target} from several tensors, or by "
-                    "`times`, `plus` or `as`; only the first layout of `through` can"
+                    f"{place}: {rule} makes {after.target} from multiple tensors, or "
+                    "with `times`, `plus` or `as`; only the first layout in `through` "
+                    "can do this"
                 )
             for before in into[between[after.source].name]:
                 move = _chained(before, after, between[after.source].shape, place)
@@ -655,8 +658,8 @@ def _chained(before: Move, after: Move, shape: Sequence[int], place: str) -> Mov
         source = _beyond(of, into, before.source_side)
     else:
         raise LayoutError(
-            f"{place}: both layouts regroup a dim of {before.target}, from which "
-            f"{after.target} is made; write them as one layout"
+            f"{place}: both layouts regroup a dim of {before.target}, which "
+            f"{after.target} is made from; combine them into one layout"
         )
     return Move(
         target=after.target,

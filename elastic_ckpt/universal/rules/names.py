@@ -150,24 +150,28 @@ def parse(text: str, forms: Mapping[str, str] | None = None) -> NamePattern:
             (node, *others), _ = dims.parse(inside["node"])
             if others:
                 raise LayoutError(
-                    f"{text!r}: {part} has several indices; put their product in"
-                    " parentheses, {(stage local)}"
+                    f"{text!r}: {part} has more than one index; put their product in"
+                    " parentheses, as in {(stage local)}"
                 )
             form = inside["form"] or (forms or {}).get(inside["node"], "")
             offset = int(inside["offset"] or 0)
             made = Capture(inside["node"], node, form, offset)
             if form and not form.isdigit() and (made.is_index or offset):
-                raise LayoutError(f"{text!r}: {part} is a number; omit its strings")
+                raise LayoutError(
+                    f"{text!r}: {part} is a number; remove the form after its colon"
+                )
             if parts and isinstance(parts[-1], Capture):
-                raise LayoutError(f"{text!r}: put a literal between two captures")
+                raise LayoutError(
+                    f"{text!r}: two captures touch; put a literal between them"
+                )
             parts.append(made)
         elif part in ("{{", "}}"):
             parts.append(part[0])
         elif {"{", "}"} & {*part}:
             raise LayoutError(
-                f"{text!r}: {part!r} is not a capture; write {{layer}}, {{name:path}}, "
-                "{part:q|k|v}, {layer:03}, {layer+1} or {(stage local)}, and {{ and }} "
-                "for literal braces"
+                f"{text!r}: {part!r} is not a capture; use {{layer}}, {{name:path}}, "
+                "{part:q|k|v}, {layer:03}, {layer+1} or {(stage local)}; for literal "
+                "braces, use {{ and }}"
             )
         elif part:
             parts.append(part)

@@ -213,7 +213,7 @@ class ParsedRule:
             if key not in each.keys - each.reduced:
                 raise LayoutError(
                     f"{self.text}: {{{key}}} is in some names, but not in "
-                    f"{each.name.text!r}; capture it in all, make it a dim, or "
+                    f"{each.name.text!r}; capture it in all names, make it a dim, or "
                     f"{_LIST_IT}"
                 )
         self.listed = [
@@ -261,26 +261,30 @@ def _check_options(tensor: Tensor, *, is_target: bool) -> None:
         (len(ways) > 1, "choose one of `replicated`, `mean` and `sum`"),
         (
             inexact and (pattern.copy or operands),
-            "`mean` and `sum` cannot be combined with `times`, `plus` and `copy`; "
-            "convert twice, with a layout for each",
+            "`mean` and `sum` cannot be combined with `times`, `plus` or `copy`; "
+            "convert twice, with a layout for each conversion",
         ),
         (
             inexact & dims.names(tensor.dims),
-            "`mean` and `sum` can be over captures and rank axes, not over dims",
+            "`mean` and `sum` reduce over captures and rank axes, not over dims",
         ),
         (
             is_target and {*pattern.sum} & tensor.names,
-            "a sum cannot be inverted; write `only: forward`",
+            "a sum cannot be inverted; set `only: forward`",
         ),
         (
             tensor.main is not None and any(others),
             "a tensor in `times` or `plus` cannot have the options `shift`, `copy`, "
-            "`mean`, `sum`, `times` and `plus`",
+            "`mean`, `sum`, `times` or `plus`",
         ),
-        (len({*reduced}) < len(reduced), "a name is listed twice"),
+        (
+            len({*reduced}) < len(reduced),
+            "a name is listed twice in `replicated`, `unchecked`, `mean` and `sum`",
+        ),
         (
             tensor.reduced & (tensor.axes | dims.names(tuple(indices))),
-            "a name that shards a dim, or is in an index, cannot also be reduced",
+            "a name that shards a dim or is in an index cannot also be reduced by "
+            "`replicated`, `unchecked`, `mean` or `sum`",
         ),
     ):
         if is_wrong:
@@ -499,7 +503,8 @@ class Planner:
             if count > counts.get(axis, count):
                 raise LayoutError(
                     f"{self._rule.text}: names have {count} ranks of {axis}, but "
-                    f"`ranks` or the checkpoint has {counts[axis]}; make them equal"
+                    f"`ranks` or the checkpoint has {counts[axis]}; correct `ranks` or "
+                    "the names"
                 )
         listed = {
             axis: len(widths)
@@ -582,7 +587,10 @@ class Planner:
             )
             counts = [dims.whole(dims.length(each.node, scope)) for scope in scopes]
             if sum(counts) > MOST_TARGETS:
-                raise LayoutError(f"{tensor.place}: makes {sum(counts)} tensors")
+                raise LayoutError(
+                    f"{tensor.place}: this pattern would make {sum(counts)} tensors, "
+                    "which is too many; correct the sizes"
+                )
             found = [
                 {**values, each.key: value}
                 for values, count in zip(found, counts, strict=True)
@@ -669,8 +677,8 @@ class Planner:
             if tensor.main is not None or tensor.pattern.copy == "checked":
                 raise LayoutError(
                     f"{tensor.place}: a tensor matches, but its main tensor, with the "
-                    "same dims, captures and options, is missing; use the "
-                    "whole checkpoint, or write `copy: unchecked` if it is a copy"
+                    "same dims, captures and options, is missing; use the whole "
+                    "checkpoint or, if the tensor is a copy, set `copy: unchecked`"
                 )
 
     def _chosen(self, tensor: Tensor, members: Sequence[int]) -> Sequence[int]:
@@ -683,9 +691,9 @@ class Planner:
         unused = sorted(differing - tensor.reduced)
         if unused or not differing:
             raise LayoutError(
-                f"{tensor.place}: the tensor occurs for several {', '.join(unused)}, "
-                f"which the rule does not use; {_LIST_IT}, or shard a dim over it with "
-                "@"
+                f"{tensor.place}: the tensor occurs for multiple values of "
+                f"{', '.join(unused)}, which the rule does not use; {_LIST_IT}, or "
+                "shard a dim over it with @"
             )
         unchecked = tensor.pattern.unchecked
         return [
@@ -723,8 +731,8 @@ class Planner:
         if how != "equal" and len(chosen) != self._expected(number):
             raise LayoutError(
                 f"{tensor.place}: the checkpoint has only {len(chosen)} of "
-                f"{self._expected(number)} over {', '.join(sorted(tensor.reduced))}; a "
-                "mean or sum needs all"
+                f"{self._expected(number)} over {', '.join(sorted(tensor.reduced))}, "
+                "but a mean or sum needs all of them; use the whole checkpoint"
             )
         rank = len(row.shape)
         operands = [
@@ -741,9 +749,9 @@ class Planner:
                 is_real = _category(self._rows[rows[0]].dtype) is np.floating
                 if not is_real and each.pattern.dtype is None:
                     raise LayoutError(
-                        f"{each.place}: not a float; write `as: float8_e8m0fnu` "
-                        "if its bytes are exponents, as MXFP4's are, or `dtype: "
-                        "float32` if its integers are factors"
+                        f"{each.place}: the tensor has integers; set "
+                        "`as: float8_e8m0fnu` if its bytes are exponents, as in MXFP4, "
+                        "or `dtype: float32` if its integers are factors"
                     )
         if changing:
             how = "plus" if pattern.plus else "times"
@@ -751,9 +759,9 @@ class Planner:
             if changing != needed or len(operands) != 1 + len(needed):
                 raise LayoutError(
                     f"{tensor.place}: this tensor and all tensors in `times` or `plus` "
-                    "must exist once because they are not compared; use the whole "
-                    "checkpoint, and list the coordinates in which they differ under "
-                    "`unchecked`"
+                    "must occur exactly once because they are not compared; use the "
+                    "whole checkpoint, and list the coordinates in which they differ "
+                    "in `unchecked`"
                 )
             if _is_quantized(dtype) and how == "plus":
                 raise LayoutError(
@@ -814,11 +822,11 @@ class Planner:
             found[dim] = at, max(1, int(size))
         is_copy = tensor.main is None
         if len(found) < len(other_shape) or (is_copy and free):
-            remedy = "multiply in a separate layout, and join both with `through`"
+            remedy = "multiply in a separate layout, and chain both with `through`"
             raise LayoutError(
                 f"{tensor.place}: its dims {list(other_shape)} are neither the dims of "
                 f"{main.name.text!r}, {list(shape)}, nor blocks of them, such as "
-                f"`out/128`; {'write `copy: unchecked`' if is_copy else remedy}"
+                f"`out/128`; {'set `copy: unchecked`' if is_copy else remedy}"
             )
         places = [found[dim] for dim in sorted(found)]
         for dim, (at, size) in enumerate(places):
@@ -826,7 +834,8 @@ class Planner:
                 raise LayoutError(
                     f"{tensor.place}: dim {at} of {main.name.text!r} is {shape[at]}, "
                     f"which is {count} blocks of {size}, but dim {dim} of "
-                    f"{tensor.name.text!r} is {other_shape[dim]}; correct the block"
+                    f"{tensor.name.text!r} is {other_shape[dim]}; correct the block "
+                    "size"
                 )
         return tuple(at for at, _ in places), tuple(size for _, size in places)
 
@@ -839,8 +848,8 @@ class Planner:
         start = np.maximum(targets.start[into], sources.start[of])
         stop = np.minimum(targets.stop[into], sources.stop[of])
         for problem, slabs, whole, number in (
-            ("no tensor fills", tos, targets, into),
-            ("no target has", froms, sources, of),
+            ("no tensor fills the elements", tos, targets, into),
+            ("no target includes the elements", froms, sources, of),
         ):
             covered = np.zeros(len(slabs), np.int64)
             np.add.at(covered, number, (stop - start).prod(axis=1))
@@ -857,17 +866,15 @@ class Planner:
                 )
                 if slabs is tos and "{" not in name:
                     shown += f"; {name!r} is missing or lacks them"
-                raise LayoutError(
-                    f"{slabs[at].pattern.place}: elements that {problem}: {shown}"
-                )
+                raise LayoutError(f"{slabs[at].pattern.place}: {problem} {shown}")
         originals = {e.pattern for e in tos if not e.pattern.pattern.copy}
         is_doubled = len(box_join.overlaps(sources, sources)[0]) > len(sources)
         if is_doubled or len(originals) > 1:
             raise LayoutError(
                 f"{(froms if is_doubled else tos)[0].pattern.place}: elements with the "
-                f"coordinates ({' '.join(held)}) occur twice; call each part by "
+                f"coordinates ({' '.join(held)}) occur twice; give each part "
                 "its own name, with `sizes: {e: d}` if the sizes are equal, "
-                "or write `copy: checked` for a tensor that is a copy"
+                "or set `copy: checked` for a tensor that is a copy"
             )
         lengths, low = map(tuple, (stop - start).tolist()), start.tolist()
         pairs = zip(into.tolist(), of.tolist(), low, lengths, strict=True)
@@ -936,13 +943,14 @@ class Planner:
             for expression in (each.pattern.scale, each.pattern.shift)
         ]
         if not (numbers[0] and numbers[2]):
-            raise LayoutError(f"{target.place}: a scale cannot be 0")
+            raise LayoutError(f"{target.place}: a scale is 0; use a nonzero scale")
         scale = numbers[2] / numbers[0]
         shift = numbers[3] - numbers[1] * scale
         if self._state not in _POWERS and (scale, shift) != (1, 0):
             raise LayoutError(
-                f"{target.place}: {self._state!r} has no known relation to a scaled "
-                "parameter; list only other `states` in this rule"
+                f"{target.place}: it is unknown how the state {self._state!r} changes "
+                "when its parameter is scaled or shifted; in this rule, list only "
+                "other states in `states`"
             )
         scale **= _POWERS.get(self._state, 1)
         return scale, shift if self._state in _SHIFTED else 0.0
@@ -957,7 +965,7 @@ def _of_shape(
     if len(shape) != len(tensor.dims):
         raise LayoutError(
             f"{tensor.place}: {name!r} has shape {list(shape)}, but the rule has dims "
-            f"{tensor.pattern.dims!r}; put rules for special tensors first"
+            f"{tensor.pattern.dims!r}; put rules for special tensors before this one"
         )
     for dim, (node, length) in enumerate(zip(tensor.dims, shape, strict=True)):
         if tensor.blocks[dim] == "1":
@@ -1065,20 +1073,23 @@ def target_dtype(
     listed = ", ".join(map(str, held)) or "no dtype"
     is_unlike = any(made is None or _category(e) is not _category(made) for e in held)
     for is_wrong, problem in (
-        (given not in (None, made), f"is {given} in the target, {written} in the rule"),
+        (
+            given not in (None, made),
+            f"is {given} in the target but {written} in the rule; make them equal",
+        ),
         (
             not (written or given) and len(held) != 1,
-            f"has sources of {listed}; write `dtype:`",
+            f"has sources with dtypes {listed}; set `dtype` in the rule",
         ),
         (
             not written and is_unlike,
-            f"is {made} in the target, but {listed} in the source; write"
-            f" `dtype: {made}`",
+            f"is {made} in the target but {listed} in the source; set"
+            f" `dtype: {made}` in the rule",
         ),
         (
             any(lacks_scales and dtype != made for dtype, lacks_scales in sources),
-            f"is {made} in the target, but made from {listed} without scales; multiply"
-            " by them with `times`, and use the whole checkpoint",
+            f"is {made} in the target, but made from {listed} without scales; apply"
+            " the scales with `times`, and use the whole checkpoint",
         ),
     ):
         if is_wrong:

@@ -45,7 +45,7 @@ def _parsed(expression: str) -> tuple[ast.expr, frozenset[str]]:
         tree = ast.parse(expression.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         shown = expression[:_MOST_CHARACTERS]
-        raise LayoutError(f"{shown!r} is not arithmetic on sizes: {error}") from None
+        raise LayoutError(f"{shown!r} is not valid arithmetic: {error}") from None
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     used -= {*_ROUNDED}
     with contextlib.suppress(ArithmeticError, ValueError):
@@ -66,7 +66,7 @@ def _value(node: ast.expr, sizes: Mapping[str, Any]) -> float:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             return _OPERATORS[type(op)](_value(left, sizes), _value(right, sizes))
     raise LayoutError(
-        f"{ast.unparse(node)!r} is not allowed in a size or scale; write numbers and "
+        f"{ast.unparse(node)!r} is not allowed in a size or scale; use only numbers, "
         "sizes, + - * / // ** and bfloat16(...)"
     )
 
@@ -91,9 +91,9 @@ def value(expression: float | str, sizes: Mapping[str, Any]) -> float:
     try:
         number = _value(_parsed(expression)[0], sizes)
     except (ArithmeticError, ValueError) as error:
-        raise LayoutError(f"{expression!r} has no value: {error}") from None
+        raise LayoutError(f"{expression!r} cannot be computed: {error}") from None
     if not math.isfinite(number):
-        raise LayoutError(f"{expression!r} has no value: it is {number}")
+        raise LayoutError(f"{expression!r} is {number}, but must be finite")
     return number
 
 
@@ -215,5 +215,6 @@ def _misfit(
 ) -> LayoutError:
     made = (f"{name}={known[name]}" for name in sorted(equation.names & known.keys()))
     return LayoutError(
-        f"{equation.origin} is {equation.length}, {expected}, by {', '.join(made) or 1}"
+        f"{equation.origin} is {equation.length}, {expected}, given "
+        f"{', '.join(made) or 'no sizes'}"
     )

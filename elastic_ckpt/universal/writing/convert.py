@@ -218,7 +218,7 @@ class Destination(abc.ABC):
         self.target = storage.absolute(conversion.job.target)
         if not conversion.targets:
             raise errors.CheckpointError(
-                "there are no tensors to write; specify rules that match some"
+                "there are no tensors to write; specify rules that match at least one"
             )
 
     @abc.abstractmethod
@@ -297,8 +297,8 @@ def convert(
                     storage.remove(lock)
     except bucket_clients.failures() as error:
         raise errors.CheckpointError(
-            f"{str(target)!r} cannot be written ({error}); free space, grant access to"
-            " it, or specify a different path, and convert again"
+            f"{str(target)!r} cannot be written ({error}); free up space, grant access"
+            " to this path, or specify a different one, then convert again"
         ) from error
     return conversion
 
@@ -317,8 +317,8 @@ def config_directory(model: str) -> epath.Path:
         path = peft.base(path)
     if not (path / weights.CONFIG).exists():
         raise errors.ConfigError(
-            f"{model} has no {weights.CONFIG}; set --config to a model directory, or"
-            " to the id of a downloaded model, hf://org/name"
+            f"{model} has no {weights.CONFIG}; set --config to a model directory or"
+            " to a downloaded model's ID, hf://org/name"
         )
     return path
 
@@ -333,8 +333,8 @@ def given_layout(job: Job, checkpoint: Checkpoint) -> Layout:
     if job.rules is None:
         if job.sizes or job.is_reversed or job.only_weights:
             raise errors.ConfigError(
-                "sizes, the reverse direction and the choice of weights need rules;"
-                " specify --rules"
+                "sizes, the reverse direction and weights-only conversion need a"
+                " layout; specify --rules"
             )
         return shipped.default_layout(checkpoint).with_values(checkpoint.values)
     layout = shipped.resolve(job.rules).with_sizes(job.sizes)
@@ -378,7 +378,7 @@ def _cast(target: TargetTensor, dtype: str | None) -> TargetTensor:
     if target.dtype.itemsize == 1:
         raise errors.ConfigError(
             f"{target.name} is {target.dtype}, whose values are meaningless without"
-            f" scales; to write {dtype}, use a layout that multiplies by them (`times`"
+            f" scales; to write {dtype}, use a layout that applies the scales (`times`"
             " and `dtype`, as in hf_fp8), or omit --dtype"
         )
     return dataclasses.replace(target, dtype=np.dtype(dtype))

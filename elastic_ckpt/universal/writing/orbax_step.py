@@ -41,8 +41,8 @@ class OrbaxStep(Destination):
         name = self.target.name
         if not name.isdecimal() or str(int(name)) != name:
             raise errors.CheckpointError(
-                f"{self.target} is not a step directory, whose name must be a number;"
-                f" convert to {self.target / '0'}"
+                f"{self.target} is not a step directory because its name is not a"
+                f" number; convert to {self.target / '0'}"
             )
         self._root = PersistentRoot.from_path(self.target.parent)
         # Paths in the manifest, which lists leaves in this order.
@@ -123,8 +123,8 @@ def _tree(
     if () in named:
         if len(named) > 1:
             raise errors.CheckpointError(
-                f"{'/'.join(path)} is a target, and so are tensors below it; rename one"
-                " of them in the layout"
+                f"{'/'.join(path)} is a target, but there are also tensors under it;"
+                " rename one of them in the layout"
             )
         return _leaf(named[()])
     below: dict[str, dict[tuple[str, ...], TargetTensor]] = {}
@@ -136,8 +136,8 @@ def _tree(
     for key in made:
         if not _NUMBER.fullmatch(key):
             raise errors.CheckpointError(
-                f"{'/'.join(path)} is listed in `lists` of the layout, but has the key"
-                f" {key!r}, which is not a number below 10000; remove it from `lists`"
+                f"{'/'.join(path)} is in the layout's `lists`, but has the key {key!r},"
+                " which is not a number below 10000; remove the path from `lists`"
             )
     # Orbax trees have None for elements without leaves.
     return [made.get(str(at)) for at in range(1 + max(map(int, made)))]

@@ -175,9 +175,9 @@ class HuggingFaceModel(SafetensorsFiles):
             conversion.targets.remove(named[_OUTPUT])
         if is_tied is False and embedding and _OUTPUT not in named:
             raise errors.ConfigError(
-                f"{self._model / CONFIG} says {_TIED}: false, but no"
-                f" {_OUTPUT} is made; correct one of them, or the output of the model"
-                " would be random"
+                f"{self._model / CONFIG} sets {_TIED}: false, but the rules make no"
+                f" {_OUTPUT}, so the model's output layer would be random; correct the"
+                " configuration or the rules"
             )
         super().__init__(conversion)
 
@@ -215,8 +215,8 @@ class HuggingFaceModel(SafetensorsFiles):
         }
         if not is_equal or len(found) > len({box for box, _ in found}):
             raise errors.CheckpointError(
-                f"{self._model / CONFIG} says {_TIED}: true, but"
-                f" {output.name} differs from {embedding.name}; set it to false there"
+                f"{self._model / CONFIG} sets {_TIED}: true, but"
+                f" {output.name} differs from {embedding.name}; set {_TIED} to false"
                 " and convert again"
             )
 
@@ -232,8 +232,8 @@ def _header(group: Iterable[TargetTensor]) -> tuple[bytes, dict[TargetTensor, in
         is_text = target.name.encode(errors="ignore").decode() == target.name
         if target.name == _METADATA or not is_text:
             raise errors.CheckpointError(
-                f"a tensor is called {target.name!r}, which safetensors cannot store;"
-                " rename it in the layout"
+                f"safetensors cannot store a tensor named {target.name!r}; rename it"
+                " in the layout"
             )
         offsets[target], end = end, end + target.num_bytes
         fields[target.name] = {

@@ -309,7 +309,7 @@ def test_replicas_that_differ_in_a_bit_or_in_dtype_are_named(files):
     files.add(values, ranks=(("tp", 2),))
     files.add(values.astype(BF16), name="other")
     for number, problem in (
-        (2, r"w of rank tp 0 and w of rank tp 2 differ at \[2, 7\]: 0.0 and -0.0"),
+        (2, r"w on rank tp 0 and w on rank tp 2 differ at \[2, 7\]: 0.0 and -0.0"),
         (3, "w .* float32.* other .*bfloat16"),
     ):
         spec = derived_of("equal", [*both, operand(number, 0, 1)], values)
@@ -420,7 +420,7 @@ def test_a_file_that_is_cut_short_is_named_with_the_tensor_and_the_place(files):
     target = target_of(100, 10)
     with pytest.raises(
         FormatError,
-        match=r"1.bin: decoder is at bytes 0 to 4000, but the file ends after 3000",
+        match=r"1.bin: decoder is at bytes 0 to 4000, but the file ends at byte 3000",
     ):
         files.read(target, source=1)
     os.remove(file)
@@ -445,7 +445,7 @@ def test_a_checkpoint_in_a_bucket_is_read_by_ranges(files, bucket):
     target = target_of(300, 200)
     assert files.read(target).tobytes() == values.tobytes()
     system.pipe_file(path, values.tobytes()[:-400])
-    with pytest.raises(FormatError, match=r"w.bin: w .* ends after 239600"):
+    with pytest.raises(FormatError, match=r"w.bin: w .* ends at byte 239600"):
         files.read(target)
     system.rm_file(path)
     with pytest.raises(errors.CheckpointError, match=r"w.bin: w cannot be read"):

@@ -360,7 +360,7 @@ def test_a_dtype_is_that_of_the_rule_or_of_the_source():
     plain = layout_of_one({"w": "a b"}, {"w": "a b"})
     half = {"w": W.astype(ml_dtypes.bfloat16)}
     assert_same(relayout(plain, {"w": W}, targets=half), half)
-    with pytest.raises(LayoutError, match="write `dtype: int32`"):
+    with pytest.raises(LayoutError, match="set `dtype: int32`"):
         relayout(plain, {"w": W}, targets=wanted)
 
 
@@ -446,7 +446,7 @@ def test_replicas_have_the_ranks_of_the_layout():
         (
             layout(STAGES, ranks={"pp": 2}).inverse(),
             UP,
-            "9 elements do not divide into 2 equal parts; set `widths`",
+            "9 elements cannot be split into 2 equal parts; set `widths`",
         ),
     ],
 )
@@ -497,9 +497,9 @@ WRONG = Layout.from_dict({"rules": [rule({"v": "x"}, {"w": "x"})]}, name="the fi
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        (TURNED, REGROUPED, "both layouts regroup a dim of w, from which w"),
+        (TURNED, REGROUPED, "both layouts regroup a dim of w, which w is made from"),
         (TURNED, SCALED, "only the first layout"),
-        (WRONG, TURNED, r"the first does not match(?s:.)* in no rule: [sw]"),
+        (WRONG, TURNED, r"the first does not match(?s:.)* by any rule: [sw]"),
     ],
 )
 def test_what_cannot_be_one_move_is_refused(first, second, message):

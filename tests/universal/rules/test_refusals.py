@@ -21,28 +21,28 @@ from tests.universal.rules.relayout import layout, relayout, rule, saved
 REFUSED = r"""
 {"{l}.up": f@tp e} -> {up: l e f}
 0.up 2 3 tp=0; 0.up 2 3 tp=1; 0.norm 3 -> up 1 3 4; norm 3
-=> 1 tensors of the checkpoint .* 0.norm \(.*\n.* of the target .*: norm \(nearest
+=> 1 checkpoint tensors are .* 0.norm \(.*\n.* target tensors are .*: norm \(nearest
 
 {w: x} -> {k: x} | {w: x} -> {l: x}
-w 3 => no tensor that earlier rules leave: layout: rules\[1\].from
+w 3 => any tensor that earlier rules left: layout: rules\[1\].from
 
 {"{l}.up": f e} -> {up: l e f}
 0.up 2 3; 2.up 2 3 -> up 3 3 2
-=> rules\[0\].to\['up'\]: elements that no tensor fills: e 0:3, f 0:2, l 1:2
+=> rules\[0\].to\['up'\]: no tensor fills the elements e 0:3, f 0:2, l 1:2
 
 {"{l}.up": f e} -> {up: l e f}
 0.up 2 3; 1.up 2 3 -> up 3 3 2
-=> dim 0 of 'up' \(layout: rules\[0\].to\['up'\]\) is 3, not 2, by l=2
+=> dim 0 of 'up' \(layout: rules\[0\].to\['up'\]\) is 3, not 2, given l=2
 
 {"{l}.up": f e} -> {up: l e f}
 0.up 2 3; 1.up 5 3 => dim 0 of '[01].up' \(layout: rules\[0\].from\['{l}.up'\]\) is
 
 {w: x} -> {k: x}
 w 3; 0.b; 1.b; 2.b; 3.b; 4.b; 5.b; 6.b; 7.b; 8.b
-=> 9 tensors of the checkpoint are in no rule: 0.b(?!.*5.b)
+=> 9 checkpoint tensors are not matched by any rule: 0.b(?!.*5.b)
 
 {w: {dims: x, scale: 2}} -> {k: x} | {states: {momentum: {from: "{}", to: "{}"}}}
-w 3 kind=momentum => 'momentum' has no known relation
+w 3 kind=momentum => the state 'momentum' changes when its parameter is scaled
 
 {w: (vocab + rows) x} -> {k: vocab x} -> {pad: {rows: 0}, sizes: {rows: vocab // 2}}
 w 128 2 => sizes of vocab; .*--size vocab
@@ -61,10 +61,10 @@ w 8 3 => from\['w'\]: .* \(d x\).* its own name, with `sizes: {e: d}`
 p.a 2; p.b 2; q.a 2 => q.a \(layout: rules\[0\] lacks q.b\)
 
 {"a{(x) (y)}": z} -> {b: x y z}
-a0 2 => several indices; .*{\(stage local\)}
+a0 2 => more than one index; .*{\(stage local\)}
 
 {w: a b} -> {k: a b}
-w 2 3 tp=0; w 2 3 tp=1 => several tp, .*`repl
+w 2 3 tp=0; w 2 3 tp=1 => multiple values of tp, .*`repl
 
 {w: a@tp b} -> {k: a b}
 w 2 3 tp=0; w 1 3 tp=1 => dim 0 of .*w
@@ -79,7 +79,7 @@ w 2 3 => 'w' has the coordinates \(a b\), and 'k' .* \(a\); .*`replicated`
 w 2 3; v 2 3 => occur twice; .*`copy: checked`
 
 {w: a b} -> {k: a b}
-w 2 3 tp=0; w 2 3 tp=0 => several
+w 2 3 tp=0; w 2 3 tp=0 => multiple values
 
 {e: v d, head: {dims: (d v), copy: checked}} -> {e: v d}
 e 2 3; head 6 => `copy: unchecked`
@@ -109,7 +109,7 @@ w 2 3; B 2 1 => the whole checkpoint
 w 2 3 int8; B 2 1; A 1 3 => meaningless without scales
 
 {w: {dims: a b, as: uint4}} -> {k: a b}
-w 2 3 => a different size
+w 2 3 => the same size
 
 {step: ""} -> {"{n:path}/step": {dims: "", replicated: [n]}}
 step => the sizes of n; .*`--size n=
@@ -121,13 +121,13 @@ step => the sizes of n; .*`--size n=
 a 3; b 9 => 9
 
 {w: a@tp b} -> {w: a b} | {ranks: {tp: 3}}
-w 1 3 tp=0; w 1 3 tp=1 => `ranks` has 3 of tp, but the checkpoint has 2
+w 1 3 tp=0; w 1 3 tp=1 => `ranks` sets tp to 3, but the checkpoint has 2
 
 {a: x} -> {k: x} | {b: x} -> {k: x}
-a 2; b 2 => by several rules, or twice: k
+a 2; b 2 => made more than once: k
 
 {"{n}.w": l x} -> {"{n}/k.{l}": x}
-a.w 2 3; b.w 2 3 -> a/k.0 3; a/k.1 3; b/k.0 3 => missing in the target: b/k\.1
+a.w 2 3; b.w 2 3 -> a/k.0 3; a/k.1 3; b/k.0 3 => missing from the target: b/k\.1
 """
 
 
@@ -319,7 +319,7 @@ def test_a_file_and_python_values_make_the_same_layout(tmp_path):
         (FULL, "", "layout", "`null`"),
         (FULL, "version: 1", "layout", "set either `rules`"),
         (FULL, f"{THROUGH}\ndrop: x", "layout", "drop cannot be used with `through`"),
-        ("drop: [", "through: [untied]\ndrop: [", "layout", "and not both"),
+        ("drop: [", "through: [untied]\ndrop: [", "layout", "but not both"),
     ],
 )
 def test_a_mistake_is_named_with_its_place(old, new, place, problem):

@@ -323,7 +323,7 @@ def test_sizes_and_leaves_are_values_of_the_checkpoint_unless_given(tmp_path, ca
         w = W.reshape(kv, -1, 4).transpose(2, 0, 1)
         assert bits(read(tmp_path / f"of {kv}")) == bits({"params/w": w, **leaves})
     (tmp_path / "source" / "config.json").unlink()
-    problem = "layout.yml: sizes['kv']: the checkpoint has no value config/kv"
+    problem = "layout.yml: sizes['kv']: the checkpoint has no value at config/kv"
     assert problem in refusal(capsys, *given("none"))
     problem = "layout.yml: fill['step']: the checkpoint has no"
     assert problem in refusal(capsys, *given("none", "--size", "kv=3"))
@@ -360,7 +360,7 @@ def test_trees_of_orbax_have_the_name_and_the_lists_of_the_layout(tmp_path, caps
     assert bits(read(tmp_path / "all")) == bits(tensors)
     write(tmp_path / "wrong", {"other/x": np.ones(3, np.float32)})
     given = [tmp_path / "wrong", tmp_path / "other" / "0", *rules]
-    assert "other is listed in `lists`" in refusal(capsys, *given)
+    assert "other is in the layout's `lists`" in refusal(capsys, *given)
 
 
 @pytest.mark.parametrize(
@@ -480,7 +480,7 @@ FP8 = {"w": W.astype(ml_dtypes.float8_e4m3fn), "w_scale_inv": W[:1]}
     ("tensors", "is_tied", "options", "problem"),
     [
         ({EMBEDDING: W, OUTPUT: -W}, True, [], "lm_head.weight differs from model.emb"),
-        ({EMBEDDING: W}, False, [], "the output of the model would be random"),
+        ({EMBEDDING: W}, False, [], "the model's output layer would be random"),
         ({"w": W}, False, ["--dtype", "bf16"], "use bfloat16"),
         (FP8, False, ["--dtype", "bfloat16"], "w is float8_e4m3fn"),
     ],
