@@ -1,4 +1,4 @@
-"""Loads other programs' checkpoints into trees of JAX arrays."""
+"""Loads other frameworks' checkpoints into trees of JAX arrays."""
 
 from etils import epy
 

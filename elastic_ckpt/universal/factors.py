@@ -1,10 +1,10 @@
-"""Cuts boxes of a move's factored dims at the bounds of boxes of its tensors.
+"""Cuts boxes of a move's factored dims at the bounds of boxes in its tensors.
 
-If a tensor's dim is a product of several factored dims, its indices ascend with the
+If a tensor's dim is a product of multiple factored dims, its indices ascend with the
 elements of these dims in row-major order, so an interval of indices is a range of
-elements. A range is at most two boxes for each dim except the first: the rest of the
-first row, whole rows, the start of the last row, and so on inwards. ZeRO also saves
-flattened parameters as such ranges.
+elements. A range consists of one box of whole rows and, for each dim except the first,
+at most two more boxes: the rest of the first row and the start of the last row. ZeRO
+also saves flattened parameters as such ranges.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from elastic_ckpt.universal.moves import Side
 
 @functools.lru_cache(maxsize=2**16)
 def row_major(shape: tuple[int, ...], itemsize: int = 1) -> tuple[int, ...]:
-    """The strides of an array in row-major order, in units of `itemsize`."""
+    """The strides of an array in row-major order, as multiples of `itemsize`."""
     sizes = [*shape[1:], itemsize][::-1] if shape else []
     return tuple(itertools.accumulate(sizes, lambda a, b: a * b))[::-1]
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The boxes of an array's elements `start` to `stop`, in row-major order.
+    """The boxes that contain elements `start` to `stop` in row-major order.
 
     Returns:
-      Disjoint boxes, in element order; none if the range is empty.
+      Disjoint boxes, in element order; an empty list if the range is empty.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"elements {start} to {stop} are out of range for {shape}")
@@ -39,7 +39,7 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     if not shape:
         return [Box(start=(), stop=())]
     row = math.prod(shape[1:])
-    # Whole rows lie between the rest of the first row and the start of the last.
+    # Whole rows lie between the rest of the first row and the start of the last row.
     head = min(-(-start // row) * row, stop)
     tail = max(stop // row * row, head)
     boxes = _in_row(shape, start, head)
@@ -60,12 +60,12 @@ def _in_row(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def inside(part: Box, side: Side, box: Box) -> list[Box]:
-    """The elements of a move's part that lie in a box of one of its tensors.
+    """Finds the elements of a move's part that lie in a box of one of its tensors.
 
     `part` is a nonempty box of the factored dims; `box` is a box of the tensor.
 
     Returns:
-      Disjoint boxes of the factored dims: `part` itself if all of it is in `box`.
+      Disjoint boxes of the factored dims; only `part` itself if all of it is in `box`.
 
     Raises:
       ValueError: if the indices along a dim do not ascend in row-major order.
@@ -91,26 +91,27 @@ def bounds(part: Box, side: Side) -> Box:
 
 
 def place(element: Sequence[int], side: Side, box: Box, strides: Sequence[int]) -> int:
-    """The offset of an element of the factored dims in a box of a tensor.
+    """The offset in a box of a tensor of one element of the factored dims.
 
-    It is in the units of `strides`, the box's strides.
+    The offset is in the same units as `strides`, the box's strides.
     """
     at = sum(map(operator.mul, map(operator.sub, side.start, box.start), strides))
     return at + sum(map(operator.mul, element, advances(side, strides)))
 
 
 def advances(side: Side, strides: Sequence[int]) -> tuple[int, ...]:
-    """The strides of the factored dims, from a tensor's strides."""
+    """Computes the strides of the factored dims from a tensor's strides."""
     factors = zip(side.dims, side.steps, strict=True)
     return tuple(step * strides[dim] if dim >= 0 else 0 for dim, step in factors)
 
 
-# The moves of a stack differ only in their place, so their cuts are the same.
+# The moves of stacked layers differ only in position, so their cuts are the same.
 @functools.lru_cache(maxsize=2**12)
 def _reach(
     part: Box, dims: tuple[int, ...], steps: tuple[int, ...], rank: int
 ) -> tuple[list[int], list[int]]:
-    # By dim, the lowest index, and one past the highest, relative to the side's start.
+    # For each dim, the lowest index and one past the highest, relative to the side's
+    # start.
     lows, highs = [0] * rank, [1] * rank
     for dim, step, start, stop in zip(dims, steps, part.start, part.stop, strict=True):
         if dim >= 0:
@@ -126,8 +127,8 @@ def _inside(
     steps: tuple[int, ...],
     cuts: tuple[tuple[int, int, int], ...],
 ) -> list[Box]:
-    # Each cut is a dim of the tensor and an interval of indices along it, relative to
-    # the part's lowest index.
+    # Each cut is a dim of the tensor and an interval of indices along that dim,
+    # relative to the part's lowest index.
     choices = []
     for dim, first, after in cuts:
         factors = [
@@ -159,7 +160,7 @@ def _in_interval(
 
 
 def _num_below(index: int, sizes: Sequence[int], steps: Sequence[int]) -> int:
-    # The number of elements whose index is less than `index`.
+    # Counts the elements whose index is less than `index`.
     number, inner = 0, math.prod(sizes)
     for size, step in zip(sizes, steps, strict=True):
         if index <= 0:

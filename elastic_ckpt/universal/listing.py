@@ -1,4 +1,4 @@
-"""Lists a checkpoint's tensors by family, and reads a layout's target tree."""
+"""Lists a checkpoint's tensors by family and reads a layout's target tree."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ _NUMBER = re.compile(r"(?<![0-9A-Za-z])(?:0|[1-9][0-9]{0,17})(?![0-9A-Za-z])")
 
 
 class Family(NamedTuple):
-    """Tensors of one shape, dtype and kind whose names differ only in numbers.
+    """Tensors of the same shape, dtype and kind whose names differ only in numbers.
 
     Attributes:
-      names: all names as one string, `layers.{0-31}.weight`, without control
-        characters.
+      names: one printable string that stands for all names: `layers.{0-31}.weight`.
       tensors: the number of tensors.
       num_bytes: the total size of the values.
     """
@@ -42,7 +41,7 @@ class Family(NamedTuple):
 
 
 def families(tensors: Sequence[StoredTensor]) -> list[Family]:
-    """Groups tensors into families, in the order of each family's first tensor."""
+    """Groups tensors into families, ordered by each family's first tensor."""
     # The numbers in the names, by the properties that a family shares.
     groups: dict[tuple, set[tuple[int, ...]]] = {}
     unboxed = names.unboxed({tensor.name for tensor in tensors})
@@ -91,9 +90,9 @@ def tree(path: str) -> dict[str, TargetTensor]:
     """Reads the tensors of a layout's target tree.
 
     Args:
-      path: a checkpoint of any supported format, or a JSON file of shapes by name:
-        `{"embed/kernel": [8, 4]}` (float32), or `{"shape": [8, 4],
-        "dtype": "bfloat16"}`.
+      path: a checkpoint in any supported format, or a JSON file that maps names to
+        shapes: `{"embed/kernel": [8, 4]}`. Instead of a shape, which means float32, a
+        value can be `{"shape": [8, 4], "dtype": "bfloat16"}`.
 
     Raises:
       LayoutError: if the JSON file is missing or malformed.

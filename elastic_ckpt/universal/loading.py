@@ -1,4 +1,4 @@
-"""Loads trees through layouts, from other programs' checkpoints and from steps.
+"""Loads trees through layouts, from other frameworks' checkpoints and from steps.
 
 Nothing is written to disk. A leaf becomes an array as soon as its group is complete,
 while later groups are still being read.
@@ -40,37 +40,39 @@ def load(
     layout: Layout | str | os.PathLike[str] | None = None,
     budget_bytes: int = BUDGET_BYTES,
 ) -> Any:
-    """Loads another program's checkpoint into the arrays of a tree.
+    """Loads another framework's checkpoint into a tree of arrays.
 
         path = "gs://bucket/llama"
         state = ec.universal.load(path, abstract_state, layout="llama.yml")
 
-    Every process must call it; each reads only the bytes that its own devices need.
+    Every process must call this function; each process reads only the bytes that its
+    own devices need.
 
     Args:
       path: the checkpoint's directory or file, local or in a bucket.
-      abstract_state: a pytree of `jax.ShapeDtypeStruct`s with shardings, arrays or
-        numbers: a dict, or a Flax or Equinox state. The keys to a leaf, joined by "/",
-        are the leaf's name in the layout; the `value` key of Flax's `Param` and
+      abstract_state: a pytree of numbers, arrays, or `jax.ShapeDtypeStruct`s with
+        shardings, such as a dict or a Flax or Equinox state. The keys to a leaf, joined
+        by "/", are the leaf's name in the layout; the `value` key of Flax's `Param` and
         `Partitioned` may be omitted.
-      layout: how the checkpoint's tensors (`from`) relate to these leaves (`to`): a
-        `Layout`, a YAML file path, or the name of a layout that ships with the package.
-        None for DeepSpeed checkpoints, which describe their own layout, and for
-        checkpoints whose tensors have the same names as the leaves. With None, an
-        adapter is merged into its base.
-      budget_bytes: the maximum size of the requests in flight, and, separately, of the
+      layout: a description of how the checkpoint's tensors (`from`) relate to these
+        leaves (`to`): a `Layout`, a YAML file path, or the name of a layout that ships
+        with the package. None for DeepSpeed checkpoints, which describe their own
+        layout, and for checkpoints whose tensors have the same names as the leaves.
+        With None, an adapter is merged into its base model.
+      budget_bytes: the maximum size of the requests in flight and, separately, of the
         incomplete leaves.
 
     Returns:
-      A pytree like `abstract_state`, of arrays in its shardings and dtypes. Functions
-      are unchanged.
+      A pytree like `abstract_state`, with loaded arrays in the same shardings and
+      dtypes. Functions are unchanged.
 
     Raises:
       FormatError: if the checkpoint is damaged, or not in a supported format.
       LayoutError: if the layout does not match the checkpoint or the tree.
       CheckpointError: if a file cannot be read, or copies of a tensor that should be
         equal differ.
-      RunError: if loading fails on another host; the message has that host and error.
+      RunError: if loading fails on another host. The message contains that host and its
+        error.
     """
 
     def rules(checkpoint: Checkpoint, targets: Mapping[str, TargetTensor]) -> Layout:
@@ -82,7 +84,7 @@ def load(
 
 
 def load_leaves(path: epath.PathLike, abstract_state: Any) -> Any:
-    """Loads each leaf from the tensor of the same name, and drops all other tensors.
+    """Loads each leaf from the tensor of the same name and ignores all other tensors.
 
     For the arguments, see `load`.
 
@@ -100,7 +102,7 @@ def load_leaves(path: epath.PathLike, abstract_state: Any) -> Any:
 def _loaded(
     path: epath.PathLike, abstract_state: Any, rules: _Rules, budget_bytes: int
 ) -> Any:
-    # If one host fails, all fail: none hangs in the collectives that follow.
+    # If one host fails, all fail, so that none hangs in the collectives that follow.
     hosts = allgather.shared()
     everywhere = functools.partial(hosts.agreed, timeout_secs=calls.LONG_SECS)
     found: list[tuple[Checkpoint, Matched]] = []
@@ -137,7 +139,7 @@ def layout_of_leaves(
 ) -> Layout:
     """The layout that fills each target from the tensor of the same name.
 
-    It drops all other tensors. `path` is for messages.
+    The layout drops all other tensors. `path` is used in messages.
 
     Raises:
       OtherModelError: if a tensor is missing or has a different shape.
@@ -187,16 +189,16 @@ def relayout(
 class _Leaf(NamedTuple):
     target: TargetTensor
     wanted: trees.WantedLeaf
-    # Whether its values are copied to devices with their own memory. An array on CPU
+    # Whether the values are copied to devices with their own memory. An array on CPU
     # devices reuses the memory that its values were read into.
     is_staged: bool
 
 
 def targets_of(abstract: Any) -> dict[str, TargetTensor]:
-    """An abstract tree's leaves as targets of a layout, by name.
+    """Describes an abstract tree's leaves as layout targets, by name.
 
     Args:
-      abstract: a tree of `jax.ShapeDtypeStruct`s with shardings, arrays, numbers, and
+      abstract: a tree of numbers, arrays, `jax.ShapeDtypeStruct`s with shardings, and
         functions, which are skipped.
 
     Raises:
@@ -216,25 +218,26 @@ def read_tree(
 ) -> Any:
     """Reads a tree's leaves from a checkpoint through a layout.
 
-    Every host of a world calls it and reads the bytes that its devices need once.
+    Every host of a world must call this function. Each host reads the bytes that its
+    devices need once.
 
     Args:
       checkpoint: the open checkpoint.
       matched: a layout matched with `checkpoint` and `targets_of(abstract)`.
       abstract: see `targets_of`.
-      budget_bytes: the maximum size of the requests in flight, and, separately, of the
+      budget_bytes: the maximum size of the requests in flight and, separately, of the
         leaves that are being copied to devices with their own memory. A single request
         or leaf may exceed it.
-      files: the virtual files of the checkpoint's tensors.
-      host: the number of this host, and the number of hosts, which share the work of
+      files: the virtual files of the checkpoint's tensors, by file name.
+      host: this host's index and the number of hosts. The hosts share the work of
         comparing checksums.
 
     Returns:
-      A tree like `abstract`, of arrays in the shardings and dtypes of its leaves;
-      functions are unchanged.
+      A tree like `abstract`, with loaded arrays in the shardings and dtypes of its
+      leaves. Functions are unchanged.
 
     Raises:
-      CheckpointError: if an element of a leaf is filled by no source or by two, a file
+      CheckpointError: if no source or two sources fill an element of a leaf, a file
         cannot be read, or sources that should be equal differ.
       FormatError: if a file is truncated or its checksum does not match.
     """
@@ -260,7 +263,7 @@ def read_tree(
             arrays = iter([buffer.values for buffer in buffers])
             for target in dict.fromkeys(buffer.target for buffer in buffers):
                 wanted, is_staged = leaves[target][1:]
-                # From here on only the leaf refers to the memory.
+                # From here on, only the leaf refers to the memory.
                 made[wanted.path] = wanted.make([next(arrays) for _ in wanted.boxes])
                 if is_staged:
                     # Until the devices have the values, the budget includes them.

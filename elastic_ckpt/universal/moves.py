@@ -1,13 +1,13 @@
-"""A layout matched with a checkpoint: moves, and the tensors derived for them.
+"""A layout matched with a checkpoint: its moves and the tensors derived for them.
 
 A move is a strided copy from one tensor to one target. Its dims are factored: each dim
 of a tensor is a product of one or more factored dims. In
 `(kv q d) embed -> embed kv (q d)`, the factored dims are kv, q, d and embed; kv
 advances by q * d along dim 0 of the source and by 1 along dim 1 of the target.
 
-Anything but a copy is a derived tensor: compared replicas, a mean over ranks, a
-quantized weight times its scales. Moves copy from derived tensors as from stored ones.
-Stored tensors are numbered first, then derived ones.
+Anything but a copy is a derived tensor: compared replicas, a mean over ranks, or a
+quantized weight times its scales. Moves copy from stored and derived tensors alike.
+Both share one index, in which stored tensors come first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FOUR_BITS = ("float4_e2m1fn", "int4", "uint4")
 
 
 def is_half_a_byte(dtype: np.dtype | None) -> bool:
-    """Whether a byte holds two elements of `dtype`, the first in its low half."""
+    """Whether a byte stores two elements of `dtype`, the first in its low half."""
     return dtype is not None and dtype.name in _FOUR_BITS
 
 
@@ -33,9 +33,10 @@ class Side:
 
     Attributes:
       start: the index of the first element.
-      dims: the tensor's dim along which each factored dim advances; -1 if the tensor
-        does not vary along the factored dim.
-      steps: how many elements each factored dim advances along the tensor's dim.
+      dims: for each factored dim, the tensor's dim along which it advances; -1 if the
+        tensor does not vary along it.
+      steps: for each factored dim, the number of elements by which it advances along
+        that dim.
     """
 
     start: tuple[int, ...]
@@ -48,13 +49,13 @@ class Move:
     """A strided copy from a tensor into a target.
 
     Attributes:
-      target: the name of the target tensor, `params/decoder/norm/scale`.
-      sizes: lengths of the factored dims.
-      target_side: where the factored dims lie in the target tensor.
-      source: the number of the source tensor.
-      source_side: where the factored dims lie in the source tensor.
-      scale: factor applied to the values, in at least float32.
-      shift: added after scaling.
+      target: the name of the target tensor, such as `params/decoder/norm/scale`.
+      sizes: the lengths of the factored dims.
+      target_side: the position of the factored dims in the target tensor.
+      source: the index of the source tensor.
+      source_side: the position of the factored dims in the source tensor.
+      scale: the factor that multiplies the values, in at least float32.
+      shift: the number added after scaling.
     """
 
     target: str
@@ -70,11 +71,11 @@ class Operand(NamedTuple):
     """A stored tensor that a derived one is computed from.
 
     Attributes:
-      tensor: the stored tensor's number.
+      tensor: the stored tensor's index.
       dims: for each stored dim, the corresponding dim of the derived tensor; -1 for the
         dim that `plus` contracts. The operand is constant along all other derived dims.
-      blocks: for each stored dim, how many indices of the derived tensor share one
-        stored index: stored index = derived index // block.
+      blocks: for each stored dim, the number of derived indices that share one stored
+        index: stored index = derived index // block.
       viewed_as: the dtype to read the bytes as; None for the stored dtype. A four-bit
         dtype doubles the last dim.
     """
@@ -90,14 +91,15 @@ class Derived:
     """A tensor computed from stored ones, element by element.
 
     Attributes:
-      how: `equal`: the first operand, compared with the others bit by bit; `mean` and
-        `sum` of all; `times`: the product of all; `plus`: the first, plus `factor`
-        times the matrix product of the second and the third.
-      operands: the stored tensors; the first has all dims of the derived tensor, in the
+      how: the operation. `equal` is the first operand, compared with the others bit by
+        bit; `mean`, `sum` and `times` are the mean, sum and product of all operands;
+        `plus` is the first operand plus `factor` times the matrix product of the second
+        and third.
+      operands: the stored tensors. The first has all dims of the derived tensor, in the
         same order.
-      dtype: the first operand's dtype for `equal`, int64 for sums of integers,
-        otherwise float32 or wider: only the move rounds.
-      factor: multiplies the product of `times` or `plus`.
+      dtype: the first operand's dtype for `equal`, int64 for sums of integers, or else
+        float32 or wider, so that only the move rounds.
+      factor: the factor that multiplies the product of `times` or `plus`.
     """
 
     how: Literal["equal", "mean", "sum", "times", "plus"]
@@ -113,7 +115,7 @@ class TargetTensor:
 
     Attributes:
       name: the path in the target, joined by "/".
-      dtype: the dtype to which values are cast.
+      dtype: the dtype that values are cast to.
     """
 
     name: str
@@ -122,15 +124,15 @@ class TargetTensor:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the values."""
+        """The size of the values in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fill:
-    """A box of a target tensor with one value and no source, such as padding.
+    """A box of a target tensor that is filled with a constant, such as padding.
 
-    In each dim, it begins at index `start` and stops before `stop`.
+    In each dim, the box begins at index `start` and stops before `stop`.
     """
 
     target: str
@@ -145,11 +147,11 @@ class Matched:
 
     Attributes:
       moves: copies from stored and derived tensors to target tensors.
-      derived: the derived tensors, numbered after the stored ones.
-      fills: the padding of targets.
-      targets: the target tensors by name, as passed or as the rules make them.
-      rules: the text of each rule, and where its moves end in `moves`; a rule occurs
-        once for each of its states.
+      derived: the derived tensors, which are indexed after the stored ones.
+      fills: constants for target elements without a source.
+      targets: the target tensors by name, either passed in or made by the rules.
+      rules: pairs of a rule's text and the end of its moves in `moves`; a rule has one
+        pair for each of its states.
     """
 
     moves: Sequence[Move]

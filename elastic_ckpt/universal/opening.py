@@ -1,4 +1,4 @@
-"""Opens a checkpoint of any supported format, which its file names identify.
+"""Opens a checkpoint in any supported format, which its file names identify.
 
     checkpoint = opening.open_checkpoint("gs://bucket/Qwen3-0.6B")
     checkpoint.format       # "safetensors"
@@ -33,8 +33,8 @@ def _open_adapter(path: epath.PathLike) -> Checkpoint:
     return peft.joined(path, adapter, open_checkpoint(peft.base(path)))
 
 
-# Whether a directory's file names match a format, and the format's opener. The first
-# match is used.
+# A function that returns whether file names match a format, and the format's opener.
+# The first match is used.
 _Format = tuple[Callable[[Collection[str]], bool], Callable[[epath.Path], Checkpoint]]
 _OF_FILES: tuple[_Format, ...] = (
     (dcp.is_format, dcp.open_checkpoint),
@@ -60,20 +60,20 @@ _LOOKED_FOR = (
 
 
 def open_checkpoint(path: epath.PathLike) -> Checkpoint:
-    """Opens another program's checkpoint to inspect it; reads no values.
+    """Opens another framework's checkpoint to inspect it, without reading values.
 
         checkpoint = ec.universal.open_checkpoint("gs://bucket/Qwen3-0.6B")
         checkpoint.format  # "safetensors"
         [tensor.name for tensor in checkpoint.tensors]
 
     Args:
-      path: a directory or a single-file checkpoint, local or in a bucket; or the id of
+      path: a directory or a single-file checkpoint, local or in a bucket; or the ID of
         a model in the local Hugging Face cache, `hf://org/name` or
-        `hf://org/name@revision`. A PEFT adapter is opened together with its base.
+        `hf://org/name@revision`. A PEFT adapter is opened together with its base model.
 
     Returns:
-      The checkpoint, with its `format`, its `tensors`, and its `values` by path, such
-      as the numbers in a `config.json`.
+      The checkpoint. It has a `format`, `tensors`, and `values` by path, such as the
+      numbers in a `config.json`.
 
     Raises:
       FormatError: if there is no checkpoint, or the checkpoint is damaged, malicious,

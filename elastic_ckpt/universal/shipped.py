@@ -1,10 +1,10 @@
 """The layouts that ship with this package, by name: `hf_llama_to_maxtext`.
 
-The README in `configs/layouts` lists these files. Without a layout, a DeepSpeed
-checkpoint is loaded by its own description of its shards, and an adapter is merged into
-its base. Whole tensors of other formats keep their names. If a checkpoint has several
-kinds of tensors, names begin with the kind, as in `deepspeed_rules`:
-`first_moment/1.mlp.weight`.
+The README in `configs/layouts` lists these files. If the user passes no layout, a
+DeepSpeed checkpoint is loaded by its own description of its shards, and an adapter is
+merged into its base model. In other formats, whole tensors keep their names. If a
+checkpoint has more than one kind of tensor, names begin with the kind, as in
+`deepspeed_rules`: `first_moment/1.mlp.weight`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAME_NAMES = Rule(source=(_ANY,), target=(_ANY,), place="the layout of the same 
 
 
 def directory() -> pathlib.Path:
-    """The directory of the layout files."""
+    """The directory that contains the layout files."""
     return _INSTALLED if _INSTALLED.exists() else _IN_CHECKOUT
 
 
@@ -48,7 +48,7 @@ def load(name: str) -> Layout:
     """Loads a layout that ships with this package.
 
     Raises:
-      LayoutError: if none has this name.
+      LayoutError: if no layout has this name.
     """
     if name not in names():
         raise LayoutError(
@@ -61,7 +61,7 @@ def load(name: str) -> Layout:
 def resolve(layout: Layout | str | os.PathLike[str]) -> Layout:
     """Resolves a user's choice: a layout, a file path, or a name.
 
-    A string without a suffix or a directory is a name.
+    A string without a suffix or a directory is a layout's name.
 
     Raises:
       LayoutError: as `load` and `Layout.load`.
@@ -76,13 +76,14 @@ def resolve(layout: Layout | str | os.PathLike[str]) -> Layout:
 def default_layout(
     checkpoint: Checkpoint, targets: Collection[str] | None = None
 ) -> Layout:
-    """The layout from a checkpoint's tensors to whole tensors of the same names.
+    """The layout from a checkpoint's tensors to whole tensors with the same names.
 
-    `targets` are the names of the target's tensors; None for all that the layout makes.
+    `targets` are the names of the target's tensors; None for all tensors that the
+    layout makes.
 
     Raises:
       FormatError: if a DeepSpeed checkpoint's description is missing or invalid.
-      LayoutError: if a checkpoint in any other format has per-rank shards, or no
+      LayoutError: if a checkpoint in any other format has per-rank shards or no
         tensors.
     """
     if checkpoint.format.startswith(peft.FORMAT):
