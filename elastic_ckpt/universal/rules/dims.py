@@ -1,7 +1,7 @@
 """Dims expressions: `(kv@tp (q + k + v) d) embed` names the factors of dims.
 
-An expression has a node for each dim. A node's length follows from named sizes and the
-number of ranks; `cut` finds where along the dim the indices of the names lie.
+An expression has a node for each dim. Named sizes and the number of ranks determine a
+node's length; `cut` finds where along the dim the indices of each name lie.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elastic_ckpt.universal.rules.layout import LayoutError
 # Unnamed dims of a tensor, the same on both sides.
 REST = "..."
 
-# By name: the first index, the number of indices, and the step along the dim.
+# For each name, the first index, the number of indices, and the step along the dim.
 Ranges = dict[str, tuple[int, int, int]]
 
 
@@ -45,7 +45,7 @@ class Sum:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """`a@tp`, one rank's part of a node; over several axes in row-major order."""
+    """`a@tp`, one rank's part of a node; multiple axes are in row-major order."""
 
     parts: tuple[Node]
     axes: tuple[str, ...]
@@ -60,7 +60,7 @@ class Scope:
 
     Attributes:
       ranks: the rank and the number of ranks, by axis.
-      widths: the size on each rank, by name and axis, where sizes differ.
+      widths: the size on each rank, by name and axis, for sizes that differ.
     """
 
     sizes: Mapping[str, int | Fraction]
@@ -73,9 +73,9 @@ class Scope:
 def parse(
     text: str, *, has_blocks: bool = False
 ) -> tuple[tuple[Node, ...], tuple[str, ...]]:
-    """Parses the node and the block of each dim; the blocks of `out/128 in` are 128, 1.
+    """Parses the node and the block of each dim.
 
-    `...` becomes a name.
+    The blocks of `out/128 in` are "128" and "1". `...` becomes a name.
 
     Raises:
       LayoutError: if the expression is malformed, or has blocks without `has_blocks`.
@@ -122,7 +122,7 @@ class _Parser:
         return node
 
     def _addends(self) -> Node:
-        # The content of parentheses: addends of factors.
+        # Parses the content of parentheses: addends that consist of factors.
         addends: list[list[Node]] = [[self.factor()]]
         while not self.at(")"):
             if self.at("+"):
@@ -151,7 +151,7 @@ def check_names(nodes: Sequence[Node]) -> None:
 
 
 def walk(nodes: Sequence[Node]) -> Iterator[Node]:
-    """All nodes, including nested ones."""
+    """Yields all nodes, including nested ones."""
     for node in nodes:
         yield node
         if not isinstance(node, Name):
@@ -160,13 +160,13 @@ def walk(nodes: Sequence[Node]) -> Iterator[Node]:
 
 @functools.lru_cache(maxsize=2**14)
 def names(nodes: tuple[Node, ...]) -> frozenset[str]:
-    """The names of dims."""
+    """The names of the dims in `nodes`."""
     return frozenset(each.name for each in walk(nodes) if isinstance(each, Name))
 
 
 @functools.lru_cache(maxsize=2**14)
 def axes(nodes: tuple[Node, ...]) -> frozenset[str]:
-    """The rank axes."""
+    """The rank axes that shard `nodes`."""
     shards = (each.axes for each in walk(nodes) if isinstance(each, Shard))
     return frozenset(axis for each in shards for axis in each)
 
@@ -207,10 +207,10 @@ def _shard(shard: Shard, scope: Scope) -> tuple[int | Fraction, int | Fraction]:
 
 
 def cut(node: Node, first: int, last: int, scope: Scope) -> list[tuple[int, Ranges]]:
-    """Cuts the indices from `first` to before `last` into strips.
+    """Cuts the indices from `first` up to but excluding `last` into strips.
 
     Returns:
-      For each strip, the start relative to `first`, and the ranges of its names.
+      For each strip, its start relative to `first` and the ranges of its names.
     """
     if first >= last:
         return []
@@ -239,7 +239,7 @@ def _cut_product(
     row = math.prod(whole(length(factor, scope)) for factor in factors[1:])
     found, at = [], first
     while at < last:
-        # A partial row, all whole rows, a partial row.
+        # A partial row, all whole rows, or a last partial row.
         head, start = divmod(at, row)
         rows = 0 if start else (last - at) // row
         end, stop = head + max(1, rows), row if rows else min(row, last - head * row)
@@ -253,10 +253,11 @@ def _cut_product(
 
 
 def whole(size: int | Fraction) -> int:
-    """A length as an integer.
+    """Converts a length to an integer.
 
     Raises:
-      LayoutError: if the length does not divide equally among the ranks.
+      LayoutError: if the length is a fraction: a dim does not divide equally among the
+        ranks.
     """
     if size.denominator != 1:
         raise LayoutError(

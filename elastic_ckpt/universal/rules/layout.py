@@ -32,7 +32,7 @@ _KEYS = {
 }
 # The attributes that are not keys in files.
 _HIDDEN = ("place", "unmet", "drop_of_kind")
-# The keys that may occur together with `through`.
+# The keys that can be combined with `through`.
 _BESIDE = ("version", "through", "sizes", "fill", "lists", "tree", "tree_inverse")
 # Becomes a directory name.
 _TreeName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_-]{0,99}\Z")]
@@ -44,7 +44,7 @@ Required = Mapping[str, tuple[bool | int | float | str | None, ...]]
 
 
 class LayoutError(errors.ConfigError):
-    """A layout is malformed, or does not match its checkpoint or tree."""
+    """A layout is malformed or does not match its checkpoint or tree."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,8 @@ class CheckpointValue:
 
     Attributes:
       paths: paths such as `args/num_query_groups`; the first that exists is used.
-      default: the number if no path exists; None for no default.
-      place: the place in the layout, for messages.
+      default: the number to use if no path exists; None for no default.
+      place: the position in the layout, for messages.
     """
 
     paths: tuple[str, ...]
@@ -62,19 +62,20 @@ class CheckpointValue:
     place: str = dataclasses.field(default="the layout", compare=False)
 
     def number(self, values: Mapping[str, Any]) -> int | float | None:
-        """Looks the number up in a checkpoint's values, or returns the default.
+        """Looks up the number in a checkpoint's values, or else returns the default.
 
         Args:
-          values: see `Checkpoint.values`. None means missing; a flag is 0 or 1.
+          values: values by path; see `Checkpoint.values`. None means missing, and a
+            flag counts as 0 or 1.
 
         Raises:
-          LayoutError: if the value is not a number, or is too large.
+          LayoutError: if the value is not a number or is too large.
         """
         for path in self.paths:
             value = values.get(path)
             above, _, at = path.rpartition("/")
             held = values.get(above)
-            # A list of numbers is one value; `config/block_size/0` is its first.
+            # A list of numbers is one value; `config/block_size/0` is its first number.
             if isinstance(held, list) and at in map(str, range(len(held))):
                 value = held[int(at)]
             # Safetensors metadata are strings. Integers below 2**53 are exact floats.
@@ -90,7 +91,7 @@ class CheckpointValue:
 
     @property
     def missing(self) -> str:
-        """Says that the checkpoint has none of the paths."""
+        """A message that the checkpoint has no value at any of the paths."""
         return f"{self.place}: the checkpoint has no value at {' or '.join(self.paths)}"
 
 
@@ -102,25 +103,27 @@ Size = int | float | str | CheckpointValue
 class TensorPattern:
     """The tensors whose names match a pattern, and their dims.
 
-    Their values are the other side's values, scaled, then shifted.
+    Their values are the other side's values, first scaled, then shifted.
 
     Attributes:
       name: a name pattern.
-      dims: a dims expression; with blocks for scales in `times`: `out/128 in/128`.
+      dims: a dims expression. For scales in `times`, it may contain blocks:
+        `out/128 in/128`.
       replicated: captures and rank axes over which values must be bit-equal, and dims
-        of which only the first index is read.
-      unchecked: captures, rank axes and dims of which only the first value is read.
+        whose first index is the only one that is read.
+      unchecked: captures, rank axes and dims for which only the first value is read.
       mean: captures and rank axes over which values are averaged.
       sum: captures and rank axes over which values are added.
-      copy: marks a duplicate of another tensor on the same side, and sets whether the
-        other direction compares it with the original or skips it.
-      times: tensors that multiply these when they are read. A tensor is constant along
-        the dims that it lacks.
-      plus: two matrices whose product is added when these are read. They share one name
-        that the sum lacks.
+      copy: whether the tensor duplicates another one on the same side (if not empty),
+        and whether the inverse compares it with the original (`checked`) or skips it
+        (`unchecked`).
+      times: tensors that multiply the matched tensors when these are read. They are
+        constant along omitted dims.
+      plus: two matrices whose product is added to the matched tensors when these are
+        read. The two share one dim that the sum lacks.
       viewed_as: the dtype to read the stored bytes as; None for the stored dtype.
-      scale: a number, or arithmetic on named sizes.
-      shift: a number, or arithmetic on named sizes.
+      scale: the scale, a number or arithmetic on named sizes.
+      shift: the shift, a number or arithmetic on named sizes.
       dtype: a target tensor's dtype; None for its source's dtype.
     """
 
@@ -149,8 +152,10 @@ class State:
     """The names of one kind of state; `{}` stands for the parameter's name.
 
     Attributes:
-      source: the name in the checkpoint, `exp_avg/{}`; None if the state is not there.
-      target: the name in the target, `opt_state/0/mu/{}`; None to drop the state.
+      source: the name in the checkpoint, such as `exp_avg/{}`; None if the checkpoint
+        lacks the state.
+      target: the name in the target, such as `opt_state/0/mu/{}`; None to drop the
+        state.
     """
 
     source: _StateName | None
@@ -168,20 +173,21 @@ class Rule:
     Attributes:
       source: the tensors of the checkpoint.
       target: the tensors of the target.
-      pad: padding values, by the names of dims that only one side has.
-      sizes: sizes by name, which override the layout's.
-      widths: the sizes of a dim on each rank, by dim and rank axis; they override the
-        layout's.
-      states: the states to which the rule applies; empty for all of the layout's.
-      kind: if not None, the rule applies to tensors of this kind, and its names are
-        complete: no state's name is added.
-      optional: whether the checkpoint may lack all of the rule's tensors.
-      only: the only direction in which the rule applies: from the checkpoint, or to it.
-      excepted: names that its sources do not match; `*` stands for any string.
+      pad: padding values, keyed by the names of dims that only one side has.
+      sizes: sizes by name, which override the layout's sizes.
+      widths: the sizes of a dim on each rank, by dim and rank axis, which override the
+        layout's widths.
+      states: the states that the rule applies to; empty for all of the layout's states.
+      kind: the kind of tensors that the rule applies to, with complete names, to which
+        no state's name is added; None for a rule that applies to states.
+      optional: whether the checkpoint and target may have none of the rule's tensors.
+      only: the only direction in which the rule applies, either from the checkpoint
+        (`forward`) or to it (`inverse`); "" for both.
+      excepted: names that the sources do not match; `*` stands for any string.
       require: the checkpoint values that the rule needs, by path.
       unmet: a message about the first required value that the checkpoint lacks; "" if
-        it has all.
-      place: the place in the layout, for messages.
+        it has all values.
+      place: the position in the layout, for messages.
     """
 
     source: tuple[TensorPattern, ...]
@@ -209,40 +215,41 @@ class Rule:
 
     @property
     def text(self) -> str:
-        """Its place, or the name of its first tensor."""
+        """The rule's position in the layout, or else the name of its first tensor."""
         return self.place or f"the rule of {(*self.source, *self.target)[0].name!r}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a checkpoint's tensors relate to a tree's leaves.
+    """A description of how a checkpoint's tensors relate to a tree's leaves.
 
-    `load` reads a layout from a YAML file, `from_dict` from Python values. The
-    attributes are the parsed keys, which the site's layout rules page explains.
+    `load` reads a layout from a YAML file, and `from_dict` builds one from Python
+    values. The attributes are the parsed keys, which the site's layout rules page
+    explains.
 
     Attributes:
       version: the version of the layout format.
       rules: the rules, each of which relates some tensors to some leaves.
       sizes: the sizes of dims by name.
       widths: the sizes of a dim on each rank, by dim and rank axis, if ranks differ.
-      ranks: the number of ranks by axis, where the format does not store it.
-      states: the kinds of tensors that belong to a parameter: the parameter itself, its
-        master weights, its moments.
+      ranks: the number of ranks by axis, for formats that do not store it.
+      states: the names of a parameter's states, keyed by kind: the parameter itself,
+        its master weights, its moments.
       drop: names of checkpoint tensors to ignore; `*` stands for any string.
       drop_inverse: the same in the other direction.
       drop_of_kind: the same for tensors of one kind; not a key in files.
-      fill: values for leaves that no rule fills, by leaf name: numbers, or references
-        to checkpoint values.
+      fill: numbers, or references to checkpoint values, for leaves that no rule fills,
+        keyed by leaf name.
       fill_inverse: the same in the other direction.
       require: the values that the checkpoint must have, by path; None allows a missing
         value.
       require_inverse: the same in the other direction.
-      lists: the paths of lists, such as `opt_state`, in a tree that is written; their
-        keys are numbers.
-      through: layouts that are applied one after another, instead of rules.
-      tree: the tree's name in an Orbax step that is written.
+      lists: the paths of lists, such as `opt_state`, in a tree to write; the keys of
+        their elements are numbers.
+      through: layouts to apply one after another, instead of rules.
+      tree: the tree's name in an Orbax step to write.
       tree_inverse: the same in the other direction.
-      place: the file, or a different name, for messages.
+      place: the layout's file or another name for it, for messages.
     """
 
     version: Literal[1] = 1
@@ -294,8 +301,8 @@ class Layout:
         """Reads a layout from a YAML file.
 
         Raises:
-          LayoutError: if the file cannot be read or is not a layout. The message has
-            the place in the layout.
+          LayoutError: if the file cannot be read or is not a layout. The message names
+            the position in the layout.
         """
         try:
             text = pathlib.Path(path).read_text(encoding="utf-8")
@@ -308,7 +315,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, *, file: str = "layout") -> Layout:
-        """Reads a layout from a YAML file's text; `file` is for messages.
+        """Parses a layout from a YAML file's text; `file` is used in messages.
 
         Raises:
           LayoutError: as `load`.
@@ -328,10 +335,10 @@ class Layout:
 
         Args:
           fields: the keys and values of a layout file.
-          name: a name for messages.
+          name: the layout's name in messages.
 
         Raises:
-          LayoutError: if `fields` are not a layout. The message has the place.
+          LayoutError: if `fields` are not a layout. The message names the position.
         """
         made = _decoded(cls, fields, name)
         if made.through and (beside := fields.keys() - {*_BESIDE}):
@@ -343,7 +350,7 @@ class Layout:
         return made
 
     def inverse(self) -> Layout:
-        """The layout in the other direction: from the tree to the checkpoint."""
+        """The layout in the other direction, from the tree to the checkpoint."""
         return dataclasses.replace(
             self,
             through=tuple(each.inverse() for each in reversed(self.through)),
@@ -364,7 +371,7 @@ class Layout:
         )
 
     def with_sizes(self, sizes: Mapping[str, Size]) -> Layout:
-        """The layout with these dim sizes; rules keep their own sizes.
+        """Returns the layout with these dim sizes added; rules keep their own sizes.
 
         Raises:
           LayoutError: if no rule uses one of the sizes.
@@ -389,7 +396,7 @@ class Layout:
             )
 
     def _words(self) -> set[str]:
-        # The words in all names, dims and arithmetic, which include all sizes.
+        # The words in all names, dims and arithmetic, including all size names.
         texts: list[Any] = [each._words() for each in self.through]
         for rule in map(self.complete, self.rules):
             texts += [rule.source, rule.target, rule.pad, rule.widths]
@@ -397,14 +404,14 @@ class Layout:
         return {*re.findall(r"\w+", str(texts))}
 
     def with_values(self, values: Mapping[str, Any]) -> Layout:
-        """Replaces references to a checkpoint's values by the numbers.
+        """Replaces references to a checkpoint's values with the numbers.
 
         Args:
           values: the values by path, such as a `config.json`'s. References to missing
             values stay because shapes may determine the sizes.
 
         Raises:
-          LayoutError: if a value is not a number, or does not meet `require`.
+          LayoutError: if a value is not a number or does not meet `require`.
         """
         if lacking := _unmet(self.require, values):
             raise LayoutError(
@@ -428,7 +435,7 @@ class Layout:
         )
 
     def weights(self) -> Layout:
-        """The layout of only the weights: parameters, or else master weights.
+        """The layout of only the weights: parameters or, without them, master weights.
 
         Raises:
           LayoutError: if the layout has neither.
@@ -461,7 +468,7 @@ class Layout:
         )
 
     def complete(self, rule: Rule) -> Rule:
-        """`rule` with the layout's sizes and widths added."""
+        """Returns `rule` with the layout's sizes and widths added."""
         return dataclasses.replace(
             rule,
             sizes={**self.sizes, **rule.sizes},
@@ -479,7 +486,7 @@ def _with_values(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
 
 def _unmet(required: Required, values: Mapping[str, Any]) -> str:
     # A message about the first required value that the checkpoint lacks; "" if it has
-    # all.
+    # all values.
     for path, allowed in required.items():
         found = next((each for each in values if each.startswith(f"{path}/")), path)
         value = values.get(found)
@@ -508,7 +515,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _decoded(kind: Any, value: Any, place: str) -> Any:
-    # Decodes a value of an annotated type. A list of one element needs no brackets.
+    # Decodes a value of an annotated type. A list of one element may omit its brackets.
     origin, arguments = get_origin(kind), get_args(kind)
     if isinstance(value, Mapping):
         fields = {_decoded(str, key, place): each for key, each in value.items()}

@@ -1,10 +1,10 @@
 """Name patterns: `layers.{layer}.{part:q|k|v}.weight` matches tensor names.
 
-A capture `{layer}` is a number if the rule uses it as one (as a dim or in an index),
-otherwise a string without `.` and `/`. `{name:path}` is any string, `{part:q|k|v}` one
-of these strings (or its position, where it is used as a number), `{layer:03}` a number
-of at least three digits, `{layer+1}` the number `layer + 1`, `{(stage local)}` the
-index of a dims expression. `{{` and `}}` are literal braces.
+A capture `{layer}` is a number if the rule uses it as one (as a dim or in an index), or
+else a string without `.` and `/`. `{name:path}` is any string, `{part:q|k|v}` is one of
+these strings (or its position, where it is used as a number), `{layer:03}` is a number
+with at least three digits, `{layer+1}` is the number `layer + 1`, and `{(stage local)}`
+is the index of a dims expression. `{{` and `}}` are literal braces.
 
 Names that differ only in numbers share a skeleton, which is used to find the patterns
 that may match.
@@ -38,9 +38,9 @@ class Capture:
     """A variable part of a name.
 
     Attributes:
-      key: the key of the values: the node as written.
-      node: a name, or the expression whose index is the number.
-      form: "", "path", the choices, as in "q|k|v", or the digits, as in "03".
+      key: the node as written, which is the key of the captured value.
+      node: a name, or the expression whose index the number is.
+      form: "", "path", the choices (such as "q|k|v"), or the digits (such as "03").
       offset: the number in the name minus the value.
     """
 
@@ -51,37 +51,38 @@ class Capture:
 
     @functools.cached_property
     def choices(self) -> list[str]:
-        """The strings that it can match; empty if it is not restricted to some."""
+        """The strings that the capture can match; empty if it has no list of them."""
         return self.form.split("|") if "|" in self.form else []
 
     @property
     def is_index(self) -> bool:
-        """Whether it is the index of an expression."""
+        """Whether the capture is the index of an expression."""
         return not isinstance(self.node, dims.Name)
 
     def is_number(self, numbers: Collection[str]) -> bool:
-        """Whether its value is a number if the captures `numbers` are numbers."""
+        """Whether the value is a number, given the keys that a rule uses as numbers."""
         is_always = self.is_index or self.form.isdigit() or self.offset > 0
         return is_always or (self.key in numbers and self.form != "path")
 
     def reader(self, numbers: Collection[str]) -> tuple[str, Callable[[str], Value]]:
-        """A regular expression group that matches it, and a parser of its value.
+        """A regular expression group that matches the capture, and its value's parser.
 
-        Negative values become -1: names that count from 1 have no 0.
+        Negative values become -1, which marks a mismatch: names that count from 1 have
+        no 0.
         """
         is_number = self.is_number(numbers)
         if self.choices:
             group = "|".join(map(re.escape, self.choices))
             return f"({group})", self.choices.index if is_number else str
         if is_number:
-            # Leading zeros are allowed only up to the width.
+            # Leading zeros may only pad the number to the width.
             width = int(self.form or 1)
             group = rf"([0-9]{{{width}}}|[1-9][0-9]{{{width},17}})"
             return group, lambda text: max(int(text) - self.offset, -1)
         return "(.+)" if self.form == "path" else "([^./]+)", str
 
     def text(self, value: Value) -> str:
-        """A value as it is spelled in names."""
+        """Formats a value as it is spelled in names."""
         if isinstance(value, str):
             return value
         if self.choices:
@@ -111,7 +112,7 @@ class NamePattern:
         return re.compile("".join(parts), re.DOTALL)
 
     def skeleton(self, numbers: Collection[str]) -> re.Pattern[str]:
-        """A regular expression for the skeletons of the names that match."""
+        """A regular expression that matches the skeletons of matching names."""
         joined = "".join(
             part if isinstance(part, str)
             else "0" if part.is_number(numbers) and not part.choices
@@ -122,7 +123,7 @@ class NamePattern:
         return re.compile(text, re.DOTALL)
 
     def format(self, values: Mapping[str, Value]) -> str:
-        """The name with these values; captures without a value remain."""
+        """Fills in values to get a name; captures without a value remain."""
         return "".join(
             part if isinstance(part, str)
             else part.text(values[part.key]) if part.key in values
@@ -137,10 +138,10 @@ def skeleton(name: str) -> str:
 
 
 def parse(text: str, forms: Mapping[str, str] | None = None) -> NamePattern:
-    """Parses a pattern; `forms` are for captures without a form in `text`.
+    """Parses a pattern; `forms` has forms for captures that have none in `text`.
 
     Raises:
-      LayoutError: if a brace is not closed, a capture is malformed, or two captures
+      LayoutError: if a brace is unmatched, a capture is malformed, or two captures
         touch.
     """
     parts: list[str | Capture] = []
@@ -184,7 +185,7 @@ def pattern_of(name: str) -> str:
 
 
 def glob(texts: Iterable[str]) -> re.Pattern[str]:
-    """Matches names that any glob matches: `*` is any string, `[*]` a star."""
+    """A regular expression for globs: `*` is any string, and `[*]` is a star."""
     globs = (
         "".join(
             ".*" if part == "*" else re.escape(part.replace("[*]", "*"))
@@ -202,10 +203,10 @@ def glob_of(name: str) -> str:
 
 
 def unboxed(names: Collection[str]) -> dict[str, str]:
-    """The short names of leaves that Flax wraps, by full name.
+    """The short names of leaves that Flax wraps, keyed by full name.
 
     NNX's `Param` and Linen's `Partitioned` are nodes with the single key `value`. So
-    the leaf `kernel/value` is also `kernel` if nothing else is below `kernel`.
+    the leaf `kernel/value` is also `kernel` if nothing else is under `kernel`.
     """
     boxes = {name.removesuffix(BOX) for name in names if name.endswith(BOX)}
     for name in names if boxes else ():

@@ -1,8 +1,8 @@
 """Solves the sizes of named dims from tensor shapes, and computes with sizes.
 
-Shapes are equations, which are solved one unknown size at a time. Sizes and scales can
-be arithmetic on other sizes: `d ** 0.5`, `heads / kv`; `bfloat16(x)` rounds x to
-bfloat16.
+Each shape is an equation. Equations are solved one unknown size at a time. Sizes and
+scales can be arithmetic on other sizes, such as `d ** 0.5` or `heads / kv`.
+`bfloat16(x)` rounds x to bfloat16.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOST_CHARACTERS = 200
 
 @functools.lru_cache(maxsize=2**10)
 def _parsed(expression: str) -> tuple[ast.expr, frozenset[str]]:
-    # The syntax tree, and the names of sizes in it.
+    # The syntax tree and the names of the sizes in it.
     try:
         if len(expression) > _MOST_CHARACTERS:
             raise SyntaxError("it is too long")
@@ -72,7 +72,7 @@ def _value(node: ast.expr, sizes: Mapping[str, Any]) -> float:
 
 
 def names(expression: object) -> frozenset[str]:
-    """The sizes that an expression uses; none if it is a number.
+    """The names of the sizes that an expression uses; none if it is a number.
 
     Raises:
       LayoutError: if the expression is not arithmetic on numbers and names.
@@ -81,7 +81,7 @@ def names(expression: object) -> frozenset[str]:
 
 
 def value(expression: float | str, sizes: Mapping[str, Any]) -> float:
-    """The value of an expression; `sizes` must have all its names.
+    """Computes an expression; `sizes` must have all the names in it.
 
     Raises:
       LayoutError: if the expression has no finite value.
@@ -102,9 +102,9 @@ class Equation:
     """The length of a dim on one rank.
 
     Attributes:
-      ranks: the rank, as in `dims.Scope`.
-      origin: describes the dim in messages.
-      is_least: whether the true length may be larger because a capture need not have
+      ranks: the rank and the number of ranks, by axis, as in `dims.Scope`.
+      origin: a description of the dim for messages.
+      is_least: whether `length` is only a lower bound because a capture need not have
         all values.
     """
 
@@ -116,7 +116,7 @@ class Equation:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of the dim."""
+        """The names in the dim."""
         return dims.names((self.node,))
 
 
@@ -125,7 +125,8 @@ def solve(
 ) -> dict[str, Fraction]:
     """Solves a rule's sizes from equations and the sizes that the rule sets.
 
-    `shared` sizes, from other rules, are used if the equations do not determine a size.
+    `shared` has sizes from other rules, which are used if the equations do not
+    determine a size.
 
     Raises:
       LayoutError: if no sizes satisfy the equations.
@@ -156,7 +157,7 @@ def solve(
 
 
 def _computed(rule: Rule, known: dict[str, Fraction]) -> dict[str, Fraction]:
-    # Adds the sizes that the rule computes from known sizes.
+    # Adds the sizes that the rule's arithmetic yields from known sizes.
     more: dict[str, Fraction] | None = None
     while more is None or more:
         more = {
@@ -187,7 +188,7 @@ def unknown(
 def _solved(
     equation: Equation, rule: Rule, known: dict[str, Fraction]
 ) -> tuple[str, Fraction] | None:
-    # An equation's unknown size if there is exactly one and the equation is linear.
+    # Solves an equation if it has exactly one unknown size and is linear.
     found = unknown(equation.names, rule, known)
     if len(found) != 1:
         return None
