@@ -3,8 +3,8 @@
 Each checkpoint tensor belongs to the first rule in the layout that matches its name and
 all of whose tensors exist. A rule has an instance for each value of the captures that
 are in all of its names; these also determine the names of its targets. Every tensor
-must be used or dropped, every element of the target filled once; one error lists all
-violations.
+must be used or dropped, and every element of the target must be filled once. One error
+lists all violations.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from elastic_ckpt.universal.rules.rule import (
     target_dtype,
 )
 
-# The kind of all tensors in formats without kinds; it matches any state.
+# The kind of all tensors in formats without kinds. It matches any state.
 ANY_KIND = "parameter"
-# The rank axes of formats. A checkpoint without an axis has a single rank on it.
+# The rank axes of all formats. A checkpoint that lacks an axis has one rank on it.
 _AXES = ("dp", "ep", "pp", "tp", "vp")
 
 # The maximum number of names to search for the nearest one.
 _MOST_COMPARED = 2000
 _MISFIT = "rules do not match the shapes in the checkpoint and the target"
 
-# The values of the captures in all names of a rule.
+# The values of the captures that are in all names of a rule.
 Kept = tuple[Value, ...]
 _Captured = tuple[Kept, Items]
 _Search = dict[Kept, list[dict[str, Value]]]
@@ -73,9 +73,9 @@ def moves(
     axes: Mapping[str, int],
     targets: Mapping[str, TargetTensor] | None,
 ) -> Matched:
-    """The moves from a checkpoint's tensors to a target's tensors.
+    """Plans the moves from a checkpoint's tensors to a target's tensors.
 
-    `axes` has the checkpoint's number of ranks by axis; `targets` is None for all
+    `axes` has the checkpoint's number of ranks by axis. `targets` is None for all
     targets that the rules make.
 
     Raises:
@@ -94,9 +94,10 @@ class _Owner:
     Attributes:
       sources: the complete name patterns of its sources.
       targets: the complete name patterns of its targets.
-      excepted: matches the names that its sources must not match.
-      present: each instance's existing sources, by kept captures.
-      groups: each instance's tensors with their numbers, by kept captures.
+      excepted: a regular expression for names that its sources must not match.
+      present: the indices of each instance's existing sources, keyed by kept captures.
+      groups: each instance's tensors with their indices in the checkpoint, keyed by
+        kept captures.
     """
 
     rule: ParsedRule
@@ -108,7 +109,7 @@ class _Owner:
     groups: dict[Kept, list[tuple[Row, int]]] = dataclasses.field(default_factory=dict)
 
     def reader(self, name: NamePattern) -> _Reader:
-        """A function that parses the kept and the other captures from a name."""
+        """Returns a function that parses the kept and all other captures of a name."""
         fullmatch = name.regex(self.rule.numbers).fullmatch
         readers = [(c.key, c.reader(self.rule.numbers)[1]) for c in name.captures]
 
@@ -125,11 +126,11 @@ class _Owner:
         return read
 
     def name_of(self, kept: Kept, number: int, values: Mapping[str, Value]) -> str:
-        """A source's name; captures without a value remain."""
+        """Formats a source's name; captures without a value remain."""
         return self.sources[number].format({**self.named(kept), **values})
 
     def named(self, kept: Kept) -> dict[str, Value]:
-        """The values of kept captures, by key."""
+        """Maps the keys of kept captures to their values."""
         return dict(zip(self.rule.kept, kept, strict=True))
 
 
@@ -159,8 +160,8 @@ def _owners(layout: Layout) -> Iterator[_Owner]:
 
 
 def _dropped(layout: Layout) -> list[tuple[str | None, bool, re.Pattern[str]]]:
-    # The kind of the tensors to drop, whether tensors without kinds are also dropped,
-    # and the names.
+    # For each entry, the kind of the tensors to drop, whether tensors without kinds are
+    # also dropped, and the names.
     listed = [
         *((None, text) for text in layout.drop),
         *layout.drop_of_kind,
@@ -201,7 +202,7 @@ class _Matching:
         self._assign()
 
     def matched(self) -> Matched:
-        """The moves of all instances.
+        """Plans the moves of all instances.
 
         Raises:
           LayoutError: if the layout does not match.
@@ -356,11 +357,11 @@ class _Matching:
         name = pattern.format(values)
         if name in self._by_name or pattern.text.endswith(names.BOX):
             return self._by_name.get(name)
-        # The capture may come from a source that Flax wraps.
+        # The captured text may come from a source that Flax wraps.
         return self._by_name.get(name.removesuffix(names.BOX))
 
     def _search(self, owner: _Owner, kept: Kept, number: int) -> list[dict[str, Value]]:
-        # The captures, except kept ones, of the targets that match a pattern.
+        # The captures, except kept ones, of each target that matches a pattern.
         if (owner, number) not in self._searched:
             found = self._searched[owner, number] = collections.defaultdict(list)
             read = owner.reader(owner.targets[number])
@@ -378,8 +379,8 @@ class _Matching:
         }
 
     def _plans(self) -> dict[tuple[_Owner, Kept], Plan]:
-        # The plan of each instance. Instances that differ only in kept captures share
-        # one; sizes that shapes do not determine may come from other rules.
+        # Plans each instance. Instances that differ only in kept captures share a plan.
+        # Sizes that shapes do not determine may come from other rules.
         classes: dict[object, int] = {}
         class_of: dict[tuple[_Owner, Kept], int] = {}
         pending: dict[int, tuple[_Owner, Kept, list[TargetTensor | None]]] = {}
@@ -422,7 +423,7 @@ class _Matching:
     def _targets(
         self, owner: _Owner, kept: Kept, plan: Plan, targets: dict[str, TargetTensor]
     ) -> list[TargetTensor]:
-        # Adds an instance's targets to all targets and returns them.
+        # Adds an instance's targets to `targets` and returns them.
         named = owner.named(kept)
         held = []
         for each in plan.targets:
@@ -468,8 +469,8 @@ class _Matching:
         return Fill(target=target.name, start=start, stop=stop, value=value)
 
     def _fill(self, targets: dict[str, TargetTensor], fills: list[Fill]) -> None:
-        # Fills targets with the layout's numbers; without given targets, they become
-        # scalars.
+        # Fills targets with the layout's numbers. If no targets were passed in, the
+        # numbers become scalars.
         for name, value in self._layout.fill.items():
             target = self._by_name.get(name)
             if self._given is None:
@@ -507,7 +508,7 @@ class _Matching:
         self._note(problem, f"{name} ({owner.rule.text} lacks {lacks})")
 
     def _note_left(self, problem: str, name: str, side: int, kind: str = "") -> None:
-        # Adds the side's nearest pattern and its rule if the error lists the name.
+        # Adds the side's nearest pattern and its rule if the error will list the name.
         near = ""
         if len(self._problems[problem]) <= errors.MOST_NAMED:
             texts = {
@@ -520,7 +521,7 @@ class _Matching:
         self._note(problem, f"{name}{kind}{near}")
 
     def _check_patterns(self, taken: set[tuple[ParsedRule, int]]) -> None:
-        # Checks that the patterns that must match a tensor do.
+        # Checks that each pattern that must match a tensor does.
         used = {owner.rule for owner in self._owners if owner.groups}
         unmatched = [
             tensor
@@ -555,7 +556,7 @@ def _fits(pattern: re.Pattern[str], name: str, shorter: str) -> bool:
 
 
 def _viewed(tensor: StoredTensor, pattern: Tensor) -> tuple[tuple[int, ...], np.dtype]:
-    # The shape and dtype as which a rule reads a tensor's bytes.
+    # The shape and dtype that a tensor has when a rule reads it.
     if pattern.view is None:
         return tensor.shape, tensor.dtype
     if tensor.dtype.itemsize != pattern.view.itemsize or not tensor.shape:
@@ -625,7 +626,7 @@ def _composed(first: Matched, second: Matched, place: str) -> Matched:
 
 
 def _of_fills(fills: Sequence[Fill]) -> Iterator[Move]:
-    # Moves without a source, whose shift is the value.
+    # Represents fills as moves without a source, whose shift is the value.
     for fill in fills:
         lengths = [b - a for a, b in zip(fill.start, fill.stop, strict=True)]
         # As in other moves, a dim of length 1 is not a factor.
@@ -642,11 +643,11 @@ def _of_fills(fills: Sequence[Fill]) -> Iterator[Move]:
 
 
 def _chained(before: Move, after: Move, shape: Sequence[int], place: str) -> Move:
-    # Joins two moves: it moves the elements that one writes into a tensor and the other
-    # reads from it.
+    # Joins two moves: the result moves the elements that the first writes to a tensor
+    # and the second reads from it.
     into, of = before.target_side, after.source_side
     if _is_whole(of, after.sizes, shape):
-        # Factors along which the intermediate tensor is repeated.
+        # The factors along which the intermediate tensor is repeated.
         repeated = [n for n, dim in enumerate(of.dims) if dim < 0]
         sizes = (*before.sizes, *(after.sizes[n] for n in repeated))
         source = _with_factors(before.source_side, [(-1, 0)] * len(repeated))
@@ -691,8 +692,8 @@ def _is_whole(side: Side, sizes: Sequence[int], shape: Sequence[int]) -> bool:
 
 
 def _beyond(inner: Side, whole: Side, outer: Side) -> Side:
-    # Where the elements at `inner` in a tensor lie on the other side of a move of the
-    # whole tensor.
+    # The position of the elements at `inner` in a tensor on the other side of a move of
+    # the whole tensor.
     factors = {dim: n for n, dim in enumerate(whole.dims) if dim >= 0}
     start = list(outer.start)
     for dim, at in enumerate(inner.start):

@@ -1,9 +1,9 @@
 """Parses a rule and plans its instances.
 
-A rule's tensors are cut into slabs: boxes of named coordinates, which captures, rank
-axes and factors of dims supply. Slabs from both sides with the same names are joined:
-each overlap is a copy. Anything but a copy is a derived tensor: compared replicas,
-means, sums, weights times scales.
+A rule's tensors are cut into slabs: boxes of named coordinates, which come from
+captures, rank axes and factors of dims. Slabs from both sides whose coordinates have
+the same names are joined: each overlap is a copy. Anything but a copy is a derived
+tensor: compared replicas, means, sums, or weights times scales.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ _POWERS = {
     # Muon's and SGD's.
     "momentum_buffer": -1,
 }
-# The kinds of states that get the rule's shift and padding values.
+# The kinds of states that the rule's shift and padding values apply to.
 _SHIFTED = ("parameter", "master")
-# The dtype of quantized weights times their scales.
+# The dtype of the product of quantized weights and their scales.
 _DEQUANTIZED = np.dtype(ml_dtypes.bfloat16)
 _LIST_IT = "list it in `replicated`, `unchecked`, `mean` or `sum`"
 
-# Capture values and rank numbers, by key.
+# Pairs of a key and a capture's value, or of an axis and a rank.
 Items = tuple[tuple[str, Any], ...]
-# By axis: the rank and the number of ranks.
+# For each axis, the rank and the number of ranks.
 Ranks = tuple[tuple[str, tuple[int, int]], ...]
-# Identifies a tensor of an instance: its pattern and values.
+# A pattern and values, which identify a tensor of an instance.
 Key = tuple[int, Items]
 # The first coordinate, the number of coordinates, the dim along which they advance, and
 # their step.
 Range = tuple[int, int, int, int]
-# A move of an instance: target number, sizes, place in the target, source number, place
-# in the source, scale, shift.
+# A move of an instance: target index, sizes, position in the target, source index,
+# position in the source, scale, shift.
 Copy = tuple[int, tuple[int, ...], Side, int, Side, float, float]
 # The range of a coordinate that no dim supplies.
 _POINT = (0, 1, -1, 0)
@@ -87,10 +87,10 @@ class Tensor:
 
     Attributes:
       dims: the node of each dim.
-      blocks: for an operand, and each of its dims, how many indices of the main tensor
+      blocks: for each dim of an operand, the number of indices of the main tensor that
         share one index of the operand.
-      main: for an operand, the number of the source that it multiplies or is added to;
-        otherwise None.
+      main: for an operand, the index of the source that it multiplies or is added to;
+        None for all other tensors.
     """
 
     pattern: TensorPattern
@@ -112,27 +112,27 @@ class Tensor:
 
     @functools.cached_property
     def nodes(self) -> tuple[dims.Node, ...]:
-        """The nodes of its captures, then the nodes of its dims."""
+        """The nodes of the captures, followed by the nodes of the dims."""
         return (*(each.node for each in self.name.captures), *self.dims)
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
-        """The names of its captures and dims."""
+        """The names of the captures and dims."""
         return dims.names(self.nodes)
 
     @functools.cached_property
     def axes(self) -> frozenset[str]:
-        """The rank axes that shard it."""
+        """The rank axes that shard the tensor."""
         return dims.axes(self.nodes)
 
     @functools.cached_property
     def keys(self) -> frozenset[str]:
-        """The keys of its captures."""
+        """The keys of the captures."""
         return frozenset(each.key for each in self.name.captures)
 
     @property
     def is_original(self) -> bool:
-        """Whether it is neither an operand nor a copy."""
+        """Whether the tensor is neither an operand nor a copy."""
         return self.main is None and not self.pattern.copy
 
     @functools.cached_property
@@ -159,17 +159,17 @@ class ParsedRule:
 
     Attributes:
       rule: the rule as written, with its layout's sizes and widths.
-      text: the rule's place, for messages.
-      sources: the tensors of the checkpoint, operands last.
-      numbers: the captures whose values are numbers.
-      kept: the captures in all names; the rule has an instance for each of their
-        values.
+      text: the rule's position in the layout, for messages.
+      sources: the tensors of the checkpoint, with operands last.
+      numbers: the keys of captures whose values are numbers.
+      kept: the keys of captures in all names; the rule has an instance for each
+        combination of their values.
       forms: the forms of captures that are strings, which apply to all names.
-      listed: the targets with captures whose values are known only from existing
-        targets.
+      listed: the indices of targets with captures whose values only existing targets
+        determine.
       names: the names of captures, dims and rank axes.
-      wanted: the sources of a complete instance.
-      needed: the sources without which an instance makes nothing.
+      wanted: the indices of the sources that a complete instance has.
+      needed: the indices of the sources without which an instance makes nothing.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -302,8 +302,8 @@ class Row(NamedTuple):
     """A tensor of an instance.
 
     Attributes:
-      pattern: the number of its pattern among the sources.
-      values: its rank's numbers by axis, and the values of captures that are not kept.
+      pattern: the index of its pattern among the sources.
+      values: its rank on each axis, and the values of captures that are not kept.
     """
 
     pattern: int
@@ -317,9 +317,9 @@ class Made(NamedTuple):
     """A target that an instance makes.
 
     Attributes:
-      pattern: the number of its pattern among the targets.
+      pattern: the index of its pattern among the targets.
       captured: the values of captures that are not kept.
-      sources: the dtype of each source, and whether the source lacks scales.
+      sources: the dtype of each source and whether the source lacks scales.
     """
 
     pattern: int
@@ -329,12 +329,13 @@ class Made(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """An instance's result; instances that differ only in kept captures share it.
+    """The plan of an instance; instances that differ only in kept captures share it.
 
     Attributes:
-      derived: tensors derived from rows, numbered after the rows.
+      derived: the tensors derived from rows, which are indexed after the rows.
       moves: copies from rows and derived tensors to targets.
-      fills: padding: target number, the start and stop of a box, value.
+      fills: boxes of padding, each as the target's index, the box's start and stop, and
+        the value.
     """
 
     targets: list[Made]
@@ -356,9 +357,9 @@ class Slab(NamedTuple):
     """A box of coordinates in a tensor.
 
     Attributes:
-      tensor: the number of the target, row or derived tensor.
+      tensor: the index of the target, row or derived tensor.
       strip: the coordinates that dims supply.
-      ranges: all ranges; ranges from the name advance along dim -1.
+      ranges: the ranges of all coordinates; those from the name advance along dim -1.
     """
 
     pattern: Tensor
@@ -381,12 +382,12 @@ class Planner:
         shared: Mapping[str, int],
         name_of: Callable[[int, Mapping[str, Value]], str],
     ) -> None:
-        """Solves the sizes of an instance.
+        """Solves the sizes of an instance, which has at least one row.
 
-        It has at least one row. `given` has each pattern's existing target with
-        captures 0; `listed` has the captures of existing targets, by the patterns in
-        `ParsedRule.listed`; `shared` has sizes from other rules. `name_of` returns a
-        source's name from its number and capture values.
+        `given` has, for each pattern, the existing target whose captures are 0.
+        `listed` has the captures of existing targets for each pattern in
+        `ParsedRule.listed`. `shared` has sizes from other rules. `name_of` returns a
+        source's name from its index and capture values.
 
         Raises:
           LayoutError: if shapes do not match.
@@ -415,7 +416,7 @@ class Planner:
         self._sizes = {n: int(s) for n, s in solved.items() if s.denominator == 1}
         self._numbers = {n: float(s) for n, s in solved.items()}
         self._derived: list[Derived] = []
-        # By row or derived tensor: the dtype for targets, and whether scales are
+        # For each row or derived tensor, the dtype for targets and whether scales are
         # missing.
         self._dtypes: dict[int, tuple[np.dtype, bool]] = {}
 
@@ -423,7 +424,8 @@ class Planner:
         """Plans the targets that the instance makes.
 
         Raises:
-          LayoutError: if the sides do not match: an element is filled twice or never.
+          LayoutError: if the sides do not match, so that an element would be filled
+            twice or not at all.
         """
         by_names: dict[frozenset[str], tuple[list[Slab], list[Slab]]]
         by_names = collections.defaultdict(lambda: ([], []))
@@ -439,7 +441,7 @@ class Planner:
                 shape = tuple(dims.whole(dims.length(n, scope)) for n in tensor.dims)
                 slabs = list(self._slabs(tensor, len(made), items, shape))
                 keys = [frozenset(each.ranges) - tensor.reduced for each in slabs]
-                # An instance may lack all tensors of an addend in a name.
+                # An instance may lack all tensors of one addend in a name.
                 if has_sum and not held.intersection(keys):
                     continue
                 made.append((number, captured, shape))
@@ -543,7 +545,7 @@ class Planner:
             yield sizes.Equation(dims.Name(axis), self._counts.get(axis, 1), {}, origin)
 
     def _ranks(self, tensor: Tensor, values: Items) -> Ranks:
-        # By axis that shards a tensor: the tensor's rank and the number of ranks.
+        # For each axis that shards a tensor, its rank and the number of ranks.
         counts, axes = self._counts, tensor.axes
         return tuple([(a, (n, counts.get(a, 1))) for a, n in values if a in axes])
 
@@ -578,7 +580,7 @@ class Planner:
         widths, known = self._rule.rule.widths, {**self._counts, **self._sizes}
         captures = [e for e in tensor.name.captures if e.key not in self._rule.kept]
         found: list[dict[str, Value]] = [{}]
-        # Ranks first because each may have its own number of other captures.
+        # Ranks come first because each may have its own number of other captures.
         for each in sorted(captures, key=lambda each: each.key not in tensor.axes):
             self._need(tensor, dims.names((each.node,)), known)
             scopes = (
@@ -611,7 +613,7 @@ class Planner:
     def _points_of(
         self, tensor: Tensor, key: str, value: Value, ranks: Ranks
     ) -> dict[str, Range]:
-        # The coordinates of a captured value or a rank.
+        # The coordinates that a captured value or a rank supplies.
         if key in tensor.axes | tensor.reduced or isinstance(value, str):
             return {}
         nodes = [each.node for each in tensor.name.captures if each.key == key]
@@ -682,7 +684,7 @@ class Planner:
                 )
 
     def _chosen(self, tensor: Tensor, members: Sequence[int]) -> Sequence[int]:
-        # The rows of one tensor that are read.
+        # The rows of a tensor that have to be read.
         if len(members) == 1:
             return members
         values = [dict(self._rows[number].values) for number in members]
@@ -703,7 +705,7 @@ class Planner:
         ]
 
     def _others(self) -> dict[int, list[int]]:
-        # By source, the tensors that change the source or are compared with it.
+        # For each source, the tensors that change it or are compared with it.
         found: dict[int, list[int]] = collections.defaultdict(list)
         present = sorted({row.pattern for row in self._rows})
         for number, tensor in enumerate(self._sources):
@@ -717,10 +719,10 @@ class Planner:
     def _made_of(
         self, number: int, chosen: Sequence[int], beside: Mapping[int, Sequence[int]]
     ) -> int:
-        # The number of the row, or of the tensor derived from several rows.
+        # The index of the row, or of the tensor derived from multiple rows.
         tensor, row = self._sources[number], self._rows[chosen[0]]
         pattern, made, dtype = tensor.pattern, chosen[0], row.dtype
-        # 8-bit floats always need scales, integers only if the rule has scales.
+        # 8-bit floats always need scales; integers need them only if the rule has any.
         needs_scales = bool(pattern.times) or _category(dtype) is np.floating
         lacks_scales = needs_scales and _is_quantized(dtype)
         is_alone = len(chosen) == 1 and not beside and not pattern.viewed_as
@@ -800,11 +802,11 @@ class Planner:
         shape: tuple[int, ...],
         other_shape: tuple[int, ...],
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        # By dim of `other`: the corresponding dim of `number`, and the block.
+        # For each dim of `other`, the corresponding dim of `number` and the block.
         main, tensor = self._sources[number], self._sources[other]
         found: dict[int, tuple[int, int]] = {}
         free = dict(enumerate(main.dims))
-        # Dims of length `1` come last and get the remaining dims.
+        # Dims `1` come last and are matched with the remaining dims.
         order = sorted(enumerate(tensor.dims), key=lambda e: -len(_factors(e[1])))
         for dim, node in order:
             if main.pattern.plus and not dims.names((node,)) & main.names:
@@ -909,9 +911,9 @@ class Planner:
         held: Sequence[str],
         lengths: Sequence[int],
     ) -> tuple[tuple[int, ...], ...]:
-        # The sizes of a move's factors, and the dims and steps of both sides. Factors
-        # that are adjacent in both tensors are joined. All indices of a dim that the
-        # source lacks are filled.
+        # The sizes of a move's factors, and the dims and steps on both sides. Factors
+        # that are adjacent in both tensors are joined. A dim that the source lacks is
+        # filled at all of its indices.
         counts = dict(zip(held, lengths, strict=True))
         repeated = tensor.reduced & into.ranges.keys()
         counts |= {name: into.ranges[name][1] for name in repeated}
@@ -988,7 +990,7 @@ def _start(slab: Slab, held: Sequence[str], first: Sequence[int]) -> tuple[int, 
 
 
 def _are_alike(copy: Tensor, original: Tensor) -> bool:
-    # Whether a copy has another tensor's coordinates and options.
+    # Whether a copy has the same coordinates and options as another tensor.
     keys = [
         (
             each.names - each.reduced,
@@ -1005,8 +1007,8 @@ def _factors(node: dims.Node) -> tuple[dims.Node, ...]:
 
 
 def _rest(node: dims.Node, leading: dims.Node) -> tuple[dims.Node, ...] | None:
-    # A node's factors after the factors of `leading`; None if it does not begin with
-    # them.
+    # A node's factors after the factors of `leading`; None if the node does not begin
+    # with them.
     factors, first = _factors(node), _factors(leading)
     return factors[len(first) :] if factors[: len(first)] == first else None
 
@@ -1020,11 +1022,11 @@ def _as_boxes(held: Sequence[str], slabs: Sequence[Slab]) -> Boxes:
 def boxes_of(
     start: Sequence[int], factors: Iterable[tuple[int, int, int]]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The start and stop of the boxes that factored dims fill.
+    """The start and stop of each box that factored dims fill.
 
     Args:
       start: the index of the first element.
-      factors: the dim that each factor advances along, its step, and its length.
+      factors: for each factor, the dim that it advances along, its step and its length.
     """
     by_dim: list[list[tuple[int, int]]] = [[(at, at + 1)] for at in start]
     held = (each for each in factors if each[0] >= 0)
@@ -1042,7 +1044,7 @@ def boxes_of(
 
 
 def _wide(how: str, dtypes: Sequence[np.dtype]) -> np.dtype:
-    # The dtype to compute in: float32 or wider; sums of integers are exact.
+    # The dtype to compute in: float32 or wider, except that sums of integers are exact.
     if how == "equal":
         return dtypes[0]
     if how == "sum" and _category(dtypes[0]) is np.integer:
@@ -1055,17 +1057,17 @@ def _wide(how: str, dtypes: Sequence[np.dtype]) -> np.dtype:
 def target_dtype(
     tensor: Tensor, sources: frozenset[tuple[np.dtype, bool]], given: np.dtype | None
 ) -> np.dtype:
-    """The dtype of a target.
+    """Determines the dtype of a target.
 
     Args:
       tensor: the target's pattern.
-      sources: the dtype of each source, and whether the source lacks scales that it
+      sources: the dtype of each source and whether the source lacks scales that it
         needs.
       given: the existing target's dtype; None if there is no existing target.
 
     Raises:
-      LayoutError: if the rule makes a different dtype, or needs a cast that it does not
-        state. The caller adds the target's name.
+      LayoutError: if the rule makes a different dtype, or needs a cast but has no
+        `dtype`. The caller adds the target's name to the message.
     """
     written = tensor.pattern.dtype
     held = sorted({dtype for dtype, _ in sources}, key=str)
@@ -1116,7 +1118,7 @@ def can_be(number: float, dtype: np.dtype) -> bool:
 
 @functools.cache
 def _category(dtype: np.dtype) -> type:
-    # A rule must state a cast from one category to another.
+    # A cast from one category to another needs `dtype` in the rule.
     for category in (np.bool_, np.integer, np.complexfloating):
         if np.issubdtype(dtype, category):
             return category
