@@ -1,9 +1,9 @@
-"""Arithmetic on values between files and arrays: scale, shift, cast, derived tensors.
+"""Arithmetic on values between files and arrays: scale, shift, cast, derive tensors.
 
 A derived tensor is read like a stored one. Its parts are virtual files of at most
-16 MiB in row-major order; each is computed from boxes of its operands, one operand
-after the other. Elements are computed independently, so they are the same however the
-tensor is cut.
+16 MiB in row-major order, each of which is computed from boxes of the operands, one
+operand after another. Elements are computed independently, so cutting a tensor
+differently does not change them.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from elastic_ckpt.universal.reading import sources
 from elastic_ckpt.universal.reading.sources import VirtualFile
 
 _CACHE_LINE_BYTES = 64
-# The lengths of a tile along the fastest dims of `into` and of `values`. NumPy copies
-# rows along the first in a loop over the second.
+# The lengths of a tile along the fastest dims of `into` and `values`. NumPy copies rows
+# along the former in a loop over the latter.
 _ROW, _COLUMN = 64, 128
-# With fewer elements, the call takes longer than the copy.
+# Copying fewer elements takes less time than the call itself.
 _FEW_ELEMENTS = 1024
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
-# Reads a box of a stored tensor, given the tensor's number.
+# Reads a box of a stored tensor, given the tensor's index.
 ReadBox = Callable[[int, Box], np.ndarray]
 
 
 def changed(values: np.ndarray, scale: float, shift: float, view: str) -> np.ndarray:
-    """Stored values times `scale` plus `shift`, in at least float32.
+    """Applies `view`, then multiplies by `scale` and adds `shift`, in float32 or wider.
 
-    For `view`, see `StoredTensor`.
+    `StoredTensor` describes `view`.
 
     Raises:
       CheckpointError: as `widened`.
@@ -50,7 +50,7 @@ def changed(values: np.ndarray, scale: float, shift: float, view: str) -> np.nda
 
 
 def widened(values: np.ndarray) -> np.ndarray:
-    """Casts values to floats of at least 32 bits, to compute with.
+    """Casts values to floats of at least 32 bits for computations.
 
     Raises:
       CheckpointError: if an integer would be rounded.
@@ -67,7 +67,7 @@ def widened(values: np.ndarray) -> np.ndarray:
 
 
 def is_safe(stored: np.dtype, dtype: np.dtype) -> bool:
-    """Whether a cast from `stored` to `dtype` keeps all values, or only rounds them."""
+    """Whether a cast from `stored` to `dtype` keeps all values or only rounds them."""
     # NumPy's answer is wrong for ml_dtypes' narrow floats.
     return stored == dtype or (dtype.itemsize > 1 and np.can_cast(stored, dtype))
 
@@ -76,7 +76,7 @@ def is_safe(stored: np.dtype, dtype: np.dtype) -> bool:
 def check_cast(values: np.ndarray, dtype: np.dtype, name: str) -> None:
     """Checks that a cast to `dtype` keeps the values.
 
-    It may round reals and integers to floats, but not to infinity. `name` is the
+    The cast may round reals and integers to floats, but not to infinity. `name` is the
     target's name, for the error.
 
     Raises:
@@ -88,7 +88,7 @@ def check_cast(values: np.ndarray, dtype: np.dtype, name: str) -> None:
     numbers = values.real if is_real else values
     made = numbers.astype(dtype)
     if dtype.kind == "b" or "int" in dtype.name:
-        # An integer may wrap around and back.
+        # An integer may wrap around in the cast and back again in the comparison.
         is_kept = made.astype(numbers.dtype) == numbers
         is_kept &= (made < 0) == (numbers < 0)
     elif np.isfinite(np.array(np.inf).astype(dtype)):
@@ -107,12 +107,12 @@ def check_cast(values: np.ndarray, dtype: np.dtype, name: str) -> None:
 
 @np.errstate(all="ignore")
 def copy(into: np.ndarray, values: np.ndarray) -> None:
-    """Copies `values` to `into`, which has the same shape, cast to its dtype.
+    """Copies `values` to `into`, which has the same shape, and casts them to its dtype.
 
     NumPy copies in the memory order of one side. A transposing copy then loads a cache
-    line for each element of the other side, which is four times as slow. So such a copy
-    is done in tiles that fit into the cache on both sides. The strides of `into` must
-    descend, as a form's do.
+    line for each element of the other side, which makes it four times as slow. This
+    function transposes in tiles that fit into the cache on both sides. The strides of
+    `into` must descend, as in a `Form`.
     """
     inner = into.ndim - 1
     if inner < 1 or into.size < 4 * _FEW_ELEMENTS:
@@ -126,7 +126,7 @@ def copy(into: np.ndarray, values: np.ndarray) -> None:
     if min(rows, _ROW) * min(columns, _COLUMN) < _FEW_ELEMENTS:
         _copy_tiles(into, values, across)
         return
-    # With the other dims a tile would exceed the cache.
+    # A tile with the other dims would exceed the cache.
     into, values = np.moveaxis(into, across, -2), np.moveaxis(values, across, -2)
     for outer in np.ndindex(into.shape[:-2]):
         _copy_tiles(into[outer], values[outer], 0)
@@ -149,7 +149,7 @@ def _wide(dtype: np.dtype) -> np.dtype:
 
 
 def stored_of(matched: Matched, source: int, num_stored: int) -> list[int]:
-    """The numbers of the stored tensors from which a move's source comes."""
+    """The indices of the stored tensors that a move's source is computed from."""
     if source < num_stored:
         return [source]
     return [each.tensor for each in matched.derived[source - num_stored].operands]
@@ -162,12 +162,12 @@ def tensors(
     read: ReadBox,
     virtual: dict[str, VirtualFile],
 ) -> list[StoredTensor]:
-    """Describes derived tensors as stored ones; adds files to `virtual` for those used.
+    """Describes derived tensors as stored ones and adds their files to `virtual`.
 
-    `used` are the numbers of the tensors that are read.
+    `used` has the indices of the tensors to read; only these get files.
 
     Raises:
-      CheckpointError: if tensors that are compared or added up have different dtypes.
+      CheckpointError: if tensors to compare or add up have different dtypes.
     """
     made = []
     for number, each in enumerate(derived, len(stored)):
@@ -189,8 +189,8 @@ def computed(
     """Computes a box of a derived tensor.
 
     Raises:
-      CheckpointError: if values that should be equal differ in a bit, or integers would
-        be rounded.
+      CheckpointError: if values that should be equal differ in any bit, or integers
+        would be rounded.
     """
     operands = (_aligned(each, box, stored, read) for each in spec.operands)
     first = next(operands)
@@ -199,7 +199,7 @@ def computed(
             _check_equal(spec, box, stored, operand, first, other)
         return first
     if spec.how == "sum" and "int" in first.dtype.name:
-        # Python integers: a sum of 8-byte ones may need more than 64 bits.
+        # Python integers because a sum of 8-byte integers may need more than 64 bits.
         wide = np.dtype(object if first.dtype.itemsize == 8 else np.int64)
         total = functools.reduce(np.add, operands, first.astype(wide))
         try:
@@ -240,9 +240,9 @@ def _make(
 def _aligned(
     operand: Operand, box: Box, stored: Sequence[StoredTensor], read: ReadBox
 ) -> np.ndarray:
-    # The operand's part that a box of the derived tensor needs. Its dims are in the
-    # derived tensor's order, with length 1 where the operand is constant; the dim that
-    # `plus` contracts is last.
+    # Reads the part of an operand that a box of the derived tensor needs. The part's
+    # dims are in the derived tensor's order, with length 1 where the operand is
+    # constant; the dim that `plus` contracts is last.
     start, stop = [], []
     shape = stored[operand.tensor].shape
     half = is_half_a_byte(operand.viewed_as)
@@ -255,7 +255,7 @@ def _aligned(
         first[-1] = 2 * start[-1]
     found = read(operand.tensor, Box(start=tuple(start), stop=tuple(stop)))
     if half:
-        # Two elements of each byte, the lower half first.
+        # Splits each byte into two elements, the low half first.
         found = found.view(np.uint8)
         found = np.stack([found & 15, found >> 4], -1).reshape(*found.shape[:-1], -1)
     if operand.viewed_as is not None:

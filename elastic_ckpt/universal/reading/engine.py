@@ -1,14 +1,13 @@
 """Reads the boxes of targets that a host needs, in groups.
 
-A group is as many targets as fit into half of the budget. Its moves are cut at the
-bounds of the needed boxes and of the source tensors' fragments into strided copies,
-each from one file into one buffer. Copies that are near each other in a file form a
-span, which a thread reads with one request. A span whose bytes equal a buffer's is read
-straight into the buffer; any other span is read into scratch memory and copied while it
-is in the cache. While the caller uses a group, the next group is read.
+A group has as many targets as fit into half of the budget. Its moves are cut, at the
+bounds of the needed boxes and of the source tensors' fragments, into strided copies
+from one file into one buffer each. Copies that are near each other in a file form a
+span, which a thread reads with one request. A span whose bytes are the same in a buffer
+is read straight into the buffer; any other span is read into scratch memory and copied
+while it is in the cache. While the caller uses a group, the next group is read.
 
-Copies that differ only in their place share a form because there may be a copy for each
-row.
+There may be a copy for each row, so copies that differ only in position share a form.
 """
 
 from __future__ import annotations
@@ -41,28 +40,28 @@ from elastic_ckpt.universal.reading.sources import Checks, Limits, Sources, Virt
 BUDGET_BYTES = 2**28
 _LOCAL_THREADS = 8
 _REMOTE_THREADS = 16
-# An unchanged copy of at least this size gets its own request.
+# A copy of at least this size that does not change values gets its own request.
 _ALONE_BYTES = 2**18
-# Scratch memory of at most this size is kept for the next requests.
+# Scratch memory of at most this size is reused for the next requests.
 _KEPT_BYTES = 12 * 2**20
-# Values keep their file's alignment in memory.
+# Values have the same alignment in memory as in their file.
 _ALIGNMENT = 64
-# Up to this many boxes are tried one by one.
+# Up to this many boxes are searched one by one.
 _FEW_BOXES = 256
 # The scale, shift and view of values that are copied as they are.
 _PLAIN = (1.0, 0.0, "")
 
-# A target, and boxes of it that are read together.
+# A target and the boxes of it that are read together.
 Unit = tuple[TargetTensor, Sequence[Box]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """A strided copy without its place.
+    """A strided copy without its position.
 
     Attributes:
-      sizes: the lengths of the dims, each above 1; the last dim has the smallest stride
-        in the buffer.
+      sizes: the lengths of the dims, each greater than 1. The last dim has the smallest
+        stride in the buffer.
       source: the strides in the file, in bytes.
       buffer: the strides in the buffer, in elements.
       kind: the dtype of the elements in the file, the scale, the shift, and the view of
@@ -81,13 +80,13 @@ class Form:
 
     @functools.cached_property
     def extent(self) -> int:
-        """Bytes in the file from the first element's start to the last one's end."""
+        """The size in the file from the first element's start to the last one's end."""
         steps = zip(self.sizes, self.source, strict=True)
         return sum((n - 1) * stride for n, stride in steps) + self.kind[0].itemsize
 
     @functools.cached_property
     def is_large(self) -> bool:
-        """Whether it copies enough contiguous bytes, unchanged, for its own request."""
+        """Whether the contiguous, unchanged bytes are enough for their own request."""
         is_row = (
             self.buffer == (1,) and self.extent == self.volume * self.kind[0].itemsize
         )
@@ -96,7 +95,7 @@ class Form:
 
 @dataclasses.dataclass(eq=False)
 class Buffer:
-    """A target's box and its values, row-major; `left` elements are not yet planned."""
+    """A target's box with row-major values; `left` elements are not yet planned."""
 
     target: TargetTensor
     box: Box
@@ -105,7 +104,7 @@ class Buffer:
 
 
 class Copy(NamedTuple):
-    """A form at a byte of a file and an element of a buffer."""
+    """A form with its first byte in a file and its first element in a buffer."""
 
     start: int
     form: Form
@@ -116,7 +115,7 @@ class Copy(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Span:
-    """A range of a file that one request reads, and the copies out of it."""
+    """A range of a file that one request reads, and the copies to make from it."""
 
     file: str
     start: int
@@ -125,7 +124,7 @@ class Span:
 
     @property
     def is_direct(self) -> bool:
-        """Whether it is read straight into its buffer."""
+        """Whether the span is read straight into its buffer."""
         (copy, *others) = self.copies
         form, dtype = copy.form, copy.buffer.values.dtype
         is_all = not others and form.extent == self.stop - self.start
@@ -143,19 +142,19 @@ class Reader:
       checkpoint: an open checkpoint.
       matched: the layout matched with `checkpoint`.
       targets: the names of the targets to read.
-      budget_bytes: the maximum size of targets that were read but not yet taken, and,
+      budget_bytes: the maximum size of targets that were read but not yet taken and,
         separately, of the requests' other memory. A single unit or request may exceed
         it.
-      is_kept: whether the caller keeps the buffers' memory, which the budget then does
-        not include.
-      files: the virtual files of the checkpoint's tensors.
-      host: the number of this host, and the number of hosts, which share the work of
+      is_kept: whether the caller keeps the buffers' memory, so that the budget does not
+        include it.
+      files: the virtual files of the checkpoint's tensors, by file name.
+      host: this host's index and the number of hosts. The hosts share the work of
         comparing checksums.
-      allocate: allocates a number of bytes for a buffer, as uint8.
+      allocate: a function that allocates a number of bytes for a buffer, as uint8.
 
     Raises:
-      CheckpointError: if an encoded array cannot be opened, or tensors that are
-        compared or added up have different dtypes.
+      CheckpointError: if an encoded array cannot be opened, or tensors to compare or
+        add up have different dtypes.
     """
 
     def __init__(
@@ -190,7 +189,7 @@ class Reader:
         )
         self.tensors = tensors
         self._sources = Sources(tensors, virtual)
-        # The boxes of a target's moves, and of a tensor's fragments.
+        # The boxes of a target's moves and of a tensor's fragments.
         self._boxes: dict[object, Boxes] = {}
         self._budget_bytes, self._allocate = budget_bytes, allocate
         self._most_bytes = math.inf if is_kept else budget_bytes
@@ -202,20 +201,21 @@ class Reader:
             for number in used
             for each in tensors[number].fragments[:1]
         )
-        # Twice the cores: threads that wait for a decoder copy nothing.
+        # Twice the cores because threads that wait for a decoder do not copy.
         most = min(_LOCAL_THREADS, 2 * (os.cpu_count() or 1))
         self._num_threads = _REMOTE_THREADS if is_remote else most
 
     def read(self, units: Iterable[Unit]) -> Generator[list[Buffer]]:
-        """Yields the filled buffers of each group of units, in the order of the units.
+        """Yields the filled buffers of each group of units, in unit order.
 
         A list is cleared when the caller requests the next one. A caller that stops
-        early must close the iterator, which stops the threads.
+        early must close the iterator to stop the threads.
 
         Raises:
-          CheckpointError: if an element is filled by nothing or twice, a file cannot be
-            read or is truncated, a dtype cannot represent a value, or values that
-            should be equal differ.
+          CheckpointError: if an element is filled twice or not at all, a file cannot be
+            read, a dtype cannot represent a value, or values that should be equal
+            differ.
+          FormatError: if a file is truncated or its checksums cannot be read.
         """
         last: _Group | None = None
         with futures.ThreadPoolExecutor(
@@ -244,7 +244,7 @@ class Reader:
         """Plans the requests that fill the buffers of units.
 
         Raises:
-          CheckpointError: if an element is filled by nothing or twice.
+          CheckpointError: if an element is filled twice or not at all.
         """
         every: list[Buffer] = []
         copies: dict[str, list[Copy]] = collections.defaultdict(list)
@@ -302,7 +302,7 @@ class Reader:
     def _near(
         self, every: Sequence[Any], box: Box, key: object, box_of: Callable[[Any], Box]
     ) -> Sequence[Any]:
-        # The parts of the tensor `key` that may overlap a box, if it has many.
+        # Of the many parts of the tensor `key`, finds those that may overlap a box.
         rank = len(box.start)
         if key not in self._boxes:
             self._boxes[key] = Boxes.from_boxes(map(box_of, every), rank=rank)
@@ -337,8 +337,9 @@ class Reader:
                         copies[file].append(Copy(*copy, tensor.name))
 
     def _spans(self, copies: Mapping[str, list[Copy]]) -> list[Span]:
-        # One request reads copies that are near each other in a file. A large unchanged
-        # copy has its own request, which reads straight into the buffer.
+        # One request reads copies that are near each other in a file. A large copy that
+        # does not change values has its own request, which reads straight into the
+        # buffer.
         spans: list[Span] = []
         for file, held in copies.items():
             gap_bytes, span_bytes, _ = self._sources.limits(file)
@@ -426,7 +427,7 @@ def _finished(group: _Group) -> Generator[list[Buffer]]:
 
 
 class _Room:
-    # Memory for requests: a request that needs all of it waits until no other has any.
+    # Memory for requests. A request that needs all of it waits for all other requests.
     def __init__(self, num_bytes: int) -> None:
         self._most = self._free = num_bytes
         self._changed = threading.Condition()
@@ -493,7 +494,7 @@ def _parts(
     kind: tuple[np.dtype, float, float, str],
     limits: Limits,
 ) -> Iterator[tuple[Form, int, int]]:
-    # Cuts a copy into parts within a request's limits; yields them and their offsets.
+    # Cuts a copy into parts within a request's limits and yields them with offsets.
     lengths = _lengths(sizes, source, kind[0].itemsize, limits)
     ranges = [range(0, size, n) for size, n in zip(sizes, lengths, strict=True)]
     for firsts in itertools.product(*ranges):
@@ -508,7 +509,8 @@ def _parts(
 def _lengths(
     sizes: tuple[int, ...], source: tuple[int, ...], itemsize: int, limits: Limits
 ) -> tuple[int, ...]:
-    # The lengths of a part, which stops at a dim with gaps that are too large to read.
+    # The lengths of a part, which does not extend along a dim whose gaps are too large
+    # to read.
     lengths, extent = [1] * len(sizes), itemsize
     for dim in sorted(range(len(sizes)), key=source.__getitem__):
         if source[dim] - extent > limits.gap_bytes:
@@ -528,7 +530,7 @@ def _form(
     buffer: tuple[int, ...],
     kind: tuple[np.dtype, float, float, str],
 ) -> Form:
-    # Joins dims where it can, and orders them as in the buffer.
+    # Joins dims where possible and orders them as in the buffer.
     joined: list[tuple[int, int, int]] = []
     dims = [dim for dim in zip(sizes, source, buffer, strict=True) if dim[0] > 1]
     for size, step, into in sorted(dims, key=lambda dim: (-dim[2], -dim[1])):

@@ -1,13 +1,13 @@
-"""Where the bytes of tensors are read from: files, objects in a bucket, virtual files.
+"""Sources of tensor bytes: files, objects in a bucket, and virtual files.
 
 A virtual file is a box of a tensor that is computed when it is read: decoded chunks of
-TensorStore, a verified box of a step, a part of a derived tensor. Its bytes are the
+TensorStore, a verified box of a step, or a part of a derived tensor. Its bytes are the
 elements in row-major order.
 
 A format's checksums are compared while bytes are read. A CRC-32 covers a whole entry of
-a file, of which a host may need only some bytes. A range's CRC follows from its parts'
-CRCs (zlib's `crc32_combine`, a product of polynomials modulo the CRC-32 polynomial), so
-only the entry's remaining bytes have to be read in addition.
+a file, but a host may need only some of the entry's bytes. A range's CRC can be
+computed from its parts' CRCs (as in zlib's `crc32_combine`, a product of polynomials
+modulo the CRC-32 polynomial), so only the entry's remaining bytes must also be read.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ PART_BYTES = 2**24
 # TensorStore's cache of OCDBT's index nodes.
 _INDEX_BYTES = 2**25
 _CHUNKS = "cache_pool#chunks"
-# Arrays that are opened concurrently because each waits for storage.
+# The number of arrays to open concurrently because each waits for storage.
 _OPENED_AT_ONCE = 256
 _OPEN_FILES = 64
 _PIECE_BYTES = 1 << 24
 _POLYNOMIAL = 0xEDB88320
-# Entries that are compared concurrently.
+# The number of entries to compare concurrently.
 _THREADS = 8
 
 
@@ -58,11 +58,11 @@ class Limits(NamedTuple):
     """The limits of a request to one kind of storage.
 
     Attributes:
-      gap_bytes: the maximum gap within a request; a second request would cost more
-        than reading the gap.
+      gap_bytes: the maximum gap within a request; reading the gap takes less time than
+        a second request.
       span_bytes: the maximum size of a request, unless a single row is larger.
-      memory: the extra memory of a request, as a multiple of its size, because a client
-        returns bytes in its own memory.
+      memory: the extra memory of a request, as a multiple of its size. Clients, for
+        example, return bytes in their own memory.
     """
 
     gap_bytes: int
@@ -70,8 +70,8 @@ class Limits(NamedTuple):
     memory: int
 
 
-# A request to a local file costs as much as a few pages; one to a bucket takes tens of
-# milliseconds. A virtual file is read in one request.
+# A request to a local file takes as long as reading a few pages; a request to a bucket
+# takes tens of milliseconds. A virtual file is read in one request.
 LOCAL = Limits(gap_bytes=2**14, span_bytes=2**23, memory=0)
 REMOTE = Limits(gap_bytes=2**20, span_bytes=2**24, memory=1)
 _VIRTUAL = Limits(gap_bytes=2**62, span_bytes=2**62, memory=4)
@@ -81,7 +81,8 @@ class VirtualFile(NamedTuple):
     """A box of a tensor that is computed when it is read.
 
     Attributes:
-      make: writes the elements of a box of the tensor into memory, uint8.
+      make: a function that writes the elements in a box of the tensor into uint8
+        memory.
       is_whole: whether the box can only be read whole.
     """
 
@@ -94,7 +95,7 @@ class VirtualFile(NamedTuple):
 class Sources:
     """Reads the bytes of a checkpoint's tensors; any number of threads may use it.
 
-    `virtual` are the virtual files, by their names in fragments.
+    `virtual` has the virtual files, keyed by their names in fragments.
     """
 
     def __init__(
@@ -118,13 +119,14 @@ class Sources:
         return start, stop
 
     def read_into(self, file: str, start: int, memory: np.ndarray) -> int:
-        """Fills memory, uint8, with a range that `range_of` returned.
+        """Fills uint8 memory with a range that `range_of` returned.
 
         Returns:
-          The number of bytes read; fewer than the memory holds if the file ends early.
+          The number of bytes read, which is less than the size of the memory if the
+          file ends early.
 
         Raises:
-          OSError: if the file cannot be read. One of `bucket_clients.failures`, or a
+          OSError: if the file cannot be read. Any of `bucket_clients.failures`, or a
             ValueError from TensorStore, is also possible.
         """
         virtual = self.virtual.get(file)
@@ -165,10 +167,11 @@ def encoded(
 ) -> list[StoredTensor]:
     """Adds fragments to tensors with encoded bytes, which TensorStore decodes.
 
-    While TensorStore decodes a chunk, it holds the chunk twice, encoded and decoded. It
-    caches no chunks.
+    While TensorStore decodes a chunk, both the encoded and the decoded chunk are in
+    memory. It does not cache chunks.
 
-    Opens only the tensors with the numbers `used`, and adds their files to `virtual`.
+    Opens only the tensors whose indices are in `used`, and adds their files to
+    `virtual`.
 
     Raises:
       CheckpointError: if an array cannot be opened or contradicts its tensor.
@@ -202,7 +205,7 @@ def in_parts(
 ) -> StoredTensor:
     """Adds fragments to a tensor, in virtual files of one or more chunks each.
 
-    `make` writes the elements of a box into memory, uint8.
+    `make` writes the elements in a box into uint8 memory.
     """
     itemsize = tensor.dtype.itemsize
     lengths = list(chunk)
@@ -271,7 +274,7 @@ def _decode(array: ts.TensorStore, box: Box, memory: np.ndarray) -> None:
 
 def _rows(virtual: VirtualFile, start: int, stop: int) -> tuple[Box, int, int]:
     # The smallest box of whole rows that contains a byte range of a virtual file, and
-    # the byte range of that box.
+    # that box's byte range.
     box, first, base = virtual.box, [], 0
     strides = row_major(box.shape, virtual.itemsize)
     if virtual.is_whole or not strides:
@@ -297,8 +300,8 @@ def saved_boxes(
 ) -> tuple[list[StoredTensor], dict[str, VirtualFile]]:
     """A step tree's leaves with fragments, and the fragments' virtual files.
 
-    Each file is a saved box. Because its digest covers the whole box, it is read whole,
-    from the nearest tier with a good copy.
+    Each file is a saved box. Because the box's digest covers all of it, the box is read
+    whole, from the nearest tier with a good copy.
     """
     made: list[StoredTensor] = []
     files: dict[str, VirtualFile] = {}
@@ -315,7 +318,7 @@ def saved_boxes(
             files[file] = VirtualFile(box, itemsize, make, is_whole=True)
             parts = Boxes.from_boxes([box], rank=rank)
             if number in saved.table.overlapping:
-                # Elements in several boxes are read from the first.
+                # An element in more than one box is read from the first.
                 parts = box_cover.gaps(box, Boxes.from_boxes(covered, rank=rank))
                 covered.append(box)
             strides = row_major(box.shape, itemsize)
@@ -350,21 +353,21 @@ def tensors_of(contents: Contents, tree: str) -> list[StoredTensor]:
 
 
 def _numbers(contents: Contents, tree: str) -> list[int]:
-    # The numbers of a tree's leaves.
+    # The indices of a tree's leaves.
     paths = enumerate(leaf.path for leaf in contents.leaves)
     return [number for number, path in paths if path.partition("/")[0] == tree]
 
 
 class Checks:
-    """Compares the checksums of the tensors that are read; threads may call `note`.
+    """Compares the checksums of the tensors that are read.
 
-    The hosts of a world share the entries: each entry is compared by one host, which
-    reads the whole entry even if its devices need little of it.
+    The hosts of a world share the work: one host compares each entry, and reads all of
+    it even if its devices need little of it. Any thread may call `note`.
 
     Args:
-      checksums: finds the checksums of a file; see `Checkpoint`.
+      checksums: a function that returns the checksums in a file; see `Checkpoint`.
       tensors: the tensors that any host reads.
-      host: the number of this host, and the number of hosts.
+      host: this host's index and the number of hosts.
     """
 
     def __init__(
@@ -379,7 +382,7 @@ class Checks:
         self._read: dict[tuple[str, Checksum], dict[tuple[int, int], int]] = {}
 
     def note(self, file: str, start: int, memory: np.ndarray) -> None:
-        """Records bytes that were read, uint8, beginning at `start` of a file.
+        """Records uint8 bytes that were read from a file at `start`.
 
         Raises:
           FormatError: if checksums cannot be read.
@@ -394,7 +397,7 @@ class Checks:
         """Compares the checksums of this host's entries.
 
         Raises:
-          FormatError: if one does not match.
+          FormatError: if a checksum does not match.
         """
         with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="check") as pool:
             try:
@@ -432,17 +435,18 @@ class Checks:
                 yield file, entry
 
     def _of_host(self, file: str, start: int, stop: int) -> list[Checksum]:
-        # This host's entries that a range of a file overlaps.
+        # This host's entries that overlap a range of a file.
         listed, (host, hosts) = self._listed(file), self._host
         first = bisect.bisect_right(listed, start, key=lambda entry: entry.stop)
         after = bisect.bisect_left(listed, stop, key=lambda entry: entry.start)
-        # By the base name: hosts may have the same files in different directories.
+        # Hashes the base name because hosts may have the same files in different
+        # directories.
         turn = host - zlib.crc32(os.path.basename(file).encode()) - first
         return listed[first + turn % hosts : after : hosts]
 
 
 def _continued(file: str, start: int, stop: int, crc: int) -> int:
-    # Continues a CRC over a range that was not read before.
+    # Reads a range that was not read before, and continues a CRC over it.
     if start < stop:
         with files.opened(file) as content:
             content.seek(start)

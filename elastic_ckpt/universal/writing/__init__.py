@@ -1,1 +1,1 @@
-"""Writes checkpoints in the formats of other programs."""
+"""Writes checkpoints in the formats of other frameworks."""

@@ -3,13 +3,15 @@
     convert.convert(Job(source="model", target="run/persistent/0", rules="llama.yml"))
 
 The new checkpoint becomes visible only when all of it is durable. If the process is
-killed at any point, the same call starts from the beginning.
+killed at any point, repeat the call to start from the beginning.
 
-Targets are read and written in a few boxes that are near each other in their sources. A
-target is cut first along the dim with the largest stride in its source files, so that
-each part of a file goes to few boxes. A transposed matrix is cut into columns.
+A few boxes of targets, which are near each other in the sources, are read and written
+at a time. A target is cut first along the dim with the largest stride in its source
+files, so that each part of a file goes to few boxes. A transposed matrix is therefore
+cut into columns.
 
-JAX and Orbax take seconds to import and are imported only to write Orbax checkpoints.
+JAX and Orbax, which take seconds to import, are imported only to write Orbax
+checkpoints.
 """
 
 from __future__ import annotations
@@ -47,15 +49,16 @@ _DESTINATIONS = {
     "safetensors": ("safetensors_files", "SafetensorsFiles"),
     "hf": ("safetensors_files", "HuggingFaceModel"),
 }
-# For boxes that are being read or not yet written, and the same again for requests.
+# The memory for boxes that are being read or not yet written. Requests may use the same
+# amount again.
 _BUDGET_BYTES = 2**27
-# Smaller buffers are allocated as fast as they are found in the pool.
+# Allocating a smaller buffer is as fast as finding one in the pool.
 _LEAST_KEPT_BYTES = 2**18
-# Boxes in formats that store a tensor in one piece are larger by this factor.
+# The factor by which boxes are larger in formats that store a tensor in one piece.
 _PLAIN_TIMES = 4
 # The size of a box in Orbax checkpoints.
 CHUNK_BYTES = 2**24
-# An order of cuts must not make more than this many times the fewest chunks.
+# An order of cuts must not make more chunks than this multiple of the fewest.
 _MOST_TIMES = 8
 
 
@@ -65,16 +68,16 @@ class Job:
 
     Attributes:
       source: the path of a checkpoint in any supported format.
-      target: the path to write.
-      rules: a layout's path, or the name of a layout that ships with the package; None
-        for the checkpoint's own layout, see `default_layout`.
-      sizes: sizes of dims that neither shapes nor the layout determine.
+      target: the path to write to.
+      rules: the path of a layout, or the name of a layout that ships with the package;
+        None for the checkpoint's own layout (see `default_layout`).
+      sizes: the sizes of dims that neither shapes nor the layout determine.
       is_reversed: whether to apply the layout's inverse.
       to: the format to write.
       config: a Hugging Face model whose `config.json` has values for the layout: a
-        directory, or a model id in the hub's local cache, `hf://org/name`.
-      dtype: the dtype to which floating-point tensors are cast; None keeps each dtype.
-      only_weights: whether to omit the optimizer and the step.
+        directory, or a model ID in the hub's local cache, `hf://org/name`.
+      dtype: the dtype to cast floating-point tensors to; None to keep each dtype.
+      only_weights: whether to omit the optimizer state and the step.
     """
 
     source: str
@@ -89,16 +92,16 @@ class Job:
 
 
 class Conversion:
-    """An open checkpoint, and the tensors that a layout makes from it.
+    """An open checkpoint and the tensors that a layout makes from it.
 
     Attributes:
       layout: the layout from the checkpoint's tensors to the targets.
-      targets: the targets, in the order in which their sources are stored.
+      targets: the targets, ordered by where their sources are stored.
 
     Raises:
       FormatError: if the source is damaged, or not in a supported format.
       LayoutError: if the layout does not match the source.
-      ConfigError: if sizes or a direction are set without rules, or values would be
+      ConfigError: if options that need rules are set without rules, or values would be
         cast without their scales.
     """
 
@@ -135,7 +138,7 @@ class Conversion:
 
     @property
     def num_bytes(self) -> int:
-        """The total size of all targets' values."""
+        """The total size of the targets' values."""
         return sum(target.num_bytes for target in self.targets)
 
     @functools.cached_property
@@ -152,7 +155,7 @@ class Conversion:
 
     @property
     def files(self) -> list[str]:
-        """The files whose bytes are read, sorted."""
+        """The sorted names of the files whose bytes are read."""
         moves = self.matched.moves
         used = {number for move in moves for number in self._stored(move)}
         return sorted({f.file for n in used for f in self._tensors[n].fragments})
@@ -179,7 +182,7 @@ class Conversion:
     ) -> Iterator[list[Buffer]]:
         """Yields the boxes of targets in batches.
 
-        A batch's values may change once the next one is requested.
+        A batch's values may change once the next batch is requested.
 
         Args:
           targets: the targets to read, in this order.
@@ -187,8 +190,9 @@ class Conversion:
             for each target's own boxes.
 
         Raises:
-          CheckpointError: if an element is filled by no source or by two, a file cannot
-            be read or is truncated, or values that should be equal differ.
+          CheckpointError: if no source or two sources fill an element, a file cannot be
+            read, or values that should be equal differ.
+          FormatError: if a file is truncated or its checksums cannot be read.
         """
         units = ((each, [box]) for each in targets for box in self.boxes(like or each))
         with contextlib.closing(self.reader.read(units)) as groups:
@@ -228,25 +232,25 @@ class Destination(abc.ABC):
         First removes any files that a killed conversion left behind.
 
         Yields:
-          The number of bytes written since the last yield; 0 at first.
+          The number of bytes written since the last yield, beginning with 0.
 
         Raises:
           CheckpointError: if the target exists, the source cannot be read, or storage
             fails.
           FormatError: if the source's checksums do not match.
           RunError: if a run writes to the same place.
-          OSError: if storage fails, or any other type in `bucket_clients.failures`.
+          OSError: if storage fails. Any of `bucket_clients.failures` is also possible.
         """
 
     def exists_already(self) -> errors.CheckpointError:
-        """The error that the target exists."""
+        """The error to raise if the target already exists."""
         return errors.CheckpointError(
             f"{self.target} already exists; remove it, or specify a different path"
         )
 
 
 def destination_of(conversion: Conversion) -> Destination:
-    """The destination of a conversion.
+    """Creates the destination of a conversion.
 
     Raises:
       ConfigError: if the format is unknown.
@@ -264,14 +268,15 @@ def destination_of(conversion: Conversion) -> Destination:
 def convert(
     job: Job, *, progress: Callable[[int, int], None] = lambda *_: None
 ) -> Conversion:
-    """Writes a checkpoint in the layout and format of another program.
+    """Writes a checkpoint in the layout and format of another framework.
 
     Args:
-      job: what to convert.
-      progress: called from time to time with the bytes written and the total.
+      job: the conversion request.
+      progress: a function that is called periodically with the number of bytes written
+        and the total.
 
     Returns:
-      The conversion that was written.
+      The completed conversion.
 
     Raises:
       FormatError: if the source is damaged, or not in a supported format.
@@ -292,7 +297,7 @@ def convert(
                         done += num_bytes
                         progress(done, conversion.num_bytes)
             finally:
-                # No other conversion writes to a target that exists.
+                # No other conversion can write to a target that exists.
                 if storage.is_local(lock) and target.exists():
                     storage.remove(lock)
     except bucket_clients.failures() as error:
@@ -304,9 +309,9 @@ def convert(
 
 
 def config_directory(model: str) -> epath.Path:
-    """The directory with a model's `config.json`, see `Job.config`.
+    """The directory with a model's `config.json`; see `Job.config`.
 
-    For an adapter, it is the base model's directory.
+    For an adapter, this is the base model's directory.
 
     Raises:
       ConfigError: if there is no `config.json`.
@@ -324,11 +329,12 @@ def config_directory(model: str) -> epath.Path:
 
 
 def given_layout(job: Job, checkpoint: Checkpoint) -> Layout:
-    """A job's layout, with a checkpoint's values.
+    """A job's layout, with a checkpoint's values filled in.
 
     Raises:
-      LayoutError: if the layout cannot be read, or does not use the job's sizes.
-      ConfigError: if `config` is not a model, or options need rules and there are none.
+      LayoutError: if the layout cannot be read or does not use the job's sizes.
+      ConfigError: if `config` is not a model, or options that need rules are set
+        without rules.
     """
     if job.rules is None:
         if job.sizes or job.is_reversed or job.only_weights:
@@ -348,8 +354,8 @@ def given_layout(job: Job, checkpoint: Checkpoint) -> Layout:
 
 
 def _of_weights(layout: Layout, stored: Sequence[StoredTensor]) -> Layout:
-    # Drops trees that no rule for weights reads, such as the optimizer's. Tensors left
-    # over in other trees are still an error.
+    # Drops trees that no rule for weights reads, such as the optimizer's. Unmatched
+    # tensors in other trees are still an error.
     weights = layout.weights()
     first = weights.through[0] if weights.through else weights
     patterns = {
@@ -401,7 +407,7 @@ def chunk_shape(
 ) -> tuple[int, ...]:
     """The shape of a target's boxes, which divides the target's shape in each dim.
 
-    A box has at most `chunk_bytes`, unless dims are prime. `moves` are all moves into
+    A box has at most `chunk_bytes`, unless dims are prime. `moves` has all moves into
     the target.
     """
     if not target.num_bytes:
@@ -417,7 +423,7 @@ def chunk_shape(
 def _cut(
     target: TargetTensor, order: Sequence[int], chunk_bytes: int
 ) -> tuple[int, tuple[int, ...]]:
-    # The number of chunks, and their shape, if dims are cut in this order.
+    # The number and shape of the chunks if dims are cut in this order.
     shape = layout.chunk_shape(
         [target.shape[dim] for dim in order],
         item_bytes=target.dtype.itemsize,
@@ -430,7 +436,7 @@ def _cut(
 
 def _advance(dim: int, moves: Sequence[Move], tensors: Sequence[StoredTensor]) -> float:
     # The stride in bytes of a dim's outermost factor in a source; infinite if the dim
-    # spans several sources.
+    # spans multiple sources.
     if len({move.target_side.start[dim] for move in moves}) > 1:
         return math.inf
     if not moves:

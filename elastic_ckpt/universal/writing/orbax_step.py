@@ -1,6 +1,7 @@
-"""Converts to Orbax: a step in persistent storage, with our manifest and digests.
+"""Converts to Orbax: writes a step to persistent storage, with a manifest and digests.
 
-One host uploads and commits the step like a run's step (`tiers.persistent.upload`).
+One host uploads and commits the step in the same way as a run's step (see
+`tiers.persistent.upload`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class OrbaxStep(Destination):
                 f" number; convert to {self.target / '0'}"
             )
         self._root = PersistentRoot.from_path(self.target.parent)
-        # Paths in the manifest, which lists leaves in this order.
+        # The paths in the manifest, which lists leaves in path order.
         paths = {
             target: f"{conversion.layout.tree}/{target.name}"
             if target.name
@@ -119,7 +120,7 @@ def _tree(
     path: tuple[str, ...],
     lists: Sequence[str],
 ) -> Any:
-    # Nests targets by their paths below `path`.
+    # Nests targets by their paths under `path`.
     if () in named:
         if len(named) > 1:
             raise errors.CheckpointError(
@@ -148,7 +149,7 @@ def _key(part: str) -> str:
 
 
 def _leaf(target: TargetTensor) -> Any:
-    # A NumPy dtype if JAX would narrow it.
+    # Keeps a NumPy dtype that JAX would narrow.
     if jax.dtypes.canonicalize_dtype(target.dtype) != target.dtype:
         return AbstractArray(shape=target.shape, dtype=target.dtype)
     return jax.ShapeDtypeStruct(target.shape, target.dtype)

@@ -1,20 +1,19 @@
 """Converts to safetensors, and to a model that `from_pretrained` loads.
 
-    model.safetensors                     if all tensors fit into one file
-    model-00001-of-00003.safetensors      otherwise, with
-    model.safetensors.index.json          the file of each tensor
+    model.safetensors                     if all tensors fit into one file, or else:
+    model-00001-of-00003.safetensors      one of the files
+    model.safetensors.index.json          an index that maps each tensor to its file
 
-Tensors are assigned to files in the order of their sources. Within a file, wider
-elements come first, so that each tensor starts at a multiple of its element's size.
+Tensors are assigned to files in source order. Within a file, tensors with wider
+elements come first, so that each tensor starts at a multiple of its element size.
 
-A rename makes a directory visible. An object store cannot rename directories: there,
-the index commits the files, or a single file commits itself. A file next to the
-directory, `<target>.unfinished`, shows that a conversion is writing the directory or
-was killed.
+A rename makes a directory visible. Object stores cannot rename directories: there, the
+index commits the files, or a single file commits itself. A file next to the directory,
+`<target>.unfinished`, shows that a conversion is writing the directory or was killed.
 
 A Hugging Face model also has `config.json` and the tokenizer files. The configuration
-comes from `--config`, or from the source if it has one. The conversion updates the
-configured dtype and removes quantization that the values no longer have. If the
+comes from `--config` or, by default, from the source. The conversion updates the
+configured dtype and removes quantization settings that no longer apply. If the
 configuration ties the output to the embedding (`tie_word_embeddings`), the output
 tensor must have the same values and is omitted.
 
@@ -50,7 +49,7 @@ from elastic_ckpt.universal.writing.convert import (
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ALIGNMENT_BYTES = 8
 _METADATA = "__metadata__"
-# Files to copy with a model. Code is not copied.
+# The files to copy with a model. Code is not copied.
 _COPIED = (
     "generation_config.json",
     "tokenizer*",
@@ -74,7 +73,7 @@ _EMBEDDING = "embed_tokens.weight"
 class SafetensorsFiles(Destination):
     """See `Destination`."""
 
-    # The maximum size of the values in a file; a larger tensor has its own file.
+    # The maximum size of the values in a file. A larger tensor gets its own file.
     most_file_bytes = 5 * 10**9
 
     def __init__(self, conversion: Conversion) -> None:
@@ -92,14 +91,14 @@ class SafetensorsFiles(Destination):
             numbers, last = range(1, len(groups) + 1), f"{len(groups):05d}.safetensors"
             names = [f"model-{number:05d}-of-{last}" for number in numbers]
         self._files = dict(zip(names, groups, strict=True))
-        # Before anything is written because the format may lack a dtype.
+        # Before anything is written because the format may not support a dtype.
         self._headers = {name: _header(group) for name, group in self._files.items()}
         self._is_local = storage.is_local(self.target)
         self._unfinished = self.target.parent / f"{self.target.name}.unfinished"
         self._directory = self._unfinished if self._is_local else self.target
 
     def beside(self) -> Mapping[str, bytes]:
-        """The contents of all other files, by file name."""
+        """The contents of all other files, keyed by file name."""
         return {}
 
     def write(self) -> Generator[int]:
@@ -193,7 +192,7 @@ class HuggingFaceModel(SafetensorsFiles):
         for target in self._conversion.targets:
             sizes[target.dtype.name] += target.num_bytes
         floats = {name: size for name, size in sizes.items() if "float" in name}
-        # Quantized values that are not packed have at most one byte.
+        # Quantized values that are not packed have at most one byte each.
         is_quantized = any(
             (target.dtype.itemsize == 1 and target.dtype.kind != "b")
             or target.name.endswith(_PACKED)
@@ -222,8 +221,8 @@ class HuggingFaceModel(SafetensorsFiles):
 
 
 def _header(group: Iterable[TargetTensor]) -> tuple[bytes, dict[TargetTensor, int]]:
-    # A file's header, and where each of its tensors begins. Hugging Face's transformers
-    # library requires `format`.
+    # A file's header and the position of each tensor in the file. Hugging Face's
+    # transformers library requires `format`.
     fields: dict[str, object] = {_METADATA: {"format": "pt"}}
     offsets: dict[TargetTensor, int] = {}
     end = 0
@@ -252,13 +251,14 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def _sync(descriptor: int) -> None:
-    # Frees pages for later writes because fresh pages cost more than a copy.
+    # Frees pages for later writes because allocating fresh pages takes longer than
+    # copying.
     os.fdatasync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _rows(part: Buffer) -> Iterator[tuple[np.ndarray, int]]:
-    # The pieces of a box that are contiguous in the tensor, and their offsets.
+    # Yields the pieces of a box that are contiguous in the tensor, and their offsets.
     target, box, values = part.target, part.box, part.values
     strides = row_major(target.shape, target.dtype.itemsize)
     first = sum(map(operator.mul, box.start, strides))
@@ -272,7 +272,7 @@ def _rows(part: Buffer) -> Iterator[tuple[np.ndarray, int]]:
 
 
 def _copied(model: epath.Path) -> Iterator[tuple[str, bytes]]:
-    # The names and contents of the files to copy.
+    # Yields the names and contents of the files to copy.
     for each in sorted(model.iterdir()):
         path = pathlib.PurePath(each.name)
         is_copied = any(map(path.match, _COPIED)) and not each.is_dir()
@@ -288,7 +288,7 @@ def _changed(fields: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
     for key in keys.intersection(made) or {"dtype"}:
         made[key] = dtype
     for key, each in made.items():
-        # A model with several parts has a configuration for each part.
+        # A model with multiple parts has a configuration for each part.
         if isinstance(each, dict) and keys.intersection(each):
             made[key] = _changed(each, dtype=dtype)
     return made
