@@ -29,7 +29,7 @@ def is_half_a_byte(dtype: np.dtype | None) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """Where a move's factored dims lie in one of its tensors.
+    """The position of a move's factored dims in one of its tensors.
 
     Attributes:
       start: the index of the first element.

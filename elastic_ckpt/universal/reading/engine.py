@@ -95,7 +95,7 @@ class Form:
 
 @dataclasses.dataclass(eq=False)
 class Buffer:
-    """A target's box with row-major values; `left` elements are not yet planned."""
+    """A target's box with row-major values; `left` of them are not yet planned."""
 
     target: TargetTensor
     box: Box

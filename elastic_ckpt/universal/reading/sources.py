@@ -61,8 +61,8 @@ class Limits(NamedTuple):
       gap_bytes: the maximum gap within a request; reading the gap takes less time than
         a second request.
       span_bytes: the maximum size of a request, unless a single row is larger.
-      memory: the extra memory of a request, as a multiple of its size. Clients, for
-        example, return bytes in their own memory.
+      memory: the extra memory of a request, as a multiple of its size. Bucket clients,
+        for example, return bytes in memory of their own.
     """
 
     gap_bytes: int
@@ -168,7 +168,7 @@ def encoded(
     """Adds fragments to tensors with encoded bytes, which TensorStore decodes.
 
     While TensorStore decodes a chunk, both the encoded and the decoded chunk are in
-    memory. It does not cache chunks.
+    memory. Chunks are not cached.
 
     Opens only the tensors whose indices are in `used`, and adds their files to
     `virtual`.

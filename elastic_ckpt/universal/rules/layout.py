@@ -114,9 +114,8 @@ class TensorPattern:
       unchecked: captures, rank axes and dims for which only the first value is read.
       mean: captures and rank axes over which values are averaged.
       sum: captures and rank axes over which values are added.
-      copy: whether the tensor duplicates another one on the same side (if not empty),
-        and whether the inverse compares it with the original (`checked`) or skips it
-        (`unchecked`).
+      copy: "checked" or "unchecked" for a duplicate of another tensor on the same side,
+        which the inverse compares with the original or skips; "" for an original.
       times: tensors that multiply the matched tensors when these are read. They are
         constant along omitted dims.
       plus: two matrices whose product is added to the matched tensors when these are
@@ -178,8 +177,8 @@ class Rule:
       widths: the sizes of a dim on each rank, by dim and rank axis, which override the
         layout's widths.
       states: the states that the rule applies to; empty for all of the layout's states.
-      kind: the kind of tensors that the rule applies to, with complete names, to which
-        no state's name is added; None for a rule that applies to states.
+      kind: the kind of tensors that the rule applies to; its names are then complete,
+        without a state's name. None for a rule that applies to states.
       optional: whether the checkpoint and target may have none of the rule's tensors.
       only: the only direction in which the rule applies, either from the checkpoint
         (`forward`) or to it (`inverse`); "" for both.
@@ -237,7 +236,8 @@ class Layout:
         its master weights, its moments.
       drop: names of checkpoint tensors to ignore; `*` stands for any string.
       drop_inverse: the same in the other direction.
-      drop_of_kind: the same for tensors of one kind; not a key in files.
+      drop_of_kind: pairs of a kind and a name, for tensors of that kind to ignore; not
+        a key in files.
       fill: numbers, or references to checkpoint values, for leaves that no rule fills,
         keyed by leaf name.
       fill_inverse: the same in the other direction.
@@ -404,7 +404,7 @@ class Layout:
         return {*re.findall(r"\w+", str(texts))}
 
     def with_values(self, values: Mapping[str, Any]) -> Layout:
-        """Replaces references to a checkpoint's values with the numbers.
+        """Replaces references to a checkpoint's values with numbers.
 
         Args:
           values: the values by path, such as a `config.json`'s. References to missing

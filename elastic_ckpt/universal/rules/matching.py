@@ -446,7 +446,7 @@ class _Matching:
                 problem = "tensors are made by rules but missing from the target"
                 self._note(problem, text)
             elif given is not None and given.shape != each.shape:
-                text += f": {list(each.shape)} by rule, {list(given.shape)} in target"
+                text += f": rule {list(each.shape)}, target {list(given.shape)}"
                 self._note("targets have a different shape", text)
             made = given or TargetTensor(name=name, dtype=dtype, shape=each.shape)
             if made.name in targets:
@@ -562,8 +562,8 @@ def _viewed(tensor: StoredTensor, pattern: Tensor) -> tuple[tuple[int, ...], np.
     if tensor.dtype.itemsize != pattern.view.itemsize or not tensor.shape:
         raise LayoutError(
             f"{pattern.place}: {tensor.name!r} is {tensor.dtype}{list(tensor.shape)} "
-            f"and cannot be read as {pattern.view}; `as` needs elements of the same "
-            "size, and at least one dim"
+            f"and cannot be read as {pattern.view}; `as` requires elements of the same "
+            "size and at least one dim"
         )
     *outer, last = tensor.shape
     return (*outer, last * (2 if is_half_a_byte(pattern.view) else 1)), pattern.view

@@ -751,7 +751,7 @@ class Planner:
                 is_real = _category(self._rows[rows[0]].dtype) is np.floating
                 if not is_real and each.pattern.dtype is None:
                     raise LayoutError(
-                        f"{each.place}: the tensor has integers; set "
+                        f"{each.place}: the tensor is not floating-point; set "
                         "`as: float8_e8m0fnu` if its bytes are exponents, as in MXFP4, "
                         "or `dtype: float32` if its integers are factors"
                     )
@@ -762,8 +762,8 @@ class Planner:
                 raise LayoutError(
                     f"{tensor.place}: this tensor and all tensors in `times` or `plus` "
                     "must occur exactly once because they are not compared; use the "
-                    "whole checkpoint, and list the coordinates in which they differ "
-                    "in `unchecked`"
+                    "whole checkpoint, and list in `unchecked` the coordinates in "
+                    "which they differ"
                 )
             if _is_quantized(dtype) and how == "plus":
                 raise LayoutError(

@@ -43,7 +43,7 @@ class OrbaxStep(Destination):
         if not name.isdecimal() or str(int(name)) != name:
             raise errors.CheckpointError(
                 f"{self.target} is not a step directory because its name is not a"
-                f" number; convert to {self.target / '0'}"
+                f" number without leading zeros; convert to {self.target / '0'}"
             )
         self._root = PersistentRoot.from_path(self.target.parent)
         # The paths in the manifest, which lists leaves in path order.
