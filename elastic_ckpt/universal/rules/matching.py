@@ -443,10 +443,11 @@ class _Matching:
             except LayoutError as error:
                 self._note("dtypes do not match", f"{tensor.place}: {name!r} {error}")
             if given is None and self._given is not None:
-                problem = "tensors are made by rules but missing from the target"
-                self._note(problem, text)
+                self._note(
+                    "tensors are made by rules but missing from the target", text
+                )
             elif given is not None and given.shape != each.shape:
-                text += f": rule {list(each.shape)}, target {list(given.shape)}"
+                text = f"{text}: rule {list(each.shape)}, target {list(given.shape)}"
                 self._note("targets have a different shape", text)
             made = given or TargetTensor(name=name, dtype=dtype, shape=each.shape)
             if made.name in targets:
