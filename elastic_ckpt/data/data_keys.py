@@ -276,7 +276,7 @@ def changed(data: DataKeys, settings: Mapping[str, Setting]) -> DataKeys:
     """
     fields = dataclasses.fields(data)
     values: dict[str, Any] = dict(
-        sections.checked(settings, fields, of=" of the data (others are not set here)")
+        sections.checked(settings, fields, of=" of the data (other keys are not set here)")
     )
     return dataclasses.replace(data, **values)
 
@@ -301,8 +301,8 @@ def stages(data: DataKeys) -> list[tuple[int, DataKeys]]:
     nodes = document.value if isinstance(document, yaml.SequenceNode) else []
     if not nodes or not all(isinstance(node, yaml.MappingNode) for node in nodes):
         raise errors.ConfigError(
-            f"{path}: write a list of stages: `- begin_step: 0` and, below it, the keys"
-            " that the stage sets"
+            f"{path} does not contain a list of stages; list each stage as"
+            " `- begin_step: 0`, followed by the keys that the stage sets"
         )
     fields = [f for f in dataclasses.fields(data) if f.name not in _OF_ALL_STAGES]
     found = []
@@ -311,10 +311,10 @@ def stages(data: DataKeys) -> list[tuple[int, DataKeys]]:
         begin = settings.pop("begin_step", None)
         if begin is None or type(begin.value) is not int or begin.value < 0:
             raise errors.ConfigError(
-                f"{path}, stage {number}: begin_step, the training step at which it"
-                " begins, is missing or invalid; set it to a number from 0"
+                f"{path}, stage {number}: begin_step is missing or invalid; set it to"
+                " the training step at which the stage begins, 0 or more"
             )
-        of = " of a stage (keys for all stages are set for the run)"
+        of = " of a stage (set keys for all stages outside data_stages)"
         values: dict[str, Any] = dict(sections.checked(settings, fields, of=of))
         if values.keys() & {*_TRAINING}:
             # The stage's data replaces the run's, whichever key sets it.

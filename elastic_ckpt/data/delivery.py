@@ -70,10 +70,11 @@ def warn_of_shared_shards(
     reads = rows.shard_reads(data.num_shards, placements) if data.num_shards else 1
     if reads > 1:
         logging.warning(
-            "each of the %d logical shards is read %.3g times, because several hosts or"
-            " loader workers run the same shards; choose a number of shards and a batch"
-            " size that the number of hosts divides, and for workers a number of shards"
-            " that is a multiple of global_batch_size * num_workers",
+            "each of the %d logical shards is read %.3g times on average, because"
+            " multiple hosts or loader workers run the same shards; choose a number of"
+            " shards and a batch size that are multiples of the number of hosts and,"
+            " with loader workers, a number of shards that is a multiple of"
+            " global_batch_size * num_workers",
             data.num_shards,
             reads,
         )
@@ -144,15 +145,17 @@ def _narrowed(name: str, feature: np.ndarray) -> np.ndarray:
     if kind in "OSU":
         raise errors.DataError(
             f"feature {name!r} has values such as {next(feature.flat, None)!r:.40}, but"
-            " JAX arrays hold only numbers; drop it in make_shard, or convert it to"
-            " numbers (ec.data.LocalBatches delivers bytes and text unchanged)"
+            " JAX arrays can contain only numbers; in make_shard, drop the feature or"
+            " convert it to numbers (ec.data.LocalBatches delivers bytes and text"
+            " unchanged)"
         )
     narrowed = feature.astype(dtypes.canonicalize_dtype(feature.dtype), copy=False)
     if kind in "iu" and narrowed is not feature and (narrowed != feature).any():
         value = feature[narrowed != feature][0]
         raise errors.DataError(
-            f"feature {name!r} has the value {value}, but JAX would convert it to"
-            f" {narrowed.dtype}; make it smaller, or set jax_enable_x64"
+            f"feature {name!r} has the value {value}, which is out of range for"
+            f" {narrowed.dtype}, to which JAX would convert it; use smaller values, or"
+            " set jax_enable_x64"
         )
     return narrowed
 

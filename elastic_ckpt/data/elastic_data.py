@@ -38,7 +38,7 @@ class End(enum.Enum):
     @classmethod
     def _missing_(cls, value: object) -> End:
         raise errors.ConfigError(
-            f"end={value!r}; use ec.data.End or one of 'never', 'padded'"
+            f"end={value!r} is invalid; use 'never', 'padded' or an ec.data.End"
         )
 
 
@@ -99,12 +99,11 @@ def check(data: Any, *, caller: str) -> None:
     if hasattr(data, "host_batches") and not isinstance(data, type):
         return
     raise errors.ConfigError(
-        f"{caller}: data is a {type(data).__name__}; pass the result of"
-        " ec.data.from_config(keys), of ec.data.sharded(make_shard,"
-        ' num_shards=S, pipeline="a name, version 1"), where make_shard(shard) returns'
-        " dataset[shard::S].to_iter_dataset() of a Grain MapDataset, or, for a"
-        " MapDataset without filters, of"
-        ' ec.data.positional(dataset, pipeline="a name, version 1")'
+        f"{caller}: data is a {type(data).__name__}, not elastic data; pass the result"
+        " of ec.data.from_config(keys); for a Grain MapDataset without filters, of"
+        ' ec.data.positional(dataset, pipeline="a name, version 1"); or, with filters,'
+        ' of ec.data.sharded(make_shard, num_shards=S, pipeline="a name, version 1"),'
+        " where make_shard(shard) returns dataset[shard::S].to_iter_dataset()"
     )
 
 
@@ -116,6 +115,7 @@ def batch_size(value: Any, *, caller: str) -> int:
     """
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise errors.ConfigError(
-            f"{caller}: global_batch_size={value!r}; pass a whole number of rows"
+            f"{caller}: global_batch_size={value!r} is not an integer; pass the number"
+            " of rows in a global batch"
         )
     return int(value)

@@ -54,8 +54,8 @@ def check_alike(sharding: NamedSharding, course: stages.Course, num_taken: int) 
         if other != own:
             raise errors.ConfigError(
                 f"host {topology.this_host()} would continue {own}, but host {host}"
-                f" {other}; call resize after the same batch on every host, with the"
-                " same arguments"
+                f" would continue {other}; on every host, call resize after the same"
+                " batch and with the same arguments"
             )
 
 
@@ -86,8 +86,8 @@ class HostIterator:
         placements = self._placements(first)
         if topology.this_host() not in placements:
             raise errors.ConfigError(
-                f"no device of host {topology.this_host()} is in the mesh, so it has no"
-                " rows to load; build the mesh from devices of every host"
+                f"the mesh has no device of host {topology.this_host()}, so this host"
+                " has no rows to load; build the mesh from devices of every host"
             )
         delivery.warn_of_shared_shards(data, placements.values())
         self.identity = data.identity()
@@ -126,11 +126,11 @@ class HostIterator:
                 moving = np.setdiff1d(placements[host].shards(num_shards), runs)
                 if moving.size:
                     raise errors.ConfigError(
-                        f"in batches of {course.size} rows, logical shards"
+                        f"with batches of {course.size} rows, logical shards"
                         f" {moving.tolist()} would move to host {host}, which has not"
-                        " run them; save, and resume with batches of this size, or"
+                        " run them; save and then resume with this batch size, or"
                         " choose a number of logical shards and batch sizes that are"
-                        f" multiples of the {len(placements)} hosts"
+                        f" multiples of the number of hosts, {len(placements)}"
                     )
 
         def read(shards: Sequence[int]) -> cursors.Cursors:
@@ -442,8 +442,9 @@ class Batches:
         now = self._hosts.num_rows()
         if row > now:
             raise errors.DataError(
-                f"the data state in {directory} is at position {row}, after the run's"
-                f" position {now}; load it to continue from there"
+                f"the data state in {directory} is at position {row}, which is after"
+                f" the run's current position, {now}, so no rows can be skipped; to"
+                " continue from that position, load the state"
             )
         self._left_out = (*before, (row, now))
         self._course = self._course.gone_back(saved)

@@ -38,12 +38,13 @@ def check_weights(weights: Mapping[str, float]) -> None:
     for name, weight in weights.items():
         if not 0 <= weight < float("inf"):
             raise errors.ConfigError(
-                f"mixture: dataset {name} has the weight {weight}; weights are finite"
-                " numbers of at least 0"
+                f"mixture: dataset {name} has the weight {weight}; set it to a finite"
+                " number of at least 0"
             )
     if not any(weights.values()):
         raise errors.ConfigError(
-            f"mixture: all weights of {sorted(weights)} are 0; raise at least one"
+            f"mixture: the weights of {sorted(weights)} are all 0; set at least one"
+            " above 0"
         )
 
 
@@ -99,8 +100,8 @@ class Mixture(shard_steps.Step):
         if isinstance(parts, Mapping):
             if parts.keys() != weights.keys():
                 raise errors.ConfigError(
-                    f"Mixture: parts are named {sorted(parts)}, but weights"
-                    f" {sorted(weights)}; set a weight for each part"
+                    f"Mixture: the parts are named {sorted(parts)}, but the weights are"
+                    f" named {sorted(weights)}; pass one weight for each part"
                 )
             self._keep(parts)
         else:
@@ -211,9 +212,9 @@ class _MixtureIterator(shard_steps.Elements):
         if opened is None:
             if name not in self._mixture._weights:
                 raise errors.DataError(
-                    f"mixture: dataset {name} was removed, but some of its examples are"
-                    " still in incomplete rows; add it again with weight 0 until they"
-                    " are used"
+                    f"mixture: dataset {name} was removed, but incomplete rows still"
+                    " contain some of its examples; add the dataset back with weight 0"
+                    " until these are used"
                 )
             made = self._mixture._make(name)
             # Grain would add a slow step to the end of a pipeline.
@@ -266,9 +267,9 @@ def check_weights_of(dataset: Any, state: Any) -> None:
         if _WEIGHTS in of_name and of_name[_WEIGHTS] != now.get(name):
             raise errors.DataError(
                 "the weights of a mixture have changed, but"
-                f" {shard_steps.shown(holding[-1])} after it may have buffered some of"
-                " its elements; use the old weights, shuffle each dataset before the"
-                " mixture, or pack with ec.data.lm.Rows"
+                f" {shard_steps.shown(holding[-1])}, a later step, may have buffered"
+                " some of the mixture's elements; restore the old weights, shuffle each"
+                " dataset before the mixture, or pack with ec.data.lm.Rows"
             )
 
 

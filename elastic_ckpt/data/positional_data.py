@@ -102,8 +102,8 @@ def positional(
         )
     if pipeline in ("", None):
         raise errors.ConfigError(
-            'positional: pass pipeline="a name, version 1", and change it when the'
-            " examples change"
+            'positional: pipeline is empty; pass pipeline="a name, version 1", and'
+            " change it when the examples change"
         )
     return PositionalData(
         dataset=dataset, pipeline={"pipeline": pipeline}, read_options=read_options
@@ -179,9 +179,9 @@ def _row(
     element: Any = dataset[0 if is_padding else number]
     if not isinstance(element, Mapping) or _ADDED & element.keys():
         raise errors.DataError(
-            f"positional: example {number} of the dataset is {element!r:.200}; return"
-            f" dicts of arrays without features named {sorted(_ADDED)}, which"
-            " batches add, or use ec.data.sharded if examples are filtered"
+            f"positional: example {number} of the dataset is {element!r:.200}; examples"
+            f" must be dicts of arrays without features named {sorted(_ADDED)}, which"
+            " batches add; if the dataset filters examples, use ec.data.sharded"
         )
     if is_padding:
         element = {n: shard_rows.zeros_like(each) for n, each in element.items()}

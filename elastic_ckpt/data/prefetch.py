@@ -53,8 +53,8 @@ class ReadAhead:
             return value
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise errors.ConfigError(
-                f"read_ahead={value!r}; pass a number of batches, 0 or more, or an"
-                " ec.data.ReadAhead(batches=...)"
+                f"read_ahead={value!r} is invalid; pass a number of batches, 0 or more,"
+                " or an ec.data.ReadAhead(batches=...)"
             )
         return cls(batches=value)
 
@@ -151,9 +151,9 @@ def _watched(call: Callable[[], T], began: float) -> T:
     if busy_secs > max(_LEAST_SECS, _MOST_SHARE * secs):
         logging.log_first_n(
             logging.WARNING,
-            "a thread makes rows for %.0f %% of the time, which slows down the steps of"
-            " this process; set num_workers=1 to make rows in a worker process, or"
-            " num_workers=0 to keep making them here",
+            "a thread spends %.0f %% of its time making rows, which slows down this"
+            " process's steps; set num_workers=1 to make rows in a worker process, or"
+            " num_workers=0 to keep making them in this process without this warning",
             1,
             100 * busy_secs / secs,
         )

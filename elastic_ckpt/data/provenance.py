@@ -234,11 +234,10 @@ class FollowedShard:
         is_unknown = others and not all(isinstance(each, _Number) for each in found)
         if number is None or is_unknown:
             raise errors.DataError(
-                f"{_UNKNOWN}make_shard does not use Tokens, and the field"
-                f" {records.RECORD!r} of Records is changed or missing in its rows;"
-                " keep it unchanged; if a row contains several records, reread the"
-                " run's batches with ec.data.LocalBatches, and search their rows for"
-                " the document"
+                f"{_UNKNOWN}make_shard does not use Tokens, and its rows change or lack"
+                f" the field {records.RECORD!r} of Records; keep this field unchanged"
+                " or, if a row combines multiple records, reread the run's batches with"
+                " ec.data.LocalBatches and search their rows for the document"
             )
         named = [(getattr(each, "dataset", only), int(each)) for each in found]
         return [self._whole(*each) for each in named if self._watched in (None, each)]
@@ -262,7 +261,8 @@ class _Documents:
         if not isinstance(record, _Number):
             raise errors.DataError(
                 f"{_UNKNOWN}a function before Tokens drops or changes the field"
-                f" {records.RECORD!r} of Records; make it return the field unchanged"
+                f" {records.RECORD!r} of Records; make the function return this field"
+                " unchanged"
             )
         return value, self.shard.numbered(record)
 
@@ -290,8 +290,8 @@ def parts(made: Any) -> dict[str, records.Records]:
             found[f"{name}#{number}" if number > 1 else name] = each
     if not found:
         raise errors.DataError(
-            f"{_UNKNOWN}make_shard does not read its files with ec.data.Records, whose"
-            " fields identify documents; use Records"
+            f"{_UNKNOWN}make_shard does not read its files with ec.data.Records, which"
+            " numbers the records; read the files with ec.data.Records"
         )
     return found
 
@@ -327,6 +327,6 @@ def _check_after(tokens: Any, made: Any) -> None:
         leaves = shard_steps.passes_on(each) or type(each).__name__ in _LEAVING
         if tokens in shard_steps.datasets(each) and not is_ours and not leaves:
             raise errors.DataError(
-                f"{_UNKNOWN}your step {shard_steps.shown(each)} works on tokens; apply"
-                " it to records, before Tokens"
+                f"{_UNKNOWN}your step {shard_steps.shown(each)} processes tokens; apply"
+                " the step to records instead, before Tokens"
             )

@@ -53,8 +53,8 @@ class ReadOptions:
     def __post_init__(self) -> None:
         if self.num_epochs is not None and self.num_epochs < 1:
             raise errors.ConfigError(
-                f"ReadOptions: num_epochs={self.num_epochs}; pass 1 or more, or None to"
-                " read endlessly"
+                f"ReadOptions: num_epochs={self.num_epochs} is invalid; pass 1 or more,"
+                " or None to read endlessly"
             )
 
 
@@ -103,8 +103,8 @@ class Records(shard_steps.Step[source.Element]):
         super().__init__()
         if not 0 <= shard < num_shards:
             raise errors.ConfigError(
-                f"Records: shard={shard} of num_shards={num_shards}; shards are"
-                " numbered from 0 to num_shards - 1"
+                f"Records: shard={shard} is invalid with num_shards={num_shards}; pass"
+                " a shard from 0 to num_shards - 1"
             )
         self._source = source
         self._shard = self.shard = shard
@@ -309,7 +309,8 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
             raise errors.DataError(
                 f"{files[0]} and the {len(files) - 1} files after it:"
                 f" {self._num_fruitless:,} consecutive records, more than two epochs,"
-                " made no row; check whether a filter or another step drops all of them"
+                " produced no row; check whether a filter or another step drops them"
+                " all"
             )
 
     def _decoded(self, number: int, following: int | None) -> source.Block:
@@ -329,8 +330,8 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
             if RECORD in element:
                 raise errors.DataError(
                     f"{self._records._source.files[0]}: the column {RECORD!r} clashes"
-                    " with a field that Records adds; rename it, or select different"
-                    " columns"
+                    " with a field that Records adds; rename the column, or select"
+                    " different columns"
                 )
             element[RECORD] = first + row
         return elements

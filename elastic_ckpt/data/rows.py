@@ -204,8 +204,8 @@ def suggest_num_shards(
     for size in batches:
         if all(size % num_hosts for num_hosts in hosts):
             raise errors.ConfigError(
-                f"none of the host counts {sorted(hosts)} divides a batch of {size}"
-                " rows; choose a multiple of one of them"
+                f"none of the host counts {sorted(hosts)} divides the batch size"
+                f" {size}; choose a batch size that is a multiple of a host count"
             )
     if any(number > 1 for number in loader_workers):
         # Workers take whole batches round-robin, so each batch needs its own shards.

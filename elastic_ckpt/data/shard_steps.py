@@ -116,13 +116,13 @@ class CheckedShards:
         if not isinstance(made, grain.IterDataset):
             raise errors.ConfigError(
                 f"make_shard({shard}) returned a {type(made).__name__}, not a"
-                " grain.IterDataset; end a MapDataset with .to_iter_dataset()"
+                " grain.IterDataset; convert a MapDataset with .to_iter_dataset()"
             )
         for step in datasets(made):
             if isinstance(step, Step) and step.shard not in (None, shard):
                 raise errors.ConfigError(
-                    f"make_shard({shard}) contains {step}; pass the argument of"
-                    " make_shard as its shard="
+                    f"make_shard({shard}) contains {step}, which reads a different"
+                    " shard; pass make_shard's argument to it as shard="
                 )
         return made
 

@@ -74,7 +74,7 @@ class ShardedData:
     def __post_init__(self) -> None:
         if self.num_shards < 1:
             raise errors.ConfigError(
-                f"num_shards={self.num_shards}: use at least 1 logical shard"
+                f"num_shards={self.num_shards} is invalid; use at least 1 logical shard"
             )
 
     def identity(self) -> dict[str, storage.Json]:
@@ -157,8 +157,8 @@ def sharded(
     given = {each for each in numbers if each is not None}
     if len(given) != 1:
         raise errors.ConfigError(
-            f"sharded: num_shards has the values {sorted(given)}; set it once, in the"
-            " ec.data.Records of make_shard or, without Records, in sharded"
+            f"sharded: num_shards must have one value, but has {sorted(given)}; set it"
+            " once, in make_shard's ec.data.Records or, without Records, in sharded"
         )
     code = [
         step
@@ -167,8 +167,8 @@ def sharded(
     ]
     if code and pipeline in ("", None):
         raise errors.ConfigError(
-            "sharded: make_shard has steps that cannot be compared with a saved state,"
-            f' {", ".join(map(shard_steps.shown, code))}; pass pipeline="a name,'
+            "sharded: make_shard has steps that cannot be compared with a saved state"
+            f' ({", ".join(map(shard_steps.shown, code))}); pass pipeline="a name,'
             ' version 1", and change it when the examples change'
         )
     (number,) = given
@@ -184,9 +184,9 @@ def sharded(
     if repeated and number > 1:
         raise errors.ConfigError(
             f"sharded: each of the {number} shards would read all of"
-            f" {', '.join(repeated)}, and batches would repeat every example"
-            f" {number} times; let each shard read its own part in make_shard, such as"
-            f" source[shard::{number}]"
+            f" {', '.join(repeated)}, so batches would repeat every example"
+            f" {number} times; in make_shard, read only the shard's own part, for"
+            f" example source[shard::{number}]"
         )
     return data
 

@@ -71,16 +71,16 @@ class ShardedState:
         if _POSITION not in entries:
             raise errors.DataError(
                 f"the state has no entry {_POSITION!r}, only {sorted(entries)[:5]};"
-                " load what a ShardedState saved"
+                " load a state that a ShardedState saved"
             )
         fields = entries.pop(_POSITION)
         by_shard = {}
         for name, entry in entries.items():
             if entry["position"] != fields["position"]:
                 raise errors.DataError(
-                    f"the entry {name!r} of the data state has position"
-                    f" {entry['position']}, the others {fields['position']}; load all"
-                    " entries from the same checkpoint"
+                    f"the entry {name!r} of the data state is at position"
+                    f" {entry['position']}, but the others are at"
+                    f" {fields['position']}; load all entries from the same checkpoint"
                 )
             by_shard[str(int(name.removeprefix("shard_")))] = entry["cursor"]
         self._rows.load_state_dict(

@@ -165,14 +165,14 @@ def check_unchanged(changed: Sequence[str]) -> None:
     if changed:
         grown = any(change.endswith(" is new") for change in changed)
         route = (
-            "; to add files to a run, keep the old ones as a dataset of the same name,"
-            " and make the new ones a second dataset (a grain_train_mixture_config_path"
-            " gives names)"
+            "; to add files to a run, keep the old files as a dataset with the same"
+            " name, and add the new files as a second dataset (set the names with"
+            " grain_train_mixture_config_path)"
         )
         raise errors.DataError(
             "the data state was saved by a different pipeline ("
             + "; ".join(changed)
-            + "); change it back, or start a new run"
+            + "); change the pipeline back, or start a new run"
             + route * grown
         )
 
@@ -195,7 +195,7 @@ def pipeline_changes(
     changed = late_stages(begins[1], step=step or 0, begun=begun)
     if begins[0] != begins[1][:begun]:
         changed = [
-            f"{STAGES}: already begun at steps {begins[0]}, now {begins[1][:begun]}"
+            f"{STAGES}: began at steps {begins[0]}, now begin at {begins[1][:begun]}"
         ]
     stages = stages_of(before)[:begun], stages_of(now)
     for number, (old, new) in enumerate(zip(*stages, strict=False)):
@@ -222,7 +222,7 @@ def late_stages(begins: Sequence[int], *, step: int, begun: int) -> list[str]:
     if not late:
         return []
     return [
-        f"{STAGES}: the run is at step {step}, but stages that begin at {late} are new"
+        f"{STAGES}: the run is at step {step}, but new stages begin earlier, at {late}"
     ]
 
 
@@ -251,8 +251,8 @@ def dataset_changes(before: Iterable[Pipeline], now: Iterable[Pipeline]) -> list
         if named:
             changed.append(
                 f"{DATASETS}: {named[0]} is now named {name}, with the same files and"
-                " steps; restore its old name (a grain_train_mixture_config_path gives"
-                " names)"
+                " steps; restore its old name (set the names with"
+                " grain_train_mixture_config_path)"
             )
         else:
             changed += changes.get(name, [])
@@ -339,7 +339,7 @@ def _file_changes(before: list[Any], now: list[Any]) -> list[str]:
         changes = ["the files are in a different order"]
     elif not changes:
         changes = [
-            f"{one[0]} had {one[1]} bytes and {one[2]} records, now {two[1]} and"
+            f"{one[0]} had {one[1]} bytes and {one[2]} records, now has {two[1]} and"
             f" {two[2]}, with different content"
             for one, two in zip(before, now, strict=True)
             if any(map(operator.ne, one, two))

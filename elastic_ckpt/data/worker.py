@@ -127,8 +127,8 @@ class _Worker:
         return errors.DataError(
             f"{self._name} (process {self._process.pid}) stopped with {how}; its"
             " standard error may show the cause. The kernel sends SIGKILL when memory"
-            " runs out: use fewer workers, smaller batches or shuffle buffers, or a"
-            " host with more memory"
+            " runs out; in that case, use fewer workers, smaller batches or shuffle"
+            " buffers, or a host with more memory"
         )
 
     def close(self) -> None:
@@ -146,7 +146,8 @@ def _pickled(task: shard_rows.Task) -> bytes:
             "make_shard cannot be sent to worker processes:"
             f" {type(error).__name__}: {error}; create objects that cannot be pickled,"
             " such as open files, locks and devices, only when make_shard is called, or"
-            " read in the host's own process (num_workers=0, grain_worker_count=0)"
+            " run shards in the host's own process (num_workers=0, or"
+            " grain_worker_count=0 in a configuration)"
         ) from error
 
 
@@ -201,7 +202,9 @@ def _content(loaded: Any, error: BaseException | None) -> bytes:
     except Exception as failure:  # a user's objects may raise anything
         what = error or failure
         failed = errors.DataError(
-            f"a pipeline yields or raises something that cannot be pickled: {what!r}"
+            f"a pipeline yielded or raised an object that cannot be pickled: {what!r};"
+            " use only objects that can be pickled, or run shards in the host's own"
+            " process (num_workers=0, or grain_worker_count=0 in a configuration)"
         )
         failed.add_note("".join(traceback.format_exception(what)))
         return cloudpickle.dumps((None, failed))
