@@ -37,9 +37,9 @@ def local_facts(
     """Returns the facts about this host.
 
     Args:
-      data: if passed, the facts include a digest, 16 hex digits, of the settings that
-        determine the order of its examples.
-      role: a name instead of the host's number, for the head of a single controller.
+      data: the data, if the facts should include a digest, 16 hex digits, of the
+        settings that determine the order of its examples.
+      role: a name to use instead of the host index, for a single controller's head.
     """
     facts = {
         HOST: f"{role} ({platform.node()[:64]})" if role else host_name(),
@@ -60,7 +60,7 @@ def versions() -> Facts:
 
 
 def host_name() -> str:
-    """This host's number and name, for messages."""
+    """This host's index and name, for messages."""
     return f"host {topology.this_host()} ({platform.node()[:64]})"
 
 
@@ -77,7 +77,7 @@ def check_controllers(data: elastic_data.ElasticData, mesh: Mesh) -> None:
 
 
 def check(facts: Sequence[Facts]) -> None:
-    """Raises a ConfigError that lists the facts in which hosts differ.
+    """Raises a ConfigError that lists the facts that differ between hosts.
 
     A fact that a host lacks is not compared.
     """

@@ -26,9 +26,9 @@ class Dataset:
     """One dataset of a mixture, or the only one.
 
     Attributes:
-      name: the name in cursors and reports.
-      patterns: comma-separated paths, URIs or globs.
-      weight: the weight; only ratios matter.
+      name: the dataset's name in cursors and reports.
+      patterns: the files, as comma-separated paths, URIs or glob patterns.
+      weight: the dataset's weight; only ratios of weights matter.
     """
 
     name: str
@@ -39,9 +39,9 @@ class Dataset:
 def from_list(text: str, *, key: str) -> list[Dataset]:
     """Parses `patterns,weight;patterns,weight`, or patterns without a weight.
 
-    A dataset is named after the end of its first pattern, from the last component
-    without a wildcard, so moved files are still the same dataset. If the name is taken,
-    more leading components are added, so appending a dataset does not rename earlier
+    A dataset's name is the end of its first pattern, from the last component without a
+    wildcard on, so the name stays the same when the files move. If the name is taken,
+    preceding components are included, so appending a dataset does not rename earlier
     ones. A single dataset needs no weight.
 
     Raises:
@@ -66,7 +66,7 @@ def from_list(text: str, *, key: str) -> list[Dataset]:
 
 
 def from_file(path: epath.PathLike) -> list[Dataset]:
-    """The datasets of a JSON file.
+    """Reads the datasets of a JSON file.
 
     Raises:
       ConfigError: if the file is invalid. The message names the file, the entry and the

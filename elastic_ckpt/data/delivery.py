@@ -21,7 +21,7 @@ def rows_held(sharding: NamedSharding, global_batch_size: int) -> dict[int, np.n
     """The rows that the first entry of `sharding`'s spec assigns to each host.
 
     Raises:
-      ConfigError: if the batch cannot be divided over the mesh axes of that entry.
+      ConfigError: if the batch cannot be split evenly over that entry's mesh axes.
     """
     shape = (global_batch_size,)
     of_rows = feature_sharding(sharding, "global_batch_size", shape)
@@ -37,10 +37,10 @@ def rows_held(sharding: NamedSharding, global_batch_size: int) -> dict[int, np.n
 def placements(
     sharding: NamedSharding, global_batch_size: int, later: tuple[int, ...] = ()
 ) -> dict[int, rows.Placement]:
-    """Each host's rows, by host number; `later` lists sizes that batches may get.
+    """Each host's rows by host index; `later` lists batch sizes that may follow.
 
     Raises:
-      ConfigError: if a batch cannot be divided over the mesh.
+      ConfigError: if a batch cannot be split evenly over the mesh.
     """
     held = rows_held(sharding, global_batch_size)
     others = {size: rows_held(sharding, size) for size in later}
@@ -58,7 +58,7 @@ def placements(
 def saved_shards(
     sharding: NamedSharding, global_batch_size: int, num_shards: int
 ) -> np.ndarray:
-    """The host that saves each logical shard, int64 `[S]`."""
+    """The index of the host that saves each logical shard, int64 `[S]`."""
     held = rows_held(sharding, global_batch_size)
     return rows.shard_hosts(num_shards, global_batch_size, held)
 
@@ -66,7 +66,7 @@ def saved_shards(
 def warn_of_shared_shards(
     data: elastic_data.ElasticData, placements: Iterable[rows.Placement]
 ) -> None:
-    """Warns if several hosts or loader workers run the same logical shards."""
+    """Warns if multiple hosts or loader workers run the same logical shards."""
     reads = rows.shard_reads(data.num_shards, placements) if data.num_shards else 1
     if reads > 1:
         logging.warning(
@@ -86,17 +86,17 @@ def feature_sharding(
 ) -> NamedSharding:
     """Returns the sharding of a batch's feature.
 
-    A feature with fewer dims than the batch's spec has entries, such as `mask` of shape
-    `[B]`, is sharded by the first entries. So is `example_id`, uint32 `[B, 2]`, because
-    its dim 1 is not a sequence.
+    If a feature has fewer dims than the batch's spec has entries, as `mask` of shape
+    `[B]` may have, only the first entries apply. For `example_id`, uint32 `[B, 2]`,
+    only the first entry applies, because its dim 1 is not a sequence.
 
     Args:
       sharding: the sharding of a batch.
-      name: the feature, or `global_batch_size` for the rows themselves.
+      name: the feature's name, or `global_batch_size` for the rows themselves.
       shape: the shape of the feature, `[B, ...]`.
 
     Raises:
-      ConfigError: if a dim cannot be divided over the mesh axes that shard it.
+      ConfigError: if a dim cannot be split evenly over the mesh axes that shard it.
     """
     num_dims = 1 if name == elastic_data.EXAMPLE_ID else len(shape)
     spec = PartitionSpec(*sharding.spec[:num_dims])

@@ -24,12 +24,12 @@ ReadCursors = Callable[[Sequence[int]], cursors.Cursors]
 
 
 class End(enum.Enum):
-    """How data ends. Instead of a value, you can pass its name, such as `"padded"`.
+    """How data ends. You can pass a member or its value, such as `"padded"`.
 
     Attributes:
       NEVER: the data does not end.
-      PADDED: the data ends after its last row. Zeros fill the last batches, where
-        `mask` is false.
+      PADDED: the data ends after its last row. Rows of zeros, for which `mask` is
+        false, fill up the last batches.
     """
 
     NEVER = "never"
@@ -95,7 +95,7 @@ class ElasticData(Protocol):
 
 
 def check(data: Any, *, caller: str) -> None:
-    """Raises a ConfigError that explains how to create data, unless `data` is some."""
+    """Raises a ConfigError that explains how to create data unless `data` is valid."""
     if hasattr(data, "host_batches") and not isinstance(data, type):
         return
     raise errors.ConfigError(
@@ -108,10 +108,10 @@ def check(data: Any, *, caller: str) -> None:
 
 
 def batch_size(value: Any, *, caller: str) -> int:
-    """A global batch size as an int.
+    """Converts a global batch size to an int.
 
     Raises:
-      ConfigError: if the value is not an integer of any type.
+      ConfigError: if the value is neither a Python nor a NumPy integer.
     """
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise errors.ConfigError(

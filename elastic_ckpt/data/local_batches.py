@@ -47,13 +47,13 @@ class LocalBatches:
 
     Args:
       data: the result of `ec.data.from_config`, `positional` or `sharded`.
-      rank: the number of this process.
+      rank: the index of this process, from 0.
       num_ranks: the number of processes.
-      global_batch_size: rows of all ranks together, B; each rank gets B / num_ranks.
+      global_batch_size: rows of a global batch, B; each rank gets B / num_ranks.
       agree: a function that all-reduces a bool and returns whether any rank passed
-        True; required if several ranks read finite data.
-      read_ahead: how far a thread reads ahead: a number of batches, or
-        `ec.data.ReadAhead`. By default nothing is read ahead.
+        True; required if multiple ranks read finite data.
+      read_ahead: how far a thread reads ahead: a number of batches or an
+        `ec.data.ReadAhead`. By default, nothing is read ahead.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class LocalBatches:
 
     @property
     def at_end(self) -> bool:
-        """Whether the data has ended; then `reset` starts another pass."""
+        """Whether the data has ended; if so, `reset` starts another pass."""
         return self._at_end
 
     def __next__(self) -> dict[str, np.ndarray]:
@@ -223,7 +223,7 @@ class LocalBatches:
         self.set_state(state_dict)
 
     def at(self, saved: Mapping[str, Any]) -> LocalBatches:
-        """A second iterator over the same rows, at a state."""
+        """Returns a second iterator over the same rows, positioned at a state."""
         return of_worker(self, 0, 1, saved)
 
     def close(self) -> None:
@@ -325,7 +325,7 @@ def _newest_cursors(states: Sequence[Mapping[str, Any]]) -> dict[str, cursors.Cu
 
 
 def of_fields(fields: Mapping[str, Any]) -> StateDict:
-    """The state with these fields, plus version and digest."""
+    """Returns the state with these fields, its version and a new digest."""
     kept = {name: each for name, each in fields.items() if name != "digest"}
     return checked_json.sealed(kept, version=VERSION)
 

@@ -1,7 +1,7 @@
-"""Mixtures of datasets by weight, with a schedule that is a pure function.
+"""Weighted mixtures of datasets, scheduled by a pure function.
 
-The dataset of turn `n` of shard `s` depends on `n`, `s` and the weights only: the
-weights divide the unit interval, and the point `n * phi + s * sqrt(2)`, modulo one,
+The dataset of turn `n` of shard `s` depends only on `n`, `s` and the weights: the
+weights split the unit interval, and the point `n * phi + s * sqrt(2)`, modulo one,
 falls into one dataset's interval. Multiples of the golden ratio fill the unit interval
 more evenly than any other Kronecker sequence (Niederreiter 1992): among n elements, the
 count of a dataset differs from its share by at most 4 up to n = 1,000, and by at most 6
@@ -34,7 +34,7 @@ TAKEN, _PARTS, _WEIGHTS = "taken", "parts", "weights"
 
 
 def check_weights(weights: Mapping[str, float]) -> None:
-    """Raises a ConfigError that names an invalid weight, if there is one."""
+    """Raises a ConfigError if a weight is invalid; the message names the dataset."""
     for name, weight in weights.items():
         if not 0 <= weight < float("inf"):
             raise errors.ConfigError(
@@ -65,7 +65,7 @@ def chosen(turn: int, num_turns: int, *, shard: int, ends: np.ndarray) -> np.nda
 
 
 class Mixture(shard_steps.Step):
-    """Mixes several datasets of one shard by weight.
+    """Mixes the datasets of one shard by weight.
 
     If a dataset ends, the others continue, and the mixture ends with the last one. A
     dataset is opened when its first element is due.
@@ -73,13 +73,12 @@ class Mixture(shard_steps.Step):
     The state contains the state of each dataset by name, so it can be loaded after
     datasets were added or removed and weights changed. It also contains the weights, so
     that `lm.Rows` can reread its documents in the same order. New weights apply from
-    the next chapter of `lm.Rows` on, when datasets that have ended are also tried
-    again. Weights cannot change if a later step buffers elements; `map` and `filter`
-    do not.
+    the next chapter of `lm.Rows` on, where datasets that have ended are also retried.
+    Weights cannot change if a later step buffers elements; `map` and `filter` do not.
 
     Args:
-      parts: the datasets by name, or a function that creates a named dataset, without a
-        nested mixture, when it is opened.
+      parts: the datasets by name, or a function that takes a name and creates that
+        dataset, without a nested mixture, when it is opened.
       weights: the weight of each dataset by name, 0 or more; only ratios matter.
       shard: the shard number.
     """
@@ -119,7 +118,7 @@ class Mixture(shard_steps.Step):
         return f"Mixture(shard={self.shard}, {sorted(self._weights)})"
 
     def settings(self) -> dict[str, storage.Json]:
-        """The weight and the steps of each dataset, by name."""
+        """The weight and the steps of each dataset, keyed by dataset name."""
         return {
             "datasets": {
                 name: {
@@ -244,7 +243,7 @@ def renew(iterator: Any) -> bool:
 
 
 def check_weights_of(dataset: Any, state: Any) -> None:
-    """Checks that no buffered elements of a state were chosen with different weights.
+    """Checks that the weights of a state's buffered elements have not changed.
 
     Raises:
       DataError: if weights have changed before a step that buffers elements.
@@ -321,8 +320,8 @@ def by_name(made: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def states_by_name(state: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """The states inside the state of a pipeline, outermost first; see `by_name`.
 
-    Of the states from which documents are reread, only the first is included; it may
-    belong to an older stage.
+    Includes only the first of the states from which documents are reread; this state
+    may belong to an older stage.
     """
     if isinstance(state, dict):
         state = state.get(cursors.HELD, state)

@@ -1,9 +1,9 @@
 """The positional engine: a Grain `MapDataset`, whose state is a position.
 
-Example `n` of the run is element `n` of the dataset, so the state is the number of the
+Example `n` of the run is element `n` of the dataset, so the state is the index of the
 next example, as in Grain's `ElasticIterator`. Grain's iterator deals examples to hosts
-round-robin; here each host reads the rows of its own devices, so every batch equals the
-single-host batch row by row.
+round-robin; here, each host reads the rows of its own devices, so every batch equals
+the single-host batch row by row.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ADDED = {elastic_data.EXAMPLE_ID, elastic_data.MASK}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PositionalData:
-    """Elastic data of a dataset's elements; `positional` creates it.
+    """Elastic data whose examples are a dataset's elements; `positional` creates it.
 
     The attributes are the arguments of `positional`, except that `pipeline` is a dict,
     as in `identity`. Equality compares only `pipeline`.
@@ -84,13 +84,15 @@ def positional(
         data = ec.data.positional(dataset, pipeline="decoded images, version 1")
 
     Args:
-      dataset: dicts of arrays with the same shapes everywhere; picklable by
-        cloudpickle. Without `.repeat()`, the data ends with the dataset, and batches
-        have the feature `mask`, bool `[B]`, false for padding rows. Batches also have
-        the feature `example_id`, uint32 `[B, 2]`, the number of the example.
-      pipeline: a name and version, JSON, of the dataset; change it when the examples
+      dataset: a dataset of dicts of arrays with the same shapes in every example,
+        picklable by cloudpickle. Without `.repeat()`, the data ends with the dataset,
+        and batches have the feature `mask`, bool `[B]`, which is false for padding
+        rows. Batches also have the feature `example_id`, uint32 `[B, 2]`, the index of
+        the example.
+      pipeline: a name and version for the dataset, as JSON; change it when the examples
         change.
-      read_options: each host's reader threads, and how many batches they read ahead.
+      read_options: the number of reader threads on each host, and how many batches
+        they read ahead.
 
     Raises:
       ConfigError: if `dataset` is not a `MapDataset`, or `pipeline` is empty.
@@ -195,7 +197,7 @@ class TextData(PositionalData):
     Attributes:
       files: the paths or URIs of the files.
       num_records: the number of records in all files, which is one epoch.
-      order: the record of each example, numbered over all files.
+      order: the record number of each example, counted over all files.
     """
 
     files: tuple[str, ...]
@@ -242,6 +244,6 @@ def from_config(data: data_keys.DataKeys) -> TextData:
 
 
 def _example(paths: tuple[str, ...], length: int, number: int) -> Example:
-    # Takes the paths, so that hosts receive nothing but these.
+    # Takes only the paths, because the arguments are pickled and sent to hosts.
     text_tokens = tokens.encode(arrayrecord.record(paths, number), length + 1)
     return {"inputs": text_tokens[:-1], "targets": text_tokens[1:]}

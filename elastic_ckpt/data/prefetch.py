@@ -1,11 +1,12 @@
 """Reads batches ahead of the loop, without any effect on the saved state.
 
 `Prefetched` reads a host's rows in a background thread and converts them there, for
-example to arrays on devices. Each batch is stored with the state after it, so the state
-always follows the last batch taken, no matter how many batches are read ahead.
+example to arrays on devices. Each batch is stored with the state after it, so the
+current state is always the one after the last batch taken, no matter how many batches
+are read ahead.
 
 A thread that makes rows holds the interpreter lock, which the loop needs for its steps.
-If the thread is busy for long, a warning suggests a worker process.
+If the thread is busy for too long, a warning suggests a worker process.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class ReadAhead:
 
     Attributes:
       batches: the number of batches to read ahead; 0 reads each batch on request.
-      warn_after_secs: a warning names each host that waits longer than this for a
-        batch, except for the first one.
+      warn_after_secs: the wait for a batch after which a warning names the host that
+        was late. The wait for the first batch is exempt.
     """
 
     batches: int = 2
@@ -44,7 +45,7 @@ class ReadAhead:
 
     @classmethod
     def of(cls, value: ReadAhead | int) -> ReadAhead:
-        """Converts a number of batches; returns a `ReadAhead` unchanged.
+        """Converts a number of batches to a `ReadAhead`, or returns one unchanged.
 
         Raises:
           ConfigError: if `value` is neither.

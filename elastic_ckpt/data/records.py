@@ -21,7 +21,7 @@ from elastic_ckpt.data.sources import decoded, files, source
 RECORD = "record"
 
 # How a mixture's records are dealt to shards. With joint shares, the extra records of
-# all datasets together rotate over the shards, instead of each dataset's.
+# all datasets rotate over the shards together, not separately for each dataset.
 DEALING = "dealing"
 SHARES, JOINT_SHARES = "shares", "joint shares"
 
@@ -31,7 +31,7 @@ _EPOCH, _TAKEN, _SKIPPED = "epoch", "taken", "skipped"
 # Records converted to elements at a time.
 _ELEMENTS = 64
 
-# If more records than this, and more than two epochs, make no row, it is an error.
+# It is an error if more records than this, and more than two epochs, produce no row.
 _LEAST_FRUITLESS = 100_000
 
 
@@ -40,8 +40,8 @@ class ReadOptions:
     """How `Records` reads its files.
 
     Attributes:
-      shuffle_seed: the seed of the shuffle of blocks, which differs in each epoch; None
-        reads them in file order. (`lm.Rows` shuffles documents.)
+      shuffle_seed: the seed for shuffling blocks, in a different order in each epoch;
+        None reads blocks in file order. (`lm.Rows` shuffles documents.)
       num_epochs: the number of epochs; None reads endlessly.
       skip_corrupt: whether to skip and count corrupt records instead of failing.
     """
@@ -86,10 +86,10 @@ class Records(shard_steps.Step[source.Element]):
     Each element also has the field `record`, an int that is unique over all epochs.
 
     Args:
-      source: the files, such as `Parquet`.
+      source: the files, for example a `Parquet`.
       shard: the shard number, from 0.
       num_shards: S, the number of shards in the run.
-      read_options: the order and the number of epochs.
+      read_options: how to read the files; by default, endlessly and in file order.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ def num_bytes(records: Records) -> int:
 
 
 def origin(records: Records, number: int) -> tuple[str, int, int]:
-    """The file, the number in the file, and the epoch of record `number`."""
+    """The file, the index in the file, and the epoch of record `number`."""
     epoch, record = divmod(number, records.epoch_records())
     firsts = decoded.blocks(records._source).first_records
     # Of the files that begin there, only the last is not empty.
@@ -156,12 +156,12 @@ def origin(records: Records, number: int) -> tuple[str, int, int]:
 
 
 def turns(records: Records, file: int, record: int) -> Iterator[Turn]:
-    """When shards read a record, epoch by epoch.
+    """Yields when a record is read, and by which shard, epoch by epoch.
 
     Args:
       records: the `Records` of any shard.
-      file: the file number.
-      record: the record's number in the file, from 0.
+      file: the index of the file.
+      record: the record's index in the file, from 0.
 
     Raises:
       DataError: if the file has no such record.
@@ -218,8 +218,8 @@ _Convert = Callable[[source.Block, Sequence[int], int], list[Any]]
 class RecordsIterator(shard_steps.Elements[source.Element]):
     """Reads the records of a shard.
 
-    The state follows the last record taken. Every call that takes a bad record raises
-    its error.
+    The state is the one after the last record taken. Every call that reaches a bad
+    record raises the record's error.
     """
 
     def __init__(self, records: Records) -> None:
@@ -357,7 +357,7 @@ def note_progress() -> None:
 
 @contextlib.contextmanager
 def row_due() -> Iterator[None]:
-    """Makes reads raise an error, not loop endlessly, if all records are dropped."""
+    """Makes reads raise an error instead of looping forever if all records drop out."""
     _DUE.row = object()
     try:
         yield

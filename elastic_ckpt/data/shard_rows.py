@@ -2,8 +2,8 @@
 
 A cursor is a restart point of a shard: the number of rows that the shard had yielded
 and the state of its pipeline then. A shard can continue from any earlier cursor: it
-remakes the rows in between and drops them. So cursors are noted only where a pipeline
-begins a chapter, or after each batch if it has no chapters.
+recreates the rows in between and drops them. So cursors are noted only where a pipeline
+begins a chapter, or after each batch if the pipeline has no chapters.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Loaded:
 
     Attributes:
       rows: features of shape `[rows, ...]`; None if the batch needs none of these rows.
-      cursors: the cursors noted since the previous batch, by shard.
+      cursors: the cursors noted since the previous batch, keyed by shard.
     """
 
     rows: Rows | None
@@ -57,15 +57,15 @@ class Task:
     """The shards and rows to read.
 
     Attributes:
-      make_shard: builds a shard's pipeline.
+      make_shard: the function that builds a shard's pipeline.
       num_shards: S.
       size: B.
-      keep: the rows of a batch to return, ascending.
+      keep: the rows of a batch to return, in ascending order.
       history: the batches before the first.
       start: the cursors of the shards to run; None for a shard at its beginning.
       finite: whether the data ends. If it does, shards that have ended yield rows of
-        zeros, where `mask` is false.
-      every: returns one of this many successive batches, and drops the others.
+        zeros, for which `mask` is false.
+      every: the interval between the batches to return; the others are dropped.
       first: the number of batches to drop before the first.
     """
 
@@ -81,7 +81,7 @@ class Task:
 
     @property
     def number(self) -> int:
-        """The number of the first batch in its period; see `data.rows`."""
+        """The index of the first batch in its period; see `data.rows`."""
         return rows.batches_of(self.history, self.size)
 
     def row_shards(self, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -227,13 +227,13 @@ def state_of(cursor: Any) -> cursors.Cursor:
 
 
 def iterator(made: grain.IterDataset, cursor: Any, row: int) -> grain.DatasetIterator:
-    """The iterator of a shard after `row` rows, from a cursor at or before them.
+    """The iterator of a shard after `row` rows, opened at a cursor at or before them.
 
-    From there on, mixtures use their current weights. A shard that had ended is tried
-    again, because it may continue with new weights.
+    After these rows, mixtures use their current weights. A shard that had ended is
+    retried, because it may continue with new weights.
 
     Raises:
-      DataError: if the pipeline does not yield so many rows.
+      DataError: if the pipeline does not yield that many rows.
     """
     opened = iter(made)
     if cursor is not None:
@@ -295,7 +295,7 @@ def _stack(leaves: list[Any]) -> np.ndarray:
 
 
 def array_of(leaf: Any) -> np.ndarray:
-    """A row's feature; bytes and text stay objects: NumPy would drop trailing NULs."""
+    """A row's feature. Bytes and text stay objects: NumPy would drop trailing NULs."""
     array = np.asarray(leaf)
     return np.array(leaf, object) if array.dtype.kind in "SU" else array
 

@@ -83,10 +83,10 @@ class Elements(grain.DatasetIterator[T]):
 
 
 def take(iterator: grain.DatasetIterator[T], num_elements: int) -> list[T]:
-    """The next elements of any iterator; fewer only at the end.
+    """The next `num_elements` elements of any iterator; fewer only at the end.
 
-    After an error, the iterator may be past some of them: restore its earlier state
-    before you call this again.
+    After an error, the iterator may be past some of these elements, so restore its
+    earlier state before you call this again.
     """
     if not isinstance(iterator, Elements):
         return list(itertools.islice(iterator, num_elements))
@@ -184,7 +184,7 @@ def step_descriptions(made: Any) -> list[dict[str, storage.Json]]:
 
 
 def description(made: Any) -> dict[str, storage.Json]:
-    """A step's name and settings, plus its parents' steps if it has several parents."""
+    """A step's name and settings, and its parents' steps if it has multiple parents."""
     step: dict[str, storage.Json] = {STEP: type(made).__name__}
     if isinstance(made, Step):
         return step | made.settings()

@@ -59,7 +59,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class StagedData:
-    """Elastic data of several stages; `staged` creates it.
+    """Elastic data with stages; `staged` creates it.
 
     Attributes:
       stages: all stages, ordered by the step at which they begin.
@@ -131,8 +131,8 @@ def staged(stages: Sequence[Stage]) -> StagedData:
             ]
         )
 
-    Each dataset continues across stages where it was. Documents still buffered when a
-    stage begins are repacked and come first. When you resume, stages that have begun
+    When a stage begins, each dataset continues where it was, and documents that are
+    still buffered are repacked and come first. When you resume, stages that have begun
     may change only weights and datasets; later stages may change freely.
 
     Args:
@@ -186,7 +186,7 @@ def staged(stages: Sequence[Stage]) -> StagedData:
 
 
 def of(data: elastic_data.ElasticData) -> StagedData | None:
-    """Returns `data` if it has stages, otherwise None."""
+    """Returns `data` if it has stages, or else None."""
     return data if isinstance(data, StagedData) else None
 
 
@@ -322,7 +322,7 @@ class Course:
         """The course of a run that repeats the steps since `to` with new rows.
 
         Args:
-          to: the state; None for the beginning.
+          to: the saved state to roll back to; None for the beginning.
         """
         first = Course.first(self.data, self.base_size).progress
         gone = self.with_progress(first if to is None else self._progress_of(to))

@@ -4,9 +4,9 @@
 `DataState`. The cursors of logical shards are in separate files; see `data.cursors`.
 
 When a run resumes, the number of hosts and the batch size may differ. `pipeline`, the
-result of `ElasticData.identity`, must be equal, except that a mixture (`datasets`, by
-name) may have different weights and gain or lose datasets. A name means the same
-dataset throughout a run.
+result of `ElasticData.identity`, must be the same, except that a mixture (`datasets`,
+keyed by name) may have different weights and gain or lose datasets. A name refers to
+the same dataset throughout a run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run with stages has come.
+    """How far a run with stages has progressed.
 
     Attributes:
       step: the training step of the next batch; None if unknown.
@@ -66,11 +66,11 @@ class DataState:
     Attributes:
       engine: the engine's name.
       position: the position, equal on all hosts: `{"global_next_index": 960}`, or the
-        sizes and numbers of the batches so far, `{"batches": [[96, 8], [48, 4]]}`.
+        sizes and counts of the batches so far, `{"batches": [[96, 8], [48, 4]]}`.
       pipeline: the identity of the pipeline, by configuration key.
       left_out: the ranges before `position` that were not trained on, because the run
-        rolled back and continued after them: starts and stops, ascending.
-      progress: the progress of data with stages; otherwise None.
+        rolled back and continued after them: starts and stops, in ascending order.
+      progress: the progress of data with stages; None without stages.
     """
 
     engine: str
@@ -150,7 +150,7 @@ def check_same_pipeline(
 
     `pipeline_changes` defines which parts may differ.
     """
-    # Data without stages has one.
+    # Data without stages has one stage.
     progress = saved.progress or Progress(step=None, begun=1)
     changed = pipeline_changes(
         {"engine": saved.engine, **saved.pipeline},
@@ -205,7 +205,7 @@ def pipeline_changes(
 
 
 def stages_of(pipeline: Pipeline) -> list[dict[str, Any]]:
-    """The description of each stage; data without stages has one."""
+    """The description of each stage; data without stages has one stage."""
     apart = (STAGES, BEGINS)
     shared = {key: value for key, value in pipeline.items() if key not in apart}
     return [shared | stage for stage in pipeline.get(STAGES, [{}])]

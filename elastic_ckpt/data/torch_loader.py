@@ -48,7 +48,7 @@ class TorchLoader(stateful_dataloader.StatefulDataLoader):
         return super().__iter__()
 
     def state_dict(self) -> local_batches.StateDict:
-        """The state after the last delivered batch, however far ahead workers are.
+        """The state after the last delivered batch, even if workers are far ahead.
 
         With `snapshot_every_n_steps`, this rereads the batches since the last snapshot.
         """

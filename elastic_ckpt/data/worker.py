@@ -1,4 +1,4 @@
-"""Worker processes: each runs some of a host's shards and sends their rows by a pipe.
+"""Worker processes: each runs some of a host's shards and sends rows over a pipe.
 
 A process receives its task, pickled by cloudpickle, on its standard input and never
 imports the program's main module, so a script needs no `if __name__ == "__main__":`.
@@ -46,7 +46,7 @@ class Workers:
     Args:
       task: the shards and rows to read.
       num_workers: n.
-      num_ahead: batches that each worker prepares in advance.
+      num_ahead: the number of batches that each worker prepares in advance.
 
     Raises:
       ConfigError: if the task cannot be sent to another process.
@@ -157,7 +157,7 @@ def _program() -> str:
 
 
 def main() -> None:
-    """Runs the task from standard input and sends its batches until that closes."""
+    """Runs the task from standard input, sending batches until that input closes."""
     # The host stops its workers itself when it is interrupted or terminated.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
