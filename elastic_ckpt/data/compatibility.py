@@ -25,9 +25,9 @@ Facts = dict[str, str]
 HOST = "host"
 PIPELINE = "pipeline"
 
-# NumPy is among them because it shuffles.
+# NumPy is included because it shuffles the records.
 _PACKAGES = ("jax", "jaxlib", "grain", "numpy", "elastic-ckpt")
-# A controller may still be writing its dataset.
+# A controller may still be writing its dataset, so the others wait for a day.
 _PATIENCE_SECS = 24 * 3600.0
 
 
@@ -86,7 +86,7 @@ def check(facts: Sequence[Facts]) -> None:
         hosts: dict[str, dict[str, None]] = {}
         for each in facts:
             if name in each:
-                # A host appears once for each of its devices.
+                # A host may appear more than once: it reports once per device.
                 hosts.setdefault(each[name], {})[each[HOST]] = None
         if len(hosts) > 1:
             found = (f"{value} on {errors.first_of(on)}" for value, on in hosts.items())

@@ -319,7 +319,7 @@ def stages(data: DataKeys) -> list[tuple[int, DataKeys]]:
         of = " of a stage (set keys for all stages outside data_stages)"
         values: dict[str, Any] = dict(sections.checked(settings, fields, of=of))
         if values.keys() & {*_TRAINING}:
-            # The stage's data replaces the run's, whichever key sets it.
+            # The stage's data replaces the run's, no matter which key sets either.
             values |= {key: "" for key in _TRAINING if key not in values}
         found.append((begin.value, dataclasses.replace(data, **values)))
     return found

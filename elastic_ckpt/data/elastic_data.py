@@ -14,12 +14,12 @@ from elastic_ckpt.data import cursors, rows
 
 Batch: TypeAlias = dict[str, jax.Array]
 
-# The feature that finite data has: true for real rows, false for padding.
+# The additional feature of finite data: true for real rows, false for padding.
 MASK = "mask"
-# The feature that numbers the examples.
+# The feature with the number of each example.
 EXAMPLE_ID = "example_id"
 
-# Reads the cursors of the given shards, whichever hosts saved them.
+# Reads the cursors of the given shards, no matter which hosts saved them.
 ReadCursors = Callable[[Sequence[int]], cursors.Cursors]
 
 
@@ -88,7 +88,7 @@ class ElasticData(Protocol):
         """The number of logical shards; 0 if the state is only a position."""
 
     def identity(self) -> dict[str, storage.Json]:
-        """The settings that determine the order of examples, by configuration key."""
+        """The settings that determine the order of examples, keyed by setting."""
 
     def host_batches(self, placement: rows.Placement) -> HostBatches:
         """The rows of each global batch that one host loads."""

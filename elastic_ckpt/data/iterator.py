@@ -37,8 +37,8 @@ from elastic_ckpt.data import (
 # A host's state: the common position, and the host's cursors.
 HostState = tuple[cursors.Position, cursors.Cursors]
 
-# How long hosts wait for each other when the batches change; a slow read may delay a
-# host by this long.
+# How long hosts wait for each other when the batches change, because a slow read may
+# delay a host.
 CHANGE_SECS = 600.0
 
 
@@ -211,7 +211,7 @@ class HostIterator:
         read = functools.partial(cursors.read, directory, position=saved.position)
         self._move(self.course.restored(saved), saved.position, read)
         self._loaded, self._read = saved.position, read
-        # Reads while the restore continues.
+        # Starts reading batches while the restore continues.
         self._rows.begin()
 
     def _move(
@@ -220,7 +220,7 @@ class HostIterator:
         position: cursors.Position,
         read: elastic_data.ReadCursors,
     ) -> None:
-        # If this fails, nothing has changed.
+        # Opens the new rows first, so that nothing changes if this fails.
         moved = self._begin(course)
         moved.go_to(position, read)
         self._rows.close()

@@ -240,7 +240,7 @@ class LocalBatches:
         position: cursors.Position | None = None,
         read: elastic_data.ReadCursors = dict.fromkeys,
     ) -> None:
-        # Moves to the beginning if there is no position. Changes nothing if it fails.
+        # Moves to the beginning if `position` is None. Changes nothing if it fails.
         placement = rows.Placement.in_order(
             self._rank,
             num_hosts=self._num_ranks,
@@ -316,7 +316,7 @@ def merged(states: Sequence[Mapping[str, Any]], *, at_end: bool = False) -> Stat
 
 
 def _newest_cursors(states: Sequence[Mapping[str, Any]]) -> dict[str, cursors.Cursor]:
-    # The newest cursor of each shard, by shard number as a string.
+    # The newest cursor of each shard, keyed by shard number as a string.
     newest: dict[str, cursors.Cursor] = {}
     for fields in states:
         for shard, cursor in fields["cursors"].items():

@@ -26,7 +26,7 @@ from elastic_ckpt.data import cursors, shard_steps
 _ONE = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15
 _PHASE = 0x6A09E667F3BCC909
-# Weights are rounded to multiples of the largest one divided by this, but not to 0.
+# Weights are rounded to multiples of the largest weight divided by this, but not to 0.
 _FINENESS = 2**40
 
 # Fields of a state.
@@ -216,7 +216,7 @@ class _MixtureIterator(shard_steps.Elements):
                     " until these are used"
                 )
             made = self._mixture._make(name)
-            # Grain would add a slow step to the end of a pipeline.
+            # Otherwise, Grain would add a slow step to the end of the pipeline.
             made.has_child = True
             opened = iter(made)
             if name in self._saved:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Limits of a small dataset, which each host may have to read completely: records in a
-# block, and records and bytes in total.
+# Limits of a small dataset, which each host may have to read completely: records per
+# block, total records and total bytes.
 _SMALL_BLOCK_RECORDS = 4096
 _SMALL_RECORDS = 2**20
 _SMALL_BYTES = 2**30
@@ -126,7 +126,7 @@ class Order:
         return next((n, of.index(place)) for n, of in enumerate(shares) if place in of)
 
     def _blocks_in(self, epoch: int) -> tuple[np.ndarray, Sequence[int]]:
-        # The blocks in the order of an epoch, and the number of records before each.
+        # The blocks in an epoch's order, and the number of records before each.
         chain = np.arange(len(self._begin))
         if self._seed is not None:
             chain = permuted(chain, length=len(chain), key=(self._seed, epoch))
@@ -210,7 +210,7 @@ def permuted(place: np.ndarray, *, length: int, key: tuple[int, ...]) -> np.ndar
     seed = np.zeros(1, np.uint64)
     for part in key:
         seed = _mixed(seed ^ np.uint64(part % 2**64))
-    # The number of bits in half a number.
+    # The number of bits in each half of a number.
     num_bits = max(1, (length - 1).bit_length() + 1 >> 1)
     bits, half = np.uint64(num_bits), np.uint64((1 << num_bits) - 1)
     number = place.astype(np.uint64)

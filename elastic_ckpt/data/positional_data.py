@@ -61,7 +61,7 @@ class PositionalData:
         return elastic_data.End.PADDED
 
     def identity(self) -> dict[str, storage.Json]:
-        """The settings that determine the order of examples, by configuration key."""
+        """The settings that determine the order of examples, keyed by setting."""
         return {**self.pipeline, "num_examples": len(self.dataset)}
 
     def host_batches(self, placement: rows.Placement) -> elastic_data.HostBatches:
@@ -130,7 +130,7 @@ class _HostBatches:
                 batch = {**batch, elastic_data.MASK: ids < len(self._data.dataset)}
             batch = shard_rows.with_ids(batch, ids)
         except BaseException:  # Ctrl-C too
-            # Some rows of this batch were already taken: the next call rereads all.
+            # Some rows of this batch were already taken, so the next call rereads all.
             self.close()
             raise
         size = self._placement.global_batch_size
@@ -145,7 +145,7 @@ class _HostBatches:
         return {}
 
     def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
-        del read  # there are none
+        del read  # positional data has no cursors
         self._batches.close()
         self._move(state.row_of(position))
 

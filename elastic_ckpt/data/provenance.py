@@ -29,7 +29,7 @@ from elastic_ckpt.data import (
 )
 from elastic_ckpt.data.lm import documents, rows
 
-# Bits of a token's index in its document; the document's number is above them.
+# Bits of a token's index in its document; the higher bits are the document's number.
 _INDEX_BITS = 31
 _INDICES = (1 << _INDEX_BITS) - 1
 

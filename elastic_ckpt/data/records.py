@@ -150,7 +150,7 @@ def origin(records: Records, number: int) -> tuple[str, int, int]:
     """The file, the index in the file, and the epoch of record `number`."""
     epoch, record = divmod(number, records.epoch_records())
     firsts = decoded.blocks(records._source).first_records
-    # Of the files that begin there, only the last is not empty.
+    # If multiple files begin at the same record, all but the last are empty.
     file = int(np.searchsorted(firsts, record, side="right")) - 1
     return files_of(records)[file], record - int(firsts[file]), epoch
 
@@ -229,7 +229,7 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
         # The records read since the last progress on a row; see `row_due`.
         self._row, self._num_fruitless = None, 0
         self._noted = ""
-        # The last block, because most next records are in the same block.
+        # The last block, because the next record is usually in the same block.
         self._last: tuple[int, source.Block] | None = None
         self._go_to(0, 0, 0)
 

@@ -94,7 +94,7 @@ def in_order(
 
 
 def _classes(num_shards: int, size: int) -> tuple[int, int]:
-    # The number of rows and of shards in a class.
+    # The number of rows, and the number of shards, in a class.
     number = math.gcd(num_shards, size)
     return size // number, num_shards // number
 

@@ -43,7 +43,7 @@ class Configured(Protocol):
         """The same `make_shard` with a different way to deal records to shards."""
 
     def identity(self) -> dict[str, storage.Json]:
-        """The settings that determine the order of rows, by configuration key."""
+        """The settings that determine the order of rows, keyed by setting."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,7 +213,7 @@ class _HostBatches:
             batch = shard_rows.with_ids(loaded.rows, ids)
             after = rows.after(history, size), {**self._cursors, **loaded.cursors}
         except BaseException:  # Ctrl-C too
-            # Part of the batch was already taken: the next call rereads all of it.
+            # Part of the batch was already taken, so the next call rereads all of it.
             self.close()
             raise
         self._history, self._cursors = after

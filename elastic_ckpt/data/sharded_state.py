@@ -16,7 +16,7 @@ from elastic_ckpt.core import checked_json, errors, storage
 from elastic_ckpt.data import local_batches, state
 
 if TYPE_CHECKING:
-    # It imports torch.
+    # This module imports torch.
     from elastic_ckpt.data import torch_loader
 
 _POSITION = "position"

@@ -332,7 +332,7 @@ class Course:
     def _progress_of(self, saved: state.DataState) -> state.Progress | None:
         if not self.stages or saved.progress is not None:
             return saved.progress
-        # A state without stages does not record its step, unless that is the first.
+        # A state without stages does not record its step, but the first step is known.
         return state.Progress(step=None if saved.row else 0, begun=1)
 
 

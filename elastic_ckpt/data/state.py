@@ -28,7 +28,7 @@ from elastic_ckpt.data import cursors, rows
 FILE_NAME = "data_state.json"
 VERSION = 1
 
-# Fields of `pipeline`. A mixture's datasets, by name:
+# Fields of `pipeline`. A mixture's datasets, keyed by name:
 DATASETS = "datasets"
 # The number of epochs; 0 repeats endlessly.
 NUM_EPOCH = "num_epoch"
@@ -67,7 +67,7 @@ class DataState:
       engine: the engine's name.
       position: the position, equal on all hosts: `{"global_next_index": 960}`, or the
         sizes and counts of the batches so far, `{"batches": [[96, 8], [48, 4]]}`.
-      pipeline: the identity of the pipeline, by configuration key.
+      pipeline: the identity of the pipeline, keyed by setting.
       left_out: the ranges before `position` that were not trained on, because the run
         rolled back and continued after them: starts and stops, in ascending order.
       progress: the progress of data with stages; None without stages.
@@ -260,7 +260,7 @@ def dataset_changes(before: Iterable[Pipeline], now: Iterable[Pipeline]) -> list
 
 
 def _datasets(description: Pipeline, outer: str = "") -> Iterator[tuple[str, Any]]:
-    # The datasets in a description, by name: `outer/inner` in a nested mixture.
+    # The datasets in a description, keyed by name: `outer/inner` in a nested mixture.
     for part in (description, *description.get(STEPS, ())):
         for name, entry in part.get(DATASETS, {}).items():
             yield f"{outer}{name}", entry
@@ -296,7 +296,7 @@ def _changes(prefix: str, before: Pipeline, now: Pipeline) -> list[str]:
 
 
 def _settings(description: Pipeline) -> Iterator[tuple[str, Any]]:
-    # The settings by name; a step's settings have its name as a prefix: `Rows.length`.
+    # The settings by name. A step's settings are prefixed by its name: `Rows.length`.
     for key, value in description.items():
         if key == STEPS:
             names = [step["name"] for step in value]

@@ -33,7 +33,7 @@ import numpy as np
 from elastic_ckpt.core import errors
 
 if TYPE_CHECKING:
-    # The import takes seconds, and a worker must notice its host's death even then.
+    # The import takes seconds, and a worker must notice its host's death during it.
     from elastic_ckpt.data import shard_rows
 
 # A larger pipe than the default wakes the reader less often.
@@ -161,7 +161,7 @@ def main() -> None:
     # The host stops its workers itself when it is interrupted or terminated.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # So that a pipeline cannot start processes that nobody would stop.
+    # So that a pipeline cannot start processes, which nobody would stop.
     process.current_process()._config["daemon"] = True  # type: ignore[attr-defined]
     # User code must neither read what the host sends nor print into the pipe.
     given, pipe = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
