@@ -1,6 +1,6 @@
 """Checks before the first batch that all hosts have the same software and data.
 
-Colocated Python sends code by cloudpickle, which needs the same Python minor version
+Colocated Python sends code with cloudpickle, which needs the same Python minor version
 and the same JAX on both sides. Rows depend on Grain, on this package and on each host's
 files. Workers on accelerator hosts send these facts to the head; controllers exchange
 them through JAX's coordination service.
@@ -68,7 +68,7 @@ def check_controllers(data: elastic_data.ElasticData, mesh: Mesh) -> None:
     """Compares the facts of all controllers, which must all call this function.
 
     Raises:
-      ConfigError: as `check`.
+      ConfigError: see `check`.
       RunError: if a controller does not call this function within a day.
     """
     controllers = sorted({device.process_index for device in mesh.devices.flat})

@@ -111,9 +111,9 @@ class DataKeys:
     num_logical_shards: int = key(
         0,
         "Number of logical shards, fixed for the whole run. Any number of hosts that"
-        " divides it reads each shard only once (`elastic-ckpt plan` lists these). 0"
-        " selects the positional engine: ArrayRecord files, one example per record, no"
-        " packing, read by Grain's ElasticIterator.",
+        " divides it reads each shard only once; `elastic-ckpt plan` lists these host"
+        " counts. 0 selects the positional engine: ArrayRecord files, one example per"
+        " record, no packing, read by Grain's ElasticIterator.",
         at_least=0,
     )
     num_epoch: int = key(

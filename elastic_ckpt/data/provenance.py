@@ -141,7 +141,7 @@ class FollowedShard:
 
     @property
     def is_document(self) -> bool:
-        """Whether the watched record became a document of tokens."""
+        """Whether the watched record became a tokenized document."""
         return bool(self._watched and self._documents)
 
     @property
@@ -299,7 +299,7 @@ def parts(made: Any) -> dict[str, records.Records]:
 def read_until(
     cursor: cursors.Cursor, name: str, *, is_exact: bool = False
 ) -> tuple[int, int] | None:
-    """How far a shard had read a dataset when all of its buffers were last empty.
+    """How far a shard had read a dataset when the pipeline last buffered no elements.
 
     Args:
       cursor: the shard's cursor; None at its beginning.

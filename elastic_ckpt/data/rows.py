@@ -118,7 +118,7 @@ def emitted(num_shards: int, history: History) -> np.ndarray:
 
 
 def shard_rows(num_shards: int, shard: Array, size: int, batches: Array) -> Array:
-    """The number of rows that shards yield in the first batches of a period."""
+    """The number of rows that shards yield in the first `batches` of a period."""
     rows, shards = _classes(num_shards, size)
     return (batches * rows + shards - 1 - shard % shards) // shards
 
@@ -177,7 +177,7 @@ def batches_of(history: History, size: int) -> int:
 
 
 def after(history: History, size: int, batches: int = 1) -> History:
-    """The history after more batches."""
+    """The history after `batches` more batches of `size` rows."""
     so_far = batches_of(history, size)
     return (*(history[:-1] if so_far else history), (size, so_far + batches))
 

@@ -65,7 +65,7 @@ class ShardedState:
 
         Raises:
           DataError: if an entry is missing, was altered, or is from a different step;
-            and as `LocalBatches.set_state`.
+            see also `LocalBatches.set_state`.
         """
         entries = {name: _unsealed(name, each) for name, each in state_dict.items()}
         if _POSITION not in entries:

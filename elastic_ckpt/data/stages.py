@@ -1,4 +1,4 @@
-"""Stages: data whose mixture, row length or batch size changes at steps of the run.
+"""Stages: data whose mixture, row length or batch size changes at given steps.
 
 A stage begins at a training step. Iterators count steps, roll the count back with the
 run, and save it with the data state.
@@ -122,7 +122,7 @@ class StagedData:
 
 
 def staged(stages: Sequence[Stage]) -> StagedData:
-    """A curriculum: data that changes at steps of the run.
+    """A curriculum: data that changes at given steps of the run.
 
         data = ec.data.staged(
             [

@@ -107,14 +107,14 @@ def read(directory: epath.PathLike) -> DataState:
     """Reads and checks the state in `directory`.
 
     Raises:
-      DataError: as `checked_json.read`.
+      DataError: see `checked_json.read`.
     """
     path = epath.Path(directory) / FILE_NAME
     return of_fields(checked_json.read(path, what="data state", version=VERSION))
 
 
 def of_fields(fields: Mapping[str, Any]) -> DataState:
-    """The state from the fields of its file."""
+    """Creates a state from the fields of its file."""
     progress = fields.get("progress")
     return DataState(
         engine=fields["engine"],

@@ -76,7 +76,7 @@ class TorchLoader(stateful_dataloader.StatefulDataLoader):
         A running iteration does not move; start a new one.
 
         Raises:
-          DataError: as `LocalBatches.set_state`.
+          DataError: see `LocalBatches.set_state`.
         """
         self._batches.set_state(state_dict)
         # The next iteration starts new workers.
