@@ -284,7 +284,7 @@ def changed(data: DataKeys, settings: Mapping[str, Setting]) -> DataKeys:
 
 
 def stages(data: DataKeys) -> list[tuple[int, DataKeys]]:
-    """Each stage of the data: the step at which it begins, and its keys.
+    """Returns the step at which each stage of the data begins, and the stage's keys.
 
     Without `data_stages`, there is one stage.
 

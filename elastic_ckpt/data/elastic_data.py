@@ -88,7 +88,7 @@ class ElasticData(Protocol):
         """The number of logical shards; 0 if the state is only a position."""
 
     def identity(self) -> dict[str, storage.Json]:
-        """The settings that determine the order of examples, keyed by setting."""
+        """The settings, by configuration key, that determine the order of examples."""
 
     def host_batches(self, placement: rows.Placement) -> HostBatches:
         """The rows of each global batch that one host loads."""

@@ -61,7 +61,7 @@ class PositionalData:
         return elastic_data.End.PADDED
 
     def identity(self) -> dict[str, storage.Json]:
-        """The settings that determine the order of examples, keyed by setting."""
+        """The settings, by configuration key, that determine the order of examples."""
         return {**self.pipeline, "num_examples": len(self.dataset)}
 
     def host_batches(self, placement: rows.Placement) -> elastic_data.HostBatches:

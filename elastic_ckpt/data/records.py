@@ -119,7 +119,7 @@ class Records(shard_steps.Step[source.Element]):
         return RecordsIterator(self)
 
     def epoch_records(self) -> int:
-        """The number of records in an epoch, over all shards."""
+        """The number of records in an epoch, across all shards."""
         return source.num_records(self._source)
 
     def __str__(self) -> str:
@@ -156,7 +156,7 @@ def origin(records: Records, number: int) -> tuple[str, int, int]:
 
 
 def turns(records: Records, file: int, record: int) -> Iterator[Turn]:
-    """Yields when a record is read, and by which shard, epoch by epoch.
+    """Yields a turn for each epoch: when a record is read, and by which shard.
 
     Args:
       records: the `Records` of any shard.
@@ -357,7 +357,7 @@ def note_progress() -> None:
 
 @contextlib.contextmanager
 def row_due() -> Iterator[None]:
-    """Makes reads raise an error instead of looping forever if all records drop out."""
+    """Makes reads raise an error, instead of never ending, if no record is kept."""
     _DUE.row = object()
     try:
         yield

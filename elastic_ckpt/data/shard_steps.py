@@ -155,7 +155,7 @@ def unsliced(first: Any, last: Any) -> list[str]:
 
 
 def are_alike(one: Any, other: Any, *, seeds: bool = True) -> bool:
-    """Whether two datasets are certainly equal, apart from parents and maybe seeds."""
+    """Whether datasets are certainly equal, ignoring parents and, optionally, seeds."""
     if type(one) is not type(other):
         return False
     settings, others = (

@@ -43,7 +43,7 @@ class Configured(Protocol):
         """The same `make_shard` with a different way to deal records to shards."""
 
     def identity(self) -> dict[str, storage.Json]:
-        """The settings that determine the order of rows, keyed by setting."""
+        """The settings, by configuration key, that determine the order of rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
