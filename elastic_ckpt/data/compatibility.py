@@ -1,6 +1,6 @@
 """Checks before the first batch that all hosts have the same software and data.
 
-Colocated Python sends code by cloudpickle, which needs the same Python minor version
+Colocated Python sends code with cloudpickle, which needs the same Python minor version
 and the same JAX on both sides. Rows depend on Grain, on this package and on each host's
 files. Workers on accelerator hosts send these facts to the head; controllers exchange
 them through JAX's coordination service.
@@ -25,9 +25,9 @@ Facts = dict[str, str]
 HOST = "host"
 PIPELINE = "pipeline"
 
-# NumPy is among them because it shuffles.
+# NumPy is included because it shuffles the records.
 _PACKAGES = ("jax", "jaxlib", "grain", "numpy", "elastic-ckpt")
-# A controller may still be writing its dataset.
+# A controller may still be writing its dataset, so the others wait for a day.
 _PATIENCE_SECS = 24 * 3600.0
 
 
@@ -37,9 +37,9 @@ def local_facts(
     """Returns the facts about this host.
 
     Args:
-      data: if passed, the facts include a digest, 16 hex digits, of the settings that
-        determine the order of its examples.
-      role: a name instead of the host's number, for the head of a single controller.
+      data: the data, if the facts should include a digest, 16 hex digits, of the
+        settings that determine the order of its examples.
+      role: a name to use instead of the host index, for a single controller's head.
     """
     facts = {
         HOST: f"{role} ({platform.node()[:64]})" if role else host_name(),
@@ -60,7 +60,7 @@ def versions() -> Facts:
 
 
 def host_name() -> str:
-    """This host's number and name, for messages."""
+    """This host's index and name, for messages."""
     return f"host {topology.this_host()} ({platform.node()[:64]})"
 
 
@@ -68,7 +68,7 @@ def check_controllers(data: elastic_data.ElasticData, mesh: Mesh) -> None:
     """Compares the facts of all controllers, which must all call this function.
 
     Raises:
-      ConfigError: as `check`.
+      ConfigError: see `check`.
       RunError: if a controller does not call this function within a day.
     """
     controllers = sorted({device.process_index for device in mesh.devices.flat})
@@ -77,7 +77,7 @@ def check_controllers(data: elastic_data.ElasticData, mesh: Mesh) -> None:
 
 
 def check(facts: Sequence[Facts]) -> None:
-    """Raises a ConfigError that lists the facts in which hosts differ.
+    """Raises a ConfigError that lists the facts that differ between hosts.
 
     A fact that a host lacks is not compared.
     """
@@ -86,7 +86,7 @@ def check(facts: Sequence[Facts]) -> None:
         hosts: dict[str, dict[str, None]] = {}
         for each in facts:
             if name in each:
-                # A host appears once for each of its devices.
+                # A host may appear more than once: it reports once per device.
                 hosts.setdefault(each[name], {})[each[HOST]] = None
         if len(hosts) > 1:
             found = (f"{value} on {errors.first_of(on)}" for value, on in hosts.items())

@@ -64,7 +64,8 @@ def read(
             raise errors.DataError(
                 f"shard cursors {path} belong to position {content['position']} and"
                 f" {len(values)} shards, not to position {position} and shards {first}"
-                f" to {last}: the file is from a different step; restore it from a copy"
+                f" to {last}: the file is from a different step; restore it from a good"
+                " copy"
             )
         values_by_shard |= {shard: values[shard - first] for shard in in_file}
     missing = sorted(required - values_by_shard.keys())
@@ -72,8 +73,8 @@ def read(
         step = epath.Path(directory).parent
         raise errors.DataError(
             f"{directory} lacks {len(missing)} of {len(required)} logical shards:"
-            f" {missing}; restore their files from a copy, or move {step} out of its"
-            " directory to continue from the previous step"
+            f" {missing}; restore their files from a good copy, or move {step} out of"
+            " its parent directory to continue from the previous step"
         )
     return values_by_shard
 

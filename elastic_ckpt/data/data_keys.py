@@ -23,8 +23,8 @@ class DataKeys:
 
     grain_train_files: str = key(
         "",
-        "Training files: a path, a URI or a glob pattern, or several separated by"
-        " commas. Write a mixture as patterns,weight;patterns,weight.",
+        "Training files: one or more paths, URIs or glob patterns, separated by commas."
+        " For a mixture, use the form patterns,weight;patterns,weight.",
     )
     grain_train_mixture_config_path: str = key(
         "",
@@ -59,7 +59,7 @@ class DataKeys:
     text_whole_files: bool = key(
         False,
         "With grain_file_type=text, whether each file is one document. If false, each"
-        " line is one.",
+        " line is a document.",
     )
     grain_record_format: str = key(
         "bytes",
@@ -78,18 +78,18 @@ class DataKeys:
     use_sft: bool = key(
         False,
         "Train on conversations: the tokenizer's chat template renders their messages."
-        " add_bos and add_eos have no effect, because the template has these tokens.",
+        " add_bos and add_eos have no effect, because the template adds these tokens.",
     )
     sft_train_on_completion_only: bool = key(
         False,
-        "With use_sft, whether the loss counts only what the assistant says. If false,"
+        "With use_sft, whether the loss counts only the assistant's tokens. If false,"
         " it counts all tokens.",
     )
     chat_template_path: str = key(
         "",
         "File with the chat template: Jinja text, or a .json file with the field"
-        " chat_template. If empty, the tokenizer's own: chat_template.jinja or"
-        " tokenizer_config.json, next to its file.",
+        " chat_template. If empty, the tokenizer's own template is used, from"
+        " chat_template.jinja or tokenizer_config.json next to the tokenizer's file.",
     )
     chat_template: str = key(
         "", "The chat template itself, instead of chat_template_path."
@@ -105,14 +105,15 @@ class DataKeys:
         "Local directory of text files. If a dataset is a single file that does not"
         " exist yet, it is written from this directory, as by `elastic-ckpt data`."
         " `python-stdlib`, or `python-stdlib/email`, is Python's own source code. For"
-        " several datasets, separate directories by `;`, evaluation last.",
+        " multiple datasets, separate directories with `;`, and put the evaluation"
+        " directory last.",
     )
     num_logical_shards: int = key(
         0,
         "Number of logical shards, fixed for the whole run. Any number of hosts that"
-        " divides it reads each shard only once (`elastic-ckpt plan` lists these). 0"
-        " selects the positional engine: ArrayRecord files, one example per record, no"
-        " packing, read by Grain's ElasticIterator.",
+        " divides it reads each shard only once; `elastic-ckpt plan` lists these host"
+        " counts. 0 selects the positional engine: ArrayRecord files, one example per"
+        " record, no packing, read by Grain's ElasticIterator.",
         at_least=0,
     )
     num_epoch: int = key(
@@ -133,7 +134,7 @@ class DataKeys:
     )
     tokenizer_type: str = key(
         "bytes",
-        "Kind of tokenizer; all but `bytes` need the extra `tokenizers`.",
+        "Kind of tokenizer; all but `bytes` need the `tokenizers` extra.",
         choices=("bytes", "sentencepiece", "tiktoken", "huggingface"),
     )
     tokenizer_path: str = key(
@@ -159,9 +160,9 @@ class DataKeys:
     use_truncation: bool = key(
         True,
         "Truncate documents that are longer than a row. If false, they are split into"
-        " several examples.",
+        " multiple examples.",
     )
-    packing: bool = key(False, "Pack several examples into a row.")
+    packing: bool = key(False, "Pack multiple examples into a row.")
     grain_packing_type: str = key(
         "first_fit",
         "Where packing puts an example: into the first row with enough room"
@@ -190,23 +191,23 @@ class DataKeys:
     )
     global_batch_size: int = key(
         0,
-        "Rows of a batch on all devices together, whatever their number. 0 uses"
+        "Rows of a batch across all devices, regardless of their number. 0 uses"
         " per_device_batch_size times the number of devices.",
         at_least=0,
     )
     enable_rampup_batch_size: bool = key(
         False,
-        "Start with smaller batches, which grow in stages of equally many rows."
-        " Requires per_device_batch_size.",
+        "Start with smaller batches that grow in stages, each with the same number of"
+        " rows. Requires per_device_batch_size.",
     )
     per_device_batch_size_start: float = key(
         4.0, "Rows of a batch on each device in the first stage.", at_least=0
     )
     per_device_batch_size_increment: float = key(
-        2.0, "Rows on each device that every stage adds.", at_least=0
+        2.0, "Rows that every stage adds on each device.", at_least=0
     )
     global_rampup_samples: int = key(
-        500, "Rows of the whole ramp, which is all stages but the last.", at_least=1
+        500, "Rows in the whole ramp: all stages except the last.", at_least=1
     )
     enable_data_shuffling: bool = key(
         True, "Shuffle the records, in a different order in each epoch."
@@ -219,22 +220,23 @@ class DataKeys:
     )
     grain_prefetch_buffer_size: int = key(
         4,
-        "Batches that these threads read in advance.",
+        "Batches that the threads of the positional engine read in advance.",
         at_least=1,
     )
     max_shard_reads: float = key(
         1.5,
         "Maximum number of hosts that read a logical shard, averaged over the shards."
-        " Above it, the run does not start. If the number of hosts does not divide"
-        " num_logical_shards, some shards are read more than once. May change when you"
-        " resume.",
+        " If this is exceeded, the run does not start. If the number of hosts does not"
+        " divide num_logical_shards, some shards are read more than once. May change"
+        " when you resume.",
         at_least=1,
     )
     grain_worker_count: int = key(
         -1,
         "Worker processes on each host that run its logical shards. 0 runs them in the"
         " host's own process. -1 uses one worker process for conversations, whose"
-        " templates are Python, and none otherwise. May change when you resume.",
+        " templates run in Python, and none for other data. May change when you"
+        " resume.",
         at_least=-1,
     )
     grain_per_worker_buffer_size: int = key(
@@ -251,7 +253,7 @@ class DataKeys:
     )
     eval_interval: int = key(
         0,
-        "Training steps between two evaluations; 0 or -1 disables evaluation.",
+        "Training steps between evaluations; 0 or -1 disables evaluation.",
         at_least=0,
         off=-1,
     )
@@ -276,15 +278,15 @@ def changed(data: DataKeys, settings: Mapping[str, Setting]) -> DataKeys:
     """
     fields = dataclasses.fields(data)
     values: dict[str, Any] = dict(
-        sections.checked(settings, fields, of=" of the data (others are not set here)")
+        sections.checked(settings, fields, of=" of the data (others are set elsewhere)")
     )
     return dataclasses.replace(data, **values)
 
 
 def stages(data: DataKeys) -> list[tuple[int, DataKeys]]:
-    """The step at which each stage of the data begins, and its keys.
+    """Returns the step at which each stage of the data begins, and the stage's keys.
 
-    Without `data_stages` there is one stage.
+    Without `data_stages`, there is one stage.
 
     Raises:
       ConfigError: if the file cannot be read, or a stage is invalid. The message names
@@ -301,8 +303,8 @@ def stages(data: DataKeys) -> list[tuple[int, DataKeys]]:
     nodes = document.value if isinstance(document, yaml.SequenceNode) else []
     if not nodes or not all(isinstance(node, yaml.MappingNode) for node in nodes):
         raise errors.ConfigError(
-            f"{path}: write a list of stages: `- begin_step: 0` and, below it, the keys"
-            " that the stage sets"
+            f"{path} does not contain a list of stages; list each stage as"
+            " `- begin_step: 0`, followed by the keys that the stage sets"
         )
     fields = [f for f in dataclasses.fields(data) if f.name not in _OF_ALL_STAGES]
     found = []
@@ -311,13 +313,13 @@ def stages(data: DataKeys) -> list[tuple[int, DataKeys]]:
         begin = settings.pop("begin_step", None)
         if begin is None or type(begin.value) is not int or begin.value < 0:
             raise errors.ConfigError(
-                f"{path}, stage {number}: begin_step, the training step at which it"
-                " begins, is missing or invalid; set it to a number from 0"
+                f"{path}, stage {number}: begin_step is missing or invalid; set it to"
+                " the training step at which the stage begins, 0 or more"
             )
-        of = " of a stage (keys for all stages are set for the run)"
+        of = " of a stage (set keys for all stages outside data_stages)"
         values: dict[str, Any] = dict(sections.checked(settings, fields, of=of))
         if values.keys() & {*_TRAINING}:
-            # The stage's data replaces the run's, whichever key sets it.
+            # The stage's data replaces the run's, no matter which key sets either.
             values |= {key: "" for key in _TRAINING if key not in values}
         found.append((begin.value, dataclasses.replace(data, **values)))
     return found

@@ -26,9 +26,9 @@ class Dataset:
     """One dataset of a mixture, or the only one.
 
     Attributes:
-      name: the name in cursors and reports.
-      patterns: comma-separated paths, URIs or globs.
-      weight: the weight; only ratios matter.
+      name: the dataset's name in cursors and reports.
+      patterns: the files, as comma-separated paths, URIs or glob patterns.
+      weight: the dataset's weight; only ratios of weights matter.
     """
 
     name: str
@@ -39,9 +39,9 @@ class Dataset:
 def from_list(text: str, *, key: str) -> list[Dataset]:
     """Parses `patterns,weight;patterns,weight`, or patterns without a weight.
 
-    A dataset is named after the end of its first pattern, from the last component
-    without a wildcard, so moved files are still the same dataset. If the name is taken,
-    more leading components are added, so appending a dataset does not rename earlier
+    A dataset's name is the end of its first pattern, from the last component without a
+    wildcard on, so the name stays the same when the files move. If the name is taken,
+    preceding components are included, so appending a dataset does not rename earlier
     ones. A single dataset needs no weight.
 
     Raises:
@@ -56,7 +56,7 @@ def from_list(text: str, *, key: str) -> list[Dataset]:
         except ValueError:
             if len(parts) > 1:
                 raise errors.ConfigError(
-                    f"{key}: {part} has no weight; write"
+                    f"{key}: {part} has no weight; use the form"
                     " patterns,weight;patterns,weight"
                 ) from None
             patterns, weight = part, 1.0
@@ -66,7 +66,7 @@ def from_list(text: str, *, key: str) -> list[Dataset]:
 
 
 def from_file(path: epath.PathLike) -> list[Dataset]:
-    """The datasets of a JSON file.
+    """Reads the datasets of a JSON file.
 
     Raises:
       ConfigError: if the file is invalid. The message names the file, the entry and the
@@ -78,7 +78,7 @@ def from_file(path: epath.PathLike) -> list[Dataset]:
     except (OSError, ValueError) as error:
         raise errors.ConfigError(
             f"{path}: this mixture file cannot be read as JSON ({error}); check the"
-            " path and the file"
+            " file's path and content"
         ) from None
     found = list(_entries(content, place=os.fspath(path), prefix="", share=1.0))
     names = [dataset.name for dataset in found]
@@ -108,7 +108,7 @@ def _entries(
 ) -> Iterator[Dataset]:
     if not isinstance(content, dict) or not content:
         raise errors.ConfigError(
-            f'{place}: {prefix or "the file"} is not of the form {{"name": {{"path":'
+            f'{place}: {prefix or "the file"} must have the form {{"name": {{"path":'
             ' "files*", "weight": 0.5}, ...}'
         )
     weights = {}
@@ -117,8 +117,8 @@ def _entries(
         weight, files = fields.get("weight"), {*fields} - {"weight"}
         if not isinstance(weight, int | float) or files not in ({"path"}, {"datasets"}):
             raise errors.ConfigError(
-                f"{place}: {prefix}{name} has {entry!r:.200}; set a numeric weight and"
-                " either path or datasets"
+                f"{place}: the entry {prefix}{name} is {entry!r:.200}; set its weight"
+                " to a number, and set either path or datasets"
             )
         weights[prefix + name] = weight
     mixing.check_weights(weights)
@@ -143,8 +143,8 @@ def _names(parts: list[str]) -> list[str]:
         name = next((end for end in ends if end not in names), None)
         if name is None:
             raise errors.ConfigError(
-                f"mixture: {'; '.join(parts)} lists the same files twice; use one"
-                " weight"
+                f"mixture: {'; '.join(parts)} lists the same files twice; list them"
+                " once, with one weight"
             )
         names.append(name)
     return names

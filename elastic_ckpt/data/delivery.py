@@ -21,7 +21,7 @@ def rows_held(sharding: NamedSharding, global_batch_size: int) -> dict[int, np.n
     """The rows that the first entry of `sharding`'s spec assigns to each host.
 
     Raises:
-      ConfigError: if the batch cannot be divided over the mesh axes of that entry.
+      ConfigError: if the batch cannot be split evenly over that entry's mesh axes.
     """
     shape = (global_batch_size,)
     of_rows = feature_sharding(sharding, "global_batch_size", shape)
@@ -37,10 +37,10 @@ def rows_held(sharding: NamedSharding, global_batch_size: int) -> dict[int, np.n
 def placements(
     sharding: NamedSharding, global_batch_size: int, later: tuple[int, ...] = ()
 ) -> dict[int, rows.Placement]:
-    """Each host's rows, by host number; `later` lists sizes that batches may get.
+    """Each host's rows by host index; `later` lists batch sizes that may follow.
 
     Raises:
-      ConfigError: if a batch cannot be divided over the mesh.
+      ConfigError: if a batch cannot be split evenly over the mesh.
     """
     held = rows_held(sharding, global_batch_size)
     others = {size: rows_held(sharding, size) for size in later}
@@ -58,7 +58,7 @@ def placements(
 def saved_shards(
     sharding: NamedSharding, global_batch_size: int, num_shards: int
 ) -> np.ndarray:
-    """The host that saves each logical shard, int64 `[S]`."""
+    """The index of the host that saves each logical shard, int64 `[S]`."""
     held = rows_held(sharding, global_batch_size)
     return rows.shard_hosts(num_shards, global_batch_size, held)
 
@@ -66,14 +66,15 @@ def saved_shards(
 def warn_of_shared_shards(
     data: elastic_data.ElasticData, placements: Iterable[rows.Placement]
 ) -> None:
-    """Warns if several hosts or loader workers run the same logical shards."""
+    """Warns if multiple hosts or loader workers run the same logical shards."""
     reads = rows.shard_reads(data.num_shards, placements) if data.num_shards else 1
     if reads > 1:
         logging.warning(
-            "each of the %d logical shards is read %.3g times, because several hosts or"
-            " loader workers run the same shards; choose a number of shards and a batch"
-            " size that the number of hosts divides, and for workers a number of shards"
-            " that is a multiple of global_batch_size * num_workers",
+            "each of the %d logical shards is read %.3g times on average, because"
+            " multiple hosts or loader workers run the same shards; choose a number of"
+            " shards and a batch size that are multiples of the number of hosts and,"
+            " with loader workers, a number of shards that is a multiple of"
+            " global_batch_size * num_workers",
             data.num_shards,
             reads,
         )
@@ -85,17 +86,17 @@ def feature_sharding(
 ) -> NamedSharding:
     """Returns the sharding of a batch's feature.
 
-    A feature with fewer dims than the batch's spec has entries, such as `mask` of shape
-    `[B]`, is sharded by the first entries. So is `example_id`, uint32 `[B, 2]`, because
-    its dim 1 is not a sequence.
+    If a feature has fewer dims than the batch's spec has entries, as `mask` of shape
+    `[B]` may have, only the first entries apply. For `example_id`, uint32 `[B, 2]`,
+    only the first entry applies, because its dim 1 is not a sequence.
 
     Args:
       sharding: the sharding of a batch.
-      name: the feature, or `global_batch_size` for the rows themselves.
+      name: the feature's name, or `global_batch_size` for the rows themselves.
       shape: the shape of the feature, `[B, ...]`.
 
     Raises:
-      ConfigError: if a dim cannot be divided over the mesh axes that shard it.
+      ConfigError: if a dim cannot be split evenly over the mesh axes that shard it.
     """
     num_dims = 1 if name == elastic_data.EXAMPLE_ID else len(shape)
     spec = PartitionSpec(*sharding.spec[:num_dims])
@@ -144,15 +145,17 @@ def _narrowed(name: str, feature: np.ndarray) -> np.ndarray:
     if kind in "OSU":
         raise errors.DataError(
             f"feature {name!r} has values such as {next(feature.flat, None)!r:.40}, but"
-            " JAX arrays hold only numbers; drop it in make_shard, or convert it to"
-            " numbers (ec.data.LocalBatches delivers bytes and text unchanged)"
+            " JAX arrays can contain only numbers; in make_shard, drop the feature or"
+            " convert it to numbers (ec.data.LocalBatches delivers bytes and text"
+            " unchanged)"
         )
     narrowed = feature.astype(dtypes.canonicalize_dtype(feature.dtype), copy=False)
     if kind in "iu" and narrowed is not feature and (narrowed != feature).any():
         value = feature[narrowed != feature][0]
         raise errors.DataError(
-            f"feature {name!r} has the value {value}, but JAX would convert it to"
-            f" {narrowed.dtype}; make it smaller, or set jax_enable_x64"
+            f"feature {name!r} has the value {value}, which is out of range for"
+            f" {narrowed.dtype}, to which JAX would convert it; use smaller values, or"
+            " set jax_enable_x64"
         )
     return narrowed
 

@@ -14,22 +14,22 @@ from elastic_ckpt.data import cursors, rows
 
 Batch: TypeAlias = dict[str, jax.Array]
 
-# The feature that finite data has: true for real rows, false for padding.
+# The additional feature of finite data: true for real rows, false for padding.
 MASK = "mask"
-# The feature that numbers the examples.
+# The feature with the number of each example.
 EXAMPLE_ID = "example_id"
 
-# Reads the cursors of the given shards, whichever hosts saved them.
+# Reads the cursors of the given shards, no matter which hosts saved them.
 ReadCursors = Callable[[Sequence[int]], cursors.Cursors]
 
 
 class End(enum.Enum):
-    """How data ends. Instead of a value, you can pass its name, such as `"padded"`.
+    """How data ends. You can pass a member or its value, such as `"padded"`.
 
     Attributes:
       NEVER: the data does not end.
-      PADDED: the data ends after its last row. Zeros fill the last batches, where
-        `mask` is false.
+      PADDED: the data ends after its last row. Rows of zeros, for which `mask` is
+        false, fill up the last batches.
     """
 
     NEVER = "never"
@@ -38,7 +38,7 @@ class End(enum.Enum):
     @classmethod
     def _missing_(cls, value: object) -> End:
         raise errors.ConfigError(
-            f"end={value!r}; use ec.data.End or one of 'never', 'padded'"
+            f"end={value!r} is invalid; use 'never', 'padded' or an ec.data.End"
         )
 
 
@@ -88,34 +88,34 @@ class ElasticData(Protocol):
         """The number of logical shards; 0 if the state is only a position."""
 
     def identity(self) -> dict[str, storage.Json]:
-        """The settings that determine the order of examples, by configuration key."""
+        """The settings, by configuration key, that determine the order of examples."""
 
     def host_batches(self, placement: rows.Placement) -> HostBatches:
         """The rows of each global batch that one host loads."""
 
 
 def check(data: Any, *, caller: str) -> None:
-    """Raises a ConfigError that explains how to create data, unless `data` is some."""
+    """Raises a ConfigError that explains how to create data unless `data` is valid."""
     if hasattr(data, "host_batches") and not isinstance(data, type):
         return
     raise errors.ConfigError(
-        f"{caller}: data is a {type(data).__name__}; pass the result of"
-        " ec.data.from_config(keys), of ec.data.sharded(make_shard,"
-        ' num_shards=S, pipeline="a name, version 1"), where make_shard(shard) returns'
-        " dataset[shard::S].to_iter_dataset() of a Grain MapDataset, or, for a"
-        " MapDataset without filters, of"
-        ' ec.data.positional(dataset, pipeline="a name, version 1")'
+        f"{caller}: data is a {type(data).__name__}, not elastic data; pass the result"
+        " of ec.data.from_config(keys); for a Grain MapDataset without filters, of"
+        ' ec.data.positional(dataset, pipeline="a name, version 1"); or, with filters,'
+        ' of ec.data.sharded(make_shard, num_shards=S, pipeline="a name, version 1"),'
+        " where make_shard(shard) returns dataset[shard::S].to_iter_dataset()"
     )
 
 
 def batch_size(value: Any, *, caller: str) -> int:
-    """A global batch size as an int.
+    """Converts a global batch size to an int.
 
     Raises:
-      ConfigError: if the value is not an integer of any type.
+      ConfigError: if the value is neither a Python nor a NumPy integer.
     """
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise errors.ConfigError(
-            f"{caller}: global_batch_size={value!r}; pass a whole number of rows"
+            f"{caller}: global_batch_size={value!r} is not an integer; pass the number"
+            " of rows in a global batch"
         )
     return int(value)

@@ -1,24 +1,24 @@
-"""Example ids on devices: 64 bits as two uint32, since JAX has no int64 by default."""
+"""Example IDs on devices: two uint32 each, because JAX lacks int64 by default."""
 
 from __future__ import annotations
 
 import numpy as np
 
-# The id of a padding row.
+# The ID of a padding row.
 NONE = 2**64 - 1
 
 
 def split(ids: np.ndarray) -> np.ndarray:
-    """Splits ids, uint64, into uint32 `[rows, 2]`: the high half, then the low half."""
+    """Splits IDs, uint64, into uint32 `[rows, 2]`: the high half, then the low half."""
     return np.stack([ids >> np.uint64(32), ids], axis=1).astype(np.uint32)
 
 
 def join(halves: np.ndarray) -> list[int]:
-    """The inverse of `split`: the ids in `halves`, uint32 `[rows, 2]`, as a list."""
+    """The inverse of `split`: the IDs in `halves`, uint32 `[rows, 2]`, as a list."""
     return joined(halves).tolist()
 
 
 def joined(halves: np.ndarray) -> np.ndarray:
-    """Like `join`, as an array, uint64 `[rows]`."""
+    """Like `join`, but returns an array, uint64 `[rows]`."""
     high, low = halves[:, 0].astype(np.uint64), halves[:, 1].astype(np.uint64)
     return high << np.uint64(32) | low

@@ -37,13 +37,13 @@ from elastic_ckpt.data import (
 # A host's state: the common position, and the host's cursors.
 HostState = tuple[cursors.Position, cursors.Cursors]
 
-# How long hosts wait for each other when the batches change; a slow read may delay a
-# host by this long.
+# How long hosts wait for each other when the batches change, because a slow read may
+# delay a host.
 CHANGE_SECS = 600.0
 
 
 def check_alike(sharding: NamedSharding, course: stages.Course, num_taken: int) -> None:
-    """Raises a ConfigError unless all processes of a mesh continue with equal batches.
+    """Raises a ConfigError unless all processes of a mesh continue in the same way.
 
     This process continues with `course`, `num_taken` batches after the last change.
     """
@@ -54,8 +54,8 @@ def check_alike(sharding: NamedSharding, course: stages.Course, num_taken: int) 
         if other != own:
             raise errors.ConfigError(
                 f"host {topology.this_host()} would continue {own}, but host {host}"
-                f" {other}; call resize after the same batch on every host, with the"
-                " same arguments"
+                f" would continue {other}; on every host, call resize after the same"
+                " batch and with the same arguments"
             )
 
 
@@ -66,11 +66,11 @@ class HostIterator:
       data: the data.
       sharding: the sharding of a global batch; see `delivery.feature_sharding`.
       global_batch_size: rows of a global batch, B.
-      read_ahead: how far to read, and place on the devices, ahead of `next`.
+      read_ahead: how far to load batches onto the devices ahead of `next`.
 
     Attributes:
       course: the current stage, step and batch size.
-      identity: the identity of the data.
+      identity: the data's `identity`.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class HostIterator:
         placements = self._placements(first)
         if topology.this_host() not in placements:
             raise errors.ConfigError(
-                f"no device of host {topology.this_host()} is in the mesh, so it has no"
-                " rows to load; build the mesh from devices of every host"
+                f"the mesh has no device of host {topology.this_host()}, so this host"
+                " has no rows to load; build the mesh from devices of every host"
             )
         delivery.warn_of_shared_shards(data, placements.values())
         self.identity = data.identity()
@@ -107,15 +107,15 @@ class HostIterator:
     def go_on(self, course: stages.Course) -> None:
         """Continues with a new batch size or stage.
 
-        Every host of the mesh must call it after the same batch.
+        Every host of the mesh must call this after the same batch.
 
         Args:
           course: the new course, at the same step.
 
         Raises:
-          ConfigError: if the batch cannot be divided over the mesh, or if a host would
-            have to run new logical shards, unless the state was just loaded. After an
-            error, nothing has changed.
+          ConfigError: if the batch cannot be split evenly over the mesh, or if a host
+            would have to run new logical shards, unless the state was just loaded.
+            After an error, nothing has changed.
         """
         position, held = self.get_state()
         num_shards = course.data.num_shards
@@ -126,11 +126,11 @@ class HostIterator:
                 moving = np.setdiff1d(placements[host].shards(num_shards), runs)
                 if moving.size:
                     raise errors.ConfigError(
-                        f"in batches of {course.size} rows, logical shards"
+                        f"with batches of {course.size} rows, logical shards"
                         f" {moving.tolist()} would move to host {host}, which has not"
-                        " run them; save, and resume with batches of this size, or"
+                        " run them; save and then resume with this batch size, or"
                         " choose a number of logical shards and batch sizes that are"
-                        f" multiples of the {len(placements)} hosts"
+                        f" multiples of the number of hosts, {len(placements)}"
                     )
 
         def read(shards: Sequence[int]) -> cursors.Cursors:
@@ -166,7 +166,7 @@ class HostIterator:
         return self._rows.position(), self._rows.shard_cursors()
 
     def set_state(self, taken: HostState) -> None:
-        """Rolls back to a state since the last load or change of size or stage."""
+        """Rolls back to a state taken since the last load, resize or new stage."""
         position, held = taken
         self._move(self.course, position, _chosen(held))
 
@@ -179,7 +179,8 @@ class HostIterator:
     ) -> Callable[[epath.PathLike], None]:
         """Returns a function that writes this host's part of a state into a directory.
 
-        One host writes each cursor. The default is the state after the last batch.
+        Each cursor is written by one host. By default, the state is the one after the
+        last batch.
         """
         position, run = taken or self.get_state()
         data, me = self.course.data, topology.this_host()
@@ -210,7 +211,7 @@ class HostIterator:
         read = functools.partial(cursors.read, directory, position=saved.position)
         self._move(self.course.restored(saved), saved.position, read)
         self._loaded, self._read = saved.position, read
-        # Reads while the restore continues.
+        # Starts reading batches while the restore continues.
         self._rows.begin()
 
     def _move(
@@ -219,7 +220,7 @@ class HostIterator:
         position: cursors.Position,
         read: elastic_data.ReadCursors,
     ) -> None:
-        # If this fails, nothing has changed.
+        # Opens the new rows first, so that nothing changes if this fails.
         moved = self._begin(course)
         moved.go_to(position, read)
         self._rows.close()
@@ -245,11 +246,11 @@ def _chosen(held: cursors.Cursors) -> elastic_data.ReadCursors:
 
 @dataclasses.dataclass(frozen=True)
 class LeavingOut:
-    """Loaded in place of the data so that its position stays the same.
+    """An object to load in place of the data, which then stays at its position.
 
     Attributes:
-      leave_out: receives the directory of a step's data state, or None for the
-        beginning, and records that all rows since then are skipped.
+      leave_out: the function that records that all rows since a step are skipped. It
+        receives the directory of the step's data state, or None for the beginning.
     """
 
     leave_out: Callable[[epath.Path | None], object]
@@ -360,7 +361,7 @@ class Batches:
     def resize(self, global_batch_size: int) -> None:
         """Continues with a new batch size.
 
-        Every process must call it after the same batch. Logical shards must stay on
+        Every process must call this after the same batch. Logical shards must stay on
         their hosts, as they do if the number of hosts divides the number of shards and
         both batch sizes.
 
@@ -369,9 +370,9 @@ class Batches:
             data sets its own size.
 
         Raises:
-          ConfigError: if the batch cannot be divided over the mesh, if logical shards
-            would move, or if processes pass different sizes or call `resize` after
-            different batches.
+          ConfigError: if the batch cannot be split evenly over the mesh, if logical
+            shards would move, or if processes pass different sizes or call `resize`
+            after different batches.
           RunError: if another process did not call `resize`. After an error, nothing
             has changed on any host.
         """
@@ -407,8 +408,8 @@ class Batches:
     async def load(self, directory: epath.Path) -> Awaitable[None]:
         """Moves to the state that any number of hosts saved in `directory`.
 
-        The move happens before this returns the awaitable: otherwise Orbax would wrap
-        an error in one about an incompatible handler.
+        The move happens before this method returns the awaitable. Otherwise, Orbax
+        would wrap any error in one about an incompatible handler.
         """
         with metrics.DATA_LOAD.timed():
             saved = await asyncio.to_thread(self._saved, directory)
@@ -424,7 +425,7 @@ class Batches:
 
     @property
     def left_out(self) -> state.Ranges:
-        """The ranges of rows that were skipped, each `(first row, row after it)`."""
+        """The ranges of rows that were skipped, each `(first row, row after last)`."""
         return self._left_out
 
     def leaving_out(self) -> LeavingOut:
@@ -442,8 +443,9 @@ class Batches:
         now = self._hosts.num_rows()
         if row > now:
             raise errors.DataError(
-                f"the data state in {directory} is at position {row}, after the run's"
-                f" position {now}; load it to continue from there"
+                f"the data state in {directory} is at position {row}, which is after"
+                f" the run's current position, {now}, so no rows can be skipped; to"
+                " continue from that position, load the state"
             )
         self._left_out = (*before, (row, now))
         self._course = self._course.gone_back(saved)

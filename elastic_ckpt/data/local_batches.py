@@ -47,13 +47,13 @@ class LocalBatches:
 
     Args:
       data: the result of `ec.data.from_config`, `positional` or `sharded`.
-      rank: the number of this process.
+      rank: the index of this process, from 0.
       num_ranks: the number of processes.
-      global_batch_size: rows of all ranks together, B; each rank gets B / num_ranks.
+      global_batch_size: rows of a global batch, B; each rank gets B / num_ranks.
       agree: a function that all-reduces a bool and returns whether any rank passed
-        True; required if several ranks read finite data.
-      read_ahead: how far a thread reads ahead: a number of batches, or
-        `ec.data.ReadAhead`. By default nothing is read ahead.
+        True; required if multiple ranks read finite data.
+      read_ahead: how far a thread reads ahead: a number of batches or an
+        `ec.data.ReadAhead`. By default, nothing is read ahead.
     """
 
     def __init__(
@@ -72,22 +72,22 @@ class LocalBatches:
         )
         if not 0 <= rank < num_ranks:
             raise errors.ConfigError(
-                f"LocalBatches: rank={rank} of num_ranks={num_ranks}; ranks are"
-                " numbered from 0 to num_ranks - 1"
+                f"LocalBatches: rank={rank} is invalid with num_ranks={num_ranks}; pass"
+                " a rank from 0 to num_ranks - 1"
             )
         course = stages.Course.first(data, global_batch_size)
         for size in course.sizes:
             if size < 1 or size % num_ranks:
                 raise errors.ConfigError(
                     f"LocalBatches: global_batch_size={size} cannot be divided evenly"
-                    f" among num_ranks={num_ranks}; choose a positive multiple of"
-                    " num_ranks, in each stage of the data"
+                    f" among {num_ranks} ranks; choose a positive multiple of num_ranks"
+                    " for every stage of the data"
                 )
         if data.end is not elastic_data.End.NEVER and num_ranks > 1 and agree is None:
             raise errors.ConfigError(
-                f"LocalBatches: finite data must end on all {num_ranks} ranks after the"
-                " same batch; pass agree=, a function that all-reduces a bool over the"
-                " ranks"
+                "LocalBatches: finite data must end after the same batch on all"
+                f" {num_ranks} ranks; pass agree=, a function that all-reduces a bool"
+                " across the ranks"
             )
         self._identity = data.identity()
         self._finite = data.end is not elastic_data.End.NEVER
@@ -116,7 +116,7 @@ class LocalBatches:
 
     @property
     def at_end(self) -> bool:
-        """Whether the data has ended; then `reset` starts another pass."""
+        """Whether the data has ended; if so, `reset` starts another pass."""
         return self._at_end
 
     def __next__(self) -> dict[str, np.ndarray]:
@@ -194,9 +194,9 @@ class LocalBatches:
             state.check_same_pipeline(each, self._course.data.engine, self._identity)
             if each.position != first.position:
                 raise errors.DataError(
-                    f"the state of rank {rank} has position {each.position}, but rank"
-                    f" 0's has {first.position}; load states that were saved at the"
-                    " same step"
+                    f"the state of rank {rank} is at position {each.position}, but the"
+                    f" state of rank 0 is at {first.position}; load states that were"
+                    " saved at the same step"
                 )
         by_shard = _newest_cursors(checked)
 
@@ -223,7 +223,7 @@ class LocalBatches:
         self.set_state(state_dict)
 
     def at(self, saved: Mapping[str, Any]) -> LocalBatches:
-        """A second iterator over the same rows, at a state."""
+        """Returns a second iterator over the same rows, positioned at a state."""
         return of_worker(self, 0, 1, saved)
 
     def close(self) -> None:
@@ -240,7 +240,7 @@ class LocalBatches:
         position: cursors.Position | None = None,
         read: elastic_data.ReadCursors = dict.fromkeys,
     ) -> None:
-        # Moves to the beginning if there is no position. Changes nothing if it fails.
+        # Moves to the beginning if `position` is None. Changes nothing if it fails.
         placement = rows.Placement.in_order(
             self._rank,
             num_hosts=self._num_ranks,
@@ -281,9 +281,10 @@ def of_worker(
     if num_workers > 1 and (finite_ranks or len(batches._course.sizes) > 1):
         raise errors.ConfigError(
             f"the {num_workers} workers of a loader take batches round-robin, so they"
-            " cannot agree with other ranks on the end of finite data or on when stages"
-            " begin; use num_workers=0 in the loader, and set num_workers of the data"
-            " to use more processes"
+            " cannot agree with other ranks on the end of finite data, or with each"
+            " other on when stages begin; set num_workers=0 in the loader and, to use"
+            " more processes, set num_workers in ec.data.sharded (grain_worker_count in"
+            " a configuration)"
         )
     if not (worker or batches._rank or batches._finite):
         (whole,) = rows.in_order(1, batches._course.size)
@@ -315,7 +316,7 @@ def merged(states: Sequence[Mapping[str, Any]], *, at_end: bool = False) -> Stat
 
 
 def _newest_cursors(states: Sequence[Mapping[str, Any]]) -> dict[str, cursors.Cursor]:
-    # The newest cursor of each shard, by shard number as a string.
+    # The newest cursor of each shard, keyed by shard number as a string.
     newest: dict[str, cursors.Cursor] = {}
     for fields in states:
         for shard, cursor in fields["cursors"].items():
@@ -324,7 +325,7 @@ def _newest_cursors(states: Sequence[Mapping[str, Any]]) -> dict[str, cursors.Cu
 
 
 def of_fields(fields: Mapping[str, Any]) -> StateDict:
-    """The state with these fields, plus version and digest."""
+    """Returns the state with these fields, its version and a new digest."""
     kept = {name: each for name, each in fields.items() if name != "digest"}
     return checked_json.sealed(kept, version=VERSION)
 
@@ -336,6 +337,6 @@ def _checked(saved: Any, rank: int) -> dict[str, Any]:
         return checked_json.unsealed(content, what=what, version=VERSION)
     except checked_json.UnreadableError as problem:
         raise errors.DataError(
-            f"the state of rank {rank} {problem}; load the result of get_state or"
-            " state_dict of LocalBatches"
+            f"the state of rank {rank} {problem}; load a state returned by"
+            " LocalBatches.get_state or state_dict"
         ) from None

@@ -1,7 +1,7 @@
-"""Mixtures of datasets by weight, with a schedule that is a pure function.
+"""Weighted mixtures of datasets, scheduled by a pure function.
 
-The dataset of turn `n` of shard `s` depends on `n`, `s` and the weights only: the
-weights divide the unit interval, and the point `n * phi + s * sqrt(2)`, modulo one,
+The dataset of turn `n` of shard `s` depends only on `n`, `s` and the weights: the
+weights split the unit interval, and the point `n * phi + s * sqrt(2)`, modulo one,
 falls into one dataset's interval. Multiples of the golden ratio fill the unit interval
 more evenly than any other Kronecker sequence (Niederreiter 1992): among n elements, the
 count of a dataset differs from its share by at most 4 up to n = 1,000, and by at most 6
@@ -26,7 +26,7 @@ from elastic_ckpt.data import cursors, shard_steps
 _ONE = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15
 _PHASE = 0x6A09E667F3BCC909
-# Weights are rounded to multiples of the largest one divided by this, but not to 0.
+# Weights are rounded to multiples of the largest weight divided by this, but not to 0.
 _FINENESS = 2**40
 
 # Fields of a state.
@@ -34,16 +34,17 @@ TAKEN, _PARTS, _WEIGHTS = "taken", "parts", "weights"
 
 
 def check_weights(weights: Mapping[str, float]) -> None:
-    """Raises a ConfigError that names an invalid weight, if there is one."""
+    """Raises a ConfigError if a weight is invalid; the message names the dataset."""
     for name, weight in weights.items():
         if not 0 <= weight < float("inf"):
             raise errors.ConfigError(
-                f"mixture: dataset {name} has the weight {weight}; weights are finite"
-                " numbers of at least 0"
+                f"mixture: dataset {name} has the weight {weight}; set it to a finite"
+                " number of at least 0"
             )
     if not any(weights.values()):
         raise errors.ConfigError(
-            f"mixture: all weights of {sorted(weights)} are 0; raise at least one"
+            f"mixture: the weights of {sorted(weights)} are all 0; set at least one"
+            " above 0"
         )
 
 
@@ -64,7 +65,7 @@ def chosen(turn: int, num_turns: int, *, shard: int, ends: np.ndarray) -> np.nda
 
 
 class Mixture(shard_steps.Step):
-    """Mixes several datasets of one shard by weight.
+    """Mixes the datasets of one shard by weight.
 
     If a dataset ends, the others continue, and the mixture ends with the last one. A
     dataset is opened when its first element is due.
@@ -72,13 +73,12 @@ class Mixture(shard_steps.Step):
     The state contains the state of each dataset by name, so it can be loaded after
     datasets were added or removed and weights changed. It also contains the weights, so
     that `lm.Rows` can reread its documents in the same order. New weights apply from
-    the next chapter of `lm.Rows` on, when datasets that have ended are also tried
-    again. Weights cannot change if a later step buffers elements; `map` and `filter`
-    do not.
+    the next chapter of `lm.Rows` on, where datasets that have ended are also retried.
+    Weights cannot change if a later step buffers elements; `map` and `filter` do not.
 
     Args:
-      parts: the datasets by name, or a function that creates a named dataset, without a
-        nested mixture, when it is opened.
+      parts: the datasets by name, or a function that takes a name and creates that
+        dataset, without a nested mixture, when it is opened.
       weights: the weight of each dataset by name, 0 or more; only ratios matter.
       shard: the shard number.
     """
@@ -99,8 +99,8 @@ class Mixture(shard_steps.Step):
         if isinstance(parts, Mapping):
             if parts.keys() != weights.keys():
                 raise errors.ConfigError(
-                    f"Mixture: parts are named {sorted(parts)}, but weights"
-                    f" {sorted(weights)}; set a weight for each part"
+                    f"Mixture: the parts are named {sorted(parts)}, but the weights are"
+                    f" named {sorted(weights)}; pass one weight for each part"
                 )
             self._keep(parts)
         else:
@@ -118,7 +118,7 @@ class Mixture(shard_steps.Step):
         return f"Mixture(shard={self.shard}, {sorted(self._weights)})"
 
     def settings(self) -> dict[str, storage.Json]:
-        """The weight and the steps of each dataset, by name."""
+        """The weight and the steps of each dataset, keyed by dataset name."""
         return {
             "datasets": {
                 name: {
@@ -211,12 +211,12 @@ class _MixtureIterator(shard_steps.Elements):
         if opened is None:
             if name not in self._mixture._weights:
                 raise errors.DataError(
-                    f"mixture: dataset {name} was removed, but some of its examples are"
-                    " still in incomplete rows; add it again with weight 0 until they"
-                    " are used"
+                    f"mixture: dataset {name} was removed, but incomplete rows still"
+                    " contain some of its examples; add the dataset back with weight 0"
+                    " until these are used"
                 )
             made = self._mixture._make(name)
-            # Grain would add a slow step to the end of a pipeline.
+            # Otherwise, Grain would add a slow step to the end of the pipeline.
             made.has_child = True
             opened = iter(made)
             if name in self._saved:
@@ -243,7 +243,7 @@ def renew(iterator: Any) -> bool:
 
 
 def check_weights_of(dataset: Any, state: Any) -> None:
-    """Checks that no buffered elements of a state were chosen with different weights.
+    """Checks that the weights of a state's buffered elements have not changed.
 
     Raises:
       DataError: if weights have changed before a step that buffers elements.
@@ -266,9 +266,9 @@ def check_weights_of(dataset: Any, state: Any) -> None:
         if _WEIGHTS in of_name and of_name[_WEIGHTS] != now.get(name):
             raise errors.DataError(
                 "the weights of a mixture have changed, but"
-                f" {shard_steps.shown(holding[-1])} after it may have buffered some of"
-                " its elements; use the old weights, shuffle each dataset before the"
-                " mixture, or pack with ec.data.lm.Rows"
+                f" {shard_steps.shown(holding[-1])}, a later step, may have buffered"
+                " some of the mixture's elements; restore the old weights, shuffle each"
+                " dataset before the mixture, or pack with ec.data.lm.Rows"
             )
 
 
@@ -320,8 +320,8 @@ def by_name(made: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def states_by_name(state: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """The states inside the state of a pipeline, outermost first; see `by_name`.
 
-    Of the states from which documents are reread, only the first is included; it may
-    belong to an older stage.
+    Includes only the first of the states from which documents are reread; this state
+    may belong to an older stage.
     """
     if isinstance(state, dict):
         state = state.get(cursors.HELD, state)

@@ -1,4 +1,4 @@
-"""Which records each shard reads, as pure functions of numbers.
+"""Pure functions that determine which records each shard reads.
 
 In each epoch, a keyed permutation of the blocks defines an order of records. Shards
 read equal `share`s of this order: over any number of epochs, the record counts of two
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Limits of a small dataset, which each host may have to read completely: records in a
-# block, and records and bytes in total.
+# Limits of a small dataset, which each host may have to read completely: records per
+# block, total records and total bytes.
 _SMALL_BLOCK_RECORDS = 4096
 _SMALL_RECORDS = 2**20
 _SMALL_BYTES = 2**30
@@ -25,8 +25,8 @@ _MOST_SHUFFLED = 1024
 GROUP_SHARDS = 256
 # Chains of blocks per group. A group reads parts of a chain at both ends.
 _CHAINS_OF_GROUP = 2
-# Minimum number of cached epochs, because shards are in different ones. With few
-# blocks, each shard that opens skips through many epochs.
+# Minimum number of cached epochs, because shards are in different epochs. With few
+# blocks, a shard that opens skips through many epochs.
 _LEAST_EPOCHS = 3
 _MOST_ORDERED = 2**15
 
@@ -37,21 +37,21 @@ class Order:
     """The order in which shards read a dataset's records in each epoch.
 
     Shards share the blocks of a small dataset, whose records are shuffled within each
-    block. They also share chains of blocks if there are few, because a shard that
-    begins within a chain must read the chain from its start.
+    block. They also share chains of blocks if there are few chains, because a shard
+    that begins within a chain must read the chain from its start.
 
     Args:
-      sizes: the number of records of each block, int64 `[blocks]`.
+      sizes: the number of records in each block, int64 `[blocks]`.
       is_chained: whether each block can only be read after its predecessor.
       num_bytes: the size of the dataset.
       num_shards: S.
-      seed: the seed of the permutations; None keeps blocks and records in file order.
+      seed: the seed of the permutations; None leaves blocks and records in file order.
       lead: the first shard that reads an extra record in the first epoch.
 
     Attributes:
-      first: the number of the first record of each block.
+      first: the record number at which each block begins.
       num_records: the number of records in an epoch.
-      is_shared: whether several shards read the same blocks.
+      is_shared: whether multiple shards read the same blocks.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Order:
         return share(shard, epoch=epoch, **self._sharing)
 
     def part(self, epoch: int, places: range) -> tuple[int, Sequence[int], int | None]:
-        """Returns the records at the first of `places`, up to the end of a block.
+        """Returns the records at the first `places`, up to the end of their block.
 
         Returns:
           The block, the record numbers in the block, and the next block of the epoch.
@@ -126,7 +126,7 @@ class Order:
         return next((n, of.index(place)) for n, of in enumerate(shares) if place in of)
 
     def _blocks_in(self, epoch: int) -> tuple[np.ndarray, Sequence[int]]:
-        # The blocks in the order of an epoch, and the number of records before each.
+        # The blocks in an epoch's order, and the number of records before each.
         chain = np.arange(len(self._begin))
         if self._seed is not None:
             chain = permuted(chain, length=len(chain), key=(self._seed, epoch))
@@ -167,7 +167,7 @@ def share(
       num_shards: S.
       num_records: the number of records in an epoch.
       epoch: the epoch, from 0.
-      group: how many shards read the records of one run round-robin.
+      group: the number of shards that read one run of records round-robin.
       lead: the first shard that reads an extra record in the first epoch.
     """
     least, rest = divmod(num_records, num_shards)
@@ -210,7 +210,7 @@ def permuted(place: np.ndarray, *, length: int, key: tuple[int, ...]) -> np.ndar
     seed = np.zeros(1, np.uint64)
     for part in key:
         seed = _mixed(seed ^ np.uint64(part % 2**64))
-    # The number of bits in half a number.
+    # The number of bits in each half of a number.
     num_bits = max(1, (length - 1).bit_length() + 1 >> 1)
     bits, half = np.uint64(num_bits), np.uint64((1 << num_bits) - 1)
     number = place.astype(np.uint64)

@@ -1,9 +1,9 @@
 """The positional engine: a Grain `MapDataset`, whose state is a position.
 
-Example `n` of the run is element `n` of the dataset, so the state is the number of the
+Example `n` of the run is element `n` of the dataset, so the state is the index of the
 next example, as in Grain's `ElasticIterator`. Grain's iterator deals examples to hosts
-round-robin; here each host reads the rows of its own devices, so every batch equals the
-single-host batch row by row.
+round-robin; here, each host reads the rows of its own devices, so every batch equals
+the single-host batch row by row.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ADDED = {elastic_data.EXAMPLE_ID, elastic_data.MASK}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PositionalData:
-    """Elastic data of a dataset's elements; `positional` creates it.
+    """Elastic data whose examples are a dataset's elements; `positional` creates it.
 
     The attributes are the arguments of `positional`, except that `pipeline` is a dict,
     as in `identity`. Equality compares only `pipeline`.
@@ -61,7 +61,7 @@ class PositionalData:
         return elastic_data.End.PADDED
 
     def identity(self) -> dict[str, storage.Json]:
-        """The settings that determine the order of examples, by configuration key."""
+        """The settings, by configuration key, that determine the order of examples."""
         return {**self.pipeline, "num_examples": len(self.dataset)}
 
     def host_batches(self, placement: rows.Placement) -> elastic_data.HostBatches:
@@ -84,13 +84,15 @@ def positional(
         data = ec.data.positional(dataset, pipeline="decoded images, version 1")
 
     Args:
-      dataset: dicts of arrays with the same shapes everywhere; picklable by
-        cloudpickle. Without `.repeat()`, the data ends with the dataset, and batches
-        have the feature `mask`, bool `[B]`, false for padding rows. Batches also have
-        the feature `example_id`, uint32 `[B, 2]`, the number of the example.
-      pipeline: a name and version, JSON, of the dataset; change it when the examples
+      dataset: a dataset of dicts of arrays with the same shapes in every example,
+        picklable by cloudpickle. Without `.repeat()`, the data ends with the dataset,
+        and batches have the feature `mask`, bool `[B]`, which is false for padding
+        rows. Batches also have the feature `example_id`, uint32 `[B, 2]`, the index of
+        the example.
+      pipeline: a name and version for the dataset, as JSON; change it when the examples
         change.
-      read_options: each host's reader threads, and how many batches they read ahead.
+      read_options: the number of reader threads on each host, and how many batches
+        they read ahead.
 
     Raises:
       ConfigError: if `dataset` is not a `MapDataset`, or `pipeline` is empty.
@@ -102,8 +104,8 @@ def positional(
         )
     if pipeline in ("", None):
         raise errors.ConfigError(
-            'positional: pass pipeline="a name, version 1", and change it when the'
-            " examples change"
+            'positional: pipeline is empty; pass pipeline="a name, version 1", and'
+            " change it when the examples change"
         )
     return PositionalData(
         dataset=dataset, pipeline={"pipeline": pipeline}, read_options=read_options
@@ -128,7 +130,7 @@ class _HostBatches:
                 batch = {**batch, elastic_data.MASK: ids < len(self._data.dataset)}
             batch = shard_rows.with_ids(batch, ids)
         except BaseException:  # Ctrl-C too
-            # Some rows of this batch were already taken: the next call rereads all.
+            # Some rows of this batch were already taken, so the next call rereads all.
             self.close()
             raise
         size = self._placement.global_batch_size
@@ -143,7 +145,7 @@ class _HostBatches:
         return {}
 
     def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
-        del read  # there are none
+        del read  # positional data has no cursors
         self._batches.close()
         self._move(state.row_of(position))
 
@@ -179,9 +181,9 @@ def _row(
     element: Any = dataset[0 if is_padding else number]
     if not isinstance(element, Mapping) or _ADDED & element.keys():
         raise errors.DataError(
-            f"positional: example {number} of the dataset is {element!r:.200}; return"
-            f" dicts of arrays without features named {sorted(_ADDED)}, which"
-            " batches add, or use ec.data.sharded if examples are filtered"
+            f"positional: example {number} of the dataset is {element!r:.200}; examples"
+            f" must be dicts of arrays without features named {sorted(_ADDED)}, which"
+            " batches add; if the dataset filters examples, use ec.data.sharded"
         )
     if is_padding:
         element = {n: shard_rows.zeros_like(each) for n, each in element.items()}
@@ -195,7 +197,7 @@ class TextData(PositionalData):
     Attributes:
       files: the paths or URIs of the files.
       num_records: the number of records in all files, which is one epoch.
-      order: the record of each example, numbered over all files.
+      order: the record number of each example, counted over all files.
     """
 
     files: tuple[str, ...]
@@ -242,6 +244,6 @@ def from_config(data: data_keys.DataKeys) -> TextData:
 
 
 def _example(paths: tuple[str, ...], length: int, number: int) -> Example:
-    # Takes the paths, so that hosts receive nothing but these.
+    # Takes only the paths, because the arguments are pickled and sent to hosts.
     text_tokens = tokens.encode(arrayrecord.record(paths, number), length + 1)
     return {"inputs": text_tokens[:-1], "targets": text_tokens[1:]}

@@ -1,11 +1,12 @@
 """Reads batches ahead of the loop, without any effect on the saved state.
 
 `Prefetched` reads a host's rows in a background thread and converts them there, for
-example to arrays on devices. Each batch is stored with the state after it, so the state
-always follows the last batch taken, no matter how many batches are read ahead.
+example to arrays on devices. Each batch is stored with the state after it, so the
+current state is always the one after the last batch taken, no matter how many batches
+are read ahead.
 
 A thread that makes rows holds the interpreter lock, which the loop needs for its steps.
-If the thread is busy for long, a warning suggests a worker process.
+If the thread is busy for too long, a warning suggests a worker process.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class ReadAhead:
 
     Attributes:
       batches: the number of batches to read ahead; 0 reads each batch on request.
-      warn_after_secs: a warning names each host that waits longer than this for a
-        batch, except for the first one.
+      warn_after_secs: the wait for a batch after which a warning names the host that
+        was late. The wait for the first batch is exempt.
     """
 
     batches: int = 2
@@ -44,7 +45,7 @@ class ReadAhead:
 
     @classmethod
     def of(cls, value: ReadAhead | int) -> ReadAhead:
-        """Converts a number of batches; returns a `ReadAhead` unchanged.
+        """Converts a number of batches to a `ReadAhead`, or returns one unchanged.
 
         Raises:
           ConfigError: if `value` is neither.
@@ -53,8 +54,8 @@ class ReadAhead:
             return value
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise errors.ConfigError(
-                f"read_ahead={value!r}; pass a number of batches, 0 or more, or an"
-                " ec.data.ReadAhead(batches=...)"
+                f"read_ahead={value!r} is invalid; pass a number of batches, 0 or more,"
+                " or an ec.data.ReadAhead(batches=...)"
             )
         return cls(batches=value)
 
@@ -151,9 +152,9 @@ def _watched(call: Callable[[], T], began: float) -> T:
     if busy_secs > max(_LEAST_SECS, _MOST_SHARE * secs):
         logging.log_first_n(
             logging.WARNING,
-            "a thread makes rows for %.0f %% of the time, which slows down the steps of"
-            " this process; set num_workers=1 to make rows in a worker process, or"
-            " num_workers=0 to keep making them here",
+            "a thread spends %.0f %% of its time making rows, which slows down this"
+            " process's steps; set num_workers=1 to make rows in a worker process, or"
+            " num_workers=0 to keep making them in this process without this warning",
             1,
             100 * busy_secs / secs,
         )

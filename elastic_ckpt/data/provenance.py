@@ -1,10 +1,10 @@
 """Finds the documents in each row of a logical shard.
 
 Shuffling, splitting and packing depend only on document lengths. So a shard's pipeline
-is rerun with each token replaced by an id: the document's number, in reading order, and
+is rerun with each token replaced by an ID: the document's number, in reading order, and
 the token's index in the document. Everything else is the pipeline's own code and state,
 so the rerun can begin at any saved cursor. In a run with stages, each stage has its own
-pipeline, and documents carried over to the next stage keep their ids.
+pipeline, and documents carried over to the next stage keep their IDs.
 
 In a pipeline without `Tokens`, the field `record` of the rows identifies the records.
 """
@@ -29,7 +29,7 @@ from elastic_ckpt.data import (
 )
 from elastic_ckpt.data.lm import documents, rows
 
-# Bits of a token's index in its document; the document's number is above them.
+# Bits of a token's index in its document; the higher bits are the document's number.
 _INDEX_BITS = 31
 _INDICES = (1 << _INDEX_BITS) - 1
 
@@ -52,9 +52,9 @@ class Piece:
       file: the path or URI of the document's file.
       record: the document's record in the file, from 0.
       epoch: the epoch, from 0.
-      first_token: the index in the document of the first of these tokens.
-      num_tokens: the number of these tokens among the row's inputs; the targets end one
-        token later. None if the pipeline does not tokenize records.
+      first_token: the index in the document of the piece's first token.
+      num_tokens: the number of the piece's tokens in the row's inputs; the targets end
+        one token later. None if the pipeline does not tokenize records.
       document_tokens: the number of tokens in the whole document; None if the pipeline
         does not tokenize records.
     """
@@ -69,7 +69,7 @@ class Piece:
 
 
 class _Number(int):
-    """The number of a record, with the dataset name."""
+    """A record number that carries its dataset's name."""
 
     dataset: str
 
@@ -78,16 +78,16 @@ class FollowedShard:
     """Iterates over the rows of a logical shard as lists of documents.
 
     Args:
-      make_shard: builds a shard's pipeline, also in a run with stages.
+      make_shard: the function that builds a shard's pipeline, with or without stages.
       shard: the shard number.
-      cursor: where to begin; None for the beginning.
+      cursor: the cursor to begin at; None for the beginning.
       row: the first row to return, if it is after the cursor.
       watched: a dataset name and one of the dataset's records, numbered over all
         epochs; if passed, rows contain only the pieces of this record.
 
     Attributes:
-      parts: the `Records` of each dataset read so far, by name. If one part of a
-        mixture has several, they are numbered, such as `web#2`.
+      parts: the `Records` read so far, keyed by dataset name. If a part of a mixture
+        has more than one, the others are numbered, for example `web#2`.
       is_tokenized: whether `Tokens` tokenizes the records.
       is_read: whether the watched record was read.
 
@@ -141,7 +141,7 @@ class FollowedShard:
 
     @property
     def is_document(self) -> bool:
-        """Whether the watched record became a document of tokens."""
+        """Whether the watched record became a tokenized document."""
         return bool(self._watched and self._documents)
 
     @property
@@ -159,7 +159,7 @@ class FollowedShard:
         self._rows.close()
 
     def numbered(self, record: _Number) -> int:
-        """Numbers a document, from 1; returns 0 if a different one is watched."""
+        """Numbers a document, from 1; returns 0 if a different document is watched."""
         document = record.dataset, int(record)
         if self._watched not in (None, document):
             return 0
@@ -168,7 +168,7 @@ class FollowedShard:
         return len(self._documents)
 
     def note_tokens(self, document: int, num_tokens: int) -> None:
-        """Notes the number of tokens in a document; called in threads."""
+        """Notes the number of tokens in a document; threads call this concurrently."""
         if document:
             self._num_tokens[document - 1] = num_tokens
 
@@ -179,7 +179,7 @@ class FollowedShard:
         return tagged
 
     def _followed(self, make_shard: shard_steps.MakeShard, shard: int) -> Any:
-        # A pipeline with numbered records and with any tokens replaced by ids.
+        # A pipeline with numbered records and with any tokens replaced by IDs.
         made: Any = make_shard(shard)
         for name, each in parts(made).items():
             self.parts.setdefault(name, each)
@@ -234,11 +234,10 @@ class FollowedShard:
         is_unknown = others and not all(isinstance(each, _Number) for each in found)
         if number is None or is_unknown:
             raise errors.DataError(
-                f"{_UNKNOWN}make_shard does not use Tokens, and the field"
-                f" {records.RECORD!r} of Records is changed or missing in its rows;"
-                " keep it unchanged; if a row contains several records, reread the"
-                " run's batches with ec.data.LocalBatches, and search their rows for"
-                " the document"
+                f"{_UNKNOWN}make_shard does not use Tokens, and its rows change or lack"
+                f" the field {records.RECORD!r} of Records; keep this field unchanged"
+                " or, if a row combines multiple records, reread the run's batches with"
+                " ec.data.LocalBatches and search their rows for the document"
             )
         named = [(getattr(each, "dataset", only), int(each)) for each in found]
         return [self._whole(*each) for each in named if self._watched in (None, each)]
@@ -250,24 +249,25 @@ class FollowedShard:
 
 @dataclasses.dataclass(frozen=True)
 class _Documents:
-    """Returns ids in place of the tokens from the encoder `of`."""
+    """Returns IDs in place of the tokens from the encoder `of`."""
 
     of: documents.Encoder
     shard: FollowedShard
 
     def value(self, element: dict[str, Any]) -> tuple[Any, int]:
-        """The value to encode, and the number of the document."""
+        """The value to encode, and the document number."""
         value = self.of.value(element)
         record = element.get(records.RECORD)
         if not isinstance(record, _Number):
             raise errors.DataError(
                 f"{_UNKNOWN}a function before Tokens drops or changes the field"
-                f" {records.RECORD!r} of Records; make it return the field unchanged"
+                f" {records.RECORD!r} of Records; make the function return this field"
+                " unchanged"
             )
         return value, self.shard.numbered(record)
 
     def tokens(self, values: Sequence[tuple[Any, int]]) -> list[np.ndarray]:
-        """The ids of the tokens of each document."""
+        """The IDs of the tokens of each document."""
         made = self.of.tokens([value for value, _ in values])
         named = []
         for (_, document), tokens in zip(values, made, strict=True):
@@ -278,7 +278,7 @@ class _Documents:
 
 
 def parts(made: Any) -> dict[str, records.Records]:
-    """The `Records` of a pipeline, by dataset name.
+    """The `Records` of a pipeline, keyed by dataset name.
 
     Raises:
       DataError: if the pipeline has none.
@@ -290,8 +290,8 @@ def parts(made: Any) -> dict[str, records.Records]:
             found[f"{name}#{number}" if number > 1 else name] = each
     if not found:
         raise errors.DataError(
-            f"{_UNKNOWN}make_shard does not read its files with ec.data.Records, whose"
-            " fields identify documents; use Records"
+            f"{_UNKNOWN}make_shard does not read its files with ec.data.Records, which"
+            " numbers the records; read the files with ec.data.Records"
         )
     return found
 
@@ -299,13 +299,14 @@ def parts(made: Any) -> dict[str, records.Records]:
 def read_until(
     cursor: cursors.Cursor, name: str, *, is_exact: bool = False
 ) -> tuple[int, int] | None:
-    """How far a shard had read a dataset when all of its buffers were last empty.
+    """How far a shard had read a dataset when the pipeline last buffered no elements.
 
     Args:
       cursor: the shard's cursor; None at its beginning.
       name: the dataset name.
-      is_exact: whether to return None if the dataset's own steps may buffer, because a
-        mixture opens a dataset and refills its buffer only when its turn comes.
+      is_exact: whether to return None if the dataset's own steps may buffer elements,
+        because a mixture opens a dataset and refills its buffers only when its turn
+        comes.
 
     Returns:
       The epoch and count, as `records.Turn.at`; None if unknown.
@@ -313,7 +314,7 @@ def read_until(
     states = mixing.states_by_name(shard_rows.state_of(cursor))
     found = [records.place_in(state) for of_part, state in states if of_part == name]
     if not found:
-        # The dataset is not open yet, unless several have this name.
+        # The dataset is not open yet, unless more than one has this name.
         return None if "#" in name else (0, 0)
     if name and is_exact:
         return found[0]
@@ -327,6 +328,6 @@ def _check_after(tokens: Any, made: Any) -> None:
         leaves = shard_steps.passes_on(each) or type(each).__name__ in _LEAVING
         if tokens in shard_steps.datasets(each) and not is_ours and not leaves:
             raise errors.DataError(
-                f"{_UNKNOWN}your step {shard_steps.shown(each)} works on tokens; apply"
-                " it to records, before Tokens"
+                f"{_UNKNOWN}your step {shard_steps.shown(each)} processes tokens; apply"
+                " the step to records instead, before Tokens"
             )

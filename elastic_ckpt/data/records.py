@@ -21,7 +21,7 @@ from elastic_ckpt.data.sources import decoded, files, source
 RECORD = "record"
 
 # How a mixture's records are dealt to shards. With joint shares, the extra records of
-# all datasets together rotate over the shards, instead of each dataset's.
+# all datasets rotate over the shards together, not separately for each dataset.
 DEALING = "dealing"
 SHARES, JOINT_SHARES = "shares", "joint shares"
 
@@ -31,7 +31,7 @@ _EPOCH, _TAKEN, _SKIPPED = "epoch", "taken", "skipped"
 # Records converted to elements at a time.
 _ELEMENTS = 64
 
-# If more records than this, and more than two epochs, make no row, it is an error.
+# It is an error if more records than this, and more than two epochs, produce no row.
 _LEAST_FRUITLESS = 100_000
 
 
@@ -40,8 +40,8 @@ class ReadOptions:
     """How `Records` reads its files.
 
     Attributes:
-      shuffle_seed: the seed of the shuffle of blocks, which differs in each epoch; None
-        reads them in file order. (`lm.Rows` shuffles documents.)
+      shuffle_seed: the seed for shuffling blocks, in a different order in each epoch;
+        None reads blocks in file order. (`lm.Rows` shuffles documents.)
       num_epochs: the number of epochs; None reads endlessly.
       skip_corrupt: whether to skip and count corrupt records instead of failing.
     """
@@ -53,8 +53,8 @@ class ReadOptions:
     def __post_init__(self) -> None:
         if self.num_epochs is not None and self.num_epochs < 1:
             raise errors.ConfigError(
-                f"ReadOptions: num_epochs={self.num_epochs}; pass 1 or more, or None to"
-                " read endlessly"
+                f"ReadOptions: num_epochs={self.num_epochs} is invalid; pass 1 or more,"
+                " or None to read endlessly"
             )
 
 
@@ -86,10 +86,10 @@ class Records(shard_steps.Step[source.Element]):
     Each element also has the field `record`, an int that is unique over all epochs.
 
     Args:
-      source: the files, such as `Parquet`.
+      source: the files, for example a `Parquet`.
       shard: the shard number, from 0.
       num_shards: S, the number of shards in the run.
-      read_options: the order and the number of epochs.
+      read_options: how to read the files; by default, endlessly and in file order.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class Records(shard_steps.Step[source.Element]):
         super().__init__()
         if not 0 <= shard < num_shards:
             raise errors.ConfigError(
-                f"Records: shard={shard} of num_shards={num_shards}; shards are"
-                " numbered from 0 to num_shards - 1"
+                f"Records: shard={shard} is invalid with num_shards={num_shards}; pass"
+                " a shard from 0 to num_shards - 1"
             )
         self._source = source
         self._shard = self.shard = shard
@@ -119,7 +119,7 @@ class Records(shard_steps.Step[source.Element]):
         return RecordsIterator(self)
 
     def epoch_records(self) -> int:
-        """The number of records in an epoch, over all shards."""
+        """The number of records in an epoch, across all shards."""
         return source.num_records(self._source)
 
     def __str__(self) -> str:
@@ -147,21 +147,21 @@ def num_bytes(records: Records) -> int:
 
 
 def origin(records: Records, number: int) -> tuple[str, int, int]:
-    """The file, the number in the file, and the epoch of record `number`."""
+    """The file, the index in the file, and the epoch of record `number`."""
     epoch, record = divmod(number, records.epoch_records())
     firsts = decoded.blocks(records._source).first_records
-    # Of the files that begin there, only the last is not empty.
+    # If multiple files begin at the same record, all but the last are empty.
     file = int(np.searchsorted(firsts, record, side="right")) - 1
     return files_of(records)[file], record - int(firsts[file]), epoch
 
 
 def turns(records: Records, file: int, record: int) -> Iterator[Turn]:
-    """When shards read a record, epoch by epoch.
+    """Yields a turn for each epoch: when a record is read, and by which shard.
 
     Args:
       records: the `Records` of any shard.
-      file: the file number.
-      record: the record's number in the file, from 0.
+      file: the index of the file.
+      record: the record's index in the file, from 0.
 
     Raises:
       DataError: if the file has no such record.
@@ -218,8 +218,8 @@ _Convert = Callable[[source.Block, Sequence[int], int], list[Any]]
 class RecordsIterator(shard_steps.Elements[source.Element]):
     """Reads the records of a shard.
 
-    The state follows the last record taken. Every call that takes a bad record raises
-    its error.
+    The state is the one after the last record taken. Every call that reaches a bad
+    record raises the record's error.
     """
 
     def __init__(self, records: Records) -> None:
@@ -229,7 +229,7 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
         # The records read since the last progress on a row; see `row_due`.
         self._row, self._num_fruitless = None, 0
         self._noted = ""
-        # The last block, because most next records are in the same block.
+        # The last block, because the next record is usually in the same block.
         self._last: tuple[int, source.Block] | None = None
         self._go_to(0, 0, 0)
 
@@ -309,7 +309,8 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
             raise errors.DataError(
                 f"{files[0]} and the {len(files) - 1} files after it:"
                 f" {self._num_fruitless:,} consecutive records, more than two epochs,"
-                " made no row; check whether a filter or another step drops all of them"
+                " produced no row; check whether a filter or another step drops them"
+                " all"
             )
 
     def _decoded(self, number: int, following: int | None) -> source.Block:
@@ -329,8 +330,8 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
             if RECORD in element:
                 raise errors.DataError(
                     f"{self._records._source.files[0]}: the column {RECORD!r} clashes"
-                    " with a field that Records adds; rename it, or select different"
-                    " columns"
+                    " with a field that Records adds; rename the column, or select"
+                    " different columns"
                 )
             element[RECORD] = first + row
         return elements
@@ -356,7 +357,7 @@ def note_progress() -> None:
 
 @contextlib.contextmanager
 def row_due() -> Iterator[None]:
-    """Makes reads raise an error, not loop endlessly, if all records are dropped."""
+    """Makes reads raise an error, instead of never ending, if no record is kept."""
     _DUE.row = object()
     try:
         yield

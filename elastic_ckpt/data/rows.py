@@ -1,16 +1,16 @@
-"""Which shard each row comes from and which hosts run it: pure functions of numbers.
+"""Pure functions that determine each row's shard and the hosts that run each shard.
 
 A run reads S logical shards, and its batches have B rows. With g = gcd(B, S), rows and
 shards fall into g classes of b = B / g consecutive rows and m = S / g consecutive
-shards. Each class of rows is filled from the class of shards with the same number, one
+shards. Each class of rows is filled from the class of shards with the same index, one
 shard after another. So a host runs the shards of the classes in which it has rows. If
-the number of hosts divides S and B, and hosts have consecutive rows in order, these are
-the same shards for every B.
+the number of hosts divides S and B, and each host has consecutive rows, in host order,
+a host runs the same shards for every B.
 
-How many rows a shard has yielded depends only on the history, the batch sizes so far,
-and not on the hosts.
+How many rows a shard has yielded depends only on the history (the batch sizes so far),
+not on the hosts.
 
-Glossary: r row of a batch, s shard, n batch of a period; S shards, B rows of a batch.
+Notation: row r of a batch, shard s, batch n of a period; S shards, B rows in a batch.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Placement:
 
     Attributes:
       global_batch_size: B.
-      held: the rows that the host loads, ascending, int64.
-      later: the rows that the host would load in batches of other sizes, by size.
-      every: the host takes one of this many successive batches; other workers of the
+      held: the rows that the host loads, int64, in ascending order.
+      later: the rows that the host would load in batches of other sizes, keyed by size.
+      every: the interval between the batches that the host takes; other workers of the
         same PyTorch loader take the rest.
       first: the number of batches that the host skips before its first.
     """
@@ -94,7 +94,7 @@ def in_order(
 
 
 def _classes(num_shards: int, size: int) -> tuple[int, int]:
-    # The number of rows and of shards in a class.
+    # The number of rows, and the number of shards, in a class.
     number = math.gcd(num_shards, size)
     return size // number, num_shards // number
 
@@ -118,7 +118,7 @@ def emitted(num_shards: int, history: History) -> np.ndarray:
 
 
 def shard_rows(num_shards: int, shard: Array, size: int, batches: Array) -> Array:
-    """The number of rows that shards yield in the first batches of a period."""
+    """The number of rows that shards yield in the first `batches` of a period."""
     rows, shards = _classes(num_shards, size)
     return (batches * rows + shards - 1 - shard % shards) // shards
 
@@ -129,7 +129,7 @@ def batch_origins(
     """Where the rows of the batch after `history` come from.
 
     Returns:
-      The shard of each row, and the row's number in its shard; both int64 `[B]`.
+      The shard of each row, and the row's index in its shard; both int64 `[B]`.
     """
     shards = batch_shards(num_shards, size, batches_of(history, size))
     b, m = _classes(num_shards, size)
@@ -142,7 +142,7 @@ def host_shards(
 ) -> np.ndarray:
     """The shards that a host with these rows runs until the batch size changes.
 
-    The host takes one of `every` successive batches, from batch `first` of the period.
+    The host takes every `every`-th batch, from batch `first` of the period on.
     """
     rows, shards = _classes(num_shards, size)
     stride = math.gcd(every, shards)
@@ -177,7 +177,7 @@ def batches_of(history: History, size: int) -> int:
 
 
 def after(history: History, size: int, batches: int = 1) -> History:
-    """The history after more batches."""
+    """The history after `batches` more batches of `size` rows."""
     so_far = batches_of(history, size)
     return (*(history[:-1] if so_far else history), (size, so_far + batches))
 
@@ -185,9 +185,9 @@ def after(history: History, size: int, batches: int = 1) -> History:
 def suggest_num_shards(
     hosts: Sequence[int], batches: Sequence[int], loader_workers: Sequence[int] = (1,)
 ) -> int:
-    """Returns the smallest number of logical shards that reads each shard only once.
+    """Returns the smallest number of logical shards that avoids repeated reads.
 
-    Each shard is then read by one host and by one worker of a PyTorch loader.
+    With it, each shard is read by only one host and one worker of a PyTorch loader.
 
     Args:
       hosts: the host counts that the run may have.
@@ -204,8 +204,8 @@ def suggest_num_shards(
     for size in batches:
         if all(size % num_hosts for num_hosts in hosts):
             raise errors.ConfigError(
-                f"none of the host counts {sorted(hosts)} divides a batch of {size}"
-                " rows; choose a multiple of one of them"
+                f"none of the host counts {sorted(hosts)} divides the batch size"
+                f" {size}; choose a batch size that is a multiple of a host count"
             )
     if any(number > 1 for number in loader_workers):
         # Workers take whole batches round-robin, so each batch needs its own shards.

@@ -2,8 +2,8 @@
 
 A cursor is a restart point of a shard: the number of rows that the shard had yielded
 and the state of its pipeline then. A shard can continue from any earlier cursor: it
-remakes the rows in between and drops them. So cursors are noted only where a pipeline
-begins a chapter, or after each batch if it has no chapters.
+recreates the rows in between and drops them. So cursors are noted only where a pipeline
+begins a chapter, or after each batch if the pipeline has no chapters.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Loaded:
 
     Attributes:
       rows: features of shape `[rows, ...]`; None if the batch needs none of these rows.
-      cursors: the cursors noted since the previous batch, by shard.
+      cursors: the cursors noted since the previous batch, keyed by shard.
     """
 
     rows: Rows | None
@@ -57,15 +57,15 @@ class Task:
     """The shards and rows to read.
 
     Attributes:
-      make_shard: builds a shard's pipeline.
+      make_shard: the function that builds a shard's pipeline.
       num_shards: S.
       size: B.
-      keep: the rows of a batch to return, ascending.
+      keep: the rows of a batch to return, in ascending order.
       history: the batches before the first.
       start: the cursors of the shards to run; None for a shard at its beginning.
       finite: whether the data ends. If it does, shards that have ended yield rows of
-        zeros, where `mask` is false.
-      every: returns one of this many successive batches, and drops the others.
+        zeros, for which `mask` is false.
+      every: the interval between the batches to return; the others are dropped.
       first: the number of batches to drop before the first.
     """
 
@@ -81,7 +81,7 @@ class Task:
 
     @property
     def number(self) -> int:
-        """The number of the first batch in its period; see `data.rows`."""
+        """The index of the first batch in its period; see `data.rows`."""
         return rows.batches_of(self.history, self.size)
 
     def row_shards(self, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -160,8 +160,8 @@ class ShardRows:
             return row
         if not self._task.finite:
             raise errors.DataError(
-                f"logical shard {shard} has ended; repeat its records endlessly in"
-                ' make_shard, or declare the data finite: end="padded"'
+                f"logical shard {shard} has ended, but the data is not declared finite;"
+                ' repeat its records endlessly in make_shard, or set end="padded"'
             )
         ended = self._opened.pop(shard)
         final = to_json(ended.get_state())
@@ -207,7 +207,7 @@ class ShardRows:
                     return example
         raise errors.DataError(
             f"none of the {self._task.num_shards} logical shards has an example;"
-            " check whether a filter or another step drops all of them"
+            " check whether a filter or another step drops all examples"
         )
 
 
@@ -227,13 +227,13 @@ def state_of(cursor: Any) -> cursors.Cursor:
 
 
 def iterator(made: grain.IterDataset, cursor: Any, row: int) -> grain.DatasetIterator:
-    """The iterator of a shard after `row` rows, from a cursor at or before them.
+    """The iterator of a shard after `row` rows, opened at a cursor at or before them.
 
-    From there on, mixtures use their current weights. A shard that had ended is tried
-    again, because it may continue with new weights.
+    After these rows, mixtures use their current weights. A shard that had ended is
+    retried, because it may continue with new weights.
 
     Raises:
-      DataError: if the pipeline does not yield so many rows.
+      DataError: if the pipeline does not yield that many rows.
     """
     opened = iter(made)
     if cursor is not None:
@@ -244,9 +244,9 @@ def iterator(made: grain.IterDataset, cursor: Any, row: int) -> grain.DatasetIte
     missing = 0 if has_ended else row - row_of(cursor)
     if missing < 0 or sum(1 for _ in itertools.islice(opened, missing)) < missing:
         raise errors.DataError(
-            f"a logical shard cannot advance from row {row_of(cursor)} of its cursor to"
-            f" row {row} of the position; make_shard must make the same rows from its"
-            " records each time, so seed its random functions, and load all parts of a"
+            f"a logical shard cannot advance from its cursor, at row {row_of(cursor)},"
+            f" to row {row}, where the data state is; make_shard must produce the same"
+            " rows each time, so seed its random functions; also, load all parts of a"
             " state from the same step"
         )
     mixing.renew(opened)
@@ -264,14 +264,14 @@ def _in_chapters(opened: Any) -> list[Any]:
 def _stacked(examples: list[Any], *, finite: bool) -> Rows:
     if not isinstance(examples[0], Mapping):
         raise errors.DataError(
-            f"make_shard yields a {type(examples[0]).__name__} as a row; yield dicts of"
-            " arrays by feature name"
+            f"make_shard yields a {type(examples[0]).__name__} as a row; yield dicts"
+            " that map feature names to arrays"
         )
     added = {elastic_data.EXAMPLE_ID} | ({elastic_data.MASK} if finite else set())
     if clashing := added & examples[0].keys():
         raise errors.DataError(
-            f"the examples of make_shard have features named {sorted(clashing)}, which"
-            " batches add themselves; rename them in make_shard"
+            f"make_shard yields features named {sorted(clashing)}, but batches add"
+            " features with these names; rename yours in make_shard"
         )
     features = examples[0].keys()
     if all(example.keys() == features for example in examples):
@@ -281,9 +281,9 @@ def _stacked(examples: list[Any], *, finite: bool) -> Rows:
         shapes = {np.shape(e[name]) if name in e else None for e in examples}
         if len(shapes) > 1:
             raise errors.DataError(
-                f"the rows of a batch have a feature {name!r} of different shapes,"
+                f"the feature {name!r} has different shapes in the rows of a batch,"
                 f" {', '.join(sorted(map(str, shapes)))} (None: missing); pad or pack"
-                " them to one shape in make_shard"
+                " all rows to the same shape in make_shard"
             )
     return {name: _stack([e[name] for e in examples]) for name in features}
 
@@ -295,7 +295,7 @@ def _stack(leaves: list[Any]) -> np.ndarray:
 
 
 def array_of(leaf: Any) -> np.ndarray:
-    """A row's feature; bytes and text stay objects: NumPy would drop trailing NULs."""
+    """A row's feature. Bytes and text stay objects: NumPy would drop trailing NULs."""
     array = np.asarray(leaf)
     return np.array(leaf, object) if array.dtype.kind in "SU" else array
 
@@ -343,8 +343,8 @@ def to_json(state: Any) -> Any:
             return {"array()": [state.dtype.str, list(state.shape), content]}
     raise errors.DataError(
         f"get_state of an iterator in make_shard returns a {type(state).__name__},"
-        f" {state!r:.60}, which cannot be saved; return dicts, lists, tuples, numbers,"
-        " text, bytes and NumPy arrays"
+        f" {state!r:.60}, which cannot be saved; return only dicts, lists, tuples,"
+        " numbers, strings, bytes and NumPy arrays"
     )
 
 

@@ -83,10 +83,10 @@ class Elements(grain.DatasetIterator[T]):
 
 
 def take(iterator: grain.DatasetIterator[T], num_elements: int) -> list[T]:
-    """The next elements of any iterator; fewer only at the end.
+    """The next `num_elements` elements of any iterator; fewer only at the end.
 
-    After an error, the iterator may be past some of them: restore its earlier state
-    before you call this again.
+    After an error, the iterator may be past some of these elements, so restore its
+    earlier state before you call this again.
     """
     if not isinstance(iterator, Elements):
         return list(itertools.islice(iterator, num_elements))
@@ -116,13 +116,13 @@ class CheckedShards:
         if not isinstance(made, grain.IterDataset):
             raise errors.ConfigError(
                 f"make_shard({shard}) returned a {type(made).__name__}, not a"
-                " grain.IterDataset; end a MapDataset with .to_iter_dataset()"
+                " grain.IterDataset; convert a MapDataset with .to_iter_dataset()"
             )
         for step in datasets(made):
             if isinstance(step, Step) and step.shard not in (None, shard):
                 raise errors.ConfigError(
-                    f"make_shard({shard}) contains {step}; pass the argument of"
-                    " make_shard as its shard="
+                    f"make_shard({shard}) contains {step}, which reads a different"
+                    " shard; pass make_shard's argument to it as shard="
                 )
         return made
 
@@ -155,7 +155,7 @@ def unsliced(first: Any, last: Any) -> list[str]:
 
 
 def are_alike(one: Any, other: Any, *, seeds: bool = True) -> bool:
-    """Whether two datasets are surely equal, ignoring parents and optionally seeds."""
+    """Whether datasets are certainly equal, ignoring parents and, optionally, seeds."""
     if type(one) is not type(other):
         return False
     settings, others = (
@@ -184,7 +184,7 @@ def step_descriptions(made: Any) -> list[dict[str, storage.Json]]:
 
 
 def description(made: Any) -> dict[str, storage.Json]:
-    """A step's name and settings, plus its parents' steps if it has several parents."""
+    """A step's name and settings, and its parents' steps if it has multiple parents."""
     step: dict[str, storage.Json] = {STEP: type(made).__name__}
     if isinstance(made, Step):
         return step | made.settings()

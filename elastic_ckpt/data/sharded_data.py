@@ -34,16 +34,16 @@ _Reader = shard_rows.ShardRows | worker.Workers
 
 @runtime_checkable
 class Configured(Protocol):
-    """A `make_shard` made from a configuration."""
+    """A `make_shard` built from a configuration."""
 
     def __call__(self, shard: int) -> grain.IterDataset:
         """The pipeline of a shard."""
 
     def dealt(self, dealing: str) -> Configured:
-        """The same with a different `records.DEALING` of records to shards."""
+        """The same `make_shard` with a different way to deal records to shards."""
 
     def identity(self) -> dict[str, storage.Json]:
-        """The settings that determine the order of rows, by configuration key."""
+        """The settings, by configuration key, that determine the order of rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class ShardedData:
     def __post_init__(self) -> None:
         if self.num_shards < 1:
             raise errors.ConfigError(
-                f"num_shards={self.num_shards}: use at least 1 logical shard"
+                f"num_shards={self.num_shards} is invalid; use at least 1 logical shard"
             )
 
     def identity(self) -> dict[str, storage.Json]:
@@ -88,7 +88,7 @@ class ShardedData:
         return settings | {"pipeline": self.pipeline}
 
     def dealt(self, dealing: str) -> ShardedData:
-        """This data with a different dealing of records to shards, if supported."""
+        """This data with a different way to deal records to shards, if supported."""
         if not isinstance(self.make_shard, Configured):
             return self
         made = self.make_shard.dealt(dealing)
@@ -110,9 +110,9 @@ def sharded(
 ) -> ShardedData:
     """Elastic data of S logical shards, each with its own Grain pipeline.
 
-    Rows are taken from the shards round-robin, whatever the number of hosts; when it
-    changes, shards move between hosts. A shard may filter, tokenize, shuffle and pack
-    in any way.
+    Rows are taken from the shards round-robin, regardless of the number of hosts. When
+    that number changes, shards move between hosts. A shard may filter, tokenize,
+    shuffle and pack in any way.
 
         def make_shard(shard):
             records = ec.data.Records(
@@ -127,22 +127,23 @@ def sharded(
     compared; `pipeline` identifies them.
 
     Args:
-      make_shard: builds a shard's pipeline from the shard number: a `grain.IterDataset`
-        of dicts of arrays with the same shapes everywhere. It must be a pure function,
-        picklable by cloudpickle. Batches have an additional feature, `example_id`,
-        uint32 `[B, 2]`: the number of rows before this row in the run. Examples must
-        not use this name.
+      make_shard: a pure function, picklable by cloudpickle, that takes the shard number
+        and builds the shard's pipeline: a `grain.IterDataset` of dicts of arrays with
+        the same shapes in every example. Batches have an additional feature,
+        `example_id`, uint32 `[B, 2]`: the number of rows before this row in the run.
+        Examples must not use this name.
       num_shards: S, fixed for the whole run; only needed if the pipeline does not begin
         with `ec.data.Records`.
-      pipeline: a name and version, JSON, of the steps in `make_shard` that are not from
-        `ec.data`; required if there are any. Change it when the examples change.
+      pipeline: a name and version, as JSON, for the steps in `make_shard` that are not
+        from `ec.data`; required if there are any. Change it when the examples change.
       end: how the data ends, an `ec.data.End` or its name. Finite data has the feature
-        `mask`, bool `[B]`, false for padding rows.
-      num_workers: worker processes on each host that run its shards. 0 runs the shards
-        in the host's own process, as does the default, which also warns if they keep a
-        thread that reads ahead busy for more than 5 % of the time. The state does not
-        depend on the number of workers.
-      per_worker_batches: batches that each worker process prepares in advance.
+        `mask`, bool `[B]`, which is false for padding rows.
+      num_workers: the number of worker processes that run shards on each host. 0 runs
+        the shards in the host's own process. The default does, too, but warns if the
+        shards keep a read-ahead thread busy for more than 5 % of the time. The state
+        does not depend on the number of workers.
+      per_worker_batches: the number of batches that each worker process prepares in
+        advance.
 
     Raises:
       ConfigError: if S is missing or inconsistent, if `make_shard` reads a shard other
@@ -157,8 +158,8 @@ def sharded(
     given = {each for each in numbers if each is not None}
     if len(given) != 1:
         raise errors.ConfigError(
-            f"sharded: num_shards has the values {sorted(given)}; set it once, in the"
-            " ec.data.Records of make_shard or, without Records, in sharded"
+            f"sharded: num_shards must have one value, but has {sorted(given)}; set it"
+            " once, in make_shard's ec.data.Records or, without Records, in sharded"
         )
     code = [
         step
@@ -167,8 +168,8 @@ def sharded(
     ]
     if code and pipeline in ("", None):
         raise errors.ConfigError(
-            "sharded: make_shard has steps that cannot be compared with a saved state,"
-            f' {", ".join(map(shard_steps.shown, code))}; pass pipeline="a name,'
+            "sharded: make_shard has steps that cannot be compared with a saved state"
+            f' ({", ".join(map(shard_steps.shown, code))}); pass pipeline="a name,'
             ' version 1", and change it when the examples change'
         )
     (number,) = given
@@ -184,9 +185,9 @@ def sharded(
     if repeated and number > 1:
         raise errors.ConfigError(
             f"sharded: each of the {number} shards would read all of"
-            f" {', '.join(repeated)}, and batches would repeat every example"
-            f" {number} times; let each shard read its own part in make_shard, such as"
-            f" source[shard::{number}]"
+            f" {', '.join(repeated)}, so batches would repeat every example"
+            f" {number} times; in make_shard, read only the shard's own part, for"
+            f" example source[shard::{number}]"
         )
     return data
 
@@ -212,7 +213,7 @@ class _HostBatches:
             batch = shard_rows.with_ids(loaded.rows, ids)
             after = rows.after(history, size), {**self._cursors, **loaded.cursors}
         except BaseException:  # Ctrl-C too
-            # Part of the batch was already taken: the next call rereads all of it.
+            # Part of the batch was already taken, so the next call rereads all of it.
             self.close()
             raise
         self._history, self._cursors = after

@@ -16,7 +16,7 @@ from elastic_ckpt.core import checked_json, errors, storage
 from elastic_ckpt.data import local_batches, state
 
 if TYPE_CHECKING:
-    # It imports torch.
+    # This module imports torch.
     from elastic_ckpt.data import torch_loader
 
 _POSITION = "position"
@@ -65,22 +65,22 @@ class ShardedState:
 
         Raises:
           DataError: if an entry is missing, was altered, or is from a different step;
-            and as `LocalBatches.set_state`.
+            see also `LocalBatches.set_state`.
         """
         entries = {name: _unsealed(name, each) for name, each in state_dict.items()}
         if _POSITION not in entries:
             raise errors.DataError(
                 f"the state has no entry {_POSITION!r}, only {sorted(entries)[:5]};"
-                " load what a ShardedState saved"
+                " load a state that a ShardedState saved"
             )
         fields = entries.pop(_POSITION)
         by_shard = {}
         for name, entry in entries.items():
             if entry["position"] != fields["position"]:
                 raise errors.DataError(
-                    f"the entry {name!r} of the data state has position"
-                    f" {entry['position']}, the others {fields['position']}; load all"
-                    " entries from the same checkpoint"
+                    f"the entry {name!r} of the data state is at position"
+                    f" {entry['position']}, but the others are at"
+                    f" {fields['position']}; load all entries from the same checkpoint"
                 )
             by_shard[str(int(name.removeprefix("shard_")))] = entry["cursor"]
         self._rows.load_state_dict(

@@ -1,4 +1,4 @@
-"""Stages: data whose mixture, row length or batch size changes at steps of the run.
+"""Stages: data whose mixture, row length or batch size changes at given steps.
 
 A stage begins at a training step. Iterators count steps, roll the count back with the
 run, and save it with the data state.
@@ -59,7 +59,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class StagedData:
-    """Elastic data of several stages; `staged` creates it.
+    """Elastic data with stages; `staged` creates it.
 
     Attributes:
       stages: all stages, ordered by the step at which they begin.
@@ -122,7 +122,7 @@ class StagedData:
 
 
 def staged(stages: Sequence[Stage]) -> StagedData:
-    """A curriculum: data that changes at steps of the run.
+    """A curriculum: data that changes at given steps of the run.
 
         data = ec.data.staged(
             [
@@ -131,8 +131,8 @@ def staged(stages: Sequence[Stage]) -> StagedData:
             ]
         )
 
-    Each dataset continues across stages where it was. Documents still buffered when a
-    stage begins are repacked and come first. When you resume, stages that have begun
+    When a stage begins, each dataset continues where it was, and documents that are
+    still buffered are repacked and come first. When you resume, stages that have begun
     may change only weights and datasets; later stages may change freely.
 
     Args:
@@ -146,7 +146,7 @@ def staged(stages: Sequence[Stage]) -> StagedData:
     """
     stages = tuple(stages)
     if not stages:
-        raise errors.ConfigError("staged: no stages; pass at least one")
+        raise errors.ConfigError("staged: the list of stages is empty; pass at least 1")
     for stage in stages:
         if not isinstance(stage.data, sharded_data.ShardedData):
             raise errors.ConfigError(
@@ -157,18 +157,18 @@ def staged(stages: Sequence[Stage]) -> StagedData:
     begins = [stage.begin for stage in stages]
     if begins[0] != 0 or sorted(set(begins)) != begins:
         raise errors.ConfigError(
-            f"staged: stages begin at steps {begins}; begin the first at 0, and each"
-            " later one at a higher step"
+            f"staged: stages begin at steps {begins}; the first stage must begin at"
+            " step 0, and each later stage at a higher step"
         )
     sizes = [stage.global_batch_size for stage in stages]
     if any(size is not None and size < 1 for size in sizes):
         raise errors.ConfigError(
             f"staged: stages have global_batch_size {sizes}; set each to 1 or more, or"
-            " None to keep the size"
+            " to None to keep the previous size"
         )
     for what, values in (
         ("numbers of logical shards", {s.data.num_shards for s in stages}),
-        ("ways to end", {s.data.end.value for s in stages}),
+        ("values of end", {s.data.end.value for s in stages}),
     ):
         if len(values) > 1:
             raise errors.ConfigError(
@@ -186,7 +186,7 @@ def staged(stages: Sequence[Stage]) -> StagedData:
 
 
 def of(data: elastic_data.ElasticData) -> StagedData | None:
-    """Returns `data` if it has stages, otherwise None."""
+    """Returns `data` if it has stages, or else None."""
     return data if isinstance(data, StagedData) else None
 
 
@@ -322,7 +322,7 @@ class Course:
         """The course of a run that repeats the steps since `to` with new rows.
 
         Args:
-          to: the state; None for the beginning.
+          to: the saved state to roll back to; None for the beginning.
         """
         first = Course.first(self.data, self.base_size).progress
         gone = self.with_progress(first if to is None else self._progress_of(to))
@@ -332,7 +332,7 @@ class Course:
     def _progress_of(self, saved: state.DataState) -> state.Progress | None:
         if not self.stages or saved.progress is not None:
             return saved.progress
-        # A state without stages does not record its step, unless that is the first.
+        # A state without stages does not record its step, but the first step is known.
         return state.Progress(step=None if saved.row else 0, begun=1)
 
 
@@ -354,32 +354,32 @@ def _check_fits(stage: Stage, before: Sequence[Stage]) -> None:
     changed = state.dataset_changes(identities, [now])
     if changed:
         raise errors.ConfigError(
-            f"{where} names its datasets differently ({'; '.join(changed)}); use the"
-            " same name for the same files in all stages, and different files different"
-            " names"
+            f"{where} names its datasets differently ({'; '.join(changed)}); in all"
+            " stages, use the same name for the same files, and different names for"
+            " different files"
         )
     changed = state.pipeline_changes(*map(_fixed, (identities[0], now)))
     if changed:
         raise errors.ConfigError(
-            f"{where} makes documents differently from the first"
-            f" ({'; '.join(changed)}); stages may change datasets, weights, lengths,"
-            " packing and batch sizes"
+            f"{where} creates documents differently from the first stage"
+            f" ({'; '.join(changed)}); stages may change only datasets, weights,"
+            " lengths, packing and batch sizes"
         )
     first, steps = (_split(each.data.make_shard(0)) for each in (before[0], stage))
     for _, rows_on in (first, steps):
         if not all(map(shard_steps.holds_nothing, rows_on[1:])):
             raise errors.ConfigError(
                 f"{where} or the first stage has steps after ec.data.lm.Rows that may"
-                " buffer rows; use only functions of single rows"
+                " buffer rows; there, use only functions that process one row at a time"
             )
     is_same = len(first[0]) == len(steps[0]) and all(
         map(_same_step, first[0], steps[0])
     )
     if bool(first[1]) != bool(steps[1]) or not is_same:
         raise errors.ConfigError(
-            f"{where} reads different records from the first, or has different steps"
-            " before its rows; mix records with ec.data.Mixture in every stage, with"
-            " weights from 0, and make rows with ec.data.lm.Rows"
+            f"{where} reads different records than the first stage, or has different"
+            " steps before its rows; in every stage, mix the same records with"
+            " ec.data.Mixture (weights may be 0), and make rows with ec.data.lm.Rows"
         )
 
 
@@ -480,9 +480,9 @@ class _StagedRowsIterator(grain.DatasetIterator):
             stage, state = state[_STAGE], state[_OF]
         if stage >= len(self._staged.make_shards):
             raise errors.DataError(
-                f"a logical shard is in stage {stage} of a run, but the data has only"
-                f" {len(self._staged.make_shards)} stages; declare all stages that have"
-                " begun"
+                f"a logical shard is in stage {stage}, counted from 0, but the data has"
+                f" only {len(self._staged.make_shards)} stages; declare all stages that"
+                " have begun"
             )
         self._made, self._stage = self._own, self._staged.stage
         if stage != self._stage and _rows_of(self._own) is not None:

@@ -4,9 +4,9 @@
 `DataState`. The cursors of logical shards are in separate files; see `data.cursors`.
 
 When a run resumes, the number of hosts and the batch size may differ. `pipeline`, the
-result of `ElasticData.identity`, must be equal, except that a mixture (`datasets`, by
-name) may have different weights and gain or lose datasets. A name means the same
-dataset throughout a run.
+result of `ElasticData.identity`, must be the same, except that a mixture (`datasets`,
+keyed by name) may have different weights and gain or lose datasets. A name refers to
+the same dataset throughout a run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from elastic_ckpt.data import cursors, rows
 FILE_NAME = "data_state.json"
 VERSION = 1
 
-# Fields of `pipeline`. A mixture's datasets, by name:
+# Fields of `pipeline`. A mixture's datasets, keyed by name:
 DATASETS = "datasets"
 # The number of epochs; 0 repeats endlessly.
 NUM_EPOCH = "num_epoch"
@@ -48,7 +48,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run with stages has come.
+    """How far a run with stages has progressed.
 
     Attributes:
       step: the training step of the next batch; None if unknown.
@@ -66,11 +66,11 @@ class DataState:
     Attributes:
       engine: the engine's name.
       position: the position, equal on all hosts: `{"global_next_index": 960}`, or the
-        sizes and numbers of the batches so far, `{"batches": [[96, 8], [48, 4]]}`.
-      pipeline: the identity of the pipeline, by configuration key.
+        sizes and counts of the batches so far, `{"batches": [[96, 8], [48, 4]]}`.
+      pipeline: the pipeline's identity, a dict from configuration key to value.
       left_out: the ranges before `position` that were not trained on, because the run
-        rolled back and continued after them: starts and stops, ascending.
-      progress: the progress of data with stages; otherwise None.
+        rolled back and continued after them: starts and stops, in ascending order.
+      progress: the progress of data with stages; None without stages.
     """
 
     engine: str
@@ -107,14 +107,14 @@ def read(directory: epath.PathLike) -> DataState:
     """Reads and checks the state in `directory`.
 
     Raises:
-      DataError: as `checked_json.read`.
+      DataError: see `checked_json.read`.
     """
     path = epath.Path(directory) / FILE_NAME
     return of_fields(checked_json.read(path, what="data state", version=VERSION))
 
 
 def of_fields(fields: Mapping[str, Any]) -> DataState:
-    """The state from the fields of its file."""
+    """Creates a state from the fields of its file."""
     progress = fields.get("progress")
     return DataState(
         engine=fields["engine"],
@@ -150,7 +150,7 @@ def check_same_pipeline(
 
     `pipeline_changes` defines which parts may differ.
     """
-    # Data without stages has one.
+    # Data without stages has one stage.
     progress = saved.progress or Progress(step=None, begun=1)
     changed = pipeline_changes(
         {"engine": saved.engine, **saved.pipeline},
@@ -165,14 +165,14 @@ def check_unchanged(changed: Sequence[str]) -> None:
     if changed:
         grown = any(change.endswith(" is new") for change in changed)
         route = (
-            "; to add files to a run, keep the old ones as a dataset of the same name,"
-            " and make the new ones a second dataset (a grain_train_mixture_config_path"
-            " gives names)"
+            "; to add files to a run, keep the old files as a dataset with the same"
+            " name, and add the new files as a second dataset (set the names with"
+            " grain_train_mixture_config_path)"
         )
         raise errors.DataError(
             "the data state was saved by a different pipeline ("
             + "; ".join(changed)
-            + "); change it back, or start a new run"
+            + "); change the pipeline back, or start a new run"
             + route * grown
         )
 
@@ -195,7 +195,7 @@ def pipeline_changes(
     changed = late_stages(begins[1], step=step or 0, begun=begun)
     if begins[0] != begins[1][:begun]:
         changed = [
-            f"{STAGES}: already begun at steps {begins[0]}, now {begins[1][:begun]}"
+            f"{STAGES}: began at steps {begins[0]}, now begin at {begins[1][:begun]}"
         ]
     stages = stages_of(before)[:begun], stages_of(now)
     for number, (old, new) in enumerate(zip(*stages, strict=False)):
@@ -205,7 +205,7 @@ def pipeline_changes(
 
 
 def stages_of(pipeline: Pipeline) -> list[dict[str, Any]]:
-    """The description of each stage; data without stages has one."""
+    """The description of each stage; data without stages has one stage."""
     apart = (STAGES, BEGINS)
     shared = {key: value for key, value in pipeline.items() if key not in apart}
     return [shared | stage for stage in pipeline.get(STAGES, [{}])]
@@ -222,7 +222,7 @@ def late_stages(begins: Sequence[int], *, step: int, begun: int) -> list[str]:
     if not late:
         return []
     return [
-        f"{STAGES}: the run is at step {step}, but stages that begin at {late} are new"
+        f"{STAGES}: the run is at step {step}, but new stages begin earlier, at {late}"
     ]
 
 
@@ -251,8 +251,8 @@ def dataset_changes(before: Iterable[Pipeline], now: Iterable[Pipeline]) -> list
         if named:
             changed.append(
                 f"{DATASETS}: {named[0]} is now named {name}, with the same files and"
-                " steps; restore its old name (a grain_train_mixture_config_path gives"
-                " names)"
+                " steps; restore its old name (set the names with"
+                " grain_train_mixture_config_path)"
             )
         else:
             changed += changes.get(name, [])
@@ -260,7 +260,7 @@ def dataset_changes(before: Iterable[Pipeline], now: Iterable[Pipeline]) -> list
 
 
 def _datasets(description: Pipeline, outer: str = "") -> Iterator[tuple[str, Any]]:
-    # The datasets in a description, by name: `outer/inner` in a nested mixture.
+    # The datasets in a description, keyed by name: `outer/inner` in a nested mixture.
     for part in (description, *description.get(STEPS, ())):
         for name, entry in part.get(DATASETS, {}).items():
             yield f"{outer}{name}", entry
@@ -296,7 +296,7 @@ def _changes(prefix: str, before: Pipeline, now: Pipeline) -> list[str]:
 
 
 def _settings(description: Pipeline) -> Iterator[tuple[str, Any]]:
-    # The settings by name; a step's settings have its name as a prefix: `Rows.length`.
+    # The settings by name. A step's settings are prefixed by its name: `Rows.length`.
     for key, value in description.items():
         if key == STEPS:
             names = [step["name"] for step in value]
@@ -339,7 +339,7 @@ def _file_changes(before: list[Any], now: list[Any]) -> list[str]:
         changes = ["the files are in a different order"]
     elif not changes:
         changes = [
-            f"{one[0]} had {one[1]} bytes and {one[2]} records, now {two[1]} and"
+            f"{one[0]} had {one[1]} bytes and {one[2]} records, now has {two[1]} and"
             f" {two[2]}, with different content"
             for one, two in zip(before, now, strict=True)
             if any(map(operator.ne, one, two))

@@ -30,9 +30,9 @@ def narrowed(values: Any, *, place: str) -> np.ndarray:
     is_integer = not numbers.size or np.issubdtype(numbers.dtype, np.integer)
     if numbers.ndim != 1 or not is_integer:
         raise errors.DataError(
-            f"{place} has {numbers.dtype}{list(numbers.shape)}, not a list of tokens;"
-            " use a tokenizer if it is text (tokenize_train_data=true in a"
-            " configuration)"
+            f"{place} contains {numbers.dtype}{list(numbers.shape)}, not a list of"
+            " tokens; if it contains text, use a tokenizer (tokenize_train_data=true in"
+            " a configuration)"
         )
     narrow = numbers.astype(np.int32, copy=False)
     if narrow is not numbers and (is_wrong := narrow != numbers).any():
@@ -61,8 +61,8 @@ def in_column(element: dict[str, Any], column: str) -> Any:
     """
     if column not in element:
         raise errors.DataError(
-            f"a record has no column {column!r}, only {sorted(element)}; choose one of"
-            " these (train_data_columns in a configuration)"
+            f"a record has no column {column!r}; its columns are {sorted(element)}, so"
+            " choose one of these (train_data_columns in a configuration)"
         )
     return element[column]
 

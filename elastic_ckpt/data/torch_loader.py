@@ -48,7 +48,7 @@ class TorchLoader(stateful_dataloader.StatefulDataLoader):
         return super().__iter__()
 
     def state_dict(self) -> local_batches.StateDict:
-        """The state after the last delivered batch, however far ahead workers are.
+        """The state after the last delivered batch, even if workers are far ahead.
 
         With `snapshot_every_n_steps`, this rereads the batches since the last snapshot.
         """
@@ -76,7 +76,7 @@ class TorchLoader(stateful_dataloader.StatefulDataLoader):
         A running iteration does not move; start a new one.
 
         Raises:
-          DataError: as `LocalBatches.set_state`.
+          DataError: see `LocalBatches.set_state`.
         """
         self._batches.set_state(state_dict)
         # The next iteration starts new workers.

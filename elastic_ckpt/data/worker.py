@@ -1,4 +1,4 @@
-"""Worker processes: each runs some of a host's shards and sends their rows by a pipe.
+"""Worker processes: each runs some of a host's shards and sends rows over a pipe.
 
 A process receives its task, pickled by cloudpickle, on its standard input and never
 imports the program's main module, so a script needs no `if __name__ == "__main__":`.
@@ -33,7 +33,7 @@ import numpy as np
 from elastic_ckpt.core import errors
 
 if TYPE_CHECKING:
-    # The import takes seconds, and a worker must notice its host's death even then.
+    # The import takes seconds, and a worker must notice its host's death during it.
     from elastic_ckpt.data import shard_rows
 
 # A larger pipe than the default wakes the reader less often.
@@ -46,7 +46,7 @@ class Workers:
     Args:
       task: the shards and rows to read.
       num_workers: n.
-      num_ahead: batches that each worker prepares in advance.
+      num_ahead: the number of batches that each worker prepares in advance.
 
     Raises:
       ConfigError: if the task cannot be sent to another process.
@@ -127,8 +127,8 @@ class _Worker:
         return errors.DataError(
             f"{self._name} (process {self._process.pid}) stopped with {how}; its"
             " standard error may show the cause. The kernel sends SIGKILL when memory"
-            " runs out: use fewer workers, smaller batches or shuffle buffers, or a"
-            " host with more memory"
+            " runs out; in that case, use fewer workers, smaller batches or shuffle"
+            " buffers, or a host with more memory"
         )
 
     def close(self) -> None:
@@ -146,7 +146,8 @@ def _pickled(task: shard_rows.Task) -> bytes:
             "make_shard cannot be sent to worker processes:"
             f" {type(error).__name__}: {error}; create objects that cannot be pickled,"
             " such as open files, locks and devices, only when make_shard is called, or"
-            " read in the host's own process (num_workers=0, grain_worker_count=0)"
+            " run shards in the host's own process (num_workers=0, or"
+            " grain_worker_count=0 in a configuration)"
         ) from error
 
 
@@ -156,11 +157,11 @@ def _program() -> str:
 
 
 def main() -> None:
-    """Runs the task from standard input and sends its batches until that closes."""
+    """Runs the task from standard input, sending batches until that input closes."""
     # The host stops its workers itself when it is interrupted or terminated.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # So that a pipeline cannot start processes that nobody would stop.
+    # So that a pipeline cannot start processes, which nobody would stop.
     process.current_process()._config["daemon"] = True  # type: ignore[attr-defined]
     # User code must neither read what the host sends nor print into the pipe.
     given, pipe = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -201,7 +202,9 @@ def _content(loaded: Any, error: BaseException | None) -> bytes:
     except Exception as failure:  # a user's objects may raise anything
         what = error or failure
         failed = errors.DataError(
-            f"a pipeline yields or raises something that cannot be pickled: {what!r}"
+            f"a pipeline yielded or raised an object that cannot be pickled: {what!r};"
+            " use only objects that can be pickled, or run shards in the host's own"
+            " process (num_workers=0, or grain_worker_count=0 in a configuration)"
         )
         failed.add_note("".join(traceback.format_exception(what)))
         return cloudpickle.dumps((None, failed))

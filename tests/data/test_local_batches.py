@@ -203,7 +203,7 @@ def test_a_state_of_a_users_iterator_comes_back_as_it_was():
         (lambda own: [own, None], "rank 1 is not a state of LocalBatches"),
         (lambda own: own | {"version": 2}, "version 2, but this program reads"),
         (lambda own: own | {"at_end": True}, "rank 0 was altered"),
-        (lambda own: [own, of_part(0, 1, 0)], r"rank 1 has position .*at the same"),
+        (lambda own: [own, of_part(0, 1, 0)], r"rank 1 is at position .*at the same"),
         (lambda _: [of_part(0, 4, 1)], r"lacks logical shards \[3, 4.*as a list"),
         (
             lambda _: world(sharded("plain"))[0].state_dict(),
@@ -335,7 +335,7 @@ def test_entries_that_do_not_belong_together_are_refused():
     missing = {name: each for name, each in saved.items() if name != "shard_00007"}
     altered = saved["shard_00003"].replace('"cursor": {', '"cursor": {"a": 1, ')
     for wrong, problem in (
-        (saved | {"shard_00003": another}, "'shard_00003' of the data state has pos"),
+        (saved | {"shard_00003": another}, "'shard_00003' of the data state is at p"),
         (missing, r"lacks logical shards \[7\]"),
         ({"shard_00003": another}, "has no entry 'position'"),
         (saved | {"shard_00003": altered}, "'shard_00003'.*digest differs"),

@@ -83,5 +83,5 @@ def test_a_host_runs_the_shards_of_all_sizes_that_may_come():
 
 def test_as_many_shards_are_suggested_as_every_number_of_hosts_divides():
     assert rows.suggest_num_shards([2, 3, 4], [24]) == 12
-    with pytest.raises(errors.ConfigError, match=r"\[4, 6\] divides a batch of 9"):
+    with pytest.raises(errors.ConfigError, match=r"\[4, 6\] divides the batch size 9"):
         rows.suggest_num_shards([4, 6], [12, 9])

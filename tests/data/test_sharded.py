@@ -46,7 +46,7 @@ def test_the_error_of_a_shard_reaches_the_caller_whoever_reads(
     for _ in range(3):
         assert world.next() == one.next()
     error = errors.DataError if ends else ValueError
-    message = r"7 has ended; repeat.*end=\"padded\"" if ends else "43 is wrong"
+    message = r"7 has ended, but .*end=\"padded\"" if ends else "43 is wrong"
     # What is read of the batch does not change the state, as often as it is tried.
     for _ in range(2):
         assert world.save() == one.save()
@@ -89,7 +89,7 @@ def test_a_shard_that_cannot_come_to_its_row_is_refused(cursor, row):
         state = shard_rows.iterator(five, None, 3).get_state()
         cursor = cursor | {"state": shard_rows.to_json(state)}
         assert next(shard_rows.iterator(five, cursor, 4)) == 4
-    with pytest.raises(errors.DataError, match=rf"to row {row} of the position; make"):
+    with pytest.raises(errors.DataError, match=rf"to row {row}, where the data state"):
         shard_rows.iterator(five, cursor, row)
 
 

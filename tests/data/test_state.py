@@ -129,7 +129,7 @@ RENAMED = "web is now named internet, with the same files and steps; restore"
         (
             BOTH,
             mixed(web=source(["a", 11, 1, "x"], weight=0.5)),
-            "files: a had 10 bytes and 1 records, now 11 and 1, with different content",
+            "files: a had 10 bytes and 1 records, now has 11 and 1, with different",
         ),
         (BOTH, mixed(web=WEB | {"format": "text"}), 'saved "parquet", now "text"'),
         (BOTH, mixed(web=LATER), "f is new; datasets.web.files: and 4 more changes"),

@@ -327,7 +327,7 @@ def test_code_of_the_users_after_the_tokens_is_refused(parts):
         lambda shard: base(shard).map(lambda row: row), num_shards=12, pipeline="mapped"
     )
     run = Run().attempt(data, [12] * 2)
-    with pytest.raises(errors.DataError, match=r"your step .* works on tokens"):
+    with pytest.raises(errors.DataError, match=r"your step .* processes tokens"):
         asked(run.provenance(), 1)
 
 

@@ -137,7 +137,7 @@ def test_a_dataset_goes_once_none_of_its_documents_is_held(files, tmp_path):
     both, one, alone = world(2, web=1, code=1), world(2, web=1, code=0), world(1, web=1)
     both.batch()
     both.write(tmp_path / "both")
-    with refused("code was removed, but some of its ex", errors.DataError):
+    with refused("code was removed, but incomplete rows", errors.DataError):
         alone.read(tmp_path / "both")
     one.read(tmp_path / "both")
     for _ in range(40):
