@@ -293,7 +293,7 @@ class RunAudit:
       attempts: the step log.
 
     Raises:
-      RunError: if there is no run.
+      RunError: if there is no run in `directory`.
       ConfigError: if `data` is missing or contradicts the data in the step log.
       DataError: if the run has trained nothing or its data cannot be read.
     """
@@ -403,7 +403,7 @@ def missing_checkpoint(
     newest = f"the newest is {saved}" if saved else "there is none"
     return (
         f"checkpoint {due} was due in storage, but {newest}: losing the hosts would"
-        " lose the run; look for `degraded` in its events"
+        " lose the run; look for `degraded` in the run's events"
     )
 
 

@@ -71,9 +71,9 @@ def tiers(
     if bool(minutes) == bool(steps):
         raise errors.ConfigError(
             "set either multi_tier_checkpointing_backup_interval_minutes or"
-            " multi_tier_checkpointing_backup_interval_steps, not"
-            f" {'both' if minutes else 'neither'}; the one that you set is the interval"
-            " between backups to persistent storage"
+            " multi_tier_checkpointing_backup_interval_steps as the interval between"
+            f" backups to persistent storage; {'both are' if minutes else 'neither is'}"
+            " set now"
         )
     return [
         Local(
@@ -131,7 +131,7 @@ def num_bytes(section: schema.TiersSection, key: str) -> int:
     match = _QUANTITY.fullmatch(quantity)
     if not match:
         raise errors.ConfigError(
-            f"{key}={quantity!r} is not an amount of memory; use, for example, 64Gi"
+            f"{key}={quantity!r} is not an amount of memory; use a value such as 64Gi"
         )
     return int(match[1]) * _UNITS[match[2] or ""]
 

@@ -69,7 +69,7 @@ def settings(
         key, equals, text = override.partition("=")
         place = f"command line, {override!r}"
         if not equals:
-            raise errors.ConfigError(f"{place}: an override has the form key=value")
+            raise errors.ConfigError(f"{place}: use the form key=value")
         try:
             value = yaml.safe_load(text) if text else ""
         except yaml.YAMLError:

@@ -329,7 +329,9 @@ class RunDirectory:
         if why is not None:
             metrics.CHECKPOINT_FAILURES.record(1)
             advice = storage_cause.advice(why) or "restore access to the storage"
-            why = f"the step log cannot be written and is retried: {why}; {advice}"
+            why = (
+                f"the step log cannot be written, so each step retries: {why}; {advice}"
+            )
             storage_cause.report(self._journal, "persistent", self._done or 0, why)
 
     def _show(self, event: dict[str, Any]) -> None:

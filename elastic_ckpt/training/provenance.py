@@ -7,7 +7,7 @@ or from the last saved data state before these rows, shows which documents are i
 rows. Which shard reads a record, and when, is a pure function of numbers, so a search
 reads one shard per epoch.
 
-The text of positional data is not read: each row is one record, whose number follows
+The text of positional data is not read: each row is one record, whose index follows
 from the order of the data.
 """
 
@@ -216,7 +216,7 @@ class Provenance:
     def step(self, step: int) -> Iterator[UsedBatch]:
         """The batches of a step, with their documents.
 
-        A step that was retrained on different rows has several batches.
+        A step that was retrained on different rows has more than one batch.
 
         Raises:
           DataError: if no attempt trained the step or its rows cannot be followed.

@@ -185,7 +185,7 @@ class CheckpointSection:
     best_checkpoint_metric: str = key(
         "eval_loss",
         "Metric that ranks steps. eval_loss is the mean loss of an evaluation;"
-        " programs that follow the run can record others.",
+        " processes that follow the run can record others.",
     )
     best_checkpoint_mode: str = key(
         "min",

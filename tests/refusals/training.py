@@ -125,9 +125,7 @@ REFUSALS = {
     "unknown key on the command line": override(
         "host=2", "command line, 'host=2': unknown key 'host'; .*'hosts'"
     ),
-    "override without a value": override(
-        "steps", "'steps': an override has the form key=value"
-    ),
+    "override without a value": override("steps", "'steps': use the form key=value"),
     "text for a whole number": setting(
         "steps: soon", "steps must be a whole number, not 'soon'"
     ),
@@ -157,11 +155,11 @@ REFUSALS = {
         "local_checkpoint_period=0; set both", local_checkpoint_period=0
     ),
     "no backup interval": tiers(
-        "set either .*_minutes or .*_steps, not neither",
+        "set either .*_minutes or .*_steps as .*; neither is set",
         multi_tier_checkpointing_backup_interval_minutes=0.0,
     ),
     "two backup intervals": tiers(
-        "set either .*_minutes or .*_steps, not both", **{BACKUP_STEPS: 5}
+        "set either .*_minutes or .*_steps as .*; both are", **{BACKUP_STEPS: 5}
     ),
     "best step without an evaluation": local(
         "save_best_checkpoint=true and .*=0 have no effect with eval_interval=0",

@@ -256,7 +256,7 @@ def test_every_step_is_durable_when_its_save_is_announced(recording, monkeypatch
             run.emit("save_started", step=7)
         name, why = recording.values("why")[-2]
         assert name == "degraded"
-        assert "the step log cannot be written and is retried" in why
+        assert "the step log cannot be written, so each step retries" in why
         run.emit("save_started", step=7)
         assert len(recording.records()) == 7
     assert recording.values("step")[-1] == ("run_stopped", 7)
