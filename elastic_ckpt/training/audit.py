@@ -49,7 +49,7 @@ class Audit:
 
     Attributes:
       num_steps: steps in the run's lineage.
-      num_examples: rows of these steps, without padding.
+      num_examples: rows of these steps, excluding padding.
       num_epochs: passes over the data, including a partial last pass; None if examples
         are not records.
       num_lost: rows before the last step that no step used and the run did not skip.
@@ -133,7 +133,7 @@ def one_host_run(
     """Reads a run's rows again, on one host.
 
     Yields:
-      Each batch; the ids of its rows that no earlier batch has, without padding; and
+      Each batch; the ids of its rows that no earlier batch has, excluding padding; and
       the digest of these rows.
     """
     made_by, opened = None, None
@@ -184,7 +184,7 @@ def audit(
 
     Args:
       attempts: the step log.
-      data_of: returns the data of a step.
+      data_of: a function that returns the data of a step.
       num_saved_steps: the step of the run's newest checkpoint; if the log stops before
         this step, the log has lost its last steps.
       missing_checkpoint: see `Audit`.

@@ -70,7 +70,7 @@ def steps_of(directory: str) -> str:
 
 
 def read_config(directory: str) -> schema.Config:
-    """The configuration with which the run in `directory` was last started.
+    """The configuration with which the run in `directory` was last launched.
 
     Raises:
       RunError: if there is no run in `directory`.
@@ -84,7 +84,7 @@ class Journal:
     """An `Emit` that passes events on and logs all except steps (see the step log).
 
     Args:
-      emit: shows the events.
+      emit: called with each event.
       directory: the run directory.
       steps: the directory of the run's steps, where its worlds are claimed.
       claim: the last world claimed before this launch; 0 if there is none or no other
@@ -120,7 +120,7 @@ class Journal:
             threading.Thread(target=self._sync_late, daemon=True).start()
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
-        """Shows and logs an event; from any thread."""
+        """Shows and logs an event; any thread may call this method."""
         with self._lock:
             self._emit(name, **fields)
             self._has_begun = True
@@ -191,7 +191,7 @@ def kept(
 
     Args:
       directory: the run directory.
-      emit: shows the events.
+      emit: called with each event.
       steps: the directory of the run's steps, where its worlds are claimed; by default
         the one in `directory`.
       first_step: the number under which the run's first step is saved.
@@ -271,7 +271,7 @@ def _newest_step(directory: str) -> int:
 def listening_on_machine(
     config: schema.Config, *, host: int | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """`listening` in one of multiple processes on a machine, each with its own port.
+    """`listening` for one of a machine's processes, each with its own port.
 
     All machines use the same ports, because a machine's hosts have consecutive indices.
     `host` is the host's index in its world, or None for the supervisor, whose port
@@ -291,7 +291,7 @@ def listening_on_machine(
 def listening(
     directory: str, section: schema.MetricsSection, *, name: str | None = None
 ) -> Iterator[None]:
-    """Runs the listeners of this process's metrics while the block runs.
+    """Exports this process's metrics during the block, as configured.
 
     By default, files are named after this host.
 

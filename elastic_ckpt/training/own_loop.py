@@ -159,7 +159,7 @@ class RunDirectory:
         _gradient_norm: jax.Array | None = None,
         _rows: tuple[jax.Array, jax.Array] | None = None,
     ) -> None:
-        """Logs one step; every process must call it, before it saves the step.
+        """Logs one step; every process must call this method before it saves the step.
 
         This method waits only for the previous step to be computed: a thread writes a
         step's record while the next step runs.
@@ -220,7 +220,7 @@ class RunDirectory:
         tokens: int | jax.Array | None = None,
         learning_rate: float | jax.Array | None = None,
     ) -> None:
-        """Adds values that were not known before to the last logged step; see `log`."""
+        """Adds newly known values to the last logged step; see `log`."""
         if self._event is not None and self._event["step"] == step:
             more = {"loss": loss, "tokens": tokens, "learning_rate": learning_rate}
             self._event |= {k: v for k, v in more.items() if v is not None}

@@ -4,8 +4,8 @@ The step log places each batch in the stream of rows, including rows that the ru
 skipped. The sizes of earlier batches determine the logical shard of each row
 (`data.rows`). Executing the shard's pipeline again (`data.provenance`), from the start
 or from the last saved data state before these rows, shows which documents are in the
-rows. Which shard reads a record, and when, is a pure function of numbers, so a search
-reads one shard per epoch.
+rows. Which shard reads a record, and when, can be computed without reading data, so
+a search reads only one shard per epoch.
 
 The text of positional data is not read: each row is one record, whose index follows
 from the order of the data.
@@ -134,7 +134,7 @@ class Provenance:
 
     Args:
       attempts: the step log.
-      data_of: returns the data of a step; see `audit`.
+      data_of: a function that returns the data of a step; see `audit`.
       saved: the data states in storage.
       first_step: the step number of the run's first step; the log starts at 0.
 

@@ -83,13 +83,14 @@ class Trainer:
       run: the run directory, which logs the steps and records the end.
       batches: global batches, initially with the batch size of step 0.
       sizes: the batch size of each step.
-      saver: saves and restores; None trains without checkpoints.
+      saver: the object that saves and restores steps; None trains without
+        checkpoints.
       start_step: the number of steps already done; 0 for a new run.
       first_due: the first step that is saved.
       evaluated: finite batches to evaluate; None disables evaluation.
-      validation: compares replicas of the state; None disables comparison.
-      callbacks: called for each step and evaluation.
-      parts: closes the batches.
+      validation: the schedule of replica comparisons; None disables them.
+      callbacks: the callbacks for each step and evaluation.
+      parts: an exit stack that closes the batches.
     """
 
     config: schema.Config
@@ -120,7 +121,7 @@ class Trainer:
     def restore(self) -> model.TrainState:
         """Restores the state after `start_step` steps, sharded over the mesh.
 
-        If that step turns out to be unreadable, restores the one before it. A new run
+        If that step turns out to be unreadable, restores the previous one. A new run
         begins with the weights of `init_from` or with random weights.
 
         Raises:
@@ -469,7 +470,7 @@ def assembled(config: schema.Config, world: World) -> Trainer:
     Raises:
       ConfigError: if parts, devices or the number of steps are incompatible.
       DataError: if the data cannot be read.
-      RunError: if another run uses the RAM disk, or hosts cannot be reached.
+      RunError: if another run uses the RAM disk or hosts cannot be reached.
     """
     data, mesh, place = config.data, world.mesh, world.topology
     called = callbacks.configured(config, emit=world.emit)
@@ -629,7 +630,7 @@ def alone(
 def initial_weights(
     section: schema.ModelSection, params: Any, emit: events.Emit
 ) -> Any:
-    """The weights of a new run, from a checkpoint in any format: the key `init_from`.
+    """The weights of a new run, from the checkpoint `init_from` in any format.
 
     Each host reads the data its devices need. A step saved by a run of the same model
     needs no layout; any other checkpoint does. The result has the shapes, dtypes and
