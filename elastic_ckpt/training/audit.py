@@ -1,11 +1,11 @@
 """Compares the batches of a run with the batches of the same run on one host.
 
 For each step, the log has the data rows in its batch and a digest of these rows. Sorted
-by rows, the batches show which rows no step used and which several steps used. The
-one-host run executes the same pipeline again, with the same batch sizes. Its batches
-must have the same digests: the same examples with the same tokens in the same rows. The
-audit does not report data that the pipeline itself drops (filters, truncation, rows of
-an incomplete batch), because it is missing in both runs.
+by rows, the batches show which rows no step used and which rows more than one step
+used. The one-host run executes the same pipeline again, with the same batch sizes. Its
+batches must have the same digests: the same examples with the same tokens in the same
+rows. The audit does not report data that the pipeline itself drops (filters,
+truncation, rows of an incomplete batch), because it is missing in both runs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from elastic_ckpt.inspect import run_files
 from elastic_ckpt.training import step_log
 from elastic_ckpt.training.step_log import Attempt, Record
 
-# Returns the data of a step, in its stage; equal for steps with the same data.
+# Returns a step's data, in its stage; equal for steps with the same data.
 DataOf: TypeAlias = Callable[[Record], elastic_data.ElasticData]
 _NO_DIGEST = "00" * 16
 
@@ -49,7 +49,7 @@ class Audit:
 
     Attributes:
       num_steps: steps in the run's lineage.
-      num_examples: rows of these steps, without padding.
+      num_examples: rows of these steps, excluding padding.
       num_epochs: passes over the data, including a partial last pass; None if examples
         are not records.
       num_lost: rows before the last step that no step used and the run did not skip.
@@ -57,7 +57,7 @@ class Audit:
       num_identical_steps: steps with the same batch as in the one-host run.
       num_redone_steps: steps that were retrained after a crash or rollback.
       num_left_out: rows that the run skipped after rollbacks.
-      hosts: the number of hosts of each attempt.
+      hosts: the number of hosts in each attempt.
       first_difference: a description of the first step that differs; empty if none
         does.
       missing_checkpoint: a description of a checkpoint that was due but is not in
@@ -133,7 +133,7 @@ def one_host_run(
     """Reads a run's rows again, on one host.
 
     Yields:
-      Each batch; the ids of its rows that no earlier batch has, without padding; and
+      Each batch; the ids of its rows that no earlier batch has, excluding padding; and
       the digest of these rows.
     """
     made_by, opened = None, None
@@ -184,13 +184,14 @@ def audit(
 
     Args:
       attempts: the step log.
-      data_of: returns the data of a step.
-      num_saved_steps: the run's newest checkpoint; if the log stops before this step,
-        the last steps of the log were lost.
+      data_of: a function that returns the data of a step.
+      num_saved_steps: the step of the run's newest checkpoint; if the log stops before
+        this step, the log has lost its last steps.
       missing_checkpoint: see `Audit`.
       num_attempts: the minimum number of attempts that the run has begun.
       newest_world: the newest claimed world that has saved a step; 0 if none has.
-      first_step: the number of a run's first step in descriptions; the log starts at 0.
+      first_step: the step number of the run's first step in descriptions; the log
+        starts at 0.
     """
     # The last attempt also lists the rows that earlier attempts skipped.
     left_out = attempts[-1].left_out
@@ -273,12 +274,12 @@ def _lost_file(
     problems = [f"attempt {number} is missing" for number in sorted(absent)]
     if newest_world > world:
         problems.append(
-            f"world {newest_world} saved steps, but the newest attempt is of world"
-            f" {world}"
+            f"world {newest_world} saved steps, but the newest attempt belongs to"
+            f" world {world}"
         )
     if not problems:
         return ""
-    return f"the step log is incomplete: {problems[0]}; restore its files from a copy"
+    return f"the step log is incomplete: {problems[0]}; restore it from a good copy"
 
 
 class RunAudit:
@@ -292,7 +293,7 @@ class RunAudit:
       attempts: the step log.
 
     Raises:
-      RunError: if there is no run.
+      RunError: if there is no run in `directory`.
       ConfigError: if `data` is missing or contradicts the data in the step log.
       DataError: if the run has trained nothing or its data cannot be read.
     """
@@ -303,12 +304,12 @@ class RunAudit:
         self.attempts = step_log.read(directory)
         if self.record.data is None and data is None:
             raise errors.ConfigError(
-                f"{directory} was recorded by your own training loop, whose data is"
-                " defined in its program; specify it with --data MODULE:NAME"
+                f"{directory} was recorded by your own training loop, which defines the"
+                " data in its code; specify the data with --data MODULE:NAME"
             )
         if data is not None and self.record.data is not None:
             raise errors.ConfigError(
-                f"--data: the data of {directory} is in its configuration; omit --data"
+                f"the configuration of {directory} defines its data; omit --data"
             )
         self._own = None if data is None else _named(data)
         # Cached, because attempts with the same settings share their data.
@@ -382,9 +383,9 @@ def missing_checkpoint(
     an upload may have been in progress.
 
     Args:
-      period: steps between two checkpoints in storage; None if checkpoints depend only
+      period: steps between checkpoints in storage; None if checkpoints depend only
         on time.
-      at_end: whether the last step is saved, too.
+      at_end: whether the last step is also saved.
       finished: whether the run has finished.
       num_steps: the number of trained steps, including those before the run.
       saved: the newest step in storage; 0 if there is none.
@@ -402,7 +403,7 @@ def missing_checkpoint(
     newest = f"the newest is {saved}" if saved else "there is none"
     return (
         f"checkpoint {due} was due in storage, but {newest}: losing the hosts would"
-        " lose the run; look for `degraded` in its events"
+        " lose the run; look for `degraded` in the run's events"
     )
 
 
@@ -416,9 +417,9 @@ def _named(name: str) -> elastic_data.ElasticData:
         data = data() if callable(data) else data
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise errors.ConfigError(
-            f"--data {name}: {error}; write MODULE:NAME, where MODULE can be imported"
-            " here, and NAME is the data that was passed to ec.batches, or a function"
-            " without arguments that returns it"
+            f"--data {name}: {error}; use MODULE:NAME, where MODULE can be imported"
+            " here and NAME is the data that was passed to ec.batches or a function"
+            " that takes no arguments and returns that data"
         ) from error
     finally:
         if own in sys.path:

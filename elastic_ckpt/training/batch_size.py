@@ -1,4 +1,4 @@
-"""The number of rows in each batch, and whether a world can divide it."""
+"""The number of rows in each batch, and whether a world can split it evenly."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def schedule(data: data_keys.DataKeys, world: topology.Topology) -> Schedule:
     the initial to the final size, and each uses an equal share of the ramp's rows.
 
     Raises:
-      ConfigError: if a batch cannot be divided among the devices, a ramp does not reach
-        its final size, or hosts would read logical shards more often than
+      ConfigError: if a batch cannot be split evenly among the devices, a ramp does not
+        reach its final size, or hosts would read logical shards more often than
         `max_shard_reads`.
     """
     if data.enable_rampup_batch_size:
@@ -48,18 +48,19 @@ def _check_shard_reads(
         reads = rows.shard_reads(num_shards, rows.in_order(hosts, size))
         if reads > data.max_shard_reads:
             raise errors.ConfigError(
-                f"{hosts} hosts with batches of {size} rows would read each of"
-                f" num_logical_shards={num_shards} {reads:.3g} times: choose"
+                f"with num_logical_shards={num_shards} and batches of {size} rows,"
+                f" {hosts} hosts would read each shard {reads:.3g} times; choose"
                 f" num_logical_shards={hosts * max(1, round(num_shards / hosts))},"
-                f" a different multiple of {hosts} or a different batch size; in a run"
-                " that has begun, use a number of hosts that divides its shards, or"
-                " raise max_shard_reads"
+                f" a different multiple of {hosts} or a different batch size. If the"
+                " run has begun, use a number of hosts that divides its number of"
+                " shards, or raise max_shard_reads"
             )
     if data.enable_rampup_batch_size and num_shards % hosts:
         raise errors.ConfigError(
-            f"enable_rampup_batch_size=true: {hosts} hosts do not divide"
-            f" num_logical_shards={num_shards}, so shards would move between hosts when"
-            " the batch grows; choose a multiple of the hosts"
+            f"enable_rampup_batch_size=true: the number of hosts, {hosts}, does not"
+            f" divide num_logical_shards={num_shards}, so shards would move between"
+            " hosts when the batch grows; set num_logical_shards to a multiple of the"
+            " number of hosts"
         )
 
 
@@ -67,7 +68,7 @@ def _ramp(data: data_keys.DataKeys, world: topology.Topology) -> list[tuple[int,
     if data.data_stages:
         raise errors.ConfigError(
             "enable_rampup_batch_size=true does not work with data_stages; set the"
-            " batch sizes in the stages of the data"
+            " batch size of each data stage instead"
         )
     start, step = data.per_device_batch_size_start, data.per_device_batch_size_increment
     distance = data.per_device_batch_size - start
@@ -75,8 +76,8 @@ def _ramp(data: data_keys.DataKeys, world: topology.Topology) -> list[tuple[int,
         raise errors.ConfigError(
             f"a ramp from per_device_batch_size_start={start} by"
             f" per_device_batch_size_increment={step} does not reach"
-            f" per_device_batch_size={data.per_device_batch_size}; choose them so that"
-            " it does, and set global_batch_size=0"
+            f" per_device_batch_size={data.per_device_batch_size}; choose values with"
+            " which it does, and set global_batch_size=0"
         )
     num_increments = round(distance / step)
     begin, stages = 0, []
@@ -92,7 +93,7 @@ def global_batch_size(data: data_keys.DataKeys, world: topology.Topology) -> int
     """The number of rows in a global batch on `world`.
 
     Raises:
-      ConfigError: if the batch cannot be divided among the devices.
+      ConfigError: if the batch cannot be split evenly among the devices.
     """
     size = data.global_batch_size
     if not size:
@@ -102,7 +103,7 @@ def global_batch_size(data: data_keys.DataKeys, world: topology.Topology) -> int
             raise errors.ConfigError(
                 f"per_device_batch_size={data.per_device_batch_size} on"
                 f" {world.devices} devices makes a global batch of {exact:g} rows;"
-                " choose a value that makes this a whole number"
+                " choose a value that makes it a whole number of rows, at least 1"
             )
     if size % world.devices:
         raise errors.ConfigError(

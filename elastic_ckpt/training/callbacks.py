@@ -1,15 +1,16 @@
 """Callbacks of the training loop, whose state is saved with each step.
 
-A callback receives the numbers of each step and evaluation and may return a `Finding`:
-then the run continues, stops, or rolls back. Each saved step contains every callback's
-state under the callback's name; it can be restored on any number of hosts.
+A callback receives the metrics of each step and evaluation and may return a `Finding`,
+which makes the run continue, stop, or roll back. Each saved step contains
+every callback's state under the callback's name; the states can be restored on any
+number of hosts.
 
-Every host calls the same callbacks with the same numbers. They must be deterministic,
-so that all hosts decide alike. The loop reads the numbers of a step while the devices
-compute the next one, so callbacks do not delay it.
+Every host calls the same callbacks with the same metrics. They must be deterministic,
+so that all hosts reach the same decision. The loop reads a step's metrics while the
+devices compute the next step, so callbacks do not delay it.
 
 A `Detector` is a callback that finds divergence: its rule judges each step by the
-numbers so far, and it acts once enough consecutive steps are bad. Rules use exponential
+metrics so far, and it acts once enough consecutive steps are bad. Rules use exponential
 averages, with the weight `smoothing` for the past and Adam's bias correction (Kingma
 and Ba, https://arxiv.org/abs/1412.6980, section 3). A non-finite value is bad for every
 rule and is not averaged.
@@ -39,7 +40,7 @@ _PAST_NORMS = 0.99
 
 
 class Action(enum.Enum):
-    """What a run does about a finding; of two actions, the later one below wins.
+    """What a run does about a finding; of two actions, the one listed later wins.
 
     WARN: continues. ROLLBACK: returns to a good step and skips the data read since.
     STOP: saves and stops; after a divergence, the last good step stays the newest.
@@ -57,12 +58,12 @@ class Action(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """The numbers of a step, the same on all hosts.
+    """The metrics of a step, the same on all hosts.
 
     Attributes:
       loss: the loss of the global batch, before the update.
       gradient_norm: the norm of all gradients, before clipping.
-      tokens: the number of targets in the global batch, without padding.
+      tokens: the number of targets in the global batch, excluding padding.
     """
 
     loss: float
@@ -77,7 +78,7 @@ class Finding:
 
     Attributes:
       action: what the run does about it.
-      why: the reason, human-readable, as the end of a sentence.
+      why: the human-readable reason, phrased as the end of a sentence.
       since: the first bad step, counted from 1. Saved steps are good if they are at
         least two steps older: a step's loss belongs to the state before the step.
       is_divergence: whether the states from `since` on are bad. If so, a run that stops
@@ -100,7 +101,7 @@ def good_step(saved: Sequence[int], *, since: int, margin: int = 0) -> int | Non
     Args:
       saved: the complete steps.
       since: the first bad step, counted from 1.
-      margin: how many further steps to exclude before `since`.
+      margin: the number of additional steps to exclude before `since`.
     """
     good = [step for step in saved if step <= since - 2 - margin]
     return max(good, default=None)
@@ -129,7 +130,7 @@ def step_to_go_back_to(
       before: the number of earlier rollbacks.
       began_at: the step at which the run began, or the target of the last rollback.
       most: the maximum number of rollbacks.
-      margin: how many steps to exclude before a divergence.
+      margin: the number of additional steps to exclude before a divergence.
       first_due: the first step that the run saves; 0 if the run cannot return to
         step 0.
 
@@ -138,7 +139,7 @@ def step_to_go_back_to(
     """
     if before >= most:
         raise errors.DivergedError(
-            f"{finding.why}, and the run has rolled back {before} times"
+            f"{finding.why}, and the run has already rolled back {before} times"
             f" (divergence_max_rollbacks={most}); find the cause, or raise the limit"
         )
     step = good_step(saved, since=finding.since, margin=margin)
@@ -149,9 +150,9 @@ def step_to_go_back_to(
         step = 0
     if step is None:
         raise errors.DivergedError(
-            f"{finding.why}, and no earlier step is left to return to; the"
-            f" complete steps are {list(saved) or 'none'}. Keep more steps, or older"
-            " ones, or save more often"
+            f"{finding.why}, and there is no earlier good step to return to (complete"
+            f" steps: {list(saved) or 'none'}); keep more steps or older ones, or save"
+            " more often"
         )
     return step
 
@@ -161,11 +162,11 @@ class Callback(Protocol):
     """A callback; a run may have any number, each under its own name."""
 
     def after_step(self, step: int, report: Report) -> Finding | None:
-        """Receives the numbers of a step while the next one is computed.
+        """Receives the metrics of a step while the next one is computed.
 
         Args:
           step: the number of steps that are done, including this one.
-          report: the numbers of the step.
+          report: the metrics of the step.
         """
 
     def after_evaluation(self, step: int, loss: float) -> Finding | None:
@@ -182,14 +183,14 @@ class Callbacks:
     """The callbacks of a run, in order; `ec.components.Component` saves their states.
 
     Args:
-      callbacks: the callbacks by name.
+      callbacks: the callbacks, keyed by name.
       emit: called for each finding.
 
     Attributes:
       decision: the strongest finding for the first step that requires the run to act;
         None if there is none. Later findings are ignored.
       decided_step: the step that `decision` is about.
-      rollbacks: how often the run has rolled back.
+      rollbacks: the number of times that the run has rolled back.
     """
 
     def __init__(
@@ -202,9 +203,9 @@ class Callbacks:
         for name, callback in self._callbacks.items():
             if isinstance(callback, type) or not isinstance(callback, Callback):
                 raise errors.ConfigError(
-                    f"the callback {name!r}, a {type(callback).__name__}, does not"
-                    " have the methods after_step, after_evaluation, get_state and"
-                    " set_state; see elastic_ckpt.training.callbacks.Callback"
+                    f"the callback {name!r} is a {type(callback).__name__}, which lacks"
+                    " some of the methods after_step, after_evaluation, get_state and"
+                    " set_state; follow elastic_ckpt.training.callbacks.Callback"
                 )
         self._emit = emit
         self.decided_step = self.rollbacks = 0
@@ -233,11 +234,11 @@ class Callbacks:
         self.distrust_until(0, lambda *_: False)
 
     def reads(self, step: int) -> bool:
-        """Whether the numbers of a step are needed."""
+        """Whether the metrics of a step are needed."""
         return bool(self._callbacks) or step <= self._distrusted_until
 
     def after_step(self, step: int, report: Report) -> None:
-        """Passes the numbers of a step to all callbacks."""
+        """Passes the metrics of a step to all callbacks."""
         if not math.isfinite(report.loss):
             why = f"the loss is {report.loss}"
             self._decide(step, Finding(action=Action.DISTRUST, why=why, since=step))
@@ -275,7 +276,7 @@ class Callbacks:
                 callback.set_state(value)
             except (KeyError, TypeError, ValueError) as error:
                 raise errors.CheckpointError(
-                    f"the callback {name!r} cannot continue from its saved state"
+                    f"the callback {name!r} cannot restore its saved state"
                     f" {str(value)[:200]} ({error!r}); to start without a state, rename"
                     " the callback"
                 ) from error
@@ -320,7 +321,7 @@ class Callbacks:
 
 # A rule's state; empty before the first step.
 State: TypeAlias = dict[str, Any]
-# Updates the state with the numbers of a step; returns why the step is bad, or "".
+# Updates the state with a step's metrics; returns why the step is bad, or "".
 Rule = Callable[[State, Report], str]
 
 
@@ -364,18 +365,19 @@ def gradient_spike(
 
 
 def _averaged(state: State, value: float, smoothing: float) -> float:
-    # Adds a value to the average in `state`, and returns the average.
+    # Adds a value to the average in `state` and returns the new average.
     state["sum"] = smoothing * state.get("sum", 0.0) + (1 - smoothing) * value
     state["count"] = state.get("count", 0) + 1
     return state["sum"] / (1 - smoothing ** state["count"])
 
 
 class Detector:
-    """Acts when a rule finds consecutive bad steps; a `Callback`.
+    """A `Callback` that acts when a rule finds consecutive bad steps.
 
     Args:
-      rule: judges the steps.
+      rule: the function that judges each step.
       action: what the run does after every `patience` consecutive bad steps.
+      patience: the number of consecutive bad steps that trigger the action.
     """
 
     def __init__(self, rule: Rule, *, action: Action, patience: int = 1) -> None:
@@ -429,8 +431,8 @@ def configured(
     is_saved = config.checkpoint.enable_checkpointing
     if section.divergence_action == "rollback" and not is_saved:
         raise errors.ConfigError(
-            "divergence_action=rollback with enable_checkpointing=false: there would"
-            " be no step to return to; set divergence_action=stop or"
+            "divergence_action=rollback with enable_checkpointing=false: the run would"
+            " have no saved step to return to; set divergence_action=stop or"
             " enable_checkpointing=true"
         )
     if name := section.training_callbacks:
@@ -438,14 +440,14 @@ def configured(
             make = pkgutil.resolve_name(name)
         except (ImportError, AttributeError, ValueError) as error:
             raise errors.ConfigError(
-                f"training_callbacks={name!r} cannot be imported ({error}); write"
-                " module:function, with the module on PYTHONPATH on every host"
+                f"training_callbacks={name!r} cannot be imported ({error}); use"
+                " module:function, and put the module on PYTHONPATH on every host"
             ) from error
         own = make(config)
         if not isinstance(own, Mapping):
             raise errors.ConfigError(
-                f"training_callbacks={name!r} returned a {type(own).__name__}; return a"
-                " dict of callbacks by name"
+                f"training_callbacks={name!r} returned a {type(own).__name__}; it must"
+                " return a dict of callbacks by name"
             )
     return Callbacks({**detectors(section), **own}, emit=emit)
 

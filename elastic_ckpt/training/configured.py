@@ -1,4 +1,4 @@
-"""Turns a configuration into the plain values that the libraries take.
+"""Turns a configuration into the plain values that the libraries accept.
 
 Imports JAX and Orbax only where they are used, so that the fork server starts fast.
 """
@@ -45,10 +45,10 @@ def tiers(
     """The local, peer and persistent tiers of a run, or only the persistent tier.
 
     `persistent` and `ram` are the run's directories in storage and on this slice's RAM
-    disk, by default in `local_checkpoint_directory`.
+    disk; `ram` defaults to a directory in `local_checkpoint_directory`.
 
     Raises:
-      ConfigError: if keys are missing or exclude each other.
+      ConfigError: if keys are missing or mutually exclusive.
     """
     section = config.tiers
     keep = _preservation(config.checkpoint)
@@ -61,19 +61,19 @@ def tiers(
     )
     if not directory or not period:
         raise errors.ConfigError(
-            "enable_multi_tier_checkpointing=true with"
+            "enable_multi_tier_checkpointing=true needs a RAM disk and a period, but"
             f" local_checkpoint_directory={directory!r} and"
-            f" local_checkpoint_period={period}: both are needed; set them, for example"
-            " to /dev/shm and 10"
+            f" local_checkpoint_period={period}; set both, for example to /dev/shm and"
+            " 10"
         )
     minutes = section.multi_tier_checkpointing_backup_interval_minutes
     steps = section.multi_tier_checkpointing_backup_interval_steps
     if bool(minutes) == bool(steps):
         raise errors.ConfigError(
             "set either multi_tier_checkpointing_backup_interval_minutes or"
-            " multi_tier_checkpointing_backup_interval_steps, not"
-            f" {'both' if minutes else 'neither'}: it is the interval between backups"
-            " to persistent storage"
+            " multi_tier_checkpointing_backup_interval_steps as the interval between"
+            f" backups to persistent storage; {'both are' if minutes else 'neither is'}"
+            " set now"
         )
     return [
         Local(
@@ -131,7 +131,7 @@ def num_bytes(section: schema.TiersSection, key: str) -> int:
     match = _QUANTITY.fullmatch(quantity)
     if not match:
         raise errors.ConfigError(
-            f"{key}={quantity!r} is not an amount of memory; write 64Gi or 512Mi"
+            f"{key}={quantity!r} is not an amount of memory; use a value such as 64Gi"
         )
     return int(match[1]) * _UNITS[match[2] or ""]
 
@@ -142,7 +142,7 @@ def validation(
     *,
     preserve: Callable[[int], int | None] = lambda _: None,
 ) -> validation_schedule.ValidationSchedule | None:
-    """The configured comparison of replicas; None if there is none."""
+    """The configured comparison of replicas; None if it is disabled."""
     if section.replica_validation == "none":
         return None
     return validation_schedule.ValidationSchedule(
@@ -179,13 +179,13 @@ def peers(section: schema.TiersSection) -> Peers:
     """The peer tier.
 
     Raises:
-      ConfigError: if keys are missing or exclude each other.
+      ConfigError: if keys are missing or mutually exclusive.
     """
     given = [section.peer_tls_certificate, section.peer_tls_key, section.peer_tls_ca]
     if any(given) and not all(given):
         raise errors.ConfigError(
-            f"peer_tls_certificate, peer_tls_key and peer_tls_ca are {given}: only some"
-            " of them are set; set all three, or none of them to send data unencrypted"
+            f"peer_tls_certificate, peer_tls_key and peer_tls_ca are {given}, so only"
+            " some are set; set all three or, to send data unencrypted, none"
         )
     return Peers(
         copies=section.peer_copies,
@@ -220,11 +220,11 @@ def _listed(value: str) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Groups:
-    """The groups of hosts that are lost together; in a `Cluster` they are slices.
+    """The groups of hosts that are lost together; a `Cluster` calls them slices.
 
     Attributes:
       number: the number of groups that a run may have.
-      most: how many groups train; the others are spares.
+      most: the maximum number of groups that train; the others are spares.
       full: the topology of all groups.
     """
 
@@ -253,7 +253,7 @@ def groups(config: schema.Config, there: topology.Topology | None = None) -> Gro
         devices=world.hosts * world.devices_per_host,
     )
     is_controlled = elastic.elastic_enabled and world.enable_single_controller
-    # A host that simulates several slices is lost with all of them.
+    # A host that simulates multiple slices is lost with all of them.
     number = min(world.hosts, world.slices)
     if is_controlled or is_simulated(config):
         number = world.slices
@@ -298,7 +298,7 @@ def work(config: schema.Config, groups: Groups) -> decision.Work:
 def _objection(
     config: schema.Config, groups: Groups, number: int, rows: int
 ) -> str | None:
-    # Returns why the data cannot be divided among a number of groups.
+    # Returns why `number` groups cannot share the data; None if they can.
     del rows
     try:
         batch_size.schedule(config.data, groups.some(number))
@@ -308,7 +308,7 @@ def _objection(
 
 
 def limits(config: schema.Config) -> watch.Limits:
-    """The time limits of hosts."""
+    """The time limits for hosts."""
     section = config.elastic
     # The rest of the grace period is for reporting that the run ended.
     grace_secs = 0.9 * config.run.termination_grace_period_seconds
@@ -324,7 +324,7 @@ def limits(config: schema.Config) -> watch.Limits:
 
 
 def memory(config: schema.Config) -> host.SliceMemory | None:
-    """The RAM disks of slices; None if hosts keep no checkpoints there."""
+    """The RAM disks of slices; None if hosts do not save checkpoints to RAM."""
     section = config.tiers
     if not section.enable_multi_tier_checkpointing:
         return None
@@ -356,9 +356,9 @@ def check_checkpoints(config: schema.Config) -> None:
     section = config.checkpoint
     if config.elastic.elastic_enabled and not section.enable_checkpointing:
         raise errors.ConfigError(
-            "elastic_enabled=true with enable_checkpointing=false: a run that loses a"
-            " slice continues from a saved step and would otherwise restart at"
-            " step 0; set enable_checkpointing=true or elastic_enabled=false"
+            "elastic_enabled=true with enable_checkpointing=false: without saved steps,"
+            " a run that loses a slice would restart at step 0; set"
+            " enable_checkpointing=true or elastic_enabled=false"
         )
     kept = section.num_best_checkpoints_to_keep
     is_ranked = (
@@ -368,19 +368,19 @@ def check_checkpoints(config: schema.Config) -> None:
         raise errors.ConfigError(
             f"save_best_checkpoint={str(section.save_best_checkpoint).lower()} and"
             f" num_best_checkpoints_to_keep={kept} have no effect with eval_interval=0:"
-            " nothing is evaluated, so no step is the best; set eval_interval, or"
-            " remove them"
+            " nothing is evaluated, so there is no best step; set eval_interval,"
+            " or remove these keys"
         )
     if kept and not section.max_num_checkpoints_to_keep:
         raise errors.ConfigError(
             f"num_best_checkpoints_to_keep={kept} has no effect with"
-            " max_num_checkpoints_to_keep=0, which keeps all steps; set the latter to"
-            " the number of newest steps to keep"
+            " max_num_checkpoints_to_keep=0, which keeps all steps; set"
+            " max_num_checkpoints_to_keep to the number of newest steps to keep"
         )
 
 
 def check_keys(config: schema.Config) -> None:
-    """Raises a ConfigError for keys that `train` rejects with any hosts or files."""
+    """Raises a ConfigError for keys that `train` rejects with any hosts and files."""
     check_checkpoints(config)
     if config.checkpoint.enable_checkpointing:
         tiers(config, persistent=journal.path_of(config))
@@ -402,8 +402,8 @@ def check_slices(config: schema.Config, number: int | None = None) -> None:
             f"{number} slices: the run trains on {chosen.min_slices} to {most} slices"
             f" (elastic_min_slice_count={section.elastic_min_slice_count},"
             f" elastic_max_slice_count={section.elastic_max_slice_count},"
-            f" slices={config.world.slices}); choose a number in this range, or start"
-            " the run with other bounds"
+            f" slices={config.world.slices}); choose a number in this range, or restart"
+            " the run with different limits"
         )
     exactly = dataclasses.replace(chosen, min_slices=number, max_slices=number)
     present_secs = dict.fromkeys(range(number), math.inf)
@@ -419,8 +419,8 @@ def check_local(config: schema.Config) -> None:
     check_keys(config)
     world = config.world
     if world.hardware == "tpu" and world.hosts > 1:
-        # libtpu needs each process's place in the world before it starts and supports
-        # no topology with only some of the hosts.
+        # libtpu must know each process's place in the world at startup, and it cannot
+        # run on only some of a topology's hosts.
         raise errors.ConfigError(
             f"hosts={world.hosts} with hardware=tpu: the local launcher starts hosts"
             " only on CPUs and GPUs; start one process per host with Slurm or a"
@@ -430,8 +430,8 @@ def check_local(config: schema.Config) -> None:
     for fault in faults.parse(config.elastic.faults):
         if world.hosts == 1 and not is_elastic:
             raise errors.ConfigError(
-                "faults with hosts=1 and elastic_enabled=false: nothing supervises the"
-                " only host, so no fault would happen; set elastic_enabled=true, or"
+                "faults have no effect with hosts=1 and elastic_enabled=false, because"
+                " nothing supervises the only host; set elastic_enabled=true, or"
                 " faults=[]"
             )
         kind, number = "slices", groups(config).number
@@ -446,9 +446,9 @@ def check_local(config: schema.Config) -> None:
     if is_elastic and is_split:
         raise errors.ConfigError(
             f"elastic_enabled=true with slices={world.slices} and hosts={world.hosts}:"
-            " a slice must consist of whole hosts, which are lost with it; set hosts"
-            " to a multiple of slices, or slices=1"
+            " a slice must consist of whole hosts, because they are lost together; set"
+            " hosts to a multiple of slices, or set slices=1"
         )
     if world.hardware == "cpu" or world.hosts > 1:
-        # Otherwise JAX determines the number of devices.
+        # In other cases, JAX determines the number of devices.
         check_slices(config)

@@ -2,8 +2,8 @@
 
 The leader of a run (the supervisor, or the first host under a different launcher) holds
 the run's lock and logs the run's events and outcome in `events.jsonl`. Each event
-carries the number of the last world that this start of the run claimed (`claim`), so
-that readers can ignore events of a replaced start.
+carries the number of the last world that this launch of the run claimed (`claim`), so
+that readers can ignore events of a replaced launch.
 
 Each process writes its metrics as JSON lines and serves them as configured. The readers
 are in `inspect.run_files`.
@@ -70,11 +70,11 @@ def steps_of(directory: str) -> str:
 
 
 def read_config(directory: str) -> schema.Config:
-    """The configuration with which the run in `directory` was last started.
+    """The configuration with which the run in `directory` was last launched.
 
     Raises:
       RunError: if there is no run in `directory`.
-      ConfigError: if the configuration is not valid for this program.
+      ConfigError: if the configuration is not valid in this version of elastic_ckpt.
     """
     settings = run_files.read(directory).settings
     return load.from_values(settings, place=os.path.join(directory, run_files.RECORD))
@@ -84,10 +84,11 @@ class Journal:
     """An `Emit` that passes events on and logs all except steps (see the step log).
 
     Args:
-      emit: shows the events.
+      emit: called with each event.
+      directory: the run directory.
       steps: the directory of the run's steps, where its worlds are claimed.
-      claim: the last world claimed before this start began; 0 if there is none or no
-        other start can be alive.
+      claim: the last world claimed before this launch; 0 if there is none or no other
+        launch can be alive.
       first_step: the number under which the run's first step is saved.
 
     Attributes:
@@ -107,8 +108,8 @@ class Journal:
         self._log = jsonlog.writer(os.path.join(directory, run_files.EVENTS))
         self._is_local = storage.is_local(directory)
         self._steps, self._first_step = steps, first_step
-        # The last claimed world, and whether this start claimed it: until then, the
-        # newest world in storage may belong to this start.
+        # The last claimed world, and whether this launch claimed it: until then, the
+        # newest world in storage may belong to this launch.
         self._claim, self._has_claimed = claim, False
         self._lock = threading.Lock()
         # The steps that are done, and the step of the newest save or restore.
@@ -119,7 +120,7 @@ class Journal:
             threading.Thread(target=self._sync_late, daemon=True).start()
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
-        """Shows and logs an event; from any thread."""
+        """Shows and logs an event; any thread may call this method."""
         with self._lock:
             self._emit(name, **fields)
             self._has_begun = True
@@ -144,7 +145,7 @@ class Journal:
         if not self._log.late_bytes:
             return
         try:
-            # Unlike lines in a file, segments from two starts have no order.
+            # Unlike lines in a file, segments from two launches have no order.
             is_ours = self._is_local or not self._has_claimed
             if is_ours or not claims.is_replaced(self._steps, self._claim):
                 self._log.sync()
@@ -186,21 +187,21 @@ def kept(
     listeners: contextlib.AbstractContextManager[None] | None = None,
     is_locked: bool = True,
 ) -> Iterator[Journal]:
-    """Opens the journal of the run in `directory`, which this process owns meanwhile.
+    """Opens the journal of the run in `directory`, which the process owns in the block.
 
     Args:
       directory: the run directory.
-      emit: shows the events.
+      emit: called with each event.
       steps: the directory of the run's steps, where its worlds are claimed; by default
         the one in `directory`.
       first_step: the number under which the run's first step is saved.
-      listeners: listens to the run's metrics while the journal is open.
-      is_locked: whether to lock the run; otherwise the claims of its worlds decide
-        between processes.
+      listeners: a context manager that exports metrics while the journal is open.
+      is_locked: whether to lock the run; if not, world claims decide which process
+        may write.
 
     Raises:
-      RunError: if another live process is writing the run or the log was removed.
-      ConfigError: if this account may not write there.
+      RunError: if another live process writes to the run, or the log was removed.
+      ConfigError: if this account has no write permission there.
       CheckpointError: if the run is not locked and its claims cannot be read.
     """
     if not storage.is_local(directory):
@@ -229,7 +230,7 @@ def kept(
             journal.stopped_early()
             raise
         except Exception as error:
-            # A rejected start has emitted no event.
+            # A rejected launch has not emitted any events.
             if journal._has_begun:
                 why = str(error).partition("\n")[0] or type(error).__name__
                 journal("run_failed", step=journal._step, why=why[:_MAX_REASON])
@@ -250,7 +251,7 @@ def _check_writable(directory: str) -> None:
 
 
 def _newest_step(directory: str) -> int:
-    # The highest step that earlier starts reached, according to their metrics.
+    # The highest step that earlier launches reached, according to their metrics.
     try:
         files = run_files.read_metrics(os.path.join(directory, run_files.METRICS))
     except errors.DataError as error:
@@ -270,10 +271,10 @@ def _newest_step(directory: str) -> int:
 def listening_on_machine(
     config: schema.Config, *, host: int | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """`listening` in one of several processes on a machine, each with its own port.
+    """`listening` for one of a machine's processes, each with its own port.
 
-    All machines use the same ports, because a machine's hosts have consecutive numbers.
-    `host` is the number of the host in its world; None for the supervisor, whose port
+    All machines use the same ports, because a machine's hosts have consecutive indices.
+    `host` is the host's index in its world, or None for the supervisor, whose port
     follows the hosts' ports.
     """
     section = config.metrics
@@ -290,7 +291,7 @@ def listening_on_machine(
 def listening(
     directory: str, section: schema.MetricsSection, *, name: str | None = None
 ) -> Iterator[None]:
-    """Runs the listeners of this process's metrics while the block runs.
+    """Exports this process's metrics during the block, as configured.
 
     By default, files are named after this host.
 

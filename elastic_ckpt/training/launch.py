@@ -44,7 +44,7 @@ with epy.lazy_imports():
 
 # Trains on a host of a world.
 Train = Callable[[schema.Config, World], object]
-# Modules that the fork server imports so that hosts need not while slices change.
+# Modules that the fork server imports so that slice changes do not wait for imports.
 _HOST_IMPORTS = (
     *host.IMPORTS,
     __name__,
@@ -93,18 +93,19 @@ def on_hosts(
 
     Args:
       config: the run's configuration; its data files must exist.
-      show: called for the run's events, on the machine that leads.
-      place: this machine's place among several; None if it has all hosts.
-      train: trains on each host, picklable; by default the reference trainer.
-      program: identifies what the hosts run, apart from the configuration; must be
-        equal on all machines.
+      show: called with each event of the run, on the leading machine.
+      place: this machine's place among the machines; None if it has all hosts.
+      train: a picklable function that trains on each host; by default the reference
+        trainer.
+      program: words that identify what the hosts run, apart from the configuration;
+        must be equal on all machines.
 
     Returns:
       Whether the run or this machine was asked to stop before the last step.
 
     Raises:
-      RunError: with the first failure of a host, after all hosts have exited; or if no
-        leader can be reached.
+      RunError: if a host fails, with the first failure, after all hosts have exited;
+        or if no leader can be reached.
       StoppedError: if SIGTERM arrived and the hosts did not stop in time.
     """
     of_host = functools.partial(on_host, train)
@@ -177,8 +178,8 @@ def on_slices(config: schema.Config, show: events.Emit) -> bool:
       Whether the run was asked to stop before the last step.
 
     Raises:
-      ConfigError: if the hardware has a different number of slices or the slices cannot
-        have the configured faults.
+      ConfigError: if the hardware has a different number of slices or the slices do
+        not support the configured faults.
       RunError: see `runtime.run`.
     """
     number, directory = config.world.slices, journal.path_of(config)
@@ -235,15 +236,15 @@ def place(config: schema.Config, environment: Mapping[str, str]) -> Place:
     section, world = config.elastic, config.world
     if not section.elastic_enabled:
         raise errors.ConfigError(
-            f"elastic_machines={section.elastic_machines} needs elastic_enabled=true:"
-            " otherwise another launcher starts the hosts; set elastic_enabled=true, or"
-            " elastic_machines=1"
+            f"elastic_machines={section.elastic_machines} needs elastic_enabled=true,"
+            " because only an elastic run starts its own hosts on multiple machines;"
+            " set elastic_enabled=true or elastic_machines=1"
         )
     if world.enable_single_controller:
         raise errors.ConfigError(
             f"elastic_machines={section.elastic_machines} with"
             " enable_single_controller=true: only a run with one process per host can"
-            " have several machines with supervisors; set elastic_machines=1"
+            " have supervisors on multiple machines; set elastic_machines=1"
         )
     number = section.elastic_machine
     return processes.place(
@@ -283,8 +284,8 @@ def with_files(
             files.find_files(files.absolute(dataset.patterns))
     values = _absolute({key: vars(data)[key] for key in (_MIXTURE, *listed)})
     if data.data_stages:
-        # Stores the stages themselves, because their file may change and the next start
-        # may run elsewhere.
+        # Stores the stages themselves, because their file may change and the next
+        # attempt may run elsewhere.
         stages = []
         for begin, stage in data_keys.stages(data):
             own = {k: v for k, v in vars(stage).items() if v != vars(data)[k]}
@@ -294,7 +295,7 @@ def with_files(
 
 
 def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
-    # Makes file names among the values of data keys absolute.
+    # Makes the file names in data settings absolute.
     absolute = dict(values)
     for key, value in values.items():
         if value and key == _MIXTURE:
@@ -311,14 +312,14 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
 def _write(
     patterns: str, directory: str, file_type: str, report: Callable[[str], None]
 ) -> None:
-    # Only writes a single file that does not exist.
+    # Writes only a single file that does not exist yet.
     if set("*?[,") & set(patterns) or files.exists(patterns):
         return
     named_type = text.file_type(patterns) or file_type
     if named_type != file_type:
         raise errors.ConfigError(
             f"grain_file_type={file_type}, but text_directory would be written to"
-            f" {patterns}, which has the name of a {named_type} file; set"
+            f" {patterns}, whose name is that of a {named_type} file; set"
             f" grain_file_type={named_type} or rename the file"
         )
     written = text.write(directory, patterns, file_type=file_type)

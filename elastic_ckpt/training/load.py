@@ -1,4 +1,4 @@
-"""Reads a configuration from a YAML file, its base files and overrides; prints one.
+"""Reads a configuration from a YAML file, its base files and overrides; prints it.
 
 Reading is strict: an unknown key, a key set twice or a value of the wrong type is an
 error that gives the file and line and, for an unknown key, the nearest existing key.
@@ -19,11 +19,11 @@ from elastic_ckpt.core import errors, sections, storage
 from elastic_ckpt.core.sections import Setting, Value, render
 from elastic_ckpt.training import schema
 
-# The base file with every key's default, which need not exist.
+# The base file, which has every key's default and need not exist.
 DEFAULTS = "base.yml"
 
 _INHERIT = "base_config"
-# Prints a key with a value.
+# Renders a key and its value as lines of text.
 _Lines = Callable[[dataclasses.Field[Any], Value], list[str]]
 
 
@@ -51,12 +51,12 @@ def settings(
     *,
     bases: Sequence[str] = (),
 ) -> dict[str, Setting]:
-    """The value of each key that is set, and where: file and line, or the override.
+    """The value and origin (file and line, or override) of each key that is set.
 
     Args:
       path: as in `load`; None if there are only overrides.
       overrides: as in `load`.
-      bases: further directories with base files, such as another program's directory.
+      bases: additional directories with base files, such as a different tool's.
 
     Raises:
       ConfigError: as in `load`, except for unknown keys and invalid values, which only
@@ -69,7 +69,7 @@ def settings(
         key, equals, text = override.partition("=")
         place = f"command line, {override!r}"
         if not equals:
-            raise errors.ConfigError(f"{place}: write it as key=value")
+            raise errors.ConfigError(f"{place}: use the form key=value")
         try:
             value = yaml.safe_load(text) if text else ""
         except yaml.YAMLError:
@@ -79,7 +79,7 @@ def settings(
 
 
 def from_values(values: dict[str, Value], *, place: str) -> schema.Config:
-    """The inverse of `values`; `place` is the origin of all keys, for messages.
+    """The inverse of `values`; `place` is the origin of all keys in error messages.
 
     Raises:
       ConfigError: if a key is unknown or a value is invalid.
@@ -133,7 +133,7 @@ def _build(given: dict[str, Setting]) -> schema.Config:
 
 
 def keys() -> dict[str, dataclasses.Field[Any]]:
-    """The field of each key, in the order of definition."""
+    """The field of each key, in definition order."""
     return {
         field.name: field
         for section in vars(schema.Config()).values()
@@ -142,7 +142,7 @@ def keys() -> dict[str, dataclasses.Field[Any]]:
 
 
 def values(config: schema.Config) -> dict[str, Value]:
-    """`config` as a flat dictionary of every key."""
+    """`config` as a flat dictionary of all keys."""
     return {
         name: value
         for section in vars(config).values()

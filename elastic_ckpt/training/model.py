@@ -32,7 +32,6 @@ Gather = Callable[[Params], Params]
 
 
 def _shapes(sizes: schema.ModelSection) -> dict[str, tuple[int, ...]]:
-    # The shapes of the parameters, by name.
     layers, emb = sizes.base_num_decoder_layers, sizes.base_emb_dim
     heads, mlp = sizes.base_num_query_heads * sizes.head_dim, sizes.base_mlp_dim
     return {
@@ -52,7 +51,7 @@ def init_params(key: jax.Array, sizes: schema.ModelSection) -> Params:
     shapes = _shapes(sizes)
     norms = {name: shapes.pop(name) for name in shapes.copy() if "norm" in name}
     # One draw for all parameters compiles four times as fast as separate draws. A
-    # uniform draw rounds only in the last product, so weights have the same bits on
+    # uniform draw rounds only in the last product, so weights are bit-identical on
     # every mesh; the last bit of a normal draw depends on the compiler.
     ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
     uniform = jax.random.uniform(key, (ends[-1],), minval=-1.0, maxval=1.0)
@@ -75,7 +74,7 @@ def logits(
         `inputs_segmentation` and `inputs_position` of the same shape: a token attends
         to itself and to earlier tokens of its segment.
       head_dim: width of an attention head.
-      gather: applied to a layer's parameters before the layer.
+      gather: called with a layer's parameters before the layer is computed.
 
     Returns:
       Logits, float32 of shape `[rows, length, vocabulary]`.
@@ -102,7 +101,7 @@ def logits(
 def loss(
     params: Params, batch: elastic_data.Batch, *, head_dim: int, gather: Gather
 ) -> tuple[jax.Array, jax.Array]:
-    """The summed cross-entropy in nats and the number of targets, without padding.
+    """The summed cross-entropy in nats and the number of targets, excluding padding.
 
     Takes the arguments of `logits`; the batch also has `targets` and, if rows are
     packed, `targets_segmentation`, which is 0 for padding.
@@ -151,13 +150,14 @@ def _rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 class StepReport(NamedTuple):
-    """The outputs of a step in addition to the state; every host has all of them.
+    """What a step returns in addition to the state, replicated on every host.
 
     Attributes:
       loss: float32 scalar, the loss of the global batch before the update.
       example_id: uint32 `[B, 2]`, the ids of the rows in the batch.
-      row_digests: uint32 `[B]`, digests of the tokens of these rows.
-      tokens: int32 scalar, the number of targets in the global batch without padding.
+      row_digests: uint32 `[B]`, digests of these rows' tokens.
+      tokens: int32 scalar, the number of targets in the global batch, excluding
+        padding.
       learning_rate: float32 scalar, the learning rate of the update.
       gradient_norm: float32 scalar, the L2 norm of all gradients, before clipping.
     """
@@ -180,7 +180,7 @@ class Program:
     Attributes:
       abstract_state: shapes, dtypes and shardings of the train state.
       init: returns the initial state, sharded.
-      begin: returns the initial state with given weights, which it donates.
+      begin: builds the initial state from given weights, which are donated.
       step: `(state, batch) -> (state, StepReport)`; donates the state.
       evaluate: `(state, batch) -> (loss, targets)`: the summed loss in nats and the
         number of targets.
@@ -194,10 +194,10 @@ class Program:
 
 
 def build(config: schema.Config, mesh: Mesh, *, microbatches: int = 1) -> Program:
-    """The configured model and optimizer.
+    """Builds the functions of the configured model and optimizer.
 
-    Shards weights over the mesh axis `fsdp` and rows over `slice` and `fsdp`. A device
-    computes its rows in `microbatches` equal parts.
+    Shards weights over the mesh axis `fsdp` and rows over `slice` and `fsdp`. Each
+    device processes its rows in `microbatches` equal parts.
     """
     sizes = dataclasses.replace(config.model, vocab_size=vocab_size(config))
     optimizer, learning_rate = _optimizer(config.optimizer, config.run.steps)
@@ -245,7 +245,7 @@ def build(config: schema.Config, mesh: Mesh, *, microbatches: int = 1) -> Progra
             "step": state["step"] + 1,
         }, report
 
-    # Avoids tracing the draw in each recovery.
+    # Starting from shapes avoids tracing the random draw in each recovery.
     params = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32)
         for name, shape in _shapes(sizes).items()
@@ -272,7 +272,7 @@ def build(config: schema.Config, mesh: Mesh, *, microbatches: int = 1) -> Progra
 
 
 def vocab_size(config: schema.Config) -> int:
-    """The number of rows of the embedding."""
+    """The number of rows in the embedding."""
     return config.model.vocab_size or pipeline.vocab_size(config.data)
 
 
@@ -305,7 +305,7 @@ def _optimizer(
 def _over_slices(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
     # Sums `function(params, batch)` over slices, each with its own rows. The sum is
     # computed once per step, after the loop over layers: one collective between slices
-    # instead of one for each layer. Within a slice, the compiler shards.
+    # instead of one for each layer. Within a slice, the compiler shards the work.
     if mesh.shape[topology.SLICE_AXIS] == 1:
         return function
 
@@ -318,7 +318,7 @@ def _over_slices(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]
         in_specs=(PartitionSpec(), PartitionSpec(topology.SLICE_AXIS)),
         out_specs=PartitionSpec(),
         axis_names={topology.SLICE_AXIS},
-        # Checks would sum gradients where parameters are used, inside the loop.
+        # The check would sum gradients where parameters are used, inside the loop.
         check_vma=False,
     )
 

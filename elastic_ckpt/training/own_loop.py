@@ -39,7 +39,7 @@ from elastic_ckpt.training import journal, schema, step_log
 
 
 class RunDirectory:
-    """Records a training loop of your own for the verbs `status`, `report` and `audit`.
+    """Records your own training loop for `status`, `report` and `audit`.
 
         with (
             ec.RunDirectory("runs/mine", tiers=tiers, steps=1000) as run,
@@ -52,19 +52,19 @@ class RunDirectory:
                 run.log(step, batch, loss=loss)
                 checkpointer.save_checkpointables_async(step, {...})
 
-    Every process of the loop creates one, after `jax.distributed.initialize`. In the
-    training function of `ec.elastic.run`, create one for each world, with its
-    checkpointer:
+    Every process of the loop creates one after calling `jax.distributed.initialize`. In
+    the training function of `ec.elastic.run`, create one for each world, along with the
+    world's checkpointer:
 
         run = ec.RunDirectory("runs/mine", tiers=tiers, steps=1000, world=world)
         checkpointer = world.checkpointer(tiers, emit=run.emit)
 
     Args:
-      directory: a path or URI only for this run; created if it does not exist.
-      tiers: the tiers of the loop's checkpointer, in which `status` and `audit` look.
+      directory: the run's own path or URI; created if it does not exist.
+      tiers: the tiers of the loop's checkpointer, which `status` and `audit` search.
       steps: the number of steps in the whole run; None if unknown.
       world: the world of an elastic run, which receives the events. If the run may use
-        several machines, the claims of worlds decide between them, instead of a lock.
+        multiple machines, world claims decide which one records, instead of a lock.
       emit: called with each event, from any thread; by default `world.emit`.
 
     Raises:
@@ -81,7 +81,7 @@ class RunDirectory:
         world: World | None = None,
         emit: events.Emit | None = None,
         # For programs with a configuration: their part of the record, and listeners. In
-        # a world, the program that started the world keeps the events and metrics.
+        # a world, the process that started the world records the events and metrics.
         _record: Mapping[str, Any] | None = None,
         _metrics: schema.MetricsSection | None = None,
     ) -> None:
@@ -134,7 +134,7 @@ class RunDirectory:
     def emit(self, name: str, **fields: storage.Json) -> None:
         """Records an event; pass this method to `ec.Checkpointer(emit=)`.
 
-        The event `data_ended` means that the run has done its last step.
+        The event `data_ended` means that the run has completed its last step.
         """
         if name == "save_started":
             self._sync()
@@ -159,7 +159,7 @@ class RunDirectory:
         _gradient_norm: jax.Array | None = None,
         _rows: tuple[jax.Array, jax.Array] | None = None,
     ) -> None:
-        """Logs one step; every process must call it, before it saves the step.
+        """Logs one step; every process must call this method before it saves the step.
 
         This method waits only for the previous step to be computed: a thread writes a
         step's record while the next step runs.
@@ -167,7 +167,7 @@ class RunDirectory:
         Args:
           step: the number of steps that are done, including this one; also the number
             under which the step is saved. A number that does not follow the last one
-            means that the loop restarted there.
+            means that the loop restarted at that step.
           batch: the global batch from `ec.batches`, with `example_id`.
           loss: the loss of the step, a scalar; None if unknown.
           tokens: the number of tokens in the batch, to report tokens per second.
@@ -185,8 +185,8 @@ class RunDirectory:
             ) from None
         if step < 1:
             raise errors.ConfigError(
-                f"RunDirectory.log: step={step}; pass the number of completed steps,"
-                " including this one, from 1"
+                f"RunDirectory.log: step={step}, but the first step is 1; pass the"
+                " number of completed steps, including this one"
             )
         rows = _rows or step_log.digested(batch)
         self._catch_up()
@@ -220,7 +220,7 @@ class RunDirectory:
         tokens: int | jax.Array | None = None,
         learning_rate: float | jax.Array | None = None,
     ) -> None:
-        """Adds values that were not known before to the last logged step; see `log`."""
+        """Adds newly known values to the last logged step; see `log`."""
         if self._event is not None and self._event["step"] == step:
             more = {"loss": loss, "tokens": tokens, "learning_rate": learning_rate}
             self._event |= {k: v for k, v in more.items() if v is not None}
@@ -245,7 +245,7 @@ class RunDirectory:
     def _start(self, done: int) -> None:
         # Reports that the loop starts or restarts with the step after `done`.
         self._begin(done)
-        # The audit expects an attempt for each reported start.
+        # The audit expects an attempt for each `run_started` event.
         self._wait()
         self.emit(
             "run_started",
@@ -267,7 +267,7 @@ class RunDirectory:
 
     def _open(self, done: int, left_out: Ranges) -> None:
         self._close_log()
-        # Not earlier: a rejected start must not replace the record of the run.
+        # Not earlier: a rejected launch must not replace the record of the run.
         run_files.write(self._directory, self._record)
         self._log = step_log.StepLog(
             *(self._directory, done),
@@ -329,7 +329,9 @@ class RunDirectory:
         if why is not None:
             metrics.CHECKPOINT_FAILURES.record(1)
             advice = storage_cause.advice(why) or "restore access to the storage"
-            why = f"the step log cannot be written and is retried: {why}; {advice}"
+            why = (
+                f"the step log cannot be written, so each step retries: {why}; {advice}"
+            )
             storage_cause.report(self._journal, "persistent", self._done or 0, why)
 
     def _show(self, event: dict[str, Any]) -> None:

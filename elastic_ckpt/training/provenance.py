@@ -4,10 +4,10 @@ The step log places each batch in the stream of rows, including rows that the ru
 skipped. The sizes of earlier batches determine the logical shard of each row
 (`data.rows`). Executing the shard's pipeline again (`data.provenance`), from the start
 or from the last saved data state before these rows, shows which documents are in the
-rows. Which shard reads a record, and when, is a pure function of numbers, so a search
-reads one shard per epoch.
+rows. Which shard reads a record, and when, can be computed without reading data, so
+a search reads only one shard per epoch.
 
-The text of positional data is not read: each row is one record, whose number follows
+The text of positional data is not read: each row is one record, whose index follows
 from the order of the data.
 """
 
@@ -42,7 +42,7 @@ from elastic_ckpt.data.sources import arrayrecord
 from elastic_ckpt.training import audit, step_log
 from elastic_ckpt.training.step_log import Record
 
-# The number of rows between two checks of whether a document can still appear.
+# The number of rows between checks of whether a document can still appear.
 _CHECK_ROWS = 32
 
 # A data state in storage, and a function that reads its cursors.
@@ -63,11 +63,11 @@ class Use:
     """Tokens of a document in a row of a step.
 
     Attributes:
-      attempt: an attempt that trained the step; there may be several.
+      attempt: an attempt that trained the step; there may be more than one.
       is_current: whether the attempt's step is part of the run's lineage; False for a
         step that was retrained after a crash or rollback.
       row: the row of the global batch.
-      first_token: the index of the first token in the document.
+      first_token: the index, in the document, of the first of these tokens.
       num_tokens: the number of tokens among the row's inputs; None if unknown.
     """
 
@@ -86,7 +86,7 @@ class Found:
     Attributes:
       dataset: the dataset's name; empty if there is only one.
       file: the path or URI of the file.
-      record: the record's number in the file, from 0.
+      record: the record's index in the file, from 0.
       epoch: the epoch, from 0.
       shard: the logical shard that reads the record; None if the data has no shards.
       outcome: `used` by steps; `left_out`, skipped with other rows after a rollback;
@@ -116,7 +116,7 @@ class UsedBatch:
       is_current: whether the run's lineage contains one of these attempts.
       position: the number of rows before the batch in the stream of rows.
       rows: for each row of the global batch, the documents with tokens in the row, in
-        order; empty for a row of padding.
+        order; empty for a padding row.
     """
 
     step: int
@@ -134,9 +134,9 @@ class Provenance:
 
     Args:
       attempts: the step log.
-      data_of: returns the data of a step; see `audit`.
+      data_of: a function that returns the data of a step; see `audit`.
       saved: the data states in storage.
-      first_step: the number of a run's first step; the log starts at 0.
+      first_step: the step number of the run's first step; the log starts at 0.
 
     Raises:
       DataError: if the step log has no steps or the data is not the run's data.
@@ -160,10 +160,10 @@ class Provenance:
             self._trained[record.row].append(record)
         self._batches = [each.record for each in audit.stream(attempts, data_of)]
         self._data = [*map(data_of, self._batches)]
-        # The sizes of the batches before each.
+        # For each batch, the sizes of the earlier batches.
         sizes = (each.rows for each in self._batches[:-1])
         self._histories = [*itertools.accumulate(sizes, rows.after, initial=())]
-        # The saved states between these batches, newest first: the number of the next
+        # The saved states between these batches, newest first: the index of the next
         # batch and the shards' cursors. The last state is the start of the data.
         self._saved: list[tuple[int, elastic_data.ReadCursors]] = []
         numbers = {history: n for n, history in enumerate(self._histories)}
@@ -190,11 +190,11 @@ class Provenance:
         )
 
     def find(self, file: str, record: int) -> Iterator[Found]:
-        """What happened to a record, epoch by epoch.
+        """Finds what happened to a record in each epoch.
 
         Args:
-          file: a file of the data, by the end of its path.
-          record: the record's number in the file, from 0.
+          file: the path of a data file, or the end of its path.
+          record: the record's index in the file, from 0.
 
         Raises:
           DataError: if there is no such record or it cannot be followed.
@@ -216,7 +216,7 @@ class Provenance:
     def step(self, step: int) -> Iterator[UsedBatch]:
         """The batches of a step, with their documents.
 
-        A step that was retrained on different rows has several batches.
+        A step that was retrained on different rows has more than one batch.
 
         Raises:
           DataError: if no attempt trained the step or its rows cannot be followed.
@@ -237,13 +237,13 @@ class Provenance:
             trained = itertools.chain.from_iterable(self._trained.values())
             steps = {each.step + self._first_step for each in trained}
             why = (
-                ", but the run rolled back past it; only steps that were retrained"
-                " or skipped are followed"
+                "trained, but the run rolled back past it; only steps that were"
+                " retrained or skipped can be followed"
                 if step in steps
-                else f" by no attempt of the run; its steps are {min(steps)} to"
-                f" {max(steps)}"
+                else "not trained in any attempt; choose one of the run's steps,"
+                f" {min(steps)} to {max(steps)}"
             )
-            raise errors.DataError(f"step {step} was trained{why}")
+            raise errors.DataError(f"step {step} was {why}")
 
     def _documents(self, number: int) -> tuple[tuple[provenance.Piece, ...], ...]:
         # The documents in each row of a batch.
@@ -346,7 +346,7 @@ class Provenance:
         ]
 
     def _named(self, file: str) -> list[tuple[str, int, records.Records]]:
-        # The parts of the data with a file, and the number of the file in each.
+        # The parts of the data that have a file, and the file's index in each.
         parts: dict[str, records.Records] = {}
         for data, _ in itertools.groupby(self._data):
             # Includes stages that have not begun.
@@ -437,7 +437,7 @@ def _sharded(data: elastic_data.ElasticData) -> sharded_data.ShardedData:
 
 
 def _texts(data: positional_data.TextData) -> records.Records:
-    # The records in the order of the files.
+    # The records in file order.
     return records.Records(
         arrayrecord.ArrayRecord(files=data.files), shard=0, num_shards=1
     )
@@ -445,7 +445,7 @@ def _texts(data: positional_data.TextData) -> records.Records:
 
 def _located(files: Mapping[str, Sequence[str]], file: str) -> list[tuple[str, int]]:
     # The datasets that have a file with this path or a path that ends in it, and the
-    # number of the file in each dataset.
+    # file's index in each dataset.
     whole, end = os.path.abspath(file), "/" + file.lstrip("/")
     found = [
         (name, number, each)
@@ -456,14 +456,15 @@ def _located(files: Mapping[str, Sequence[str]], file: str) -> list[tuple[str, i
     if not found:
         names = {os.path.basename(e) for of_data in files.values() for e in of_data}
         raise errors.DataError(
-            f"{file} is not a file of the run's data, which has"
+            f"{file} is not a file of the run's data, whose files are"
             f" {errors.first_of(sorted(names))}; pass the path"
-            " of one of them, or the end of the path"
+            " of one of them, or the end of that path"
         )
     if len({name for name, _, _ in found}) < len(found):
         raise errors.ConfigError(
-            f"{file}: {len(found)} files of the data match,"
-            f" {errors.first_of(each for _, _, each in found)}; pass more of the path"
+            f"{file} matches {len(found)} files of the data:"
+            f" {errors.first_of(each for _, _, each in found)}; pass a longer part of"
+            " the path"
         )
     return [(name, number) for name, number, _ in found]
 

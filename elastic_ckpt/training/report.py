@@ -42,7 +42,7 @@ class Record:
       files: the metrics files.
       attempts: the attempts in the step log, in order.
       audit: the outcome of the audit; if there is none, the reason as a string.
-      made_secs: when the report is written, in seconds since the epoch.
+      made_secs: the time of the report, in seconds since the epoch.
     """
 
     run: str
@@ -63,7 +63,7 @@ class Record:
         return (record["time"] - self.events[0]["time"]) / 60 if self.events else 0.0
 
     def lines(self, metric: metrics.Metric) -> list[Mapping[str, Any]]:
-        """A metric's lines for the whole run, by time."""
+        """A metric's lines for the whole run, in time order."""
         lines = (
             line
             for line in itertools.chain.from_iterable(self.files.values())
@@ -73,7 +73,7 @@ class Record:
 
     @functools.cached_property
     def goodput_secs(self) -> dict[str, float]:
-        """The seconds of all starts by cause, without zeros; productive time first."""
+        """Seconds of all launches by cause, without zeros; productive time first."""
         lines = [*itertools.chain.from_iterable(self.files.values())]
         secs = {
             cause: sum(line["sum"] for line in lines if line["metric"] == metric.name)
@@ -90,10 +90,10 @@ class Record:
         return step_log.lineage(self.attempts)
 
     def losses(self, *, is_counted: bool) -> list[Point]:
-        """The known losses by step, for the steps that count or for the others.
+        """The known losses by step, for the steps that count or for retrained ones.
 
         MaxText reports a step's loss only after it has saved the step, too late for the
-        step log; the metrics have the loss.
+        step log, so these losses come from the metrics.
         """
         # If a step was retrained, its later line takes precedence.
         lines = self.lines(metrics.TRAIN_LOSS)
@@ -114,7 +114,7 @@ def collect(directory: str) -> Record:
     """Reads the records of the run in `directory`, without an audit.
 
     Raises:
-      RunError: if there is no run.
+      RunError: if there is no run in `directory`.
       DataError: if the run has trained nothing yet.
     """
     recorded, events = run_files.read(directory), run_files.read_events(directory)
@@ -132,7 +132,7 @@ def collect(directory: str) -> Record:
 
 
 def audit(directory: str) -> audit_run.Audit | str:
-    """Audits the run, which reads its data again; returns the outcome or the error."""
+    """Audits the run by reading its data again; returns the outcome or the error."""
     try:
         return audit_run.RunAudit(directory).outcome()
     except errors.ElasticCkptError as error:
@@ -143,7 +143,7 @@ def report(record: Record) -> str:
     """The page, as HTML.
 
     Raises:
-      ConfigError: if the extra `report`, which draws plots, is not installed.
+      ConfigError: if the `report` extra, which draws plots, is not installed.
     """
     return page.to_html(
         f"Run {record.run}",
@@ -248,7 +248,7 @@ def _goodput(record: Record) -> Section:
     return Section(
         title=title,
         text=f"{_goodput_percent(record)} of {total:,.0f} s trained new steps. Time"
-        " without a live process of the run does not count.",
+        " when no process of the run was alive does not count.",
         spec=page.bars(
             [
                 (
@@ -284,7 +284,7 @@ def _slices(record: Record) -> Section:
     training.append((record.minute(record.events[-1]), training[-1][1]))
     return Section(
         title=title,
-        text="The filled area is training; the gaps are starts and slice changes.",
+        text="The filled area is training; the gaps are launches and slice changes.",
         spec=page.lines(
             [Series(name="training", points=training, kind="area")],
             x="minutes since the first event",
@@ -330,7 +330,7 @@ def _loss(record: Record) -> Section:
             ),
         ],
         title="Loss",
-        text="Of the global batch, before the update." + again * bool(lost),
+        text="Loss of the global batch, before the update." + again * bool(lost),
         axes=("step", "loss"),
     )
 
@@ -343,8 +343,8 @@ def _step_time(record: Record) -> Section:
     return _of_lines(
         [Series(name="step", points=sorted(points.items()))],
         title="Step time",
-        text="From one logged step to the next, including waits for data and saves; the"
-        " first step of a world includes compiling. The axis is logarithmic.",
+        text="Time from one logged step to the next, including waits for data and"
+        " saves; a world's first step includes compilation. The axis is logarithmic.",
         axes=("step", "ms"),
         is_log=True,
     )
@@ -357,8 +357,8 @@ def _recoveries(record: Record) -> Section:
     fields = [f"{phase}_secs" for phase in goodput.PHASES]
     return Section(
         title=title,
-        text="From the failure, or the request to leave, to the first step of the next"
-        " world.",
+        text="Time from the failure, or the request to leave, to the first step of the"
+        " next world.",
         spec=page.bars(
             [
                 (f"to world {each['world']}", [each[field] for field in fields])
@@ -437,7 +437,7 @@ def _of_lines(
     axes: tuple[str, str],
     **options: Any,
 ) -> Section:
-    # A plot, and a table of its numbers.
+    # A plot and a table of its values.
     if not any(each.points for each in series):
         return Section(title=title, text="Nothing was recorded.")
     points = [(each.name, x, y) for each in series for x, y in each.points]

@@ -20,8 +20,8 @@ class RunSection:
 
     run_name: str = key(
         "",
-        "Run name: the run's files are in base_output_directory/run_name. Start again"
-        " with the same name to continue the run from its newest complete step.",
+        "Name of the run, whose files are in base_output_directory/run_name. Use the"
+        " same name again to continue the run from its newest complete step.",
     )
     base_output_directory: str = key(
         "runs",
@@ -29,12 +29,12 @@ class RunSection:
     )
     steps: int = key(
         100,
-        "Train until this step, counted over all starts of the run.",
+        "Train until this step, counted over all launches of the run.",
         at_least=1,
     )
     log_period: int = key(
         10,
-        "Steps between two progress lines when the output is not a terminal.",
+        "Steps between progress lines when the output is not a terminal.",
         at_least=1,
     )
     termination_grace_period_seconds: int = key(
@@ -52,7 +52,7 @@ class WorldSection(Hardware):
     hosts: int = key(
         1,
         "Total number of hosts in all slices. The local launcher starts that many"
-        " processes on this machine; other launchers (Slurm, JobSet) set the number"
+        " processes on this machine; other launchers (Slurm, JobSet) set this number"
         " themselves.",
         at_least=1,
     )
@@ -64,9 +64,9 @@ class WorldSection(Hardware):
     )
     devices_per_host: int = key(
         1,
-        "Devices of each host process: CPU devices with hardware=cpu, GPUs with"
-        " hardware=gpu and several hosts on a machine. On accelerators, colocated"
-        " Python requires this to be the number of the host's accelerators.",
+        "Number of devices of each host process: CPU devices with hardware=cpu, or"
+        " GPUs with hardware=gpu and multiple hosts on a machine. On accelerators,"
+        " colocated Python requires it to be the number of accelerators on the host.",
         at_least=1,
     )
     jax_cache_dir: str = key(
@@ -79,8 +79,8 @@ class WorldSection(Hardware):
     )
     enable_single_controller: bool = key(
         False,
-        "Let one program, the head, control the devices of all hosts through"
-        " Pathways; needs the extra `pathways`. If false, every host runs the program.",
+        "Let one process, the head, control the devices of all hosts through Pathways;"
+        " needs the `pathways` extra. If false, every host runs the training program.",
     )
 
     def gpus(self, slot: int) -> range | None:
@@ -163,12 +163,12 @@ class CheckpointSection:
     )
     checkpoint_period: int = key(
         100,
-        "Steps between two checkpoints. With enable_multi_tier_checkpointing, the"
-        " tiers' own periods apply instead.",
+        "Steps between checkpoints. With enable_multi_tier_checkpointing, the tiers'"
+        " own periods apply instead.",
         at_least=1,
     )
     save_checkpoint_on_completion: bool = key(
-        True, "Also save the last step if it is not due."
+        True, "Also save the last step, even if it is not due."
     )
     max_num_checkpoints_to_keep: int = key(
         0,
@@ -185,7 +185,7 @@ class CheckpointSection:
     best_checkpoint_metric: str = key(
         "eval_loss",
         "Metric that ranks steps. eval_loss is the mean loss of an evaluation;"
-        " programs that follow the run can record others.",
+        " processes that follow the run can record others.",
     )
     best_checkpoint_mode: str = key(
         "min",
@@ -206,15 +206,15 @@ class DivergenceSection:
     training_callbacks: str = key(
         "",
         "Your own callbacks: `module:function`, a function that takes the"
-        " configuration and returns callbacks by name"
+        " configuration and returns a dict of callbacks by name"
         " (elastic_ckpt.training.callbacks). Every host calls it. Empty uses none.",
     )
     distrust_steps: int = key(
         20,
-        "If the loss becomes non-finite, or a detector or callback finds a divergence,"
-        " within this many steps of a restore, return to the newest earlier checkpoint"
-        " in storage, once, and train on the same rows again: the restored state may"
-        " have been corrupt when it was saved. 0 disables this.",
+        "If the loss becomes non-finite or a detector or callback finds a divergence"
+        " within this many steps of a restore, return once to the newest earlier"
+        " checkpoint in storage and train on the same rows again, because the restored"
+        " state may have been corrupt when it was saved. 0 disables this.",
         at_least=0,
     )
     divergence_action: str = key(
@@ -234,14 +234,14 @@ class DivergenceSection:
     )
     divergence_loss_factor: float = key(
         0.0,
-        "A step is bad if the smoothed loss is this many times its best value, such"
+        "A step is bad if the smoothed loss exceeds its best value by this factor, such"
         " as 1.5; 0 disables this detector.",
         at_least=0,
     )
     divergence_gradient_norm_factor: float = key(
         0.0,
-        "A step is bad if its gradient norm, before clipping, is this many times the"
-        " smoothed norm of earlier steps, such as 10; 0 disables this detector.",
+        "A step is bad if its gradient norm, before clipping, exceeds the smoothed norm"
+        " of earlier steps by this factor, such as 10; 0 disables this detector.",
         at_least=0,
     )
     divergence_rollback_steps: int = key(
@@ -259,7 +259,7 @@ class DivergenceSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TiersSection:
-    """Checkpoints in the memory of hosts, with copies in the memory of peers."""
+    """Checkpoints in the RAM of hosts, with copies in the RAM of peers."""
 
     enable_multi_tier_checkpointing: bool = key(
         False,
@@ -276,45 +276,45 @@ class TiersSection:
     )
     local_checkpoint_pinned_memory: str = key(
         "512Mi",
-        "Pinned host memory. Accelerators copy a state of up to this size into it in"
-        " one piece; a larger state they first copy in their own memory, if there is"
-        " room.",
+        "Amount of pinned host memory. Accelerators copy a state of up to this size"
+        " into it in one piece; they first copy a larger state within their own memory"
+        " if there is room.",
     )
     local_checkpoint_period: int = key(
         0,
-        "Steps between two saves to RAM; enable_multi_tier_checkpointing requires it.",
+        "Steps between saves to RAM; required by enable_multi_tier_checkpointing.",
         at_least=0,
     )
     multi_tier_checkpointing_backup_interval_minutes: float = key(
         0.0,
-        "Minutes between two backups to persistent storage; set either this or"
+        "Minutes between backups to persistent storage; set either this or"
         " multi_tier_checkpointing_backup_interval_steps.",
         at_least=0,
         off=-1,
     )
     multi_tier_checkpointing_backup_interval_steps: int = key(
         0,
-        "Steps between two backups to persistent storage; set either this or"
+        "Steps between backups to persistent storage; set either this or"
         " multi_tier_checkpointing_backup_interval_minutes.",
         at_least=0,
     )
     peer_copies: int = key(
         2,
         "Copies of each step on other machines, in addition to the one on the host"
-        " that saved it. Replicas by data parallelism count as copies.",
+        " that saved it. Data-parallel replicas count as copies.",
         at_least=0,
     )
     peer_assume_data_parallelism: bool = key(
         False,
-        "Copy nothing to peers: for a model whose copies do not fit in memory.",
+        "Do not copy steps to peers; use it if a model's copies do not fit in memory.",
     )
     peer_domain: str = key(
         "zone;block;rack;slice",
-        "Kinds of failure domains, large to small: `slice`, or kinds from peer_domains"
-        " or a node's agent. One copy leaves the host's domain of the first kind in"
-        " which no domain has most of the hosts (or else of the last kind). The other"
-        " copies stay in that domain, in different domains of the last kind if"
-        " possible.",
+        "Kinds of failure domains, from large to small: `slice`, or kinds from"
+        " peer_domains or a node's agent. One copy goes outside the host's domain of"
+        " the first kind in which no domain has most of the hosts (or else of the last"
+        " kind). The other copies stay in the host's domain, in different domains of"
+        " the last kind if possible.",
     )
     peer_domains: str = key(
         "",
@@ -343,8 +343,8 @@ class TiersSection:
     )
     peer_secret_file: str = key(
         "",
-        "File with the run's secret, the same secret as on the backup hosts. Empty lets"
-        " the hosts choose a secret; with backup hosts, the file is required.",
+        "File with the run's secret, which must be the same on the backup hosts. Empty"
+        " lets the hosts choose a secret; with backup hosts, the file is required.",
     )
     peer_max_mib_per_sec: float = key(
         0.0,
@@ -353,8 +353,8 @@ class TiersSection:
     )
     peer_timeout_secs: float = key(
         10.0,
-        "Seconds after which a silent peer is ignored, for three times as long. At a"
-        " start, and for a run's last backup, hosts wait this long for a peer that is"
+        "Seconds after which a silent peer is ignored, for three times this long. At"
+        " startup and for a run's last backup, hosts wait this long for a peer that is"
         " the only one with the data they need.",
         at_least=0.1,
     )
@@ -387,7 +387,7 @@ class ValidationSection:
     replica_validation_at_saves: bool = key(True, "Compare before each save.")
     replica_validation_interval: int = key(
         0,
-        "Steps between two further comparisons, in addition to those before saves; 0"
+        "Steps between additional comparisons, apart from those before saves; 0"
         " disables them.",
         at_least=0,
     )
@@ -405,9 +405,9 @@ class ElasticSection:
 
     elastic_enabled: bool = key(
         False,
-        "When a slice is lost, continue on the others and let it rejoin when it is"
-        " back; with one slice, restart its hosts. If false, the run ends when a host"
-        " fails.",
+        "When a slice is lost, continue on the others and let it rejoin when it"
+        " returns; with one slice, restart its hosts. If false, the run stops when a"
+        " host fails.",
     )
     elastic_min_slice_count: int = key(
         0, "Minimum number of slices to train on; 0 requires all.", at_least=0, off=-1
@@ -420,13 +420,13 @@ class ElasticSection:
     )
     elastic_timeout_seconds: int = key(
         300,
-        "How long to wait for elastic_min_slice_count slices before the run ends.",
+        "How long to wait for elastic_min_slice_count slices before the run fails.",
         at_least=0,
     )
     elastic_max_retries: int = key(
         10,
-        "How many losses in a row, without a new step in between, the run survives. At"
-        " the next loss, it ends with the first cause.",
+        "Number of consecutive losses, without a new step in between, that the run"
+        " survives. At the next loss, it fails and reports the first cause.",
         at_least=0,
     )
     elastic_settle_seconds: float = key(
@@ -436,13 +436,13 @@ class ElasticSection:
     )
     elastic_quarantine_failures: int = key(
         3,
-        "Failures within elastic_quarantine_seconds after which a slice is not used"
-        " again until the next start. A slice fails if it is lost or computes wrong"
-        " values when it rejoins. 0 disables this.",
+        "Number of failures within elastic_quarantine_seconds after which a slice is"
+        " not used again until the run is restarted. A slice fails if it is lost or"
+        " computes wrong values when it rejoins. 0 disables this.",
         at_least=0,
     )
     elastic_quarantine_seconds: float = key(
-        3600.0, "The time window in which failures of a slice count.", at_least=0
+        3600.0, "Time window in which a slice's failures count.", at_least=0
     )
     elastic_leave_out_slow_hosts: bool = key(
         False,
@@ -464,14 +464,14 @@ class ElasticSection:
     )
     elastic_machines: int = key(
         1,
-        "Number of machines, among which the slices are divided evenly."
-        " Start the same command on each. All share base_output_directory; the machine"
-        " that holds the claim next to the run's steps leads the others.",
+        "Number of machines, which share the slices evenly. Run the same command on"
+        " each. All machines share base_output_directory; the machine that holds the"
+        " claim next to the run's steps leads the others.",
         at_least=1,
     )
     elastic_machine: int = key(
         -1,
-        "Number of this machine, from 0. -1 reads it from NODE_RANK, SLURM_NODEID or"
+        "Index of this machine, from 0. -1 reads it from NODE_RANK, SLURM_NODEID or"
         " JOB_COMPLETION_INDEX in the environment.",
         at_least=-1,
     )
@@ -484,8 +484,8 @@ class ElasticSection:
     faults: str = key(
         "",
         "Failures to inject, for tests and demonstrations: [{kill_slice: 1, at_step:"
-        " 40}, {return_slice: 1, at_step: 80}]. Others are break_slice, kill_host and"
-        " hang_host.",
+        " 40}, {return_slice: 1, at_step: 80}]. Other kinds are break_slice, kill_host"
+        " and hang_host.",
         lists="any",
     )
 
@@ -497,14 +497,14 @@ class MetricsSection:
     enable_tensorboard: bool = key(
         False,
         "Also write metrics for TensorBoard to the run's `tensorboard/`; needs the"
-        " extra `tensorboard`.",
+        " `tensorboard` extra.",
     )
     prometheus_port: int = key(
         0,
-        "Port on which each host serves metrics to Prometheus; needs the extra"
-        " `prometheus`. Hosts of the local launcher use this port and the following"
-        " ports; the launcher serves the whole run's metrics on the port after them."
-        " 0 disables it.",
+        "Port on which each host serves metrics to Prometheus; needs the `prometheus`"
+        " extra. Hosts of the local launcher use this port and the following ports; the"
+        " launcher serves the whole run's metrics on the port after them. 0 disables"
+        " it.",
         at_least=0,
     )
     prometheus_interface: str = key(

@@ -1,13 +1,13 @@
 """The step log: which data rows each step was computed from.
 
-A run has one log per attempt, which is a start or a rollback to an older step.
-[STEP_LOG.md](STEP_LOG.md) describes the files: an attempt is a log (`core.jsonlog`)
-that grows by one line per step. The ids and digests of the rows are computed on the
-devices, from the same arrays as the gradient.
+A run has one log per attempt. A launch begins an attempt, and so does a rollback to an
+older step. [STEP_LOG.md](STEP_LOG.md) describes the files: each attempt has a log
+(`core.jsonlog`) that grows by one line per step. The ids and digests of the rows are
+computed on the devices, from the same arrays as the gradient.
 
 A killed run may have logged steps after its last checkpoint. The next attempt starts at
 that checkpoint and repeats these steps; `lineage` selects the last record of each step.
-A replaced start may still log steps, but its world has a lower number.
+A replaced launch may still log steps, but its world number is lower.
 """
 
 from __future__ import annotations
@@ -68,9 +68,11 @@ class Record:
 
     def __post_init__(self) -> None:
         if self.row < 0 or not 0 < self.rows <= _MAX_ROWS:
-            raise ValueError(f"a batch of {self.rows} rows after {self.row}")
+            raise ValueError(
+                f"a batch of {self.rows} rows cannot follow row {self.row}"
+            )
         if len(bytes.fromhex(self.digest)) != _DIGEST_BYTES:
-            raise ValueError(f"digest {self.digest}")
+            raise ValueError(f"digest {self.digest} has the wrong length")
 
     @property
     def stop(self) -> int:
@@ -80,15 +82,17 @@ class Record:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """An attempt of a run and the steps that it logged.
+    """An attempt and the steps that it logged.
 
     Attributes:
       attempt: the attempt number, from 1.
       start_step: the first step of the attempt.
-      hosts: the number of hosts in the attempt's world; slices and devices likewise.
-      data: the configuration of the data, by key; empty if unknown.
-      world: the number of the claimed world; 0 if none is claimed.
-      left_out: the rows that were skipped before the first step.
+      hosts: the number of hosts in the attempt's world.
+      slices: the number of slices in that world.
+      devices: the number of devices in that world.
+      data: the data settings, keyed by name; empty if unknown.
+      world: the claimed world's number; 0 if none is claimed.
+      left_out: the rows that the run skipped before the attempt's first step.
       records: the records of the attempt's steps.
     """
 
@@ -109,9 +113,9 @@ class StepLog:
     Args:
       step: the first step of the attempt, from 0.
       world: the topology of the attempt's world.
-      data: the configuration of the data, by key; empty if unknown.
-      claim: the number of the claimed world; 0 if none is claimed.
-      left_out: the rows that were skipped so far.
+      data: the data settings, keyed by name; empty if unknown.
+      claim: the claimed world's number; 0 if none is claimed.
+      left_out: the rows that the run has skipped so far.
     """
 
     def __init__(
@@ -126,7 +130,7 @@ class StepLog:
     ) -> None:
         directory = storage.absolute(run_directory) / DIRECTORY
         newest = max(map(_attempt_number, _files(run_directory)), default=0)
-        # Another start may create its file at the same time.
+        # Another launch may create its file at the same time.
         for number in itertools.count(newest + 1):
             self._path = directory / f"attempt-{number:05d}.jsonl"
             header: dict[str, Any] = {
@@ -170,13 +174,14 @@ class StepLog:
         """Makes every step so far durable; called before a checkpoint is saved.
 
         Returns:
-          None if the steps are durable. Otherwise, why the disk or object store rejects
-          them: the steps stay in memory, and each step tries again.
+          None if the steps are durable, or else the reason that the disk or object
+          store rejects them. Rejected steps stay in memory, and each later step retries
+          the write.
 
         Raises:
           OSError: if a disk accepted the steps but cannot be flushed: the steps may be
             lost.
-          RunError: if the file was removed meanwhile.
+          RunError: if the log file has been removed.
         """
         self._log.check()
         return self._why_late(self._log.sync)
@@ -208,16 +213,16 @@ class StepLog:
 
 
 def digested(batch: elastic_data.Batch) -> tuple[jax.Array, jax.Array]:
-    """The ids of a global batch's rows and digests of their tokens, on every host.
+    """The row ids and token digests of a global batch, replicated on every host.
 
     Raises:
       ConfigError: if the batch is not from `ec.batches`.
     """
     if elastic_data.EXAMPLE_ID not in batch:
         raise errors.ConfigError(
-            f"the batch to log has no {elastic_data.EXAMPLE_ID!r}, but"
-            f" {', '.join(sorted(batch))}; log the batch from ec.batches, before"
-            " removing anything from it"
+            f"the batch to log has no {elastic_data.EXAMPLE_ID!r}; it has only"
+            f" {', '.join(sorted(batch))}. Log the batch that ec.batches returned,"
+            " before you remove anything from it"
         )
     sharding = batch[elastic_data.EXAMPLE_ID].sharding
     assert isinstance(sharding, NamedSharding)
@@ -235,9 +240,10 @@ def _jitted(replicated: NamedSharding) -> jax.stages.Wrapped:
 
 
 def first_row(ids: np.ndarray) -> int:
-    """The number of data rows before a batch, from its row ids, uint64 `[B]`.
+    """The number of data rows before a batch, computed from its row ids, uint64 `[B]`.
 
-    Padding rows have no number, and a damaged batch may have rows in wrong places.
+    Uses the median, because padding rows have no row number and a damaged batch may
+    have misplaced rows.
     """
     (places,) = np.nonzero(ids != np.uint64(example_id.NONE))
     first = np.sort(ids[places].astype(np.int64) - places)
@@ -253,16 +259,16 @@ def read(run_directory: epath.PathLike) -> list[Attempt]:
     """All attempts of a run, ordered by world.
 
     Raises:
-      DataError: if there is no attempt, or a file is not a step log of this version.
+      DataError: if there are no attempts or a file is not a step log of this version.
     """
     found = map(_read_attempt, _files(run_directory))
     attempts = [attempt for attempt in found if attempt is not None]
     if not attempts:
         raise errors.DataError(
-            f"{run_directory}: no step log in it; pass a run directory,"
+            f"{run_directory} contains no step log; pass a run directory, which is"
             " base_output_directory/run_name"
         )
-    # A start that claims no world comes after earlier starts.
+    # An attempt that claimed no world comes after all earlier attempts.
     newest = itertools.accumulate((each.world for each in attempts), max)
     keys = {
         each.attempt: each.world or world
@@ -302,13 +308,13 @@ def _read_attempt(path: epath.Path) -> Attempt | None:
     version = header.get("version")
     if version != VERSION:
         raise errors.DataError(
-            f"{path} has version {version!r}, and this program reads version {VERSION};"
-            " audit the run with the program that wrote it"
+            f"{path} has version {version!r}, but this program reads version {VERSION};"
+            " audit the run with the version of elastic_ckpt that wrote the log"
         )
     own = {"attempt": header.get("attempt")}
     try:
         return codec.decode(Attempt, {**header, "records": [s | own for s in steps]})
     except ValueError as error:
         raise errors.DataError(
-            f"{path}: not a step log ({error}); restore it from a copy"
+            f"{path} is not a step log ({error}); restore it from a good copy"
         ) from None

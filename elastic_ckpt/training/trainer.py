@@ -1,6 +1,6 @@
-"""A host's program: the reference trainer, in one world over one mesh.
+"""The reference trainer, which each host runs in one world over one mesh.
 
-The program is the same in a single process, in a world that a supervisor starts, and
+The trainer is the same in a single process, in a world that a supervisor starts, and
 under an outer launcher. Like any user's loop, it uses `ec.batches`, the world's
 checkpointer and `ec.RunDirectory`. Trainers share nothing: a run that continues on
 other hosts creates a new trainer from the same configuration.
@@ -53,7 +53,7 @@ from elastic_ckpt.universal.formats import files
 
 # The name of the mean loss among the metrics that rank a step.
 EVAL_METRIC = "eval_loss"
-# Long, because if a host dies meanwhile, the coordination service stops the others.
+# Long, because the coordination service stops the other hosts if one host dies.
 _COMPILE_TIMEOUT_SECS = 24 * 3600
 
 
@@ -83,13 +83,14 @@ class Trainer:
       run: the run directory, which logs the steps and records the end.
       batches: global batches, initially with the batch size of step 0.
       sizes: the batch size of each step.
-      saver: saves and restores; None trains without checkpoints.
+      saver: the object that saves and restores steps; None trains without
+        checkpoints.
       start_step: the number of steps already done; 0 for a new run.
       first_due: the first step that is saved.
       evaluated: finite batches to evaluate; None disables evaluation.
-      validation: compares replicas of the state; None disables comparison.
-      callbacks: called for each step and evaluation.
-      parts: closes the batches.
+      validation: the schedule of replica comparisons; None disables them.
+      callbacks: the callbacks for each step and evaluation.
+      parts: an exit stack that closes the batches.
     """
 
     config: schema.Config
@@ -108,9 +109,9 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._hosts = allgather.new()
-        # The size of the current batches.
+        # The number of rows in the current batches.
         self._rows = batch_size.at(self.sizes, 0)
-        # The compiled step, by the shapes and dtypes of its batch.
+        # The compiled step, keyed by the shapes and dtypes of its batch.
         self._steps: dict[Any, Callable[..., Any]] = {}
         # The last step, until the callbacks have seen it.
         self._pending: tuple[int, model.StepReport] | None = None
@@ -120,7 +121,7 @@ class Trainer:
     def restore(self) -> model.TrainState:
         """Restores the state after `start_step` steps, sharded over the mesh.
 
-        If that step turns out to be unreadable, restores the one before it. A new run
+        If that step turns out to be unreadable, restores the previous one. A new run
         begins with the weights of `init_from` or with random weights.
 
         Raises:
@@ -295,7 +296,7 @@ class Trainer:
 
     def _catch_up(self) -> None:
         # Waits until the pending step is computed. No host may run ahead of the logging
-        # host, because hosts leave after a step that all have begun.
+        # host, because hosts leave after a step that all of them have begun.
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -311,8 +312,8 @@ class Trainer:
             self.callbacks.after_step(step, numbers)
 
     def _evaluate(self, step: int, state: model.TrainState) -> None:
-        # Emits the mean loss in nats per target, without padding, from the start of the
-        # evaluation data.
+        # Emits the mean loss in nats per target, excluding padding, from the start of
+        # the evaluation data.
         batches, data = self.evaluated, self.config.data
         if batches is None or step % data.eval_interval:
             return
@@ -336,7 +337,7 @@ class Trainer:
             self.saver.record(step, {EVAL_METRIC: mean})
 
     def _is_end_due(self, step: int, finding: Finding | None) -> bool:
-        # Whether to save the loop's last step: not if it is already saved or is bad.
+        # Whether to save the loop's last step, which may be saved already or bad.
         if self.saver is None or self.saver.last_step == step:
             return False
         if finding is None:
@@ -411,7 +412,7 @@ class Trainer:
     def _leave_newest_good(
         self, saver: run_saver.RunSaver, ended: Ended, finding: Finding
     ) -> None:
-        # Abandons steps saved since the divergence, so that the next start does not
+        # Abandons steps saved since the divergence, so that a restarted run does not
         # continue from one of them.
         self.world.begin("restore")
         saved = _complete(saver)
@@ -469,7 +470,7 @@ def assembled(config: schema.Config, world: World) -> Trainer:
     Raises:
       ConfigError: if parts, devices or the number of steps are incompatible.
       DataError: if the data cannot be read.
-      RunError: if another run uses the RAM disk, or hosts cannot be reached.
+      RunError: if another run uses the RAM disk or hosts cannot be reached.
     """
     data, mesh, place = config.data, world.mesh, world.topology
     called = callbacks.configured(config, emit=world.emit)
@@ -523,8 +524,8 @@ def assembled(config: schema.Config, world: World) -> Trainer:
         if start_step > config.run.steps:
             raise errors.ConfigError(
                 f"steps={config.run.steps}, but {directory} is already at step"
-                f" {start_step}: steps counts over all starts of a run; set it above"
-                f" {start_step} to continue, or choose another run_name"
+                f" {start_step}; steps is the total over all launches of a run, so set"
+                f" it above {start_step} to continue, or choose a different run_name"
             )
         on_error.pop_all()
     return Trainer(
@@ -600,10 +601,10 @@ def alone(
 ) -> Iterator[World]:
     """The world of a process that no supervisor started.
 
-    SIGTERM during the block stops the run after a save, or immediately before the first
-    step. `ended` is called before SIGTERM stops a run of a single process.
+    SIGTERM during the block stops the run after a save or, before the first step,
+    immediately. `ended` is called before SIGTERM stops a run of a single process.
     """
-    # The launcher of several processes sets the time limit.
+    # With multiple processes, their launcher sets the time limit.
     if jax.distributed.is_initialized():
         leaving = termination.agreed()
     else:
@@ -612,7 +613,7 @@ def alone(
         )
     with leaving as is_ending:
         slices = config.world.slices
-        # Hosts that an outer launcher restarts take over.
+        # Hosts that an outer launcher restarts take over the claim.
         claimant = claims.Claimant(
             owner=process.this() if topology.num_hosts() == 1 else None
         )
@@ -629,7 +630,7 @@ def alone(
 def initial_weights(
     section: schema.ModelSection, params: Any, emit: events.Emit
 ) -> Any:
-    """The weights of a new run, from a checkpoint in any format: the key `init_from`.
+    """The weights of a new run, from the checkpoint `init_from` in any format.
 
     Each host reads the data its devices need. A step saved by a run of the same model
     needs no layout; any other checkpoint does. The result has the shapes, dtypes and
@@ -680,7 +681,7 @@ def _check_step(state: model.TrainState, step: int | None) -> None:
     saved = int(state["step"])
     if saved != step:
         raise errors.CheckpointError(
-            f"the checkpoint of step {step} contains the state after {saved} steps: it"
-            f" was renamed or copied from a different step; move {step} out of its"
-            " directory to continue from the step before"
+            f"the checkpoint of step {step} contains the state after {saved} steps, so"
+            f" it was renamed or copied from a different step; move {step} out of its"
+            " directory to continue from the previous step"
         )

@@ -128,7 +128,7 @@ REFUSALS = {
         "vocab_size=258 with a tokenizer of 259 tokens: set .* 259", vocab_size=258
     ),
     "two intervals of backups": run(
-        "not both: it is the interval between backups",
+        "as the interval between backups .*; both are set",
         enable_multi_tier_checkpointing=True,
         local_checkpoint_directory="/dev/shm",
         local_checkpoint_period=100,

@@ -118,7 +118,7 @@ REFUSALS = {
     "no record": Refusal(on_empty_data, "no records; rewrite", errors.DataError, True),
     "fewer steps than are done": Refusal(
         continuing("steps=3"),
-        "tiny is already at step 4: steps counts over all starts.* set it above 4",
+        "tiny is already at step 4; steps is the total over all launches.* it above 4",
         writes=True,
     ),
     "a checkpoint of another model": Refusal(

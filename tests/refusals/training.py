@@ -125,7 +125,7 @@ REFUSALS = {
     "unknown key on the command line": override(
         "host=2", "command line, 'host=2': unknown key 'host'; .*'hosts'"
     ),
-    "override without a value": override("steps", "'steps': write it as key=value"),
+    "override without a value": override("steps", "'steps': use the form key=value"),
     "text for a whole number": setting(
         "steps: soon", "steps must be a whole number, not 'soon'"
     ),
@@ -152,14 +152,14 @@ REFUSALS = {
         "none.yml: no such configuration file",
     ),
     "tiers without a period": tiers(
-        "local_checkpoint_period=0: both are needed", local_checkpoint_period=0
+        "local_checkpoint_period=0; set both", local_checkpoint_period=0
     ),
     "no backup interval": tiers(
-        "set either .*_minutes or .*_steps, not neither",
+        "set either .*_minutes or .*_steps as .*; neither is set",
         multi_tier_checkpointing_backup_interval_minutes=0.0,
     ),
     "two backup intervals": tiers(
-        "set either .*_minutes or .*_steps, not both", **{BACKUP_STEPS: 5}
+        "set either .*_minutes or .*_steps as .*; both are", **{BACKUP_STEPS: 5}
     ),
     "best step without an evaluation": local(
         "save_best_checkpoint=true and .*=0 have no effect with eval_interval=0",
@@ -225,11 +225,11 @@ REFUSALS = {
         errors.RunError,
     ),
     "callback without methods": called(
-        "'mine', a object, does not have the methods after_step",
+        "'mine' is a object, which lacks some of the methods after_step",
         f"{__name__}:objects",
     ),
     "callbacks without names": called(
-        "returned a type; return a dict", "builtins:type"
+        "returned a type; it must return a dict", "builtins:type"
     ),
     "module of callbacks": called(
         "training_callbacks='no_such_module:make' cannot be imported",
@@ -246,7 +246,7 @@ REFUSALS = {
         grain_train_files="DIR/texts.parquet",
         text_directory="python-stdlib",
     ),
-    "later step log": log('{"version":2}\n', "has version 2, and this program reads"),
+    "later step log": log('{"version":2}\n', "has version 2, but this program reads"),
     "batch of nothing": log(HEADER + STEP + '"rows":0}\n', "a batch of 0 rows"),
     "batch beyond all memory": log(
         HEADER + STEP + '"rows":99999999999}\n', "a batch of 99999999999 rows"
@@ -258,6 +258,6 @@ REFUSALS = {
         HEADER + STEP.replace('"00', '"') + '"rows":9}\n', "not a step log.*digest 00"
     ),
     "directory without a step log": Refusal(
-        step_log.read, "no step log in it; pass a run directory", errors.DataError
+        step_log.read, "contains no step log; pass a run directory", errors.DataError
     ),
 }

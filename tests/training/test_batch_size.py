@@ -42,11 +42,11 @@ def test_each_step_has_the_rows_of_its_stage(keys, sizes):
     [
         (
             SHARDS,
-            r"4 hosts .* 16 rows .*=6 2 times: choose num_logical_shards=8, .* 4,",
+            r"=6 and .* 16 rows, 4 hosts .* 2 times; choose .*=8, .* multiple of 4 or",
         ),
         (
             RAMP | {"num_logical_shards": 50, "max_shard_reads": 2.0},
-            "4 hosts do not di",
+            "number of hosts, 4, does not divide num_logical_shards=50",
         ),
         ({"per_device_batch_size": 0.3}, "8 devices makes a global batch of 2.4 rows"),
         ({"global_batch_size": 12}, "12 rows cannot be divided evenly among 8 devices"),

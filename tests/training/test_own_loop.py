@@ -121,10 +121,10 @@ def test_every_verb_reads_a_loop_that_failed_and_changed_its_devices(
     assert main.main(["report", "run", "--no-audit"]) == 0
     assert "<h2>Loss</h2>" in (place / "run/report.html").read_text()
     for verb, text in (
-        (["audit", "run"], "specify it with --data MODULE:NAME"),
+        (["audit", "run"], "specify the data with --data MODULE:NAME"),
         (
             ["audit", "run", "--data", "program:make_shard"],
-            "a function without arguments",
+            "a function that takes no arguments",
         ),
         (["scale", "run", "--slices", "2"], "where it calls ec.elastic.run"),
     ):
@@ -226,7 +226,7 @@ def test_losses_may_be_left_out_and_mistakes_are_refused(recording):
         batch = next(recording.batches)
         some = {name: batch[name] for name in ("inputs", "targets")}
         for arguments, says in (
-            ((0, batch), "step=0; pass the number"),
+            ((0, batch), "step=0, but the first step is 1; pass the number"),
             ((batch, 1), r"step is a dict; .*log\(step, b"),
             ((6, some), "no 'example_id', but inputs"),
         ):
@@ -256,7 +256,7 @@ def test_every_step_is_durable_when_its_save_is_announced(recording, monkeypatch
             run.emit("save_started", step=7)
         name, why = recording.values("why")[-2]
         assert name == "degraded"
-        assert "the step log cannot be written and is retried" in why
+        assert "the step log cannot be written, so each step retries" in why
         run.emit("save_started", step=7)
         assert len(recording.records()) == 7
     assert recording.values("step")[-1] == ("run_stopped", 7)

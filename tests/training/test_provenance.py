@@ -311,7 +311,7 @@ def test_rows_of_positional_data_are_its_records_in_their_order(corpus, size):
         (lambda run: list(run.find("web-1.parquet", 1)), "has no record 1: its 1"),
         (
             lambda run: list(run.step(7)),
-            "step 7 was trained by no attempt",
+            "step 7 was not trained in any attempt",
         ),
     ],
 )
