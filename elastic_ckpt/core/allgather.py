@@ -224,8 +224,8 @@ class Allgather:
         if missing:
             raise errors.RunError(
                 f"host {self.host} waited for {errors.first_of(missing)} ({kind}) for"
-                f" {timeout_secs:g} s; check the log of the missing host, and start"
-                " the run again"
+                f" {timeout_secs:g} s; check the missing host's log, then restart the"
+                " run"
             )
         values = {text: json.loads(str(text)) for text in texts}
         return [values[text] for text in texts]

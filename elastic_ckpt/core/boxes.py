@@ -139,7 +139,7 @@ def of_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
     """
     ranges = [part.indices(dim) for part, dim in zip(index, shape, strict=True)]
     if any(step != 1 for _, _, step in ranges):
-        raise ValueError(f"{index} has steps: not a box of an array of shape {shape}")
+        raise ValueError(f"{index} is not a box of shape {shape}: a step is not 1")
     start = tuple(first for first, _, _ in ranges)
     return Box(start=start, stop=tuple(max(a, b) for a, b, _ in ranges))
 

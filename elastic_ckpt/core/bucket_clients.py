@@ -90,8 +90,8 @@ def prepare(url: str, *, is_data: bool = False) -> None:
     if not is_data and protocol not in _OF_CHECKPOINTS:
         raise errors.ConfigError(
             f"{url}: {protocol}:// can only hold training data, because TensorStore"
-            " has no driver for it; use a directory in gs:// or s3://, or a mounted"
-            " one, for runs and checkpoints"
+            " has no driver for it; put runs and checkpoints in gs://, s3:// or a"
+            " mounted directory"
         )
     _prepare_protocol(protocol)
 
@@ -134,7 +134,7 @@ def _prepare_protocol(protocol: str) -> None:
     package, extra = _CLIENTS[protocol]
     if importlib.util.find_spec(package) is None:
         raise errors.ConfigError(
-            f"{protocol}:// needs the extra `{extra}`; install it {extras.hint(extra)}"
+            f"{protocol}:// needs the `{extra}` extra; install it {extras.hint(extra)}"
         )
     # Imported only when needed: the import is slow.
     import fsspec.config

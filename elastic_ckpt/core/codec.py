@@ -55,7 +55,7 @@ def _encoded(value: Any) -> Any:
         return str(value)
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{value!r} is a {type(value).__name__}, which has no encoding")
+    raise TypeError(f"{value!r} is a {type(value).__name__}, which cannot be encoded")
 
 
 def _decoded(kind: type, encoded: Any) -> Any:

@@ -211,7 +211,7 @@ def check(name: str, fields: dict[str, storage.Json]) -> None:
     assert name in NAMES, f"there is no event {name}; add it to events.NAMES"
     needed = NAMES[name].fields
     assert set(fields) == set(needed), (
-        f"the event {name} needs the fields {needed}; it was given {[*fields]}"
+        f"the event {name} needs the fields {needed}, but got {[*fields]}"
     )
 
 

@@ -134,8 +134,8 @@ class _File(JsonLog):
         ):
             raise errors.RunError(
                 f"{self._path} was removed or replaced while this run was writing to"
-                " it. The lines written so far are lost, so the run stops; restart it,"
-                " and do not touch the directory while it runs"
+                " it. The lines written so far are lost, so the run stops; restart the"
+                " run, and do not touch its directory while it runs"
             )
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class _Segments(JsonLog):
                 if not self._failure:
                     del self._lines[:num_bytes]
             elif self._uploading is begun:
-                late = TimeoutError(f"the upload of {path} timed out; it continues")
+                late = TimeoutError(f"the upload of {path} timed out, but goes on")
                 self._failure = self._failure or late
                 raise self._failure
         uploading.result()
@@ -252,7 +252,7 @@ def read(
         return _read_file(root, last_bytes)
     segments = _segments(root)
     if not segments:
-        raise FileNotFoundError(f"{path}: there are no segments of a log")
+        raise FileNotFoundError(f"{path} has no log segments")
     if last_bytes is not None:
         segments = segments[-_LAST_SEGMENTS:]
     with futures.ThreadPoolExecutor(_READERS) as executor:
@@ -279,8 +279,8 @@ def _read_file(path: epath.Path, last_bytes: int | None = None) -> list[dict[str
             records.append({**json.loads(line)})
         except (TypeError, ValueError):
             raise errors.DataError(
-                f"{path}, line {number}: not a JSON object; the log was changed after"
-                " it was written; restore it from a copy"
+                f"{path}, line {number}: not a JSON object, so the log was changed"
+                " after it was written; restore the log from a good copy"
             ) from None
     return records
 

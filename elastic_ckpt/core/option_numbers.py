@@ -31,7 +31,7 @@ def _named(number: Callable[[str], Any]) -> Callable[[str], tuple[str, Any]]:
     def read(text: str) -> tuple[str, Any]:
         name, equals, value = text.partition("=")
         if not (name.isidentifier() and equals):
-            raise argparse.ArgumentTypeError(f"{text!r}: write NAME=NUMBER")
+            raise argparse.ArgumentTypeError(f"{text!r}: use NAME=NUMBER")
         return name, number(value)
 
     return read

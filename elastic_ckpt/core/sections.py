@@ -126,7 +126,7 @@ def read_mapping(path: epath.PathLike, node: yaml.MappingNode) -> dict[str, Sett
         if key in settings:
             first = settings[key].place.rpartition(" ")[2]
             raise errors.ConfigError(
-                f"{place}: {key} is already set in line {first}; remove one of them"
+                f"{place}: {key} is already set on line {first}; remove one of the two"
             )
         try:
             value = constructor.construct_object(value_node, deep=True)

@@ -319,7 +319,8 @@ def exclusive_lock(
             owner = pathlib.Path(path).read_text().strip() or "an unknown process"
             raise errors.RunError(
                 f"{target or os.path.dirname(path)} is being written by another live"
-                f" run ({owner}); wait for it, stop it, or use a different directory"
+                f" run ({owner}); wait for that run to finish, stop it, or use a"
+                " different directory"
             ) from None
         file.truncate(0)
         print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)

@@ -21,14 +21,14 @@ _CAUSES = {
         "make room there, or keep fewer steps",
         "No space left|Disk quota exceeded|bytes in .* are free; raise",
     ),
-    "read_only": ("mount it writable", "Read-only file system"),
+    "read_only": ("remount it as writable", "Read-only file system"),
     # The component waited for something other than step storage.
     "component": (
         "fix the component that failed",
         "components were not written",
     ),
     "refused": (
-        "check who may write there, and the credentials",
+        "check the credentials and the write permissions there",
         "Permission denied|PermissionError|PERMISSION_DENIED|Operation not permitted"
         "|UNAUTHENTICATED|Forbidden|Unauthorized|Access ?Denied"
         f"|does not (?:take|accept) the (?:run's )?secret|{_HTTP}40[13]\\b",
@@ -44,7 +44,7 @@ _CAUSES = {
         "[Tt]imed out|DEADLINE_EXCEEDED|Timeout|(is|are) not done(?!: )",
     ),
     "unreachable": (
-        "bring it back; the run then stores what is due",
+        "restore access to it; the run then stores the steps that are due",
         "UNAVAILABLE|[Uu]nreachable|Connection|Stale file handle|Input/output error"
         f"|out of reach|cannot be read: http|{_HTTP}(429|5[0-9][0-9])\\b",
     ),
@@ -102,7 +102,7 @@ def explained(error: Exception, place: str) -> errors.ElasticCkptError | None:
     if isinstance(error, NotADirectoryError | FileExistsError):
         return errors.ConfigError(
             f"{place}: there is a file where a directory should be; remove or rename"
-            " it, or choose a different directory"
+            " the file, or choose a different directory"
         )
     protocol, _, path = place.partition("://")
     if cause == "refused" and protocol in _GRANTS:

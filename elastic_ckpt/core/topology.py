@@ -41,14 +41,14 @@ class Topology:
         if self.hosts % self.slices and self.slices % self.hosts:
             raise errors.ConfigError(
                 f"slices={self.slices}: {self.hosts} hosts cannot be divided evenly"
-                " among that many slices. A slice consists of whole hosts (or one host"
-                " simulates whole slices); set slices to one of"
+                f" among {self.slices} slices. A slice consists of whole hosts, or one"
+                " host simulates whole slices; set slices to one of"
                 f" {_divisors(self.hosts)}"
             )
         if self.devices % self.slices:
             raise errors.ConfigError(
                 f"slices={self.slices}: {self.devices} devices cannot be divided"
-                " evenly among that many slices; set slices to one of"
+                f" evenly among {self.slices} slices; set slices to one of"
                 f" {_divisors(self.devices)}, or change devices_per_host"
             )
 
@@ -122,8 +122,8 @@ def mesh_of(world: Topology, devices: Sequence[jax.Device] | None = None) -> Mes
     available = present(world.slices, devices)
     if available != world:
         raise errors.ConfigError(
-            f"the devices are {available}, but the topology of the run is {world};"
-            " pass the topology and the devices of the same world"
+            f"the devices form {available}, but the run's topology is {world}; pass a"
+            " topology and devices that belong to the same world"
         )
     world.check()
     ordered = sorted(devices, key=lambda d: (_hardware_slice(d), d.process_index, d.id))
@@ -132,9 +132,8 @@ def mesh_of(world: Topology, devices: Sequence[jax.Device] | None = None) -> Mes
         crossed = sorted({_hardware_slice(device) for device in row})
         if len(crossed) > 1:
             raise errors.ConfigError(
-                f"slices={world.slices} would put hardware slices {crossed} into one"
-                f" slice (number {number}); set slices to a multiple of the number of"
-                " hardware slices"
+                f"slices={world.slices} would put hardware slices {crossed} into slice"
+                f" {number}; set slices to a multiple of the number of hardware slices"
             )
     return Mesh(grid, BATCH_AXES)
 
@@ -157,7 +156,7 @@ def batch_sharding(mesh: Mesh, spec: PartitionSpec | None = None) -> NamedShardi
         names = [name for name in mesh.axis_names if name in _ROW_AXES]
         if len(mesh.axis_names) > 1 and not names:
             raise errors.ConfigError(
-                f"none of the mesh's axes ({axes}) is named {sorted(_ROW_AXES)}; list"
+                f"no mesh axis ({axes}) has one of the names {sorted(_ROW_AXES)}; list"
                 " the axes that shard the rows of a batch, as in spec=PartitionSpec("
                 f"{mesh.axis_names[0]!r})"
             )
@@ -165,7 +164,7 @@ def batch_sharding(mesh: Mesh, spec: PartitionSpec | None = None) -> NamedShardi
     named = [name for entry in spec for name in axes_of(entry)]
     if len(named) > len(set(named)) or not set(named) <= set(mesh.axis_names):
         raise errors.ConfigError(
-            f"spec={spec} does not match the mesh ({axes}); list mesh axes, each"
+            f"spec={spec} does not match the mesh ({axes}); use only mesh axes, each"
             " at most once"
         )
     return NamedSharding(mesh, spec)

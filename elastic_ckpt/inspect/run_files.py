@@ -90,8 +90,8 @@ def read(directory: epath.PathLike) -> RunRecord:
         ) from None
     except ValueError as error:
         raise errors.DataError(
-            f"{path} {error}; restore it from a copy, or start the run again, which"
-            " rewrites it"
+            f"{path} {error}; restore it from a good copy, or restart the run, which"
+            " rewrites this file"
         ) from None
     if "://" in record.steps_directory:
         return record
@@ -109,8 +109,8 @@ def is_run(directory: epath.PathLike) -> bool:
         return (storage.absolute(directory) / RECORD).exists()
     except bucket_clients.failures() as error:
         raise errors.RunError(
-            f"{directory} cannot be read ({error}); check the path, the network and who"
-            " may read there"
+            f"{directory} cannot be read ({error}); check the path, the network and the"
+            " read permissions"
         ) from error
 
 

@@ -140,8 +140,7 @@ def opened(
             if not urls:
                 raise errors.CheckpointError(
                     f"{', '.join(paths)}: no agents of the run's machines are recorded"
-                    " there; specify the directory of its steps, or omit --secret-file"
-                    " out"
+                    " there; specify the run's steps directory, or omit --secret-file"
                 )
             locations += [Peer(url, client, run) for url in sorted(urls)]
         yield run, Locations(locations)
@@ -167,7 +166,7 @@ def at_path(path: epath.PathLike, *, run: str) -> Location:
     if not directory.is_dir():
         raise errors.CheckpointError(
             f"{path}: there is no such directory; specify a run directory, a RAM disk,"
-            " the directory of steps in persistent storage, or one of these steps"
+            " a steps directory in persistent storage, or a step in that directory"
         )
     return at_steps(directory, run=run)
 

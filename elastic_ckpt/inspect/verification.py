@@ -34,7 +34,7 @@ OnBytes = Callable[[int, int], None]
 # Each thread holds one chunk in memory, plus copies of it while reading as Orbax.
 _THREADS = 8
 _ORBAX_REMEDY = (
-    "stock Orbax cannot load the step; restore it with elastic_ckpt, and save it again"
+    "stock Orbax cannot load the step; restore it with elastic_ckpt, then save it again"
 )
 
 
@@ -171,8 +171,8 @@ def verify(
                     step=number,
                     save=tables[0].step_id.save,
                     why=tables[0].lacking(),
-                    remedy="search more holders (more paths, --secret-file), or restore"
-                    " a different step",
+                    remedy="search more holders (add paths or --secret-file), or"
+                    " restore a different step",
                 )
             )
     return Verification(steps=tuple(verified), problems=tuple(problems))
@@ -222,9 +222,9 @@ class _Copies:
                 step=step,
                 save=save,
                 part=table.name(item),
-                why=f"the hosts {errors.first_of(hosts)} saved different values",
-                remedy="a device or memory on one of them is faulty: find it, and"
-                " restore an older step",
+                why=f"hosts {errors.first_of(hosts)} saved different values",
+                remedy="a device or memory on one of these hosts is faulty: find it,"
+                " then restore an older step",
             )
         for directory, view in self._views.items():
             for file, why in view.problems(table.contents):
@@ -284,7 +284,7 @@ class _Copies:
             kind="damaged",
             why=f"is {surplus} bytes longer than the saved copy",
             remedy=f"a restore reads only its first {memory.nbytes} bytes: truncate it"
-            " to them",
+            " to that size",
         )
 
     def _elsewhere(self, row: int) -> str:
@@ -297,7 +297,7 @@ class _Copies:
         ]
         if not good:
             return (
-                "no good copy is left: restore an older step, and remove the directory"
+                "no good copy is left: restore an older step, then remove the directory"
                 f" {self._sources[self._table.holder[row]].directory}"
             )
         holder = f"host {good[0].host.id}"
@@ -305,7 +305,7 @@ class _Copies:
             holder = "the persistent tier"
         remedy = "a good copy, and a restore that reads the bad one repairs it"
         if self._holder(row).tier == "persistent":
-            remedy = "a good copy: restore the step, and save it again"
+            remedy = "a good copy: restore the step, then save it again"
         return f"{holder} has {remedy}"
 
     def _holder(self, row: int) -> Holder:

@@ -116,8 +116,8 @@ class Checkpoint:
 def damaged(file: str, start: int, stop: int, found: str) -> FormatError:
     """The error about bytes that changed after they were written."""
     return FormatError(
-        f"{file} is damaged: its bytes {start} to {stop} have {found}; copy it again"
-        " from the machine that wrote it, or use another step"
+        f"{file} is damaged: its bytes {start} to {stop} have {found}; copy the file"
+        " again from the machine that wrote it, or use a different step"
     )
 
 
@@ -167,7 +167,7 @@ def check_cover(shape: tuple[int, ...], parts: Sequence[Box], place: str) -> Non
         return
     for part in parts:
         if not boxes.contains(array, part):
-            raise FormatError(f"{place} has the part {part} outside {array}")
+            raise FormatError(f"{place}: the part {part} lies outside {array}")
     held = Boxes.from_boxes([part for part in parts if part.volume], rank=len(shape))
     gaps = box_cover.gaps(array, held)
     if len(gaps):

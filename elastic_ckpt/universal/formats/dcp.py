@@ -144,21 +144,21 @@ def _item(
     info = stored.get((name, first))
     if info is None:
         raise FormatError(
-            f"{metadata} lists a part of {name!r:.200}, from {first}, but not where"
-            " it is stored"
+            f"{metadata} lists a part of {name!r:.200} that begins at {first}, but"
+            " does not say where it is stored"
         )
     file, start, size = info["relative_path"], info["offset"], info["length"]
     if info.get("transform_descriptors"):
         raise FormatError(
-            f"{metadata} lists items that extensions changed, for example by"
-            f" compression ({info['transform_descriptors']!r:.60}); save without"
-            " extensions"
+            f"{metadata} lists items that extensions transformed, such as by"
+            f" compression ({info['transform_descriptors']!r:.60}), which is"
+            " unsupported; save without extensions"
         )
     numbers = [n for n in (start, size) if type(n) is int and 0 <= n < 1 << 62]
     if len(numbers) < 2 or not files.is_plain_name(file):
         raise FormatError(
-            f"{metadata} lists {size!r:.60} bytes from {start!r:.60} of {file!r:.60},"
-            " which is not part of a file next to it"
+            f"{metadata} lists {size!r:.60} bytes at offset {start!r:.60} in"
+            f" {file!r:.60}, which is not a valid part of a file next to {FILE}"
         )
     return _Item(metadata.removesuffix(FILE) + file, start, size)
 
@@ -209,9 +209,10 @@ def _tensor(
         if (part.dtype, part.shape) != (listed.dtype, box.shape) or len(views) > 1:
             raise FormatError(
                 f"{item.file} has a tensor {part.dtype}{list(part.shape)} at byte"
-                f" {item.start}, but {full_name} is listed there as"
-                f" {listed.dtype}{list(box.shape)}, or only some of its parts have the"
-                " conj or neg bit: call resolve_conj() and resolve_neg() before saving"
+                f" {item.start}, where {full_name} is listed as"
+                f" {listed.dtype}{list(box.shape)}. If these are the same, only some"
+                f" parts of {full_name} have the conj or neg bit; call resolve_conj()"
+                " and resolve_neg() before saving"
             )
         fragments += [dataclasses.replace(each, box=box) for each in part.fragments]
     return StoredTensor(

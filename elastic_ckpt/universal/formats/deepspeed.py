@@ -140,7 +140,7 @@ def _folder(path: epath.Path) -> epath.Path:
             tag = files.read_name(pointer)
             if not files.is_plain_name(tag) or not (path / tag).exists():
                 raise FormatError(
-                    f"{pointer} contains {tag!r}, which is not a directory next to it"
+                    f"{pointer} contains {tag!r}, which is not a directory in {path}"
                 )
             return path / tag
     return path
@@ -210,7 +210,7 @@ def _tensors(ranks: Sequence[_Rank], axes: Mapping[str, int]) -> list[StoredTens
             if first is not tensor and not (is_tied and first.shape == tensor.shape):
                 raise rank.model.error(
                     f"and another stage both have {tensor.name}; only tied parameters"
-                    " may be in several stages"
+                    " may be in more than one stage"
                 )
     return list(held.values())
 
@@ -220,7 +220,7 @@ def _ranks(folder: epath.Path) -> tuple[int, list[_Rank]]:
     by_kind = _read(folder)
     models = {rank: f for (dp, rank), f in by_kind["model"].items() if dp < 1}
     if not models:
-        raise FormatError(f"{folder} has no files mp_rank_*_model_states.pt")
+        raise FormatError(f"{folder} has no mp_rank_*_model_states.pt files")
     tp, pp = _degrees(models, by_kind["layer"])
     # By model rank and data-parallel rank.
     shards = {(rank, dp): f for (dp, rank), f in by_kind["model"].items() if dp >= 0}
@@ -274,8 +274,8 @@ def _read(folder: epath.Path) -> dict[str, dict[tuple[int, ...], TorchFile]]:
                 first = paths.setdefault((kind, tuple(numbers)), path)
                 if first is not path:
                     raise FormatError(
-                        f"{path} and {first.name} are of the same rank; remove the one"
-                        " from a different save"
+                        f"{path} and {first.name} belong to the same rank; remove the"
+                        " file that is from a different save"
                     )
     read = torch_file.read_all(paths)
     return {
@@ -296,7 +296,7 @@ def _degrees(
         tp, pp = (stated.get(f"{axis}_degree") for axis in ("tp", "pp"))
     if type(tp) is not int or type(pp) is not int or not 0 < tp * pp == len(models):
         raise file.error(
-            f"states {str(tp)[:9]} tensor-parallel ranks and {str(pp)[:9]} stages,"
+            f"specifies {str(tp)[:9]} tensor-parallel ranks and {str(pp)[:9]} stages,"
             f" but there are files of {len(models)} model ranks"
         )
     return tp, pp

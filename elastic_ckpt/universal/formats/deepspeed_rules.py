@@ -90,7 +90,7 @@ def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> La
     if info is None and ranks > 1:
         raise FormatError(
             f"the checkpoint has {ranks} tensor-parallel ranks, but no"
-            f" {deepspeed.INFO} that describes their shards; specify a layout"
+            f" {deepspeed.INFO} to describe their shards; specify a layout"
         )
     # In a universal checkpoint, parameters are whole.
     is_whole = info is None or checkpoint.format == deepspeed.UNIVERSAL
@@ -104,7 +104,7 @@ def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> La
             if len(held) < ranks:
                 raise FormatError(
                     f"only {len(held)} of {ranks} ranks have {name} ({kind}); copy the"
-                    " files of the other ranks, or save experts with"
+                    " other ranks' files or, if this is an expert, save with"
                     " enable_expert_tensor_parallelism"
                 )
             matched = {key: each for key, p, each in entries if p.match(name)}
@@ -166,8 +166,8 @@ def _entries(info: Mapping[str, Any]) -> list[_Entry]:
     version = info.get("universal_checkpoint_version", 0.0)
     if not 0 <= version <= _NEWEST:
         raise FormatError(
-            f"{deepspeed.INFO} has version {version!r}, but only 0 to {_NEWEST} are"
-            f" supported; {_OWN}"
+            f"{deepspeed.INFO} has version {version!r}, but only versions 0 to"
+            f" {_NEWEST} are supported; {_OWN}"
         )
     if refused := [key for key in _REFUSED if info.get(key)]:
         raise FormatError(
@@ -189,8 +189,8 @@ def _cut(
     # How a parameter, or a state of it, is cut.
     if len(shapes) > 1:
         raise FormatError(
-            f"{name}: the shards of its ranks have different shapes, {sorted(shapes)},"
-            f" which is unsupported; {_OWN}, with `widths`"
+            f"{name}: the shards have different shapes, {sorted(shapes)}, which is"
+            f" unsupported; {_OWN}, with `widths`"
         )
     if () in shapes:
         return _Cut("...", "...", _REPLICATED)
@@ -202,7 +202,8 @@ def _cut(
     if _VOCABULARY in matched:
         if found in (_HALVES, _PARTS):
             raise FormatError(
-                f"{name}: {found} and {_VOCABULARY} of {deepspeed.INFO} both match it"
+                f"{name}: {found} and {_VOCABULARY} in {deepspeed.INFO} both match it;"
+                f" {_OWN}"
             )
         rows = "(d0 + pad)"
         sizes = {"d0": operator.index(info["original_vocab_size"])}

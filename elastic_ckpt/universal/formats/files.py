@@ -183,7 +183,7 @@ def resolved(path: epath.PathLike) -> epath.PathLike:
     match = _ID.fullmatch(text.removeprefix(SCHEME))
     if match is None or ".." in text:
         raise FormatError(
-            f"{text} is not a model id; write hf://org/name or hf://org/name@revision"
+            f"{text} is not a model ID; use hf://org/name or hf://org/name@revision"
         )
     name, revision = match[1], match[2] or "main"
     folder = _cache() / f"models--{name.replace('/', '--')}"
@@ -194,8 +194,8 @@ def resolved(path: epath.PathLike) -> epath.PathLike:
         of_revision = f" --revision {revision}" if match[2] else ""
         raise FormatError(
             f"{text} is not in the hub's cache ({folder}), and elastic_ckpt never"
-            f" downloads: run `hf download {name}{of_revision}`, or set HF_HOME"
-            " or HF_HUB_CACHE to the cache that has it"
+            f" downloads models; run `hf download {name}{of_revision}`, or set HF_HOME"
+            " or HF_HUB_CACHE to the cache that has this model"
         )
     return found
 

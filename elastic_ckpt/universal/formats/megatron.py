@@ -96,7 +96,7 @@ def _folder(path: epath.Path) -> epath.Path:
     folder = path / (f"iter_{int(text):07d}" if is_number else text)
     if not (is_number or text == "release") or not folder.exists():
         raise FormatError(
-            f"{pointer} contains {text!r}, which is not an iteration next to it"
+            f"{pointer} contains {text!r}, which is not an iteration in {path}"
         )
     return folder
 
@@ -132,8 +132,8 @@ def _of_ranks(folder: epath.Path) -> Checkpoint:
     sizes = [1 + max(numbers) for numbers in zip(*read, strict=True)]
     if len(read) != math.prod(sizes):
         raise FormatError(
-            f"{folder} has files of {len(read)} ranks, but their numbers imply"
-            f" {sizes[0]} tensor-parallel ranks, {sizes[1]} stages and {sizes[2]}"
+            f"{folder} has files of {len(read)} ranks, but the numbers in their names"
+            f" imply {sizes[0]} tensor-parallel ranks, {sizes[1]} stages and {sizes[2]}"
             f" expert-parallel ranks: {errors.first_of(map(str, sorted(read)))}"
         )
     axes = {axis: size for axis, size in zip(_AXES, sizes, strict=True) if size > 1}
@@ -170,7 +170,7 @@ def _of_rank(file: TorchFile) -> Iterator[StoredTensor]:
     if isinstance(optimizers, dict) and optimizers:
         if all(type(key) is int for key in optimizers):
             raise file.error(
-                "has several optimizers with unnamed states; save as torch_dist"
+                "has more than one optimizer with unnamed states; save as torch_dist"
             )
         # The distributed optimizer's states are in other files.
         if isinstance(optimizers.get("optimizer", optimizers).get("state"), dict):

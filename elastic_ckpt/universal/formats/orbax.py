@@ -53,7 +53,7 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
     if _UNCOMMITTED in directory.name or (
         not storage.is_local(directory) and _STEP in held and COMMIT_FILE not in held
     ):
-        raise FormatError(f"{path} was not committed; use another step")
+        raise FormatError(f"{path} was not committed; use a different step")
     trees = {"": directory}
     if _TREE not in held:
         trees = {name: each for name, each in held.items() if (each / _TREE).exists()}
@@ -91,7 +91,7 @@ def _tensors(directory: epath.Path, prefix: str) -> Iterator[StoredTensor]:
         del base["cache_pool"]
     elif not all(part.strip(".") for name in keys for part in name.split("/")):
         # A store accepts any name; a path must not leave the directory.
-        raise FormatError(f"{directory} lists an array outside it: {list(keys)}")
+        raise FormatError(f"{directory} lists arrays outside itself: {list(keys)}")
 
     def at(path: str) -> Any:
         is_url = isinstance(base, str)
@@ -107,12 +107,12 @@ def _tensors(directory: epath.Path, prefix: str) -> Iterator[StoredTensor]:
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0][:300]
         raise FormatError(
-            f"{directory} cannot be read ({reason}); restore it from a copy"
+            f"{directory} cannot be read ({reason}); restore it from a good copy"
         ) from error
     for name, content in contents.items():
         place = f"{directory}: {name}"
         if content.state != "value":
-            raise FormatError(f"{place} is listed, but not in the store")
+            raise FormatError(f"{place} is listed, but is not in the store")
         stated = files.parse_json(bytes(content.value), place)
         shape = stated.get("shape")
         yield StoredTensor(

@@ -75,7 +75,7 @@ def read_header(path: epath.PathLike) -> tuple[list[StoredTensor], dict[str, str
         size = int.from_bytes(file.read(8), "little")
         if not 2 <= size <= min(MOST_HEADER_BYTES, total - 8):
             raise FormatError(
-                f"{path} is not a safetensors file, or is truncated: its header would"
+                f"{path} is not a safetensors file or is truncated: its header would"
                 f" have {size} bytes, but the file has {total}"
             )
         fields = files.parse_json(file.read(size), f"the header of {path}")
@@ -102,8 +102,8 @@ def read_header(path: epath.PathLike) -> tuple[list[StoredTensor], dict[str, str
             if field["data_offsets"] != [at, stop]:
                 raise FormatError(
                     f"{place} has the data_offsets {field['data_offsets']!r:.60}, but"
-                    f" its values of shape {shape} would be at {[at, stop]}: the"
-                    " header is damaged"
+                    f" values of shape {shape} would be at {[at, stop]}, so the header"
+                    " is damaged"
                 )
             fragments = contiguous(
                 shape, dtype.itemsize, file=str(path), offset=8 + size + at

@@ -80,13 +80,13 @@ def _entries(read: Read, begin: int, size: int) -> dict[str, Checksum]:
     tail = read(tail_start, begin + size - tail_start)
     at = tail.rfind(b"PK\5\6")
     if at < 0:
-        raise ValueError("it is not a zip, or is truncated")
+        raise ValueError("it is not a complete zip")
     _, count, num_bytes, start = _END.unpack_from(tail, at)
     if count == 0xFFFF or 0xFFFFFFFF in (num_bytes, start):
         at64 = max(0, tail.rfind(b"PK\6\6", 0, at))
         _, count, num_bytes, start = _END64.unpack_from(tail, at64)
     if start + num_bytes > size:
-        raise ValueError("its directory lies outside it")
+        raise ValueError("its zip directory lies outside the zip")
     directory, at = read(begin + start, num_bytes), 0
     held: dict[str, Checksum] = {}
     for _ in range(count):
@@ -279,9 +279,9 @@ class Archive:
             self.entries = _entries(read, begin, size)
         except (ValueError, struct.error) as error:
             raise FormatError(
-                f"{self.place} is not a torch.save file, or is truncated ({error});"
-                " files from before PyTorch 1.6 are not zips: load them with torch and"
-                " save them again"
+                f"{self.place} is not a torch.save file or is truncated ({error}); if"
+                " the file is from before PyTorch 1.6, load it with torch and save it"
+                " again"
             ) from None
         pickles = [name for name in self.entries if name.endswith("/data.pkl")]
         if len(pickles) != 1:
@@ -384,8 +384,8 @@ class Archive:
             and all(type(n) is int and 0 <= n < 1 << 63 for n in (offset, *strides))
         ):
             raise FormatError(
-                f"{place} has an offset or strides that are not integers of at least 0,"
-                " or not one stride for each dim"
+                f"{place} has an invalid offset or invalid strides: each must be an"
+                " integer of at least 0, with one stride for each dim"
             )
         checkpoint.checked_shape(shape, place)
         count, most = math.prod(shape), (entry.stop - entry.start) // dtype.itemsize
@@ -394,9 +394,9 @@ class Archive:
         )
         if count and (count > most or last >= most):
             raise FormatError(
-                f"{place} of shape {shape}, strides {strides} and offset {offset} is"
-                f" not inside {most} elements; clone an expanded tensor before you save"
-                " it"
+                f"{place} of shape {shape}, strides {strides} and offset {offset} does"
+                f" not fit in its storage of {most} elements; if the tensor is"
+                " expanded, clone it before saving it"
             )
         fragment = Fragment(
             box=checkpoint.whole(shape),
@@ -438,7 +438,9 @@ class TorchFile:
         """
         value = self.at(*keys)
         if not isinstance(value, kind):
-            raise self.error(f"has no {kind.__name__} {'/'.join(keys) or 'at its top'}")
+            raise self.error(
+                f"has no {kind.__name__} {'/'.join(keys) or 'at its top level'}"
+            )
         return value
 
     def error(self, what: str) -> FormatError:

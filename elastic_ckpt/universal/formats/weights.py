@@ -100,13 +100,13 @@ class Weights:
             for tensor in held:
                 if tensors.setdefault(tensor.name, tensor) is not tensor:
                     raise FormatError(
-                        f"{folder / file} has {tensor.name}, and so has another file or"
-                        " dict; pass the path of one file or of an index"
+                        f"{folder / file} has {tensor.name}, which is also in another"
+                        " file or dict; pass the path of one file or of an index"
                     )
             lacking = set(expected).difference(tensor.name for tensor in held)
             if lacking:
                 raise FormatError(
-                    f"{folder / file} lacks {min(lacking)}, which {index} lists in it"
+                    f"{folder / file} lacks {min(lacking)}, although {index} lists it"
                 )
             values |= texts
         if not tensors:
@@ -124,8 +124,8 @@ class Weights:
             return self.usual + self.index
         if len(found) > 1:
             raise FormatError(
-                f"{path} has several indices ({errors.first_of(found)}); pass the path"
-                " of one of them"
+                f"{path} has more than one index ({errors.first_of(found)}); pass the"
+                " path of one of them"
             )
         return found[0] if found else None
 
@@ -138,15 +138,15 @@ class Weights:
         for (stem, count, suffix), number in held.items():
             if number < int(count):
                 raise FormatError(
-                    f"{path} has {number} of the {int(count)} files"
-                    f" {stem}-*-of-{count}{suffix}, and no index of them: a conversion"
-                    " or download did not finish; repeat it"
+                    f"{path} has only {number} of the {int(count)} files"
+                    f" {stem}-*-of-{count}{suffix} and no index, so a conversion or"
+                    " download did not finish; repeat it"
                 )
         if len(found) != 1 and not self.are_joined:
             raise FormatError(
-                f"{path} has {len(found)} files of {self.format}"
-                f" ({errors.first_of(found) or 'no state dict'}) and no index of them;"
-                " pass the path of one file"
+                f"{path} has {len(found)} {self.format} files"
+                f" ({errors.first_of(found) or 'no state dict'}) and no index; pass the"
+                " path of one file"
             )
         return found
 
@@ -190,8 +190,8 @@ def _read_index(index: epath.Path) -> tuple[dict[str, list[str]], dict[str, Any]
     for name, file in weight_map.items():
         if not files.is_plain_name(file):
             raise FormatError(
-                f"{index} lists {name:.200} in {file!r:.99}, which is not a file next"
-                " to it"
+                f"{index} lists {name:.200} in {file!r:.99}, which is not a file in the"
+                " same directory"
             )
         by_file[file].append(name)
     kept: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}

@@ -79,9 +79,9 @@ def of_ranges(
         return dataclasses.replace(first.flat, name=name, kind=kind)
     if held != math.prod(shape):
         raise first.file.error(
-            f"and its neighbors have {held} elements of {name}, which has"
-            f" {math.prod(shape)}; files of some ranks are missing, or from a different"
-            " save"
+            f"and its neighbors have {held} elements of {name}, but its shape needs"
+            f" {math.prod(shape)}; files of some ranks are missing or are from a"
+            " different save"
         )
     pieces: list[Fragment] = []
     width, at = first.flat.dtype.itemsize, 0
@@ -91,12 +91,12 @@ def of_ranges(
         if not is_like or flat.view or strides not in ([], [(width,)]):
             raise file.error(
                 f"has {name} in a tensor {flat.dtype}{list(flat.shape)} {flat.view}"
-                f" that is not flat, or differs from the one in {first.file.path}"
+                f" that is not flat or differs from the tensor in {first.file.path}"
             )
         if not 0 <= start <= start + numel <= flat.shape[0]:
             raise file.error(
-                f"has {name} in elements {start} to {start + numel} of a tensor of"
-                f" {flat.shape[0]}"
+                f"has {name} in elements {start} to {start + numel} of a tensor with"
+                f" only {flat.shape[0]} elements"
             )
         for box in _boxes_of_range(shape, at, at + numel):
             offset = flat.fragments[0].offset + start * width
@@ -174,7 +174,8 @@ def states(model: TorchFile, held: Sequence[TorchFile]) -> Iterator[StoredTensor
                 experts = _experts(file, group, shapes, rank)
             except _MALFORMED as error:
                 raise file.error(
-                    f"has states of group {group} that are not ZeRO's ({error!r:.200})"
+                    f"has states in group {group} that are not in ZeRO's format"
+                    f" ({error!r:.200})"
                 ) from None
             for name, key, part in parts:
                 if name not in shapes:
@@ -188,7 +189,7 @@ def states(model: TorchFile, held: Sequence[TorchFile]) -> Iterator[StoredTensor
         if lacking:
             raise held[0].error(
                 f"and its neighbors lack states of {errors.first_of(lacking)}; files of"
-                " some ranks are missing, or from a different save"
+                " some ranks are missing or are from a different save"
             )
         for (name, kind), (shape, ranges) in made.items():
             yield of_ranges(name, kind, shape, ranges)
@@ -200,7 +201,7 @@ def _equal_parts(
     # Stage 3: the parameter, the optimizer's name for the state, and the range.
     if file.at(_STATE, "ds_zero_partition_groups") is not None:
         raise file.error(
-            "has experts that AutoEP divided; convert it with DeepSpeed's"
+            "has experts that AutoEP split; convert the checkpoint with DeepSpeed's"
             " ds_to_universal first"
         )
     masters = file.typed(list, _STATE, "fp32_flat_groups")
@@ -225,9 +226,9 @@ def _listed_parts(file: TorchFile, group: int) -> Iterator[tuple[str, str, Range
     is_muon = (is_muon or "muon" in kind) and "momentum_buffer" in flats
     if is_muon or file.at(_STATE, "whole_param_optimizer_states"):
         raise file.error(
-            "has the momentum of Muon, which is supported only in ZeRO stage 3; save"
-            " in stage 3, or load only the weights, from a copy without"
-            " *_optim_states.pt"
+            "has Muon's momentum, which is supported only in ZeRO stage 3; save with"
+            " stage 3, or load only the weights from a copy of the checkpoint without"
+            " its *_optim_states.pt files"
         )
     mapping = file.typed(list, _STATE, "param_slice_mappings")[group]
     for name, place in mapping.items():
@@ -244,7 +245,7 @@ def _flats(masters: list[Any], base: Any, group: int) -> dict[str, StoredTensor]
     named = {"fp32": masters[group], **held.get(group, {})}
     flats = {key: each for key, each in named.items() if isinstance(each, StoredTensor)}
     if "fp32" not in flats:
-        raise ValueError("there are no float32 parameters")
+        raise ValueError("it has no float32 parameters")
     return flats
 
 
@@ -258,7 +259,7 @@ def _experts(
     # Stage 3 has one count for all groups.
     count = operator.index(counts[group]) if isinstance(counts, list) else ranks
     if count < 1 or ranks % count:
-        raise ValueError(f"partition_count is {count} of {ranks}")
+        raise ValueError(f"partition_count is {count}, but there are {ranks} ranks")
     is_outer = file.at("ds_config", "use_data_before_expert_parallelism") is True
     # 0 if all ranks share the parameters of the group.
     expert_rank = dp // count if is_outer else dp % (ranks // count)
@@ -287,7 +288,7 @@ def numbered(
         groups, held = _numbered(file.typed(dict, "optimizer"))
     except _MALFORMED as error:
         raise file.error(
-            f"has an optimizer whose states are not PyTorch's ({error!r:.200})"
+            f"has optimizer states that are not in PyTorch's format ({error!r:.200})"
         ) from None
     by_shape: dict[Shape, dict[Any, StoredTensor]] = collections.defaultdict(dict)
     for each in weights:
