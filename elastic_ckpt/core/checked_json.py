@@ -1,6 +1,6 @@
-"""JSON objects in files with a version and a digest.
+"""Files of one JSON object, with a version and a digest.
 
-A file holds `version`, the fields of its format, and `digest`, the BLAKE2b-128 of the
+The object has `version`, the fields of its format, and `digest`, the BLAKE2b-128 of the
 canonical JSON of all other fields.
 """
 
@@ -50,8 +50,8 @@ def parse(
     Args:
       text: the content of the file.
       what: the kind of file, for messages.
-      version: the version that the caller can read.
-      exact: whether every byte must be as `to_bytes` writes it.
+      version: the format version that the caller can read.
+      exact: whether the content must be byte for byte what `to_bytes` writes.
 
     Raises:
       UnreadableError: if the content is truncated, is not JSON, was altered, or has a
@@ -70,7 +70,7 @@ def parse(
 
 
 def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
-    """Checks an object from `sealed` and returns its fields with `version`.
+    """Checks an object from `sealed` and returns its fields, including `version`.
 
     For `what` and `version`, see `parse`.
 
@@ -90,7 +90,7 @@ def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
 
 
 def check_version(content: Any, *, what: str, version: int) -> None:
-    """Checks the version of an object, as `unsealed` does."""
+    """Checks only the version of an object, as `unsealed` does."""
     if not isinstance(content, dict) or "version" not in content:
         raise UnreadableError(f"is not a {what}")
     found = content["version"]

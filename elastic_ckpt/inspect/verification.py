@@ -134,7 +134,7 @@ def verify(
                     step=number,
                     tier="persistent",
                     path=locations.foreign_steps[number],
-                    why="Orbax saved it without digests, so nothing was compared",
+                    why="Orbax saved no digests, so nothing was compared",
                     remedy="save through ec.Checkpointer to get digests",
                 )
             )
