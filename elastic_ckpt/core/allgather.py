@@ -215,7 +215,7 @@ class Allgather:
             self._store.key_value_delete(f"{self._prefix}/{kind}/{turn - 1}/")
 
     def take(self, kind: str, turn: int, *, timeout_secs: float) -> list[Any]:
-        """The second half of `run`: returns all results; equal results share an object."""
+        """The second half of `run`: returns all results; equal ones share an object."""
         deadline = time.monotonic() + timeout_secs + self._grace_secs(0) + _GRACE_SECS
         runs = self._published.pop(kind, None) or self._runs(
             f"{self._prefix}/{kind}/{turn}/all", 0, deadline

@@ -119,7 +119,7 @@ class BackgroundCalls(Generic[T]):
 
         Args:
           last: a function to call in the thread before the thread stops.
-          wait: whether to wait for the thread to stop, for at most 10 s if a call hangs.
+          wait: whether to wait until the thread stops, at most 10 s if a call hangs.
         """
         if self._closed:
             return

@@ -92,6 +92,6 @@ class Pool:
             return bool(self._free.get(num_bytes))
 
     def give_back(self, memory: np.ndarray) -> None:
-        """Returns memory from `take` to the pool; nothing else may still refer to it."""
+        """Returns memory from `take` to the pool; nothing may refer to it afterward."""
         with self._lock:
             self._free.setdefault(memory.nbytes, []).append(memory)

@@ -178,7 +178,7 @@ class _Segments(JsonLog):
         newest = [path.name[:16] for path in _segments(self._directory)[-1:]]
         self._number = int(*newest)
         self._writer = secrets.token_hex(4)
-        # Held while an upload begins or is settled, but not while a thread waits for it.
+        # Held while an upload begins or is settled, but not while threads wait for it.
         self._lock = threading.Lock()
         self._uploading: _Upload | None = None
         # Why the newest upload is late.

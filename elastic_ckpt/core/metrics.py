@@ -1,8 +1,9 @@
 """The metrics of a run: named numbers that are recorded through `jax.monitoring`.
 
-A metric is recorded by `metrics.DATA_WAIT.record(secs)` or `with
-metrics.DATA_LOAD.timed():`. `jax.monitoring` passes it to all registered listeners,
-from `elastic_ckpt.monitoring` and from the program. There are three kinds:
+To record a metric, call `metrics.DATA_WAIT.record(secs)` or use `with
+metrics.DATA_LOAD.timed():`. `jax.monitoring` passes each value to all registered
+listeners, from `elastic_ckpt.monitoring` and from the user's program. There are three
+kinds:
 
 * duration: seconds, for duration listeners
 * gauge: a level whose last value matters, for scalar listeners
@@ -33,8 +34,8 @@ class Metric:
 
     Attributes:
       name: the name in `jax.monitoring`.
-      kind: how values are combined.
-      unit: the unit of values, with which the name ends.
+      kind: the kind, which determines how values are combined.
+      unit: the unit of the values, which is also the suffix of the name.
       meaning: the meaning of a value.
     """
 
@@ -50,7 +51,7 @@ class Metric:
                 monitoring.record_event_duration_secs(self.name, value)
             else:
                 monitoring.record_scalar(self.name, value)
-        # Listeners are foreign code, whose errors must not stop the training.
+        # Errors in listeners, which may be anyone's code, must not stop the training.
         except Exception as error:
             _warn_once(self.name, f"{type(error).__name__}: {error}")
 
@@ -72,7 +73,7 @@ def _warn_once(name: str, reason: str) -> None:
     )
 
 
-# Every metric by name. Users see the names, so a golden file freezes them.
+# All metrics by name. Users see the names, so a golden file freezes them.
 METRICS: dict[str, Metric] = {}
 
 

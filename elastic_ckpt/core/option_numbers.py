@@ -52,5 +52,5 @@ named_number = _named(
 
 
 def positive_counts(text: str) -> list[int]:
-    """Whole numbers, each 1 or more, separated by commas."""
+    """Parses comma-separated whole numbers of at least 1."""
     return [positive_count(part) for part in text.split(",")]

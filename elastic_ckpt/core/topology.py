@@ -2,7 +2,7 @@
 
 The mesh from `mesh_of` has two axes: `slice`, the failure domain that joins and leaves
 as a whole, and `fsdp`, the devices inside a slice over which parameters are sharded. A
-batch is sharded over both. Users may bring any other mesh and specify the axes that
+batch is sharded over both. Users may pass a mesh of their own and specify the axes that
 shard a batch. Only this module reads `jax.process_index()`.
 """
 
@@ -27,7 +27,7 @@ _ROW_AXES = frozenset({SLICE_AXIS, FSDP_AXIS, "batch", "data", "replica"})
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The numbers of hosts (processes), slices and devices of a world.
+    """How many hosts (processes), slices and devices a world has.
 
     A slice is a failure domain: whole hosts, or a simulated part of one host.
     """
@@ -37,7 +37,7 @@ class Topology:
     devices: int
 
     def check(self) -> None:
-        """Raises a ConfigError unless hosts and devices divide into the slices."""
+        """Raises a ConfigError unless hosts and devices divide evenly into slices."""
         if self.hosts % self.slices and self.slices % self.hosts:
             raise errors.ConfigError(
                 f"slices={self.slices}: {self.hosts} hosts cannot be divided evenly"
@@ -54,7 +54,7 @@ class Topology:
 
 
 def this_host() -> int:
-    """The number of this process in its world, from 0."""
+    """The index of this process in its world, from 0."""
     return jax.process_index()
 
 
@@ -66,7 +66,7 @@ def num_hosts() -> int:
 def slice_of_this_host(slices: int = 1) -> str:
     """This process's slice in the mesh from `mesh_of`.
 
-    A host that simulates several slices counts as one slice. With `slices=1`, this is
+    A host that simulates multiple slices counts as one slice. With `slices=1`, this is
     the hardware's slice.
     """
     hardware = _hardware_slice(jax.local_devices()[0])
@@ -76,7 +76,7 @@ def slice_of_this_host(slices: int = 1) -> str:
 
 
 def slices_of(mesh: Mesh) -> dict[jax.Device, str]:
-    """Each device's slice: by the mesh's slice axis, or otherwise the hardware's."""
+    """Each device's slice, from the mesh's slice axis or, without one, the hardware."""
     if SLICE_AXIS not in mesh.axis_names:
         return {device: str(_hardware_slice(device)) for device in mesh.devices.flat}
     rows = np.moveaxis(mesh.devices, mesh.axis_names.index(SLICE_AXIS), 0)
@@ -102,21 +102,21 @@ def is_primary() -> bool:
 
 
 def present(slices: int, devices: Sequence[jax.Device] | None = None) -> Topology:
-    """The topology of `devices`, by default all, divided into `slices`."""
+    """The topology of `devices` (by default all devices), split into `slices`."""
     devices = jax.devices() if devices is None else devices
     hosts = len({device.process_index for device in devices})
     return Topology(hosts=hosts, slices=slices, devices=len(devices))
 
 
 def mesh_of(world: Topology, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh `[slices, devices per slice]` over `devices`, by default all.
+    """A `[slices, devices per slice]` mesh over `devices` (by default all devices).
 
     On TPU, slices come from the hardware (`device.slice_index`). Elsewhere, the hosts
-    are divided into `slices` equal groups in order of host number.
+    are split into `slices` equal groups in host order.
 
     Raises:
-      ConfigError: if the devices are not the devices of `world`, or cannot be divided
-        this way.
+      ConfigError: if the devices are not the devices of `world` or cannot be split this
+        way.
     """
     devices = jax.devices() if devices is None else devices
     available = present(world.slices, devices)
@@ -143,13 +143,14 @@ def batch_sharding(mesh: Mesh, spec: PartitionSpec | None = None) -> NamedShardi
 
     Args:
       mesh: any mesh.
-      spec: the axes that shard rows, then those that shard dim 1, and so on; other axes
-        replicate. By default, rows are sharded over the only axis of the mesh, or over
-        its axes named batch, data, fsdp, replica and slice, in mesh order.
+      spec: the axes that shard rows, then the axes that shard dim 1, and so on; the
+        batch is replicated over all other axes. By default, rows are sharded over the
+        only axis of the mesh, or over its axes named batch, data, fsdp, replica and
+        slice, in mesh order.
 
     Raises:
-      ConfigError: if `spec` does not match the mesh, or if no `spec` is passed and no
-        mesh axis has one of these names.
+      ConfigError: if `spec` does not match the mesh, or if `spec` is None and no mesh
+        axis has one of these names.
     """
     axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     if spec is None:
@@ -178,7 +179,7 @@ def axes_of(entry: Any) -> tuple[Any, ...]:
 
 
 def replica_axes(sharding: NamedSharding) -> tuple[Any, ...]:
-    """The mesh axes with several devices over which an array is replicated."""
+    """The mesh axes with more than one device over which an array is replicated."""
     used = {axis for entry in sharding.spec for axis in axes_of(entry)}
     sizes = sharding.mesh.shape.items()
     return tuple(axis for axis, size in sizes if size > 1 and axis not in used)
@@ -195,9 +196,9 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def place(array: jax.Array, sharding: Sharding) -> jax.Array:
-    """Moves `array` to a `sharding` that keeps every shard on its host.
+    """Moves `array` to a `sharding` under which every shard stays on its host.
 
-    An array with an equivalent sharding is not moved. With several controllers, each
+    An array with an equivalent sharding is not moved. With multiple controllers, each
     host moves its own shards, because `jax.device_put` would first compare values
     across all hosts.
     """
