@@ -8,10 +8,10 @@ names: model weights as `parameter/1.mlp.weight`, optimizer states as `master/..
 only in numbers.
 
 The description is the value `universal_checkpoint_info`: lists of regular expressions,
-one list for each way to cut a parameter. Precedence and defaults are the same as in
-DeepSpeed's `ds_to_universal`: a parameter in no list is cut along its first dim. All
-shards of a parameter must have the same shape; AutoTP's affine maps and shards of
-different widths are rejected.
+one list for each way to shard a parameter. Precedence and defaults are the same as in
+DeepSpeed's `ds_to_universal`: a parameter that is not in any list is sharded along its
+first dim. All shards of a parameter must have the same shape; AutoTP's affine maps and
+shards of different widths are rejected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from elastic_ckpt.universal.rules.layout import (
 
 _BUFFER = "buffer"
 _AXIS = "tp"
-# The numbers that a capture matches: no leading zeros, at most 18 digits.
+# The numbers that a layout's captures match: no leading zeros, at most 18 digits.
 _NUMBER = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,17})(?![0-9])")
 
 _NEWEST = 0.4
@@ -77,13 +77,13 @@ class _Cut(NamedTuple):
 
 
 def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> Layout:
-    """The layout from a checkpoint's tensors to its parameters.
+    """The layout that maps a checkpoint's tensors to its parameters.
 
     If `targets`, the names of the target's tensors, is not None, kinds that do not
     occur in it are dropped.
 
     Raises:
-      FormatError: if the description is missing, or does not match the tensors.
+      FormatError: if the description is missing or does not match the tensors.
     """
     info = checkpoint.values.get(deepspeed.INFO)
     ranks = checkpoint.axes.get(_AXIS, 1)
@@ -186,7 +186,7 @@ def _entries(info: Mapping[str, Any]) -> list[_Entry]:
 def _cut(
     name: str, shapes: Collection[_Shape], matched: Mapping[str, Any], info: Any
 ) -> _Cut:
-    # How a parameter, or a state of it, is cut.
+    # How a parameter or one of its states is sharded.
     if len(shapes) > 1:
         raise FormatError(
             f"{name}: the shards have different shapes, {sorted(shapes)}, which is"

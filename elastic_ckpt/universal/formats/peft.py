@@ -1,8 +1,9 @@
 """PEFT adapters, which are opened together with the model that they adapt.
 
-`adapter_config.json` specifies this model, the base: a directory, or the id of a model
+`adapter_config.json` specifies this model, the base: a directory, or the ID of a model
 in the hub's local cache. The checkpoint has the tensors of both, with the names in
-their files. Numbers and strings in `adapter_config.json` are values, `adapter/r`.
+their files. Numbers and strings in `adapter_config.json` are values, such as
+`adapter/r`.
 """
 
 from __future__ import annotations
@@ -79,10 +80,10 @@ def base(path: epath.PathLike) -> epath.Path:
 
 
 def joined(path: epath.PathLike, adapter: Checkpoint, base: Checkpoint) -> Checkpoint:
-    """Joins the checkpoints of an adapter, whose directory is `path`, and of its base.
+    """Joins an adapter's checkpoint and its base's; the adapter's directory is `path`.
 
     Raises:
-      FormatError: if both have a tensor with the same name.
+      FormatError: if both checkpoints have a tensor with the same name.
     """
     values = flatten({"adapter": files.read_json(epath.Path(path) / CONFIG)})
     of_base = {tensor.name for tensor in base.tensors}

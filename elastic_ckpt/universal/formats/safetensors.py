@@ -1,8 +1,8 @@
 """Safetensors files: a JSON header, followed by the values of the tensors.
 
-The header is checked before any value is read: every tensor must have exactly the bytes
-of its shape, and the tensors together must fill the rest of the file, without gaps or
-overlaps. There are no checksums.
+The header is checked before any value is read: every tensor must have exactly as many
+bytes as its shape requires, and the tensors together must fill the rest of the file
+without gaps or overlaps. The format has no checksums.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # Marks the header of a file with parts of tensors, which PyTorch's distributed
-# checkpoints may write.
+# checkpointing may write.
 _SHARDING = "DCP_SHARDING_INFO"
 
 
@@ -52,7 +52,7 @@ def dtype_name(dtype: np.dtype) -> str:
     """A dtype's name in headers.
 
     Raises:
-      FormatError: if the format lacks the dtype.
+      FormatError: if the format does not support the dtype.
     """
     if dtype not in _NAMES:
         raise FormatError(
@@ -63,7 +63,10 @@ def dtype_name(dtype: np.dtype) -> str:
 
 
 def read_header(path: epath.PathLike) -> tuple[list[StoredTensor], dict[str, str]]:
-    """Reads a file's tensors, in file order, and its strings by name, but no values.
+    """Reads a file's header, but no tensor values.
+
+    Returns:
+      The tensors, in file order, and the metadata strings by name.
 
     Raises:
       FormatError: if the file is not a safetensors file, is truncated, or has parts of

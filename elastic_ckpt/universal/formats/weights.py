@@ -1,7 +1,8 @@
-"""Opens a model's weights in safetensors or PyTorch format: one file, or several.
+"""Opens a model's weights in safetensors or PyTorch format, in one or more files.
 
 A directory may have an index, `model.safetensors.index.json`, that lists each tensor's
-file, and a `config.json`, whose entries become values, `config/num_key_value_heads`.
+file, and a `config.json`, whose entries become values, such as
+`config/num_key_value_heads`.
 
 PyTorch files (`pytorch_model.bin`, or any `.pt`, `.pth` or `.bin`) contain state dicts.
 Keys of nested dicts and lists are joined by dots: a training checkpoint has
@@ -54,8 +55,8 @@ class Weights:
     Attributes:
       index: the suffix of an index.
       usual: the usual name of a file or an index, without suffix.
-      read: reads a file's tensors and values.
-      are_joined: whether several files without an index are one model.
+      read: a function that reads a file's tensors and values.
+      are_joined: whether multiple files without an index form one model.
     """
 
     format: str
@@ -74,9 +75,9 @@ class Weights:
         """Opens a file, an index, or a directory with one of them.
 
         Raises:
-          FormatError: if a file is missing, damaged or not listed, a numbered set
-            without an index is incomplete, an index refers to a different directory or
-            does not match its files, or a tensor occurs twice.
+          FormatError: if a file is missing, damaged or not listed; a numbered set
+            without an index is incomplete; an index refers to a different directory or
+            does not match its files; or a tensor occurs twice.
         """
         source = epath.Path(path)
         is_dir = source.is_dir()
@@ -172,7 +173,7 @@ PYTORCH = Weights(
 
 
 def config_values(path: epath.Path) -> dict[str, Any]:
-    """The values of a configuration, `config/...`; none if the file is missing.
+    """The values in a configuration file, as `config/...`; empty without the file.
 
     Raises:
       FormatError: if the file is not a JSON object.

@@ -1,13 +1,13 @@
 """Converts optimizer states, saved as flat ranges or without names, to named tensors.
 
 In ZeRO stages 1 and 2, each file lists its parameters and, for each, a range of a flat
-tensor; a parameter's ranges follow one another in the order of data-parallel ranks.
-Stage 3 lists nothing: each rank has an equal part of every parameter, rounded up, in
-the order of `param_shapes`. Expert parameters are spread over fewer ranks, which have
-the same expert-parallel rank. Muon's momentum in stages 1 and 2 has its own layout,
-which is rejected.
+tensor; a parameter's ranges follow one another in data-parallel rank order. Stage 3
+files list nothing: each rank has an equal part of every parameter, rounded up, in
+`param_shapes` order. Expert parameters are spread over fewer ranks, which have the same
+expert-parallel rank. Muon's momentum in stages 1 and 2 has its own layout, which is
+rejected.
 
-PyTorch's optimizers number parameters, see `numbered`.
+PyTorch's optimizers number parameters; see `numbered`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from elastic_ckpt.universal.formats.checkpoint import (
 )
 from elastic_ckpt.universal.formats.torch_file import TorchFile
 
-# An expert parameter's name; the middle group is the expert's number.
+# An expert parameter's name; the middle group is the expert's index.
 EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d{1,9})(\..*)", re.DOTALL)
 _STATE = "optimizer_state_dict"
 # Prefix of a state whose parameter is unknown; the parameter's number follows.
@@ -49,7 +49,7 @@ _boxes_of_range = functools.lru_cache(maxsize=2**14)(factors.boxes_of_range)
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
-# A data-parallel rank, and the number of these ranks.
+# A data-parallel rank, and the number of data-parallel ranks.
 _Rank = tuple[int, int]
 
 
@@ -68,7 +68,7 @@ class Range(NamedTuple):
 def of_ranges(
     name: str, kind: str, shape: Shape, ranges: Sequence[Range]
 ) -> StoredTensor:
-    """A parameter's state as one tensor, from ranges in the order of its elements.
+    """A parameter's state as one tensor, from its ranges in element order.
 
     Raises:
       FormatError: if a range lies outside its flat tensor, or the ranges have more or
@@ -138,10 +138,10 @@ def shapes_of(model: TorchFile) -> list[dict[str, Shape]]:
 
 
 def named_shapes(file: TorchFile, shapes: Any) -> dict[str, Shape]:
-    """Checks shapes by name.
+    """Checks a dict from parameter name to shape.
 
     Raises:
-      FormatError: if one is not a shape.
+      FormatError: if it is not a dict or one of its values is not a shape.
     """
     if not isinstance(shapes, dict):
         raise file.error("has a group of shapes that is not a dict")
@@ -154,7 +154,9 @@ def named_shapes(file: TorchFile, shapes: Any) -> dict[str, Shape]:
 
 
 def states(model: TorchFile, held: Sequence[TorchFile]) -> Iterator[StoredTensor]:
-    """The states in one model rank's optimizer files, ordered by data-parallel rank.
+    """The states in one model rank's optimizer files.
+
+    `held` are these files, ordered by data-parallel rank.
 
     Raises:
       FormatError: if a file contradicts itself or another file.
@@ -215,11 +217,11 @@ def _equal_parts(
 
 
 def _listed_parts(file: TorchFile, group: int) -> Iterator[tuple[str, str, Range]]:
-    # Stages 1 and 2.
+    # Stages 1 and 2: yields the same as `_equal_parts`.
     base = file.at(_STATE, "base_optimizer_state")
     masters = file.typed(list, _STATE, "single_partition_of_fp32_groups")
     flats = _flats(masters, base, group)
-    # Without groups the configuration shows it; DeepSpeed up to 0.19.8 records neither.
+    # Without groups, the configuration shows it; DeepSpeed up to 0.19.8 records neither.
     groups = base.get("param_groups") if isinstance(base, dict) else None
     is_muon = groups[group].get("use_muon") if groups else False
     kind = str(file.at("ds_config", "optimizer", "type")).lower()
@@ -238,8 +240,8 @@ def _listed_parts(file: TorchFile, group: int) -> Iterator[tuple[str, str, Range
 
 
 def _flats(masters: list[Any], base: Any, group: int) -> dict[str, StoredTensor]:
-    # A group's tensors in one file, by the optimizer's names. With the option
-    # `elastic_checkpoint`, `base` is a list of the groups.
+    # A group's tensors in one file, by the optimizer's names. With the
+    # `elastic_checkpoint` option, `base` is a list of the groups.
     held = base["state"] if isinstance(base, dict) else base
     held = dict(enumerate(held)) if isinstance(held, list) else held
     named = {"fp32": masters[group], **held.get(group, {})}
@@ -252,8 +254,8 @@ def _flats(masters: list[Any], base: Any, group: int) -> dict[str, StoredTensor]
 def _experts(
     file: TorchFile, group: int, shapes: Shapes, part: _Rank
 ) -> dict[str, str]:
-    # The names of expert parameters in model files, by their names in optimizer files,
-    # which number experts within a rank; model files number them across all ranks.
+    # Maps expert parameters' names in optimizer files, which number experts within a
+    # rank, to their names in model files, which number experts across all ranks.
     dp, ranks = part
     counts = file.at(_STATE, "partition_count")
     # Stage 3 has one count for all groups.
@@ -275,14 +277,14 @@ def numbered(
 ) -> Iterator[StoredTensor]:
     """An optimizer's states, named like the weights of their rank where possible.
 
-    PyTorch's optimizers number parameters group by group, and within a group in model
-    order. So if all parameters of a shape are in one group, the order determines their
-    names; otherwise the names are unknown.
+    PyTorch's optimizers number parameters group by group and, within a group, in model
+    order. So if all parameters of a shape are in one group, their order determines
+    their names; otherwise the names are unknown.
 
     `weights` are the rank's tensors of kind `parameter`, in model order.
 
     Raises:
-      FormatError: if the file has no state dict `optimizer`.
+      FormatError: if the file has no valid `optimizer` state dict.
     """
     try:
         groups, held = _numbered(file.typed(dict, "optimizer"))
