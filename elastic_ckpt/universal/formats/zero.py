@@ -221,7 +221,7 @@ def _listed_parts(file: TorchFile, group: int) -> Iterator[tuple[str, str, Range
     base = file.at(_STATE, "base_optimizer_state")
     masters = file.typed(list, _STATE, "single_partition_of_fp32_groups")
     flats = _flats(masters, base, group)
-    # Without groups, the configuration shows it; DeepSpeed up to 0.19.8 records neither.
+    # Without groups, the configuration shows it; DeepSpeed <= 0.19.8 records neither.
     groups = base.get("param_groups") if isinstance(base, dict) else None
     is_muon = groups[group].get("use_muon") if groups else False
     kind = str(file.at("ds_config", "optimizer", "type")).lower()

@@ -206,7 +206,7 @@ def test_chunks_that_do_not_make_a_tensor_are_refused(tmp_path, shape, chunks, m
         ((FILE, 2**70, 9), "which is not a valid part"),
         ((FILE, 2**60, 9), "is truncated"),
         ((FILE, 2, 9), "not a torch.save file"),
-        ((FILE, -1, 9), "lists 9 bytes from -1"),
+        ((FILE, -1, 9), "lists 9 bytes at offset -1"),
     ],
 )
 def test_items_outside_of_their_file_are_refused(tmp_path, place, match):
