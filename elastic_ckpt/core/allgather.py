@@ -224,9 +224,9 @@ class Allgather:
         missing = [str(host) for host, text in enumerate(texts) if text is None]
         if missing:
             raise errors.RunError(
-                f"host {self.host} waited for {errors.first_of(missing)} ({kind}) for"
-                f" {timeout_secs:g} s; check the missing host's log, then restart the"
-                " run"
+                f"host {self.host} waited {timeout_secs:g} s for a message ({kind})"
+                f" from these hosts: {errors.first_of(missing)}; check their logs, then"
+                " restart the run"
             )
         values = {text: json.loads(str(text)) for text in texts}
         return [values[text] for text in texts]

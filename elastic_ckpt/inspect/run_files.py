@@ -82,7 +82,7 @@ def read(directory: epath.PathLike) -> RunRecord:
     path = storage.absolute(directory) / RECORD
     try:
         fields = checked_json.parse(
-            path.read_bytes(), what="record of a run", version=_VERSION
+            path.read_bytes(), what="run record", version=_VERSION
         )
         record = codec.decode(RunRecord, fields)
     except FileNotFoundError:
