@@ -1,1 +1,1 @@
-"""The foundations of all other packages: errors, files, digests, topology, events."""
+"""What all other packages build on: errors, files, digests, topology, events."""

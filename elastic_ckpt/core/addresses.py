@@ -40,7 +40,7 @@ def of_the_head() -> str:
 
 
 def toward(other: str) -> str:
-    """The local address of the route to `other`; sends nothing."""
+    """The local address of the route to `other`, found without sending anything."""
     family, kind, *_, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)

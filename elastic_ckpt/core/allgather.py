@@ -2,8 +2,8 @@
 
 No device takes part, so background threads may gather while the devices compute. Values
 travel up a tree of hosts to host 0, which publishes them all under one key. A host
-makes at most `FAN_IN + 4` requests, whatever the number of hosts. Together, n hosts
-make 3n requests, or 5n in the order `down`.
+makes at most `FAN_IN + 4` requests, regardless of the number of hosts. Together, n
+hosts make 3n requests, or 5n in the order `down`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FAN_IN = 7
 Order = Literal["together", "up", "down"]
 # Parents wait longer than their children, so that errors name the missing host.
 _GRACE_SECS = 2.0
-# Numbers the unnamed objects of this process.
+# Gives each unnamed object of this process a number.
 _numbers = itertools.count()
 # Runs of equal values from consecutive hosts: the number of hosts, and the value's
 # JSON, or None if the value has not arrived.
@@ -39,8 +39,8 @@ _Runs = list[tuple[int, str | None]]
 class HostTree:
     """The tree along which the hosts of a world pass messages.
 
-    Host 0 is the root. The numbers of the hosts below a host follow its own number, and
-    its children split these hosts evenly, so hosts of one slice talk to each other
+    Host 0 is the root. The indices of the hosts below a host follow its own index, and
+    its children split these hosts evenly, so hosts of the same slice exchange messages
     first. Each host has at most `fan_in` children.
     """
 
@@ -48,7 +48,7 @@ class HostTree:
     fan_in: int = FAN_IN
 
     def children(self, host: int) -> list[int]:
-        """The children of a host, ascending."""
+        """The children of a host, in ascending order."""
         return [part.start for part in self._split(self.below(host))]
 
     def below(self, host: int) -> range:
@@ -56,7 +56,7 @@ class HostTree:
         return self.way(host)[-1]
 
     def way(self, host: int) -> list[range]:
-        """The subtrees from the root's down to a host's."""
+        """The subtrees on the path from the root to a host."""
         way = [range(self.num_hosts)]
         while way[-1].start != host:
             way.append(next(part for part in self._split(way[-1]) if host in part))
@@ -77,7 +77,7 @@ class HostTree:
         return [*levels]
 
     def _split(self, hosts: range) -> list[range]:
-        # The subtrees of the children of a root.
+        # The subtrees of the root's children.
         num_below = len(hosts) - 1
         num_parts = min(self.fan_in, num_below)
         ends = [
@@ -92,12 +92,12 @@ class Allgather:
     """Gathers values from hosts that make the same calls.
 
     Args:
-      store: a key-value store that all hosts reach, with `key_value_set_bytes`,
-        `blocking_key_value_get_bytes` and `key_value_delete` of JAX's coordination
-        service; None in a world of one host.
-      prefix: the prefix of all keys, the same on all hosts.
-      host: the number of this host, from 0.
-      num_hosts: the number of hosts that take part.
+      store: a key-value store that all hosts can reach, with the methods
+        `key_value_set_bytes`, `blocking_key_value_get_bytes` and `key_value_delete` of
+        JAX's coordination service; None in a world of one host.
+      prefix: a prefix for all keys, the same on all hosts.
+      host: this host's index, from 0.
+      num_hosts: the number of participating hosts.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Allgather:
         self._tree = HostTree(num_hosts=num_hosts)
         self._lock = threading.Lock()
         self._turns: collections.Counter[str] = collections.Counter()
-        # On host 0: values that it has published but not taken yet, by kind.
+        # On host 0: values by kind that it has published but `take` has not returned.
         self._published: dict[str, _Runs] = {}
 
     def gather(
@@ -130,13 +130,14 @@ class Allgather:
         order: Order = "together",
         timeout_secs: float,
     ) -> list[Any]:
-        """Runs `part` on every host and returns all results in order of host number.
+        """Runs `part` on every host and returns all results, ordered by host index.
 
         Args:
           kind: a name for the results. All hosts must make the calls of one kind in the
             same order, from one thread at a time; different kinds are independent.
-          part: a function that returns JSON of a few kilobytes at most.
-          order: when a host runs `part`, along the tree.
+          part: a function that returns at most a few kilobytes of JSON.
+          order: when each host runs `part`: immediately (`together`), after all hosts
+            below it in the tree (`up`), or after all hosts above it (`down`).
           timeout_secs: how long hosts wait for each other.
 
         Raises:
@@ -223,9 +224,9 @@ class Allgather:
         missing = [str(host) for host, text in enumerate(texts) if text is None]
         if missing:
             raise errors.RunError(
-                f"host {self.host} waited for {errors.first_of(missing)} ({kind}) for"
-                f" {timeout_secs:g} s; check the log of the missing host, and start"
-                " the run again"
+                f"host {self.host} waited {timeout_secs:g} s for a message ({kind})"
+                f" from these hosts: {errors.first_of(missing)}; check their logs, then"
+                " restart the run"
             )
         values = {text: json.loads(str(text)) for text in texts}
         return [values[text] for text in texts]
@@ -270,7 +271,7 @@ def outcome(part: Callable[[], Any]) -> dict[str, Any]:
 
 
 def failed(error: Exception) -> dict[str, str]:
-    """The outcome of a call that raised `error`; a bug carries its traceback."""
+    """The outcome of a call that raised `error`, with a traceback if it is a bug."""
     # Reads an error even if its own `__str__` fails.
     shown, kind = traceback.TracebackException.from_exception(error), type(error)
     why = str(shown)
@@ -284,10 +285,10 @@ def answers(outcomes: Mapping[int, Mapping[str, Any]]) -> list[Any]:
     """The results in `outcomes`, still encoded.
 
     Args:
-      outcomes: the result of `outcome` on each host, by host number.
+      outcomes: each host's result of `outcome`, keyed by host index.
 
     Raises:
-      ReplacedError: if a host found that a later start has continued the run.
+      ReplacedError: if a host found that a later launch has continued the run.
       HostsFailedError: if the call failed on a host for a different reason.
     """
     problems = {n: each["failed"] for n, each in outcomes.items() if "failed" in each}
@@ -302,9 +303,10 @@ def new(name: str | None = None, hosts: Iterable[int] = ()) -> Allgather:
     """Creates an allgather over the processes of this world.
 
     Args:
-      name: a name, unique in the process and the same on all hosts; by default the
-        object's number, if all hosts create these objects in the same order.
-      hosts: the hosts that take part, ascending; by default all.
+      name: a name that is unique in the process and the same on all hosts. By default,
+        the name is a counter; all hosts must then create these objects in the same
+        order.
+      hosts: the participating hosts, in ascending order; by default all.
     """
     from jax._src import distributed
 
@@ -313,7 +315,7 @@ def new(name: str | None = None, hosts: Iterable[int] = ()) -> Allgather:
     members = [*hosts] or [*range(topology.num_hosts())]
     if len(members) == 1:
         return Allgather(None)
-    # Orbax has a public way to the client, but the sidecar's image has no Orbax.
+    # Orbax has a public function for this, but the sidecar's image has no Orbax.
     return Allgather(
         distributed.global_state.client,
         f"elastic_ckpt/{next(_numbers) if name is None else name}",
@@ -324,8 +326,8 @@ def new(name: str | None = None, hosts: Iterable[int] = ()) -> Allgather:
 
 @functools.cache
 def shared(hosts: tuple[int, ...] = ()) -> Allgather:
-    """Returns the allgather that the whole process shares, as from `new`.
+    """Returns an allgather like `new` does, but one that the whole process shares.
 
-    Hosts may first call it at different points, because each kind counts its own turns.
+    Hosts may create it at different times, because each kind counts its own turns.
     """
     return new("-".join(["shared", *map(str, hosts)]), hosts)

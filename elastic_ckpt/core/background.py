@@ -1,9 +1,9 @@
-"""Calls in background threads, and cleanup when a program exits.
+"""Calls in background threads, and cleanup when the process exits.
 
-`in_thread` makes one call, `pool` makes several at a time, and `wait` waits for calls.
-`BackgroundCalls` calls one function ahead of time. `close_with` closes a resource when
-its owner is garbage-collected or the program exits. `before_exit` finishes work that
-still needs thread pools.
+`in_thread` makes one call, `pool` makes multiple calls at a time, and `wait` waits for
+calls. `BackgroundCalls` calls one function ahead of time. `close_with` closes a
+resource when its owner is garbage-collected or the process exits. `before_exit`
+finishes work that still needs thread pools.
 
 Simulations replace `in_thread`, `pool` and `wait`: one thread makes all calls, in an
 order that it chooses.
@@ -65,7 +65,7 @@ class BackgroundCalls(Generic[T]):
         self._closed = False
         self._pending: collections.deque[futures.Future[T]] = collections.deque()
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        # A daemon thread, so that a hanging read does not keep the program alive.
+        # A daemon thread, so that a hanging read does not keep the process alive.
         self._thread = threading.Thread(
             target=_work,
             args=(self._tasks,),
@@ -86,13 +86,13 @@ class BackgroundCalls(Generic[T]):
         due = self._pending[0]
         # After an interruption here (Ctrl-C), this result is still the next one.
         futures.wait([due])
-        # Another thread may have dropped all results meanwhile.
+        # Another thread may have dropped all results in the meantime.
         if self._pending:
             self._pending.popleft()
         return due.result()
 
     def submit(self, call: Callable[[], Any]) -> futures.Future[Any]:
-        """Queues a call of any function in the same thread, behind all queued calls.
+        """Queues a call of another function in the same thread, after all queued calls.
 
         Raises:
           DataError: if the thread has stopped.
@@ -115,11 +115,11 @@ class BackgroundCalls(Generic[T]):
     def close(
         self, last: Callable[[], object] | None = None, *, wait: bool = True
     ) -> None:
-        """Stops the thread after a last call in it.
+        """Stops the thread, optionally after one last call in it.
 
         Args:
-          last: the function to call in the thread before it stops.
-          wait: whether to wait until then, for at most 10 s if a call hangs.
+          last: a function to call in the thread before the thread stops.
+          wait: whether to wait until the thread stops, at most 10 s if a call hangs.
         """
         if self._closed:
             return
@@ -141,19 +141,19 @@ class BackgroundCalls(Generic[T]):
 
 
 def closed() -> NoReturn:
-    """Raises a DataError: an iterator was closed."""
+    """Raises a DataError that says that an iterator was closed."""
     raise errors.DataError("this iterator was closed; create a new one")
 
 
 def close_with(owner: object, close: Callable[..., None]) -> None:
-    """Calls `close` once `owner` is garbage-collected, or before the program exits.
+    """Calls `close` once `owner` is garbage-collected, or before the process exits.
 
     Args:
       owner: the object that owns the resource.
-      close: a function that closes the resource. When the program exits, it is called
-        with `wait=True` and must return only once the resource is closed. At garbage
-        collection, it is called with `wait=False` and must not block on a read in
-        progress. It must not refer to `owner` and may be called twice.
+      close: a function that closes the resource. When the process exits, the function
+        is called with `wait=True` and must return only once the resource is closed. At
+        garbage collection, it is called with `wait=False` and must not block on a read
+        in progress. It must not refer to `owner` and may be called twice.
     """
 
     def at_exit() -> None:
@@ -169,10 +169,10 @@ def close_with(owner: object, close: Callable[..., None]) -> None:
 
 
 def before_exit(finish: Callable[[], None]) -> Callable[[], None]:
-    """Calls `finish` when the main thread ends, while thread pools still accept work.
+    """Calls `finish` when the main thread exits, while thread pools still accept work.
 
     Returns:
-      A function that cancels the call to `finish`; it may be called repeatedly.
+      A function that cancels the call to `finish` and may be called repeatedly.
     """
     pending = [finish]
     # `atexit` handlers run when thread pools already refuse work. `threading` shuts
@@ -183,7 +183,7 @@ def before_exit(finish: Callable[[], None]) -> Callable[[], None]:
 
 
 def _run(call: Callable[[], T], future: futures.Future[T]) -> None:
-    # The top of a thread.
+    # The thread's entry point.
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(call())

@@ -1,10 +1,10 @@
 """Finds the elements of a box that no other box covers; the others may overlap.
 
-The distinct bounds of the boxes divide the array into cells. Each cell is covered whole
-or not at all; a prefix sum over the corners of the boxes counts the boxes that cover
-each cell (coordinate compression, a difference array). A regular grid of n boxes has n
-cells. Irregular boxes have up to n**r cells. If there are too many, the array is
-halved, and each half has fewer bounds.
+The distinct bounds of the boxes divide the array into cells. Each cell is covered
+entirely or not at all; a prefix sum over the corners of the boxes counts the boxes that
+cover each cell (coordinate compression with a difference array). A regular grid of n
+boxes has n cells. Irregular boxes have up to n**r cells. If there are too many cells,
+the array is halved, which leaves each half with fewer bounds.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def gaps(region: boxes.Box, held: boxes.Boxes) -> boxes.Boxes:
 def tiled(shapes: np.ndarray, array: np.ndarray, held: boxes.Boxes) -> np.ndarray:
     """Whether a complete regular grid of boxes covers each array.
 
-    Such arrays have neither gaps nor overlaps; others may have gaps. The test is fast
-    because it handles many arrays simultaneously.
+    Such arrays have neither gaps nor overlaps; other arrays may have gaps. The test is
+    fast because it handles many arrays at a time.
 
     Args:
       shapes: the shape of each array, int64 `[a, r]`.
-      array: the number of each box's array, int `[n]`.
+      array: the index of each box's array, int `[n]`.
       held: distinct boxes.
 
     Returns:
@@ -62,7 +62,7 @@ def tiled(shapes: np.ndarray, array: np.ndarray, held: boxes.Boxes) -> np.ndarra
 def _gaps(region: boxes.Box, held: boxes.Boxes) -> list[boxes.Boxes]:
     if bool((held.volumes == region.volume).any()):
         return []
-    # The bounds of the cells in each dim, ascending.
+    # The bounds of the cells in each dim, in ascending order.
     cuts = [
         np.unique(np.concatenate([held.start[:, dim], held.stop[:, dim], ends]))
         for dim, ends in enumerate(zip(region.start, region.stop, strict=True))

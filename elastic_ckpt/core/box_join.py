@@ -1,8 +1,8 @@
 """Finds all pairs of overlapping boxes from two sets: the first part of a read plan.
 
-In one dim, the boxes that may overlap a box are neighbors in the order of their starts
-(a sweep), which suffices for arrays that are split in one dim. Otherwise, a spatial
-join divides and conquers: it halves both sets at a coordinate until few enough boxes
+In one dim, the boxes that may overlap a box are its neighbors when boxes are sorted by
+start (a sweep), which suffices for arrays that are split in one dim. Otherwise, a
+divide-and-conquer spatial join halves both sets at a coordinate until few enough boxes
 are left to compare every pair. A box that crosses the cut belongs to both halves;
 duplicate pairs are removed at the end.
 """
@@ -25,8 +25,8 @@ def overlaps(a: boxes.Boxes, b: boxes.Boxes) -> tuple[np.ndarray, np.ndarray]:
     """The pairs of boxes that share an element.
 
     Returns:
-      The indices in `a` and in `b` of each pair, int64 `[pairs]` both, ordered by the
-      first, then by the second.
+      The index in `a` and the index in `b` of each pair, both int64 `[pairs]`, sorted
+      by the index in `a`, then by the index in `b`.
     """
     in_a, in_b = np.flatnonzero(a.volumes), np.flatnonzero(b.volumes)
     overlapping = None
@@ -41,7 +41,7 @@ def overlaps(a: boxes.Boxes, b: boxes.Boxes) -> tuple[np.ndarray, np.ndarray]:
 def _swept(
     a: boxes.Boxes, b: boxes.Boxes, in_a: np.ndarray, in_b: np.ndarray
 ) -> np.ndarray | None:
-    # Pairs as `_compared`; None if boxes have too many neighbors in every dim.
+    # Pairs as from `_compared`; None if boxes have too many neighbors in every dim.
     for dim in range(a.rank):
         by_start = in_b[np.argsort(b.start[in_b, dim], kind="stable")]
         # Boxes before `first` end before the box of `a` starts.
@@ -64,7 +64,7 @@ def _swept(
 def _joined(
     a: boxes.Boxes, b: boxes.Boxes, all_a: np.ndarray, all_b: np.ndarray
 ) -> np.ndarray:
-    # Pairs as `_compared`, with duplicates.
+    # Pairs as from `_compared`, with duplicates.
     overlapping: list[np.ndarray] = []
     pending = [(all_a, all_b)]
     while pending:

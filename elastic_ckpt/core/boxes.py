@@ -4,9 +4,9 @@ A box is the elements `start <= index < stop` of one array. Arrays without dims 
 box, `[]`, of volume 1. A box with an empty dim has no elements: it does not overlap any
 box, and every box contains it.
 
-`Box` is one box; `Boxes` holds many as columns of numbers. Functions on many boxes
-compress coordinates or halve the space, so that a grid of 1e5 boxes takes a fraction of
-a second (see `elastic_ckpt.core.box_cover` for gaps and `box_join` for overlaps).
+`Box` is one box; `Boxes` stores many boxes as columns of integers. Functions on many
+boxes compress coordinates or halve the space, so a grid of 1e5 boxes takes a fraction
+of a second (see `elastic_ckpt.core.box_cover` for gaps and `box_join` for overlaps).
 
 Glossary: n boxes, r dims.
 """
@@ -31,7 +31,7 @@ class Box:
 
     Attributes:
       start: the first index in each dim.
-      stop: the index after the last one in each dim, at least `start`.
+      stop: the end index in each dim (exclusive), at least `start`.
     """
 
     start: tuple[int, ...]
@@ -57,8 +57,8 @@ class Boxes:
     """Boxes of one array.
 
     Attributes:
-      start: int64 `[n, r]`.
-      stop: int64 `[n, r]`, at least `start`.
+      start: the first indices, int64 `[n, r]`.
+      stop: the end indices (exclusive), int64 `[n, r]`, at least `start`.
     """
 
     start: np.ndarray
@@ -88,7 +88,7 @@ class Boxes:
         return Box(start=tuple(start[:rank]), stop=tuple(stop[:rank]))
 
     def take(self, chosen: np.ndarray) -> Boxes:
-        """The boxes that `chosen` selects, by index or by a bool for each box."""
+        """The boxes that `chosen` selects, as indices or as a boolean mask."""
         rows = np.flatnonzero(chosen) if chosen.dtype == bool else chosen
         # Four times as fast as `start[rows]`.
         return Boxes(
@@ -126,20 +126,23 @@ def contains(outer: Box, inner: Box) -> bool:
 
 
 def relative(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """The slices of `inner` in an array of the values of `outer`, which contains it."""
+    """The slices that select `inner` from an array with the values of `outer`.
+
+    `outer` must contain `inner`.
+    """
     bounds = zip(inner.start, inner.stop, outer.start, strict=True)
     return tuple(slice(start - at, stop - at) for start, stop, at in bounds)
 
 
 def of_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """The box of a JAX index: slices of step 1, whose ends may be None.
+    """The box of a JAX index: slices with step 1, whose bounds may be None.
 
     Raises:
-      ValueError: if a slice has a different step, or a dim has no slice.
+      ValueError: if a slice has a step other than 1, or a dim has no slice.
     """
     ranges = [part.indices(dim) for part, dim in zip(index, shape, strict=True)]
     if any(step != 1 for _, _, step in ranges):
-        raise ValueError(f"{index} has steps: not a box of an array of shape {shape}")
+        raise ValueError(f"{index} is not a box of shape {shape}: a step is not 1")
     start = tuple(first for first, _, _ in ranges)
     return Box(start=start, stop=tuple(max(a, b) for a, b, _ in ranges))
 

@@ -34,7 +34,7 @@ _FAILURES = {
     "google.auth.exceptions": ("GoogleAuthError",),
 }
 
-# Names of failures, or of their base classes, that mean that there was no connection.
+# Names of exceptions, or of their base classes, that mean that no connection was made.
 _UNCONNECTED = {
     "ClientConnectorError",
     "ConnectTimeoutError",
@@ -55,7 +55,7 @@ def failures() -> tuple[type[Exception], ...]:
     """The exceptions that storage raises if it is unreachable or rejects a request.
 
     These are OSError and the exceptions of all clients that this process has imported.
-    Call this in each `except` clause, because clients are imported late.
+    Call this function in each `except` clause, because clients are imported lazily.
     """
     client_errors = [
         getattr(sys.modules[module], name)
@@ -72,12 +72,12 @@ def is_bucket(url: str) -> bool:
 
 
 def is_connection_failure(error: Exception) -> bool:
-    """Whether one of `failures` means that there was no connection to a store."""
+    """Whether one of `failures` means that the store could not be connected to."""
     return any(kind.__name__ in _UNCONNECTED for kind in type(error).__mro__)
 
 
 def prepare(url: str, *, is_data: bool = False) -> None:
-    """Sets up the object-store client for `url`; does nothing for other protocols.
+    """Sets up the object-store client for `url`; does nothing if `url` needs none.
 
     Some stores can hold training data (`is_data`) but not checkpoints.
 
@@ -90,8 +90,8 @@ def prepare(url: str, *, is_data: bool = False) -> None:
     if not is_data and protocol not in _OF_CHECKPOINTS:
         raise errors.ConfigError(
             f"{url}: {protocol}:// can only hold training data, because TensorStore"
-            " has no driver for it; use a directory in gs:// or s3://, or a mounted"
-            " one, for runs and checkpoints"
+            " has no driver for it; put runs and checkpoints in gs://, s3:// or a"
+            " mounted directory"
         )
     _prepare_protocol(protocol)
 
@@ -100,7 +100,7 @@ def opened(url: str) -> tuple[Any, str]:
     """The fsspec file system of `url`, and the path in this file system.
 
     Raises:
-      ConfigError: as `prepare`.
+      ConfigError: as for `prepare`.
     """
     # Imported only when needed: the import is slow.
     import fsspec
@@ -110,10 +110,10 @@ def opened(url: str) -> tuple[Any, str]:
 
 
 def last_written(url: str) -> float | None:
-    """When the newest object below a directory was written.
+    """When the newest object in a directory or its subdirectories was written.
 
     Returns:
-      Seconds since the epoch, by the store's clock; None if there is no object or the
+      Seconds since the epoch, by the store's clock; None if there are no objects or the
       store does not report times.
 
     Raises:
@@ -134,7 +134,7 @@ def _prepare_protocol(protocol: str) -> None:
     package, extra = _CLIENTS[protocol]
     if importlib.util.find_spec(package) is None:
         raise errors.ConfigError(
-            f"{protocol}:// needs the extra `{extra}`; install it {extras.hint(extra)}"
+            f"{protocol}:// needs the `{extra}` extra; install it {extras.hint(extra)}"
         )
     # Imported only when needed: the import is slow.
     import fsspec.config

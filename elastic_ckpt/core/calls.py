@@ -7,9 +7,9 @@
     answers = hosts.all(HostSaver.digests, step_id, shared)
 
 Each host runs the method on its own object of that class. Under a single controller, a
-transport carries the method name and arguments to the hosts. The annotations say how to
-encode arguments and answers (`codec`). The decorator says how long others wait for an
-answer and in which order the hosts run the method.
+transport carries the method name and arguments to the hosts. The type annotations say
+how to encode arguments and answers (`codec`). The decorator says how long callers wait
+for an answer and in which order the hosts run the method.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from elastic_ckpt.core.allgather import Order
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 BRIEF_SECS = 600.0
-# For calls that storage or a network limits. If a host dies meanwhile, the coordination
-# service reports it immediately.
+# For calls that wait for storage or the network. If a host dies during a call, the
+# coordination service reports the death immediately.
 LONG_SECS = 24 * 3600.0
 
-# All imported calls.
+# The calls in all imported modules, by name.
 BY_NAME: dict[str, Call] = {}
 
 
 class Host(Protocol):
-    """A host's objects, on which calls run."""
+    """The objects of one host; calls run on them."""
 
     def part(self, name: str) -> Any:
         """This host's object of the class `name`."""
@@ -49,7 +49,7 @@ class Call:
 
     Attributes:
       limit_secs: how long the driver and other hosts wait for an answer.
-      channel: the parameter that distinguishes concurrent calls from several threads;
+      channel: the parameter that distinguishes concurrent calls from multiple threads;
         empty if only one thread calls at a time.
       order: the order in which hosts run the method, along their tree.
     """
@@ -70,7 +70,7 @@ class Call:
         return getattr(host.part(owner), method)(**arguments)
 
     def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The arguments by name."""
+        """The arguments by parameter name."""
         bound = inspect.signature(self.method).bind(None, *args, **kwargs).arguments
         return {name: value for name, value in bound.items() if name != "self"}
 
@@ -79,7 +79,7 @@ class Call:
         return f"{self.name}/{arguments[self.channel]}" if self.channel else self.name
 
     def encode(self, arguments: Mapping[str, Any]) -> storage.Json:
-        """Encodes a call."""
+        """Encodes the call with its arguments."""
         encoded = {name: codec.encode(value) for name, value in arguments.items()}
         return {"call": self.name, "arguments": encoded}
 

@@ -39,7 +39,7 @@ def parse(
     Args:
       content: the result of `to_bytes`.
       what: the kind of content, for messages.
-      version: the version that the caller can read.
+      version: the format version that the caller can read.
 
     Raises:
       UnreadableError: if the content is truncated, altered, of a different kind, or has

@@ -1,6 +1,6 @@
-"""JSON objects in files with a version and a digest.
+"""Files of one JSON object, with a version and a digest.
 
-A file holds `version`, the fields of its format, and `digest`, the BLAKE2b-128 of the
+The object has `version`, the fields of its format, and `digest`, the BLAKE2b-128 of the
 canonical JSON of all other fields.
 """
 
@@ -50,8 +50,8 @@ def parse(
     Args:
       text: the content of the file.
       what: the kind of file, for messages.
-      version: the version that the caller can read.
-      exact: whether every byte must be as `to_bytes` writes it.
+      version: the format version that the caller can read.
+      exact: whether the content must be byte for byte what `to_bytes` writes.
 
     Raises:
       UnreadableError: if the content is truncated, is not JSON, was altered, or has a
@@ -61,7 +61,7 @@ def parse(
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UnreadableError(
-            f"is truncated, or is not JSON ({error}; it has {len(text)} bytes)"
+            f"is truncated or is not JSON ({error}; it has {len(text)} bytes)"
         ) from None
     fields = unsealed(content, what=what, version=version)
     if exact and _laid_out(content) != text:
@@ -70,7 +70,7 @@ def parse(
 
 
 def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
-    """Checks an object from `sealed` and returns its fields with `version`.
+    """Checks an object from `sealed` and returns its fields, including `version`.
 
     For `what` and `version`, see `parse`.
 
@@ -90,16 +90,16 @@ def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
 
 
 def check_version(content: Any, *, what: str, version: int) -> None:
-    """Checks the version of an object, as `unsealed` does."""
+    """Checks only the version of an object, as `unsealed` does."""
     if not isinstance(content, dict) or "version" not in content:
         raise UnreadableError(f"is not a {what}")
     found = content["version"]
     if type(found) is not int or found != version:
-        reads = f"version {found!r}, but this program reads version {version}"
+        reads = f"version {found!r}, but this release reads version {version}"
         if isinstance(found, int) and found > version:
             raise LaterVersionError(
                 f"was written by a later version of elastic_ckpt (it has {reads});"
-                " use that version"
+                " upgrade to that version"
             )
         raise UnreadableError(f"has {reads}")
 
@@ -126,8 +126,8 @@ def read(path: epath.Path, *, what: str, version: int) -> dict[str, Any]:
         missing = isinstance(problem, FileNotFoundError)
         raise errors.DataError(
             f"{what} {path} {'is missing' if missing else problem}; restore the file"
-            f" from a copy, or move {path.parent.parent} out of its directory to"
-            " continue from the previous step"
+            " from a good copy or, to continue from the previous step, move"
+            f" {path.parent.parent} out of its directory"
         ) from None
 
 
@@ -136,7 +136,7 @@ def _decompressed(content: bytes) -> bytes:
         return gzip.decompress(content)
     except (EOFError, OSError, zlib.error) as error:
         raise UnreadableError(
-            f"is truncated, or is not gzip ({error}; it has {len(content)} bytes)"
+            f"is truncated or is not gzip ({error}; it has {len(content)} bytes)"
         ) from None
 
 

@@ -1,7 +1,7 @@
 """This process's clock, which simulations replace with a virtual one.
 
-Code whose decisions depend on time calls `clock.monotonic()`: names of saves, periods,
-leases, retries. Code that only reports durations does not.
+Code whose decisions depend on time calls `clock.monotonic()`: save names, periods,
+leases, retries. Code that only reports durations need not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Encodes values of declared types as JSON, and decodes them by their types.
 
-It supports msgspec's types (dataclasses, tuples, mappings with string keys, enums,
-bytes in base64, literals, unions) and paths.
+The supported types are paths and msgspec's types: dataclasses, tuples, mappings with
+string keys, enums, bytes (as base64), literals and unions.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ def encode(value: Any) -> storage.Json:
     """Encodes a value as JSON.
 
     Raises:
-      TypeError: if a part of the value has a type without an encoding.
+      TypeError: if a part of the value has an unsupported type.
     """
     return msgspec.to_builtins(value, enc_hook=_encoded)
 
 
 def decode(kind: Any, encoded: storage.Json, *, name: str = "value") -> Any:
-    """Decodes a value of a type, such as a dataclass or `tuple[int, ...]`.
+    """Decodes a value of type `kind`, such as a dataclass or `tuple[int, ...]`.
 
     Fields that a dataclass lacks are ignored. Messages call the value `name`.
 
     Raises:
-      ValueError: if a field is missing or a part has the wrong type. The message names
-        the place.
+      ValueError: if a field is missing or a part has the wrong type. The message says
+        where.
     """
     # msgspec 0.22 attaches its type information to a class before the information is
     # complete, and a second thread that finds it reads invalid memory.
@@ -55,7 +55,7 @@ def _encoded(value: Any) -> Any:
         return str(value)
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{value!r} is a {type(value).__name__}, which has no encoding")
+    raise TypeError(f"{value!r} is a {type(value).__name__}, which cannot be encoded")
 
 
 def _decoded(kind: type, encoded: Any) -> Any:

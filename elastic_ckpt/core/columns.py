@@ -6,10 +6,10 @@ import numpy as np
 
 
 def distinct(values: np.ndarray) -> np.ndarray:
-    """The distinct values, ascending.
+    """The distinct values, in ascending order.
 
-    This sorts the values: `np.unique` hashes since NumPy 2.3, which takes three times
-    as long for 1e6 numbers.
+    This function sorts the values, because `np.unique` hashes them since NumPy 2.3,
+    which takes three times as long for 1e6 numbers.
     """
     ordered = np.sort(values)
     fresh = np.ones(len(ordered), bool)
@@ -20,8 +20,8 @@ def distinct(values: np.ndarray) -> np.ndarray:
 def order(numbers: np.ndarray) -> np.ndarray:
     """A stable `np.argsort` of non-negative integers, int64 `[n]`.
 
-    This packs each number and its index into one integer, which sorts ten times as fast
-    for 1e6 numbers. If both do not fit into 64 bits, it calls `np.argsort`.
+    This function packs each number and its index into one integer; these sort ten times
+    as fast for 1e6 numbers. If the pairs do not fit in 64 bits, it calls `np.argsort`.
     """
     bits = len(numbers).bit_length()
     if int(numbers.max(initial=0)) >> (64 - bits):
@@ -33,9 +33,9 @@ def order(numbers: np.ndarray) -> np.ndarray:
 
 
 def packed(*columns: np.ndarray) -> list[np.ndarray]:
-    """Packs columns of non-negative integers into the fewest columns, uint64 `[n]`.
+    """Packs columns of non-negative integers into as few uint64 `[n]` as possible.
 
-    Rows keep their order.
+    The packed rows compare in the same order as the original rows.
     """
     keys: list[np.ndarray] = []
     bits_left = 0
@@ -52,16 +52,17 @@ def packed(*columns: np.ndarray) -> list[np.ndarray]:
 
 
 def distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first index of each distinct row, in ascending order, and each row's number.
+    """Finds the distinct rows, in ascending order, and maps each row to one of them.
 
-    This sorts one integer for each row: `np.unique` with an axis takes twenty times as
-    long.
+    This function sorts one integer for each row: `np.unique` with an axis takes twenty
+    times as long.
 
     Args:
       rows: int64 `[n, columns]`.
 
     Returns:
-      int64 `[distinct]` and `[n]`.
+      The index of each distinct row's first occurrence, int64 `[distinct]`; and the
+      position of each row among the distinct rows, int64 `[n]`.
     """
     if not rows.size:
         return np.arange(min(1, len(rows))), np.zeros(len(rows), np.int64)
@@ -73,13 +74,14 @@ def distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def runs(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The run of each row of consecutive runs, and the row's position in the run.
+    """Each row's run and position in it, for consecutive runs of rows.
 
     Args:
       sizes: the number of rows in each run.
 
     Returns:
-      int64 `[rows]` both.
+      The index of each row's run and the row's position in that run, both int64
+      `[rows]`.
     """
     ends = np.cumsum(sizes)
     run = np.repeat(np.arange(len(sizes)), sizes)

@@ -33,7 +33,7 @@ def values_digest(values: np.ndarray) -> bytes:
     """XXH3-128 of the bytes of `values` in C order, 16 bytes, big-endian.
 
     Args:
-      values: an array of any shape and dtype, with little-endian numbers.
+      values: a little-endian array of any shape and dtype.
 
     Source: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
     """
@@ -64,8 +64,8 @@ def name_hash(name: str) -> int:
 def mixed(*columns: np.ndarray) -> np.ndarray:
     """A 64-bit hash of each row of columns of integers, uint64 `[n]`.
 
-    SplitMix64's finalizer (Steele, Lea and Flood 2014) mixes in one column after the
-    other: the same numbers on every machine.
+    SplitMix64's finalizer (Steele, Lea and Flood 2014) mixes in one column after
+    another. The hashes are the same on every machine.
     """
     state = np.zeros(np.broadcast_shapes(*(each.shape for each in columns)), np.uint64)
     for column in columns:
@@ -80,7 +80,7 @@ def mixed(*columns: np.ndarray) -> np.ndarray:
 
 
 def row_digests(tokens: Array) -> Array:
-    """A digest of each row, with the same bits from NumPy and from JAX in any sharding.
+    """A digest of each row, bit-identical in NumPy and in JAX under any sharding.
 
     Args:
       tokens: integers of shape `[rows, length]`.
@@ -99,7 +99,7 @@ def row_digests(tokens: Array) -> Array:
 def row_features(batch: Mapping[str, Array]) -> list[Array]:
     """The features of a batch that row digests cover, each `[rows, length]`.
 
-    `batch_digest` covers the example ids.
+    `batch_digest` covers the example IDs.
     """
     names = sorted(batch.keys() - {"example_id"})
     return [batch[name] for name in names if batch[name].ndim == 2]
@@ -111,7 +111,7 @@ def batch_digest(
     *,
     num_bytes: int = 8,
 ) -> str:
-    """BLAKE2b of the ordered row ids and row digests, two hex digits per byte."""
+    """BLAKE2b of the row IDs and row digests in order, two hex digits per byte."""
     ids = np.array(row_ids, "<u8")
     content = ids.tobytes() + np.array(digests, "<u4").tobytes()
     return hashlib.blake2b(content, digest_size=num_bytes).hexdigest()

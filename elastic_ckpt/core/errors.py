@@ -2,7 +2,8 @@
 
 An `ElasticCkptError` is a message for the person who runs the job: the command line
 prints it without a traceback and exits with 1, or with 78 if a run's configuration is
-invalid. Any other exception is a bug, ours or a library's, and keeps its traceback.
+invalid. Any other exception is a bug in elastic_ckpt or a library, and its traceback is
+printed.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ MOST_NAMED = 5
 class ElasticCkptError(Exception):
     """The base class of all errors whose message contains a remedy.
 
-    Errors can be pickled, whatever their `__init__` takes, so a worker's error reaches
-    the waiting process unchanged.
+    Errors can be pickled regardless of the arguments of their `__init__`, so a worker's
+    error reaches the waiting process unchanged.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -41,14 +42,14 @@ class DataError(ElasticCkptError):
 
 
 class CheckpointError(ElasticCkptError):
-    """A checkpoint that does not belong to this run, or lacks one of its parts."""
+    """A checkpoint that does not belong to this run or that lacks one of its parts."""
 
 
 class HostsFailedError(CheckpointError):
     """A call failed on some hosts.
 
     Attributes:
-      of_host: the message of each failed host, by host number.
+      of_host: the message of each failed host, keyed by host index.
     """
 
     def __init__(self, of_host: Mapping[int, str]) -> None:
@@ -61,7 +62,7 @@ class HostsFailedError(CheckpointError):
 
 
 class NotStoredError(CheckpointError):
-    """A step is due in storage but missing, perhaps because another host died."""
+    """A step that is due in storage but missing, perhaps because another host died."""
 
 
 class OtherModelError(CheckpointError):
@@ -73,7 +74,7 @@ class RunError(ElasticCkptError):
 
 
 class ReplacedError(RunError):
-    """A run that a later start has continued; nothing that this start saves is used."""
+    """A run that a later launch has continued; nothing that this one saves is used."""
 
 
 class DivergedError(RunError):

@@ -20,9 +20,9 @@ class Event(NamedTuple):
     Attributes:
       fields: the field names.
       text: the line that `monitoring.progress` formats with the fields; empty if that
-        prints no line or composes its own.
+        module prints no line or composes its own.
       begins: the phase of the run that the event begins, if any. Progress, status, the
-        phases of a recovery, and goodput all follow these phases.
+        phases of a recovery, and goodput are all based on these phases.
     """
 
     fields: tuple[str, ...]
@@ -211,7 +211,7 @@ def check(name: str, fields: dict[str, storage.Json]) -> None:
     assert name in NAMES, f"there is no event {name}; add it to events.NAMES"
     needed = NAMES[name].fields
     assert set(fields) == set(needed), (
-        f"the event {name} needs the fields {needed}; it was given {[*fields]}"
+        f"the event {name} needs the fields {needed}, but got {[*fields]}"
     )
 
 
@@ -221,10 +221,10 @@ def nobody(name: str, **fields: storage.Json) -> None:
 
 
 class EventQueue:
-    """Events from any thread, which `emit` receives in the thread that flushes.
+    """A queue for events from any thread, which the flushing thread passes to `emit`.
 
     Args:
-      emit: called for each event.
+      emit: the function to call for each event.
     """
 
     def __init__(self, emit: Emit) -> None:
@@ -251,11 +251,11 @@ class EventQueue:
 
 
 def counted(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A log's records, without records that a start wrote after it had been replaced.
+    """A log's records, without those that a launch wrote after it had been replaced.
 
     Args:
-      records: the records in the order of writing. `claim`, the last world that a
-        record's writer had claimed, is removed from each.
+      records: the records in the order in which they were written. `claim`, the last
+        world that a record's writer had claimed, is removed from each record.
     """
     newest = 0
     kept = []

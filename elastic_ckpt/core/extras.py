@@ -9,7 +9,7 @@ from elastic_ckpt.core import errors
 
 
 def hint(extra: str) -> str:
-    """The commands that install an extra; the distribution is on no package index."""
+    """The commands that install an extra; elastic_ckpt is not on any package index."""
     return (
         f"in a clone of elastic_ckpt: pip install '.[{extra}]' (or uv run --extra"
         f" {extra} elastic-ckpt ...)"
@@ -17,11 +17,11 @@ def hint(extra: str) -> str:
 
 
 def module(name: str, *, extra: str, otherwise: str) -> Any:
-    """Imports a module whose package an extra installs.
+    """Imports a module from a package that an extra installs.
 
     Raises:
-      ConfigError: if the import fails. The message names the package and the extra, and
-        ends with `otherwise`, an alternative.
+      ConfigError: if the import fails. The message names the package and the extra and
+        ends with the alternative `otherwise`.
     """
     try:
         return importlib.import_module(name)

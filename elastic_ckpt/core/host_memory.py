@@ -1,8 +1,8 @@
 """Host memory for arrays: allocated on huge pages and reused.
 
 The kernel allocates fresh memory page by page at the first access, which takes five
-times as long as the copy itself on virtual machines. Pages of 2 MiB and a pool of used
-memory avoid this cost.
+times as long as the copy itself on virtual machines. Pages of 2 MiB and a pool of
+memory for reuse avoid this cost.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def allocate(num_bytes: int) -> np.ndarray:
 
 
 def available_bytes() -> int:
-    """How much this process can still allocate.
+    """How many bytes this process can still allocate.
 
-    The machine's free memory, control groups, `RLIMIT_DATA` and `RLIMIT_AS` limit it.
+    The limits are the machine's free memory, control groups, `RLIMIT_DATA` and
+    `RLIMIT_AS`.
     """
     used = psutil.Process().memory_info()
     free = [psutil.virtual_memory().available, *_of_control_groups()]
@@ -86,11 +87,11 @@ class Pool:
         return allocate(num_bytes)
 
     def has(self, num_bytes: int) -> bool:
-        """Whether `take` needs no fresh memory."""
+        """Whether `take` can reuse memory instead of allocating it."""
         with self._lock:
             return bool(self._free.get(num_bytes))
 
     def give_back(self, memory: np.ndarray) -> None:
-        """Returns memory from `take` to the pool; nothing may refer to it anymore."""
+        """Returns memory from `take` to the pool; nothing may refer to it afterward."""
         with self._lock:
             self._free.setdefault(memory.nbytes, []).append(memory)

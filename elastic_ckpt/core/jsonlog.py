@@ -1,14 +1,14 @@
 """Append-only logs of JSON lines: a file on disk, or segments in an object store.
 
 Objects cannot be appended to, so a log in a store is a directory of segments. A segment
-name, such as `1795864500123456-5f3a9c21.jsonl`, has the microsecond of the upload,
-which orders the lines, and the writer. A segment is uploaded once, by `sync` or when it
-is full. So the cost of a sync and the writer's memory do not grow with the log, and
-several writers do not overwrite each other's lines.
+name, such as `1795864500123456-5f3a9c21.jsonl`, consists of the upload time in
+microseconds, which orders the lines, and the writer's ID. A segment is uploaded once,
+by `sync` or when it is full. So the cost of a sync and the writer's memory do not grow
+with the log, and concurrent writers do not overwrite each other's lines.
 
 A crash can truncate only the last line of a file, and `read` drops that line; uploads
 are atomic. While a disk is full or a store fails, lines wait in memory, and each new
-line triggers another try.
+line triggers another attempt.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ _CLOSE_SECS = 600.0
 
 
 class JsonLog(abc.ABC):
-    """Writes a log; `writer` opens one."""
+    """A log that is open for writing; see `writer`."""
 
     def __init__(self) -> None:
         self._lines = bytearray()
 
     @property
     def late_bytes(self) -> int:
-        """The bytes of lines that are neither on disk nor in a store yet."""
+        """How many bytes of lines are neither on disk nor in a store yet."""
         return len(self._lines)
 
     def append(self, record: Mapping[str, storage.Json]) -> None:
         """Adds `record` as one line; waits for an upload unless one is late.
 
         Raises:
-          OSError: if writing fails and more than `MOST_LATE_BYTES` wait; or any other
-            of `bucket_clients.failures`.
+          OSError: if writing fails and more than `MOST_LATE_BYTES` are waiting; or any
+            other of `bucket_clients.failures`.
         """
         self._lines += _line(record)
         try:
@@ -74,7 +74,7 @@ class JsonLog(abc.ABC):
         """
 
     def sync(self) -> None:
-        """Makes every line so far durable.
+        """Makes all lines so far durable.
 
         Raises:
           OSError: if the write fails or takes too long; or any other of
@@ -102,14 +102,15 @@ def writer(
     wait_secs: float = _WAIT_SECS,
     close_secs: float = _CLOSE_SECS,
 ) -> JsonLog:
-    """Opens a log for writing, after the last whole line of an existing one.
+    """Opens a log for writing; an existing log continues after its last whole line.
 
-    On a disk, a line is in the kernel when `append` returns, so killing the process
-    loses no line. After `sync`, the lines also survive a machine crash.
+    On a disk, the kernel has a line when `append` returns, so killing the process does
+    not lose any line. After `sync`, the lines also survive a machine crash.
 
     Args:
       path: the file, or the directory of segments in an object store.
-      max_bytes: the size at which a segment is uploaded; more if an upload was late.
+      max_bytes: the size at which a segment is uploaded; segments may be larger if an
+        upload was late.
       wait_secs: how long an upload may take before it is late.
       close_secs: how long an upload may take in `close`.
     """
@@ -134,8 +135,8 @@ class _File(JsonLog):
         ):
             raise errors.RunError(
                 f"{self._path} was removed or replaced while this run was writing to"
-                " it. The lines written so far are lost, so the run stops; restart it,"
-                " and do not touch the directory while it runs"
+                " it. The lines written so far are lost, so the run stops; restart the"
+                " run, and do not touch its directory while it runs"
             )
 
     def close(self) -> None:
@@ -146,7 +147,7 @@ class _File(JsonLog):
                 self._file.close()
 
     def _take(self, *, is_sync: bool = False) -> None:
-        # A disk that fills up may accept only a part.
+        # A disk that fills up may accept only a part of the bytes.
         while self._lines:
             del self._lines[: self._file.write(self._lines)]
         if is_sync:
@@ -172,11 +173,12 @@ class _Segments(JsonLog):
         self._directory = storage.absolute(directory)
         self._max_bytes, self._wait_secs = max_bytes, wait_secs
         self._close_secs = close_secs
-        # Another machine's clock may be ahead, and a store's listings may lag.
+        # A segment's number exceeds all existing numbers, because another machine's
+        # clock may be ahead. A store's listings may also lag.
         newest = [path.name[:16] for path in _segments(self._directory)[-1:]]
         self._number = int(*newest)
         self._writer = secrets.token_hex(4)
-        # Held to begin and settle an upload, but not to wait for it.
+        # Held while an upload begins or is settled, but not while threads wait for it.
         self._lock = threading.Lock()
         self._uploading: _Upload | None = None
         # Why the newest upload is late.
@@ -206,7 +208,7 @@ class _Segments(JsonLog):
                 if not self._failure:
                     del self._lines[:num_bytes]
             elif self._uploading is begun:
-                late = TimeoutError(f"the upload of {path} timed out; it continues")
+                late = TimeoutError(f"the upload of {path} timed out, but goes on")
                 self._failure = self._failure or late
                 raise self._failure
         uploading.result()
@@ -240,19 +242,19 @@ def read(
 
     Args:
       path: the file, or the directory of segments.
-      last_bytes: how much of the end of a file to read, or of segments the newest ones.
-        None reads everything.
+      last_bytes: how much of the end of a file to read; for segments, any number reads
+        only the newest ones. None reads everything.
 
     Raises:
       FileNotFoundError: if there is no log.
-      DataError: if a line, except for the last of a file, is not a JSON object.
+      DataError: if a line other than a file's last one is not a JSON object.
     """
     root = storage.absolute(path)
     if storage.is_local(root) and not root.is_dir():
         return _read_file(root, last_bytes)
     segments = _segments(root)
     if not segments:
-        raise FileNotFoundError(f"{path}: there are no segments of a log")
+        raise FileNotFoundError(f"{path} has no log segments")
     if last_bytes is not None:
         segments = segments[-_LAST_SEGMENTS:]
     with futures.ThreadPoolExecutor(_READERS) as executor:
@@ -279,8 +281,8 @@ def _read_file(path: epath.Path, last_bytes: int | None = None) -> list[dict[str
             records.append({**json.loads(line)})
         except (TypeError, ValueError):
             raise errors.DataError(
-                f"{path}, line {number}: not a JSON object; the log was changed after"
-                " it was written; restore it from a copy"
+                f"{path}, line {number}: not a JSON object, so the log was changed"
+                " after it was written; restore the log from a good copy"
             ) from None
     return records
 
@@ -291,7 +293,7 @@ def _segments(directory: epath.Path) -> list[epath.Path]:
 
 
 def _drop_torn_line(file: BinaryIO) -> None:
-    # Otherwise, the next line would be appended to an incomplete last line.
+    # Otherwise, the next line would be appended to the incomplete line.
     end = file.seek(0, os.SEEK_END)
     start = file.seek(max(0, end - _MOST_LINE_BYTES))
     whole = start + file.read(end - start).rfind(b"\n") + 1

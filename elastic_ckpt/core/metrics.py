@@ -1,8 +1,9 @@
 """The metrics of a run: named numbers that are recorded through `jax.monitoring`.
 
-A metric is recorded by `metrics.DATA_WAIT.record(secs)` or `with
-metrics.DATA_LOAD.timed():`. `jax.monitoring` passes it to all registered listeners,
-from `elastic_ckpt.monitoring` and from the program. There are three kinds:
+To record a metric, call `metrics.DATA_WAIT.record(secs)` or use `with
+metrics.DATA_LOAD.timed():`. `jax.monitoring` passes each value to all registered
+listeners, from `elastic_ckpt.monitoring` and from the user's program. There are three
+kinds:
 
 * duration: seconds, for duration listeners
 * gauge: a level whose last value matters, for scalar listeners
@@ -33,8 +34,8 @@ class Metric:
 
     Attributes:
       name: the name in `jax.monitoring`.
-      kind: how values are combined.
-      unit: the unit of values, with which the name ends.
+      kind: the kind, which determines how values are combined.
+      unit: the unit of the values, which is also the suffix of the name.
       meaning: the meaning of a value.
     """
 
@@ -50,7 +51,7 @@ class Metric:
                 monitoring.record_event_duration_secs(self.name, value)
             else:
                 monitoring.record_scalar(self.name, value)
-        # Listeners are foreign code, whose errors must not stop the training.
+        # Errors in listeners, which may be anyone's code, must not stop the training.
         except Exception as error:
             _warn_once(self.name, f"{type(error).__name__}: {error}")
 
@@ -72,7 +73,7 @@ def _warn_once(name: str, reason: str) -> None:
     )
 
 
-# Every metric by name. Users see the names, so a golden file freezes them.
+# All metrics by name. Users see the names, so a golden file freezes them.
 METRICS: dict[str, Metric] = {}
 
 
@@ -129,12 +130,12 @@ CHECKPOINT_READ = {
     near: _metric(
         f"checkpoint/read_{near}_bytes",
         "counter",
-        f"all hosts read and verified for a restore, {source}",
+        f"bytes that all hosts read and verified for a restore, {source}",
     )
     for near, source in {
         "local": "each from its own RAM",
         "close": "from peers in their failure domain",
-        "distant": "from peers in another failure domain",
+        "distant": "from peers in a different failure domain",
         "persistent": "from persistent storage",
     }.items()
 }
@@ -145,7 +146,9 @@ CHECKPOINT_REPAIRED = _metric(
     "checkpoint/repaired_copies", "counter", "damaged copies that were repaired"
 )
 CHECKPOINT_COPY = _metric(
-    "checkpoint/copy_bytes", "counter", "all hosts copied of a step from their peers"
+    "checkpoint/copy_bytes",
+    "counter",
+    "bytes of a step that all hosts copied from their peers",
 )
 CHECKPOINT_COPY_SECS = _metric(
     "checkpoint/copy_secs", "duration", "until all copies of a step existed"
@@ -153,7 +156,7 @@ CHECKPOINT_COPY_SECS = _metric(
 CHECKPOINT_BACKUP = _metric(
     "checkpoint/backup_bytes",
     "counter",
-    "all hosts wrote to persistent storage for a step",
+    "bytes that all hosts wrote to persistent storage for a step",
 )
 CHECKPOINT_BACKUP_SECS = _metric(
     "checkpoint/backup_secs",
@@ -181,21 +184,23 @@ TRAIN_PLANNED = _metric(
     "train/planned_steps", "gauge", "steps after which the run is finished"
 )
 TRAIN_CLAIM = _metric("train/claim", "gauge", "the claimed world that trains")
-TRAIN_LOSS = _metric("train/loss", "gauge", "of the step, over its global batch")
+TRAIN_LOSS = _metric("train/loss", "gauge", "loss of the step, over its global batch")
 TRAIN_STEP = _metric(
-    "train/step_secs", "duration", "from one logged step to the next, waits included"
+    "train/step_secs", "duration", "from one logged step to the next, including waits"
 )
 TRAIN_STEP_RATE = _metric("train/steps_per_sec", "gauge", "one over the step's seconds")
 TRAIN_TOKENS = _metric(
     "train/tokens", "counter", "targets that a step was trained on, without padding"
 )
-TRAIN_TOKEN_RATE = _metric("train/tokens_per_sec", "gauge", "of the step")
-TRAIN_LEARNING_RATE = _metric("train/learning_rate", "gauge", "of the step's update")
+TRAIN_TOKEN_RATE = _metric("train/tokens_per_sec", "gauge", "token rate of the step")
+TRAIN_LEARNING_RATE = _metric(
+    "train/learning_rate", "gauge", "learning rate of the step's update"
+)
 TRAIN_GRADIENT_NORM = _metric(
-    "train/gradient_norm", "gauge", "of the step, before clipping"
+    "train/gradient_norm", "gauge", "gradient norm of the step, before clipping"
 )
 GOODPUT = _metric(
-    "goodput/percent", "gauge", "share of this start's time that trained new steps"
+    "goodput/percent", "gauge", "share of this launch's time that trained new steps"
 )
 GOODPUT_SECS = {
     cause: _metric(f"goodput/{cause}_secs", "duration", meaning)

@@ -31,7 +31,7 @@ def _named(number: Callable[[str], Any]) -> Callable[[str], tuple[str, Any]]:
     def read(text: str) -> tuple[str, Any]:
         name, equals, value = text.partition("=")
         if not (name.isidentifier() and equals):
-            raise argparse.ArgumentTypeError(f"{text!r}: write NAME=NUMBER")
+            raise argparse.ArgumentTypeError(f"{text!r}: use NAME=NUMBER")
         return name, number(value)
 
     return read
@@ -52,5 +52,5 @@ named_number = _named(
 
 
 def positive_counts(text: str) -> list[int]:
-    """Whole numbers, each 1 or more, separated by commas."""
+    """Parses comma-separated whole numbers of at least 1."""
     return [positive_count(part) for part in text.split(",")]

@@ -9,19 +9,19 @@ import socket
 
 import psutil
 
-# Linux gives each boot of a machine an id, which its containers share.
+# Linux gives each boot of a machine an ID, which the machine's containers share.
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = "/proc/self/ns/pid"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Process:
-    """A process of this or another machine.
+    """A process on this or another machine.
 
     Attributes:
       host: the machine name.
-      pid: the process id in `pid_namespace`.
-      boot_id: the id of the machine's boot; empty if the system has none.
+      pid: the process ID in `pid_namespace`.
+      boot_id: the ID of the machine's boot; empty if the system has none.
       pid_namespace: the namespace, one per container; empty if the system has none.
       start_ticks: the start time, in clock ticks since the boot.
     """
@@ -52,7 +52,7 @@ class Process:
         return self._state() not in ("", "X", "Z", "T", "t")
 
     def _state(self) -> str:
-        # The kernel's letter, empty if unknown. X and Z mean exited, T and t stopped.
+        # The kernel's letter; empty if unknown. X and Z mean exited; T and t, stopped.
         if not self.is_here:
             return ""
         try:

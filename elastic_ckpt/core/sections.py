@@ -1,9 +1,9 @@
 """Sections: dataclasses of configuration keys, and their values in strict YAML.
 
-A section is a frozen dataclass with fields from `key`. A `Setting` is a value that a
-file, a command line or a caller set, and the place; `checked` converts settings to
-values. An unknown key, a key set twice or a value of the wrong type is an error that
-names the place and, for an unknown key, the nearest existing key.
+A section is a frozen dataclass with fields from `key`. A `Setting` is a value from a
+file, a command line or a caller, and where it was set; `checked` converts settings to
+values. An unknown key, a key that is set twice or a value of the wrong type is an error
+that says where and, for an unknown key, suggests the nearest existing key.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def key(
     """A dataclass field of a section that defines one key.
 
     Args:
-      default: the value when the key is not set.
+      default: the value if the key is not set.
       doc: the description, for `configs/base.yml` and the command line.
-      choices: the allowed values; empty allows all.
+      choices: the allowed values; empty to allow all.
       at_least: the smallest allowed number.
-      below: exclusive upper bound.
+      below: the exclusive upper bound.
       multiple_of: a divisor of every allowed number.
-      off: a second number that means the default, as in MaxText.
-      lists: accepts a list in place of text: `names` joins its items with commas, and
-        `any` stores its JSON.
+      off: an extra number that also means the default, as in MaxText.
+      lists: how to convert a list that is set in place of a string: `names` joins the
+        items with commas, and `any` stores the list as JSON; empty to reject lists.
     """
     return dataclasses.field(
         default=default,
@@ -64,7 +64,7 @@ def key(
 
 
 def render(value: Value) -> str:
-    """`value` in YAML."""
+    """Returns `value` as YAML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -75,7 +75,7 @@ def render(value: Value) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A key's value as it was set, and the place, for messages."""
+    """A key's value as it was set, and where it was set, for messages."""
 
     value: object
     place: str
@@ -84,7 +84,7 @@ class Setting:
 def compose(path: epath.Path, *, by: str) -> yaml.Node | None:
     """Parses a YAML file, local or in a bucket; None if it is empty.
 
-    `by` says where the path was set, for the message that the file does not exist.
+    `by` says who set the path, for the message that the file does not exist.
 
     Raises:
       ConfigError: if the file cannot be read or is not valid YAML.
@@ -101,7 +101,7 @@ def compose(path: epath.Path, *, by: str) -> yaml.Node | None:
 
 
 def parse(text: str, *, path: epath.PathLike) -> yaml.Node | None:
-    """Parses YAML; messages name it by `path`.
+    """Parses YAML; messages refer to it by `path`.
 
     Raises:
       ConfigError: if the YAML is invalid.
@@ -126,7 +126,7 @@ def read_mapping(path: epath.PathLike, node: yaml.MappingNode) -> dict[str, Sett
         if key in settings:
             first = settings[key].place.rpartition(" ")[2]
             raise errors.ConfigError(
-                f"{place}: {key} is already set in line {first}; remove one of them"
+                f"{place}: {key} is already set on line {first}; remove one of the two"
             )
         try:
             value = constructor.construct_object(value_node, deep=True)
@@ -150,7 +150,7 @@ def checked(
     Args:
       settings: the settings by key.
       fields: the fields of all sections that may define the keys.
-      also: more suggestions for an unknown key.
+      also: additional keys to suggest in place of an unknown key.
       of: the owner of these keys, for the message about an unknown key.
 
     Raises:

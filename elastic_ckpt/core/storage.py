@@ -1,8 +1,8 @@
 """Writes all files except append-only logs (`jsonlog`), and locks directories.
 
-A file appears whole or not at all. A local file is written under a temporary name in
-the same directory, flushed to disk and renamed; object stores (`gs://`, `s3://`) have
-atomic puts.
+A file appears complete or not at all. A local file is written under a temporary name in
+the same directory, flushed to disk and renamed; puts to object stores (`gs://`,
+`s3://`) are atomic.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 def before(change: str, path: epath.PathLike) -> None:
     """Announces a change: `create`, `write`, `rename`, `link`, `remove` or `make`.
 
-    This does nothing, but simulated crashes replace it with a function that raises.
+    This function does nothing, but tests of crashes replace it with one that raises.
     Code that changes files without this module must call it.
     """
 
@@ -70,8 +70,8 @@ def canonical_json(value: Json) -> bytes:
 def atomic_path(path: epath.PathLike, *, mode: int = _MODE) -> Iterator[str]:
     """Yields a temporary local path; on success its file becomes `path`, durably.
 
-    For writers that take a path instead of an open file (ArrayRecord). On an exception,
-    the temporary file is removed and any file at `path` is left unchanged.
+    Use this for writers that need a path instead of an open file (ArrayRecord). On an
+    exception, the temporary file is removed and any file at `path` is left unchanged.
 
     Args:
       path: the final path; its directory is created. In an object store, the file is
@@ -97,7 +97,7 @@ def atomic_path(path: epath.PathLike, *, mode: int = _MODE) -> Iterator[str]:
 def write_atomic(
     path: epath.PathLike, content: bytes | memoryview, *, mode: int = _MODE
 ) -> None:
-    """Writes `content` so that a reader gets either all of it or the previous content.
+    """Writes `content` so that readers see either all of it or the previous content.
 
     The directory is created. For `mode`, see `atomic_path`.
     """
@@ -114,8 +114,8 @@ def write_atomic(
 def create(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> bool:
     """Writes a file durably unless it exists.
 
-    If several processes try simultaneously, exactly one writes: local file systems
-    refuse a second link with the name, and object stores refuse a second object
+    If multiple processes try simultaneously, exactly one writes: local file systems
+    reject a second link with the same name, and object stores reject a second object
     (if-generation-match, if-none-match).
 
     Returns:
@@ -162,10 +162,10 @@ def mapped_file(path: epath.PathLike, num_bytes: int) -> tuple[np.ndarray, int]:
 
     Returns:
       The file's writable bytes, uint8 `[num_bytes]`, with undefined content; and the
-      file's inode.
+      file's inode number.
 
     Raises:
-      OSError: if there is not enough room.
+      OSError: if there is not enough space.
     """
     # Agents import this module but do not need NumPy.
     import numpy as np
@@ -206,7 +206,7 @@ def make_directory(path: epath.PathLike) -> epath.Path:
 
 
 def make_private_directory(path: epath.PathLike) -> None:
-    """Creates a local directory with mode 0700, which only its owner can read.
+    """Creates a local directory with mode 0700, so that only its owner can use it.
 
     A directory that belongs to another user is left unchanged.
     """
@@ -228,7 +228,7 @@ def rename(source: epath.PathLike, target: epath.PathLike) -> None:
 
 
 def copy_tree(source: epath.PathLike, target: epath.PathLike, *, last: str) -> None:
-    """Copies a directory, replacing existing files; copies the file `last` last."""
+    """Copies a directory and replaces existing files; copies the file `last` last."""
     copied = epath.Path(target)
     remove(copied / last)
     filesystem, root = bucket_clients.opened(os.fspath(source))
@@ -252,7 +252,7 @@ def remove(path: epath.PathLike) -> None:
 
 
 def keep_alone(directory: epath.PathLike, named: Collection[str]) -> None:
-    """Removes everything in a directory except `named`, which are relative paths."""
+    """Removes everything in a directory except the relative paths `named`."""
     above = {str(parent) for name in named for parent in pathlib.Path(name).parents}
     prefixes = [""]
     for prefix in prefixes:
@@ -265,7 +265,7 @@ def keep_alone(directory: epath.PathLike, named: Collection[str]) -> None:
 
 
 def read_bytes(path: epath.PathLike) -> bytes:
-    """The content of a file, read in one request, so that it comes from one version.
+    """Reads a file in one request, so that all bytes are from the same version.
 
     Raises:
       FileNotFoundError: if the file does not exist.
@@ -280,8 +280,8 @@ def names(directory: epath.PathLike) -> list[str]:
     """The names in a directory, in any order.
 
     Raises:
-      FileNotFoundError: if the directory does not exist. In a bucket, it may seem empty
-        instead.
+      FileNotFoundError: if the directory does not exist. In a bucket, a missing
+        directory may seem empty instead.
     """
     if is_local(directory):
         return os.listdir(directory)
@@ -289,7 +289,7 @@ def names(directory: epath.PathLike) -> list[str]:
 
 
 def make_unique_directory(parent: epath.PathLike) -> str:
-    """Creates a new directory named after the time, below a local directory."""
+    """Creates a directory named after the current time in a local directory."""
     return tempfile.mkdtemp(
         prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=make_directory(parent)
     )
@@ -302,7 +302,7 @@ def exclusive_lock(
     """Locks `path` for this process; the kernel unlocks it if the process dies.
 
     The error says that `target`, by default the file's directory, is being written.
-    Object stores have no locks: launchers prevent two runs.
+    Object stores have no locks, so there launchers must prevent concurrent runs.
 
     Raises:
       RunError: if another live process holds the lock, unless the call `waits` for it.
@@ -319,7 +319,8 @@ def exclusive_lock(
             owner = pathlib.Path(path).read_text().strip() or "an unknown process"
             raise errors.RunError(
                 f"{target or os.path.dirname(path)} is being written by another live"
-                f" run ({owner}); wait for it, stop it, or use a different directory"
+                f" run ({owner}); wait for that run to finish, stop it, or use a"
+                " different directory"
             ) from None
         file.truncate(0)
         print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
@@ -327,7 +328,7 @@ def exclusive_lock(
 
 
 def is_locked(path: epath.PathLike) -> bool:
-    """Whether a process holds a local file's exclusive lock; False without the file."""
+    """Whether a process holds a file's exclusive lock; False if the file is missing."""
     try:
         with open(path, "rb") as file:
             held = _lock(file, fcntl.F_OFD_GETLK, fcntl.F_RDLCK)
@@ -345,7 +346,7 @@ class Presence:
       path: a local file in that directory; created unless it exists.
 
     Raises:
-      OSError: if the file cannot be opened, or the file system has no locks.
+      OSError: if the file cannot be opened or the file system does not support locks.
     """
 
     def __init__(self, path: epath.PathLike) -> None:
@@ -361,7 +362,7 @@ class Presence:
     def alone(self) -> Iterator[bool]:
         """Yields whether this is the only live process that holds the lock.
 
-        If it is, no other process can take the lock while the block runs.
+        If it is, no other process can acquire the lock while the block runs.
         """
         try:
             _lock(self._file, fcntl.F_OFD_SETLK)
@@ -380,8 +381,8 @@ class Presence:
 
 def _lock(file: IO[Any], command: int, kind: int = fcntl.F_WRLCK) -> int:
     # Locks an open file until it is closed, or returns the kind of the conflicting
-    # lock. A shared lock that cannot become exclusive stays shared: `flock` would drop
-    # it, and per-process locks (`lockf`) do not exclude threads.
+    # lock. A shared lock that cannot become exclusive stays shared. `flock` would drop
+    # it, and per-process locks (`lockf`) do not exclude other threads.
     asked = _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)
     return _FLOCK.unpack(fcntl.fcntl(file, command, asked))[0]
 
@@ -403,7 +404,7 @@ def _temporary_file(path: epath.PathLike, mode: int) -> Iterator[str]:
 
 
 def sync(path: epath.PathLike) -> None:
-    """Flushes a local file, or the names in a directory, to disk."""
+    """Flushes a local file, or the entries of a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -14,21 +14,21 @@ from elastic_ckpt.core import bucket_clients, errors, events
 
 # A bare number could be a step number.
 _HTTP = r"(?:[Ss]tatus|HTTP|[Cc]ode|[Ee]rror)[^0-9;]{0,20}"
-# By name of the cause in events: advice for a person, and a pattern for the messages.
-# The first match decides.
+# For each cause, by its name in events: advice for the user, and a pattern that matches
+# messages. The first match decides.
 _CAUSES = {
     "full": (
         "make room there, or keep fewer steps",
         "No space left|Disk quota exceeded|bytes in .* are free; raise",
     ),
-    "read_only": ("mount it writable", "Read-only file system"),
+    "read_only": ("remount it as writable", "Read-only file system"),
     # The component waited for something other than step storage.
     "component": (
         "fix the component that failed",
         "components were not written",
     ),
     "refused": (
-        "check who may write there, and the credentials",
+        "check the credentials and the write permissions there",
         "Permission denied|PermissionError|PERMISSION_DENIED|Operation not permitted"
         "|UNAUTHENTICATED|Forbidden|Unauthorized|Access ?Denied"
         f"|does not (?:take|accept) the (?:run's )?secret|{_HTTP}40[13]\\b",
@@ -44,7 +44,7 @@ _CAUSES = {
         "[Tt]imed out|DEADLINE_EXCEEDED|Timeout|(is|are) not done(?!: )",
     ),
     "unreachable": (
-        "bring it back; the run then stores what is due",
+        "restore access to it; the run then stores the steps that are due",
         "UNAVAILABLE|[Uu]nreachable|Connection|Stale file handle|Input/output error"
         f"|out of reach|cannot be read: http|{_HTTP}(429|5[0-9][0-9])\\b",
     ),
@@ -54,7 +54,7 @@ _CAUSES = {
 
 
 def of_message(message: str) -> str:
-    """The name of the cause in a failure's message; `other` if there is none."""
+    """The name of the cause that a failure's message indicates; `other` if none."""
     return next(name for name in _CAUSES if re.search(_CAUSES[name][1], message))
 
 
@@ -67,12 +67,12 @@ def of_error(error: Exception) -> str:
 
 
 def advice(message: str) -> str:
-    """Advice about a failure for a person; empty if the message itself has it."""
+    """Advice for the user about a failure; empty if `message` needs no advice."""
     return _CAUSES[of_message(message)][0]
 
 
 def report(emit: events.Emit, tier: str, step: int, why: str) -> None:
-    """Emits `degraded`, a failure that the run survives, with the cause in `why`."""
+    """Emits `degraded`, a failure that the run survives, with its cause."""
     emit("degraded", tier=tier, step=step, cause=of_message(why), why=why)
 
 
@@ -86,13 +86,13 @@ _MAX_REASON = 300
 
 
 def explained(error: Exception, place: str) -> errors.ElasticCkptError | None:
-    """Explains one of `bucket_clients.failures` to a person.
+    """Explains one of `bucket_clients.failures` to the user.
 
-    `place` is the storage that the program used, unless the failure names a file.
+    `place` is the storage that was in use, for failures that do not name a file.
 
     Returns:
-      The error, a ConfigError if a restart would fail in the same way; None if the
-      failure is a bug.
+      The error to raise, a ConfigError if a restart would fail in the same way; None if
+      the failure is a bug.
     """
     reason = str(error).partition("\n")[0][:_MAX_REASON] or type(error).__name__
     cause = of_error(error)
@@ -102,7 +102,7 @@ def explained(error: Exception, place: str) -> errors.ElasticCkptError | None:
     if isinstance(error, NotADirectoryError | FileExistsError):
         return errors.ConfigError(
             f"{place}: there is a file where a directory should be; remove or rename"
-            " it, or choose a different directory"
+            " the file, or choose a different directory"
         )
     protocol, _, path = place.partition("://")
     if cause == "refused" and protocol in _GRANTS:

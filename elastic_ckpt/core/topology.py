@@ -2,7 +2,7 @@
 
 The mesh from `mesh_of` has two axes: `slice`, the failure domain that joins and leaves
 as a whole, and `fsdp`, the devices inside a slice over which parameters are sharded. A
-batch is sharded over both. Users may bring any other mesh and specify the axes that
+batch is sharded over both. Users may pass a mesh of their own and specify the axes that
 shard a batch. Only this module reads `jax.process_index()`.
 """
 
@@ -27,7 +27,7 @@ _ROW_AXES = frozenset({SLICE_AXIS, FSDP_AXIS, "batch", "data", "replica"})
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The numbers of hosts (processes), slices and devices of a world.
+    """How many hosts (processes), slices and devices a world has.
 
     A slice is a failure domain: whole hosts, or a simulated part of one host.
     """
@@ -37,24 +37,24 @@ class Topology:
     devices: int
 
     def check(self) -> None:
-        """Raises a ConfigError unless hosts and devices divide into the slices."""
+        """Raises a ConfigError unless hosts and devices divide evenly into slices."""
         if self.hosts % self.slices and self.slices % self.hosts:
             raise errors.ConfigError(
                 f"slices={self.slices}: {self.hosts} hosts cannot be divided evenly"
-                " among that many slices. A slice consists of whole hosts (or one host"
-                " simulates whole slices); set slices to one of"
+                f" among {self.slices} slices. A slice consists of whole hosts, or one"
+                " host simulates whole slices; set slices to one of"
                 f" {_divisors(self.hosts)}"
             )
         if self.devices % self.slices:
             raise errors.ConfigError(
                 f"slices={self.slices}: {self.devices} devices cannot be divided"
-                " evenly among that many slices; set slices to one of"
+                f" evenly among {self.slices} slices; set slices to one of"
                 f" {_divisors(self.devices)}, or change devices_per_host"
             )
 
 
 def this_host() -> int:
-    """The number of this process in its world, from 0."""
+    """The index of this process in its world, from 0."""
     return jax.process_index()
 
 
@@ -66,7 +66,7 @@ def num_hosts() -> int:
 def slice_of_this_host(slices: int = 1) -> str:
     """This process's slice in the mesh from `mesh_of`.
 
-    A host that simulates several slices counts as one slice. With `slices=1`, this is
+    A host that simulates multiple slices counts as one slice. With `slices=1`, this is
     the hardware's slice.
     """
     hardware = _hardware_slice(jax.local_devices()[0])
@@ -76,7 +76,7 @@ def slice_of_this_host(slices: int = 1) -> str:
 
 
 def slices_of(mesh: Mesh) -> dict[jax.Device, str]:
-    """Each device's slice: by the mesh's slice axis, or otherwise the hardware's."""
+    """Each device's slice, from the mesh's slice axis or, without one, the hardware."""
     if SLICE_AXIS not in mesh.axis_names:
         return {device: str(_hardware_slice(device)) for device in mesh.devices.flat}
     rows = np.moveaxis(mesh.devices, mesh.axis_names.index(SLICE_AXIS), 0)
@@ -102,28 +102,28 @@ def is_primary() -> bool:
 
 
 def present(slices: int, devices: Sequence[jax.Device] | None = None) -> Topology:
-    """The topology of `devices`, by default all, divided into `slices`."""
+    """The topology of `devices` (by default all devices), split into `slices`."""
     devices = jax.devices() if devices is None else devices
     hosts = len({device.process_index for device in devices})
     return Topology(hosts=hosts, slices=slices, devices=len(devices))
 
 
 def mesh_of(world: Topology, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh `[slices, devices per slice]` over `devices`, by default all.
+    """A `[slices, devices per slice]` mesh over `devices` (by default all devices).
 
     On TPU, slices come from the hardware (`device.slice_index`). Elsewhere, the hosts
-    are divided into `slices` equal groups in order of host number.
+    are split into `slices` equal groups in host order.
 
     Raises:
-      ConfigError: if the devices are not the devices of `world`, or cannot be divided
-        this way.
+      ConfigError: if the devices are not the devices of `world` or cannot be split this
+        way.
     """
     devices = jax.devices() if devices is None else devices
     available = present(world.slices, devices)
     if available != world:
         raise errors.ConfigError(
-            f"the devices are {available}, but the topology of the run is {world};"
-            " pass the topology and the devices of the same world"
+            f"the devices form {available}, but the run's topology is {world}; pass a"
+            " topology and devices that belong to the same world"
         )
     world.check()
     ordered = sorted(devices, key=lambda d: (_hardware_slice(d), d.process_index, d.id))
@@ -132,9 +132,8 @@ def mesh_of(world: Topology, devices: Sequence[jax.Device] | None = None) -> Mes
         crossed = sorted({_hardware_slice(device) for device in row})
         if len(crossed) > 1:
             raise errors.ConfigError(
-                f"slices={world.slices} would put hardware slices {crossed} into one"
-                f" slice (number {number}); set slices to a multiple of the number of"
-                " hardware slices"
+                f"slices={world.slices} would put hardware slices {crossed} into slice"
+                f" {number}; set slices to a multiple of the number of hardware slices"
             )
     return Mesh(grid, BATCH_AXES)
 
@@ -144,20 +143,21 @@ def batch_sharding(mesh: Mesh, spec: PartitionSpec | None = None) -> NamedShardi
 
     Args:
       mesh: any mesh.
-      spec: the axes that shard rows, then those that shard dim 1, and so on; other axes
-        replicate. By default, rows are sharded over the only axis of the mesh, or over
-        its axes named batch, data, fsdp, replica and slice, in mesh order.
+      spec: the axes that shard rows, then the axes that shard dim 1, and so on; the
+        batch is replicated over all other axes. By default, rows are sharded over the
+        only axis of the mesh, or over its axes named batch, data, fsdp, replica and
+        slice, in mesh order.
 
     Raises:
-      ConfigError: if `spec` does not match the mesh, or if no `spec` is passed and no
-        mesh axis has one of these names.
+      ConfigError: if `spec` does not match the mesh, or if `spec` is None and no mesh
+        axis has one of these names.
     """
     axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     if spec is None:
         names = [name for name in mesh.axis_names if name in _ROW_AXES]
         if len(mesh.axis_names) > 1 and not names:
             raise errors.ConfigError(
-                f"none of the mesh's axes ({axes}) is named {sorted(_ROW_AXES)}; list"
+                f"no mesh axis ({axes}) has one of the names {sorted(_ROW_AXES)}; list"
                 " the axes that shard the rows of a batch, as in spec=PartitionSpec("
                 f"{mesh.axis_names[0]!r})"
             )
@@ -165,7 +165,7 @@ def batch_sharding(mesh: Mesh, spec: PartitionSpec | None = None) -> NamedShardi
     named = [name for entry in spec for name in axes_of(entry)]
     if len(named) > len(set(named)) or not set(named) <= set(mesh.axis_names):
         raise errors.ConfigError(
-            f"spec={spec} does not match the mesh ({axes}); list mesh axes, each"
+            f"spec={spec} does not match the mesh ({axes}); use only mesh axes, each"
             " at most once"
         )
     return NamedSharding(mesh, spec)
@@ -179,7 +179,7 @@ def axes_of(entry: Any) -> tuple[Any, ...]:
 
 
 def replica_axes(sharding: NamedSharding) -> tuple[Any, ...]:
-    """The mesh axes with several devices over which an array is replicated."""
+    """The mesh axes with more than one device over which an array is replicated."""
     used = {axis for entry in sharding.spec for axis in axes_of(entry)}
     sizes = sharding.mesh.shape.items()
     return tuple(axis for axis, size in sizes if size > 1 and axis not in used)
@@ -196,9 +196,9 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def place(array: jax.Array, sharding: Sharding) -> jax.Array:
-    """Moves `array` to a `sharding` that keeps every shard on its host.
+    """Moves `array` to a `sharding` under which every shard stays on its host.
 
-    An array with an equivalent sharding is not moved. With several controllers, each
+    An array with an equivalent sharding is not moved. With multiple controllers, each
     host moves its own shards, because `jax.device_put` would first compare values
     across all hosts.
     """

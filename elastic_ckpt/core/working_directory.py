@@ -1,11 +1,11 @@
 """A temporary directory that the last process to use it removes.
 
-Worlds without a RAM disk keep component files in such a directory; supervisors keep
+Worlds without a RAM disk store component files in such a directory; supervisors store
 executables in one.
 
 Each process holds a shared lock in the directory until the process exits. The last
 process removes the directory, even after an exception. If the last process is killed,
-the next start by the same user removes the directory.
+the next process that the same user launches removes the directory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOCK = "in-use.lock"
 
 
 def new_path(parent: str | None = None) -> str:
-    """A path for a new directory, by default in the system's temporary directory."""
+    """A path for a new working directory, by default in the system's temporary one."""
     name = f"elastic_ckpt-{os.getpid()}-{secrets.token_hex(4)}"
     return os.path.join(parent or tempfile.gettempdir(), name)
 
@@ -34,7 +34,7 @@ def new_path(parent: str | None = None) -> str:
 class WorkingDirectory:
     """A directory that this process uses until `close`, or until the process exits.
 
-    Opening one also removes the directories that killed processes left next to it.
+    Creating one also removes the directories that killed processes left next to it.
 
     Args:
       path: a path from `new_path`; other processes of the world may also use it.

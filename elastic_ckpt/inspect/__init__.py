@@ -1,1 +1,1 @@
-"""Human-readable reports: status, surveys of tiers, full verification."""
+"""Human-readable reports: run status, tier surveys and full verification."""

@@ -1,7 +1,7 @@
 """A self-contained HTML page with plots and without scripts.
 
-Plots are Vega-Lite specifications that vl-convert (extra `report`) draws as SVG, each
-with its numbers in a table. A content security policy forbids any request.
+Plots are Vega-Lite specifications that vl-convert (the `report` extra) draws as SVG,
+each with its numbers in a table. A content security policy forbids any request.
 https://vega.github.io/vega-lite/docs/
 """
 
@@ -20,7 +20,7 @@ from elastic_ckpt.core import extras
 
 Point = tuple[float, float]
 Spec = dict[str, Any]
-# Good or bad news, as the CSS class of its color.
+# Good or bad news; the name is a CSS class that sets the color.
 Mood = Literal["", "good", "bad"]
 
 _INK, _SOFT, _LINE = "#1c2024", "#5b6570", "#dde1e6"
@@ -36,7 +36,7 @@ GOOD, LOST = COLOURS[2], COLOURS[1]
 WIDTH = 520
 _HEIGHT = 190
 _BAR = 22
-# Maximum number of points in a series; extremes are kept.
+# Maximum number of points in a series; thinning keeps the extremes.
 _MOST_POINTS = 800
 # With more marks, their names would overlap.
 _MOST_NAMED = 6
@@ -77,9 +77,9 @@ class Series:
     """One line of a plot.
 
     Attributes:
-      points: x and y, ascending in x.
-      kind: how to draw the line; `steps` and `area` keep each value until the next
-        point.
+      points: the x and y of each point, in ascending order of x.
+      kind: how to draw the line; with `steps` and `area`, each value lasts until the
+        next point.
       colour: one of `COLOURS`.
     """
 
@@ -166,10 +166,10 @@ def bars(
     """Stacked horizontal bars.
 
     Args:
-      rows: the name of each bar, with `, ` between lines, and the bar's values.
-      parts: the color of each part, by name.
+      rows: the name of each bar, in which `, ` separates lines, and the bar's values.
+      parts: the color of each part, keyed by part name.
       unit: the unit of the values.
-      totals: the text after each bar; by default the bar's sum.
+      totals: the text after each bar; by default the sum of its values.
     """
     names = list(parts)
     values = [
@@ -180,7 +180,7 @@ def bars(
     ]
     sums = [sum(of_row) for _, of_row in rows]
     texts = totals or [f"{number(each)} {unit}" for each in sums]
-    # Names may repeat, so bars are identified by number.
+    # Names may repeat, so bars are identified by index.
     order = list(range(len(rows)))
     labels = [name.split(", ") for name, _ in rows]
     num_lines = max(map(len, labels), default=1)
@@ -256,7 +256,7 @@ def svg(spec: Spec, *, title: str, width: int | None = WIDTH) -> str:
       width: the total width in pixels; None if `spec` sets it.
 
     Raises:
-      ConfigError: if the extra is not installed.
+      ConfigError: if the `report` extra is not installed.
     """
     # All plots get the same width and font size.
     fit: Spec = {"width": width, "autosize": {"type": "fit-x", "contains": "padding"}}
@@ -329,7 +329,7 @@ td { min-width: 3rem; max-width: 34rem; }
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fact:
-    """A number at the top of the page."""
+    """A named value at the top of the page."""
 
     name: str
     value: str
@@ -344,9 +344,9 @@ class Section:
       text: one or two sentences.
       spec: the section's plot, if any.
       verdict: a word before the text, such as PASSED; may be empty.
-      mood: the mood of the verdict.
-      columns: the headings of the table.
-      is_table: whether the section shows its table; otherwise the table is folded.
+      mood: whether the verdict is good or bad news.
+      columns: the column headings of the table.
+      is_table: whether the table is shown; otherwise it is collapsed.
     """
 
     title: str
@@ -365,7 +365,7 @@ def to_html(
     """Renders the page: the facts first, then the sections.
 
     Raises:
-      ConfigError: if the extra that draws plots is not installed.
+      ConfigError: if the `report` extra, which draws plots, is not installed.
     """
     shown = "".join(
         f'<div><dt>{html.escape(each.name)}</dt><dd class="{each.mood}">'

@@ -1,7 +1,7 @@
-"""The files in a run directory, whatever the run's program.
+"""The files in a run directory, regardless of the program that trains.
 
-Each start writes `record.json`, which has plain values, so readers need not know any
-program's keys. Events and metrics grow while the run is alive.
+Each launch writes `record.json`, which has plain values, so readers need not know any
+program's keys. The event and metric files grow while the run is alive.
 """
 
 from __future__ import annotations
@@ -34,18 +34,20 @@ _VERSION = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The record of a run's newest start.
+    """The record of a run's newest launch.
 
     Attributes:
       run: the run name.
       program: `train` (the reference trainer), `maxtext`, or `loop` (the user's own).
-      steps_directory: the directory of the run's steps in storage. If this is inside
-        the run directory, the file has the relative path, so that a run can be moved.
-      every: the period of steps in storage; 0 for none, None if something else decides.
+      steps_directory: the run's steps directory in storage. If it is inside the run
+        directory, the file has the relative path, so that a run can be moved.
+      every: the number of steps between saves in storage; 0 if none are saved there,
+        None if something else decides.
       at_end: whether the last step is also stored.
       ram: the directories that the run may use in a machine's RAM.
       first_step: the number of the first step: 1, or 0 under MaxText.
-      data: the settings to reread the data; None if the program defines the data.
+      data: the settings needed to reread the data; None if the program defines the
+        data.
       settings: all settings; empty for the user's own loop.
     """
 
@@ -61,7 +63,7 @@ class RunRecord:
 
 
 def write(directory: epath.PathLike, record: RunRecord) -> None:
-    """Records a run's start in the run directory."""
+    """Records a run's launch in the run directory."""
     root = f"{storage.absolute(directory)}/"
     steps = f"{storage.absolute(record.steps_directory)}/"
     if steps.startswith(root):
@@ -74,13 +76,13 @@ def read(directory: epath.PathLike) -> RunRecord:
     """The record of the run in `directory`.
 
     Raises:
-      RunError: if there is no run.
+      RunError: if `directory` is not a run directory.
       DataError: if the record cannot be read.
     """
     path = storage.absolute(directory) / RECORD
     try:
         fields = checked_json.parse(
-            path.read_bytes(), what="record of a run", version=_VERSION
+            path.read_bytes(), what="run record", version=_VERSION
         )
         record = codec.decode(RunRecord, fields)
     except FileNotFoundError:
@@ -90,8 +92,8 @@ def read(directory: epath.PathLike) -> RunRecord:
         ) from None
     except ValueError as error:
         raise errors.DataError(
-            f"{path} {error}; restore it from a copy, or start the run again, which"
-            " rewrites it"
+            f"{path} {error}; restore it from a good copy, or restart the run, which"
+            " rewrites this file"
         ) from None
     if "://" in record.steps_directory:
         return record
@@ -109,8 +111,8 @@ def is_run(directory: epath.PathLike) -> bool:
         return (storage.absolute(directory) / RECORD).exists()
     except bucket_clients.failures() as error:
         raise errors.RunError(
-            f"{directory} cannot be read ({error}); check the path, the network and who"
-            " may read there"
+            f"{directory} cannot be read ({error}); check the path, the network and the"
+            " read permissions"
         ) from error
 
 
@@ -129,7 +131,7 @@ def is_alive(directory: epath.PathLike) -> bool | None:
 def read_events(
     directory: epath.PathLike, *, last_bytes: int | None = None
 ) -> list[dict[str, Any]]:
-    """The events of a run, without events that a start wrote after it was replaced.
+    """The events of a run, without those that a launch wrote after it was replaced.
 
     For `last_bytes`, see `jsonlog.read`.
 
@@ -146,10 +148,10 @@ def read_events(
 def read_metrics(
     directory: epath.PathLike, *, last_bytes: int | None = None
 ) -> dict[str, list[dict[str, Any]]]:
-    """The metrics in `directory`, by file name; none if the directory is missing.
+    """The metrics in `directory` by file name; empty if the directory is missing.
 
-    Excludes metrics that a start wrote after it was replaced. For `last_bytes`, see
-    `jsonlog.read`.
+    Metrics that a launch wrote after it was replaced are excluded. For `last_bytes`,
+    see `jsonlog.read`.
 
     Raises:
       DataError: if a file was changed after it was written.

@@ -1,8 +1,8 @@
 """The status of a run, computed from the run's files.
 
-As in a restore, only the manifests determine which step would be restored now, or after
+As in a restore, only the manifests determine which step would be restored now or after
 the loss of a host or slice: a step can be restored if the remaining holders together
-have all of it.
+have all of its parts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RECENT_SECS = 60.0
 _LOG_BYTES = 2**20
 
 Event = Mapping[str, Any]
-# The lines of metrics by file name, as in `run_files.read_metrics`.
+# The metrics by file name, as from `run_files.read_metrics`.
 Files = Mapping[str, Sequence[Mapping[str, Any]]]
 
 # Events that report how many steps are done.
@@ -38,8 +38,8 @@ class NewestStep:
     """The newest complete step in a tier.
 
     Attributes:
-      tier: `local` (the memory of all hosts) or `persistent`.
-      step: the step number; None if there is no such step.
+      tier: the tier, `local` (the memory of all hosts) or `persistent`.
+      step: the step number; None if the tier has no complete step.
       time_ms: when the step was committed, in ms since the epoch; None if unknown.
     """
 
@@ -54,7 +54,7 @@ class AfterLoss:
 
     Attributes:
       domain: the kind of domain, `host` or `slice`.
-      name: the slice, or the number of one of the hosts that share the memory.
+      name: the slice, or the index of one of the hosts that share the memory.
       step: the step number; None if the run would start over.
     """
 
@@ -68,37 +68,38 @@ class Status:
     """The status of a run; None means unknown.
 
     Attributes:
-      run: the run name; empty before the first start.
-      phase: the run's activity, or how the run ended.
-      hosts: how many hosts of the current world are alive; None before the first world
-        and after the end of the run.
-      slices: how many slices of the current world are alive; None as for `hosts`.
-      devices: how many devices these hosts have; None as for `hosts`.
+      run: the run name; empty before the first launch.
+      phase: the run's current activity, or how the run ended.
+      hosts: the number of live hosts in the current world; None before the first world
+        and after the run has ended.
+      slices: the number of live slices in the current world; None as for `hosts`.
+      devices: the number of devices that these hosts have; None as for `hosts`.
       slice_numbers: the slices of the current world; empty if the run is not elastic.
-      step: how many steps are done.
-      steps: how many steps the run has in total.
+      step: the number of steps done.
+      steps: the total number of steps of the run.
       time: the time of the newest metric, in seconds since the epoch.
       loss: the loss of the newest step; None if only an older loss is known.
       learning_rate: the learning rate of the newest step; None as for `loss`.
-      steps_per_sec: the rate of the newest step of this start.
-      tokens_per_sec: the rate of the newest step of this start.
-      goodput_percent: the goodput of this start.
-      data_wait_percent: how much of the time of recent steps is spent waiting for data,
+      steps_per_sec: the newest step's rate since the newest launch.
+      tokens_per_sec: the newest step's rate since the newest launch.
+      goodput_percent: the goodput since the newest launch.
+      data_wait_percent: the share of recent step time that is spent waiting for data,
         on the host that waits longest.
       tiers: the newest step of each tier.
-      losses: the cost of losing each slice and host.
-      steps_behind: the number of steps from the newest one in storage to the newest one
-        in RAM; None without a step in RAM.
+      losses: the step that would be restored after losing each slice or host.
+      steps_behind: the number of steps by which the newest step in storage is behind
+        the newest one in RAM; None without a step in RAM.
       being_written: the steps that are not committed yet or were interrupted.
-      backup_failed: why the newest backup failed; None if a backup has succeeded since.
+      backup_failed: the reason why the newest backup failed; None if a backup has
+        succeeded since.
       backup_cause: the cause of that failure, as in events; None without a failure.
-      due_steps: how many steps are due in storage but missing, by the run's count.
+      due_steps: the number of steps due in storage but missing, as counted by the run.
       first_step: the number of the first step: 0 under MaxText, where step 9 is the
         tenth.
-      replicas: the newest comparison of copies of the state, and the newest difference
-        found; empty without a comparison.
-      verdict: the newest event `verdict`; None if nothing has failed.
-      last_event: the newest event; None before the first.
+      replicas: lines about the newest comparison of copies of the state and the newest
+        difference found; empty without a comparison.
+      verdict: the newest `verdict` event; None if nothing has failed.
+      last_event: the newest event; None before the first event.
     """
 
     run: str
@@ -133,7 +134,7 @@ def collect(directory: str) -> Status:
     """The status of the run in `directory`.
 
     Raises:
-      RunError: if there is no run.
+      RunError: if `directory` is not a run directory.
       DataError: if the run's files cannot be read.
     """
     record = run_files.read(directory)
@@ -192,7 +193,7 @@ def status(
     now = phase(events, is_alive=is_alive, program=program)
     world: dict[str, int] = {}
     if started and now not in core_events.ENDS and is_alive is not False:
-        # A host or slice lost since then has ended the world.
+        # If a host or slice has been lost since then, its world has ended.
         is_lost = _last(since, "host_lost", "slice_lost", "world_left") is not None
         world = {
             name: 0 if is_lost else started[name]
@@ -252,11 +253,11 @@ def status(
 
 
 def phase(events: Sequence[Event], *, is_alive: bool | None, program: str) -> str:
-    """A run's activity, or how the run ended; see `status` for the arguments."""
+    """A run's current activity, or how the run ended; for arguments, see `status`."""
     begun = (core_events.NAMES[e["event"]].begins for e in reversed(events))
     now = next(filter(None, begun), "not started")
     if now == "restoring" and program != "train":
-        # Other programs have restored their state when they report their start.
+        # Other programs restore their state before they report that they begin.
         now = "training"
     if is_alive is False and now not in core_events.ENDS and events:
         return "not running: its process exited without a last event"
@@ -317,8 +318,8 @@ def _replicas(events: Sequence[Event]) -> Iterator[str]:
 def reachable(locations: Locations) -> list[FoundStep]:
     """The steps from which a restore chooses, newest first.
 
-    The last one is complete in storage, because it survives any loss of hosts.
-    Abandoned steps are skipped.
+    The list ends with the first step that is complete in storage, because that step
+    survives any loss of hosts. Abandoned steps are skipped.
     """
     there: list[FoundStep] = []
     for step in reversed(locations.known):
@@ -341,9 +342,10 @@ def newest_steps(there: Sequence[FoundStep]) -> tuple[NewestStep, ...]:
 def after_losses(
     there: Sequence[FoundStep], *, slices: Iterable[int] = ()
 ) -> tuple[AfterLoss, ...]:
-    """The step that remains after the loss of each slice and each host.
+    """The newest step that remains after the loss of each slice and each host.
 
-    `there` is from `reachable`; `slices` of the current world need not hold copies.
+    `there` is from `reachable`; `slices` are the slices of the current world, even if
+    they do not have copies.
     """
     hosts = [holder.host for each in there for holder in each.table.holders]
     of_slices = {*map(str, slices), *(_key(host, "slice") for host in hosts)} - {""}
@@ -375,5 +377,5 @@ def _newest_of(
 
 
 def _key(host: Host, domain: str) -> str:
-    # A host that does not name its machine is alone on it.
+    # A host without a machine name is assumed to be alone on its machine.
     return host.domains.get(domain, host.id if domain == "host" else "")

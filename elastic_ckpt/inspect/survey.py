@@ -1,8 +1,8 @@
-"""A survey: which steps are in which tiers, which hosts hold them, and their content.
+"""Surveys which steps are in which tiers, which hosts hold them, and their content.
 
-A survey reads manifests and the files in which components describe themselves. For
-steps in storage, it also reads array metadata and the data state. `verification`
-compares values with their digests.
+A survey reads manifests and the files that describe components. For steps in storage,
+it also reads array metadata and the data state. To compare values with their digests,
+use `verification`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from elastic_ckpt.steps.manifest import Tier
 from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.find import FoundStep
 
-# The file in which a component describes itself, and other files with a version.
+# The file that describes a component, and other files that have a version.
 _DESCRIPTION = "component.json"
 _OTHERS = ("data_state.json",)
 _OWN = "its own files"
@@ -40,19 +40,19 @@ class StepComponent:
 
     Attributes:
       name: the component's name.
-      pattern: how hosts shared the component when it was saved: `global`, `per_host`
-        and so on; a pytree is shared by its arrays' shardings.
-      resize: the rule for a different number of hosts, as declared by the program that
-        saved the component; the name of a function.
-      required: whether that program declared the component required; None if unknown,
-        as for a pytree.
+      pattern: the sharing pattern among hosts when the component was saved, such as
+        `global` or `per_host`; a pytree is shared according to its arrays' shardings.
+      resize: the rule for a different number of hosts, which the program that saved the
+        component declared; the name of a function.
+      required: whether that program declared the component as required; None if
+        unknown, as for a pytree.
       version: the format version of the component's files; None if they have none.
       num_leaves: the number of arrays and numbers in a pytree.
       num_files: the number of files in a component.
       num_bytes: the size of one copy.
-      digest: a digest of the parts' digests: equal for equal values that are split into
-        equal parts.
-      hosts: the ids of the hosts that hold a part, ordered.
+      digest: a digest of the parts' digests, which is equal for equal values that are
+        split into the same parts.
+      hosts: the sorted IDs of the hosts that hold a part.
     """
 
     name: str
@@ -72,10 +72,10 @@ class TierOfStep:
     """One tier's part of a save of a step.
 
     Attributes:
-      tier: `local` (the memory of all hosts) or `persistent`.
+      tier: the tier, `local` (the memory of all hosts) or `persistent`.
       problem: what is missing or contradictory; None if the save is complete.
-      holders: the ids of the hosts whose manifests are there, ordered.
-      num_bytes: the size of all copies.
+      holders: the sorted IDs of the hosts whose manifests are in the tier.
+      num_bytes: the total size of all copies.
     """
 
     tier: str
@@ -89,8 +89,8 @@ class SavedData(state.DataState):
     """The data state of a step.
 
     Attributes:
-      taken: how many documents were taken from each dataset of a mixture.
-      skipped: how many corrupt records were skipped.
+      taken: the number of documents taken so far from each dataset of a mixture.
+      skipped: the number of corrupt records skipped.
     """
 
     taken: Mapping[str, int]
@@ -103,17 +103,19 @@ class SurveyedStep:
 
     Attributes:
       step: the step number.
-      save: the id of the save; empty if stock Orbax saved the step.
+      save: the ID of the save; empty if stock Orbax saved the step.
       problem: what is missing or contradictory in all tiers together; None if the save
         is complete.
-      preserved: whether the step is pinned, as far as can be seen.
+      preserved: whether the step is known to be pinned.
       abandoned: whether the run rolled back to an earlier step and abandoned this one.
       parent: the step and save from which the run continued to this save; None for the
         first save.
       tiers: the tiers that have a part of the save.
-      components: the save's components; empty if it is incomplete.
-      state: the arrays, as Orbax reads them in storage; empty if the step is not there.
-      data: the data state in storage, or why it cannot be read; None without one.
+      components: the save's components; empty if the save is incomplete.
+      state: the arrays in storage, as Orbax reads them; empty if the step is not in
+        storage.
+      data: the data state in storage, or the reason why it cannot be read; None without
+        one.
     """
 
     step: int
@@ -146,10 +148,10 @@ class Survey:
     """The result of a survey.
 
     Attributes:
-      known: the numbers of all steps that may have files, ascending.
-      steps: the surveyed saves, ascending by step and save.
+      known: all step numbers that may have files, in ascending order.
+      steps: the surveyed saves, ordered by step and save.
       leftovers: the uncommitted parts of steps.
-      problems: why manifests cannot be read.
+      problems: the reasons why manifests cannot be read.
     """
 
     known: tuple[int, ...]
@@ -193,7 +195,7 @@ def survey(
         if newest_only and any(not (s.problem or s.abandoned) for s in of_number):
             break
     if not locations.known:
-        # Unreadable locations also show no steps.
+        # Locations that cannot be read also show no steps.
         problems += locations.look(step or 0).problems
     return Survey(
         known=tuple(locations.known),
@@ -260,7 +262,7 @@ def _stored(path: epath.Path | None, problems: list[str]) -> dict[str, Any]:
 def data_of(path: epath.Path) -> SavedData | str | None:
     """A step's data state, or why it cannot be read; None if the step has none.
 
-    The state may be one that no run can continue from.
+    The state is not guaranteed to be one from which a run can continue.
     """
     directory = path / (_ITERATOR if (path / _ITEMS).exists() else run_saver.DATA)
     if not directory.exists():
@@ -324,7 +326,7 @@ def _description(found: FoundStep, name: str) -> dict[str, Any]:
 
 
 def describe(run: str, survey: Survey, *, is_brief: bool) -> str:
-    """A run's survey as text; `is_brief` counts arrays instead of listing them."""
+    """A run's survey as text; if `is_brief`, arrays are counted but not listed."""
     known = list(map(str, survey.known))
     count = f"{len(known)} step{'s' * (len(known) != 1)}"
     if len(known) > 2 * MOST_NAMED:

@@ -1,8 +1,8 @@
 """Finds a run's tiers by their paths, from outside any world.
 
 A tier is a RAM disk on this machine, another machine's agent, or persistent storage.
-Several tiers are searched together, as in a restore: the parts of a complete step may
-be in any of them. Inspection only reads and does not disturb the run.
+All tiers are searched together, as in a restore, because the parts of a complete step
+may be in any of them. Inspection only reads and does not disturb the run.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ class Locations:
 
     def __init__(self, tiers: Sequence[Location]) -> None:
         self._tiers = tiers
-        # An agent lists neither uncommitted nor preserved steps.
+        # Agents list neither uncommitted nor preserved steps.
         self._own = [tier for tier in tiers if not isinstance(tier, Peer)]
         self._stored = [tier for tier in tiers if isinstance(tier, PersistentTier)]
 
     @functools.cached_property
     def line(self) -> Line:
-        """The line of the newest save, without the steps that it abandons."""
+        """The ancestry of the newest save, without abandoned steps."""
         lines = [line for each in self._stored for line in each.recorded_lines()]
         return find.search(self._tiers, lines=lines).line
 
     @functools.cached_property
     def foreign_steps(self) -> dict[int, str]:
-        """The directories of steps that stock Orbax saved, by step number."""
+        """The step directories from stock Orbax, keyed by step number."""
         return {
             step: str(each.root.final(step))
             for each in self._stored
@@ -60,13 +60,13 @@ class Locations:
 
     @functools.cached_property
     def known(self) -> list[int]:
-        """All steps that may have files, including stock Orbax's, ascending."""
+        """The sorted step numbers that may have files, including stock Orbax's."""
         ours = {each.step for each in find.saves(self._tiers)}
         return sorted({*ours, *self.foreign_steps})
 
     @functools.cached_property
     def stored(self) -> dict[int, epath.Path]:
-        """The directories of steps in storage that Orbax can read, by step number."""
+        """The step directories in storage that Orbax can read, keyed by step number."""
         return {
             step: path
             for each in self._stored
@@ -74,7 +74,7 @@ class Locations:
         }
 
     def look(self, step: int) -> Looked[FoundStep]:
-        """The saves of a step, each holder once, and problems of unreadable parts."""
+        """A step's saves, with each holder once, and problems of unreadable parts."""
         copies: dict[tuple[str, str, str], Copy] = {}
         problems: list[str] = []
         for tier in self._tiers:
@@ -85,20 +85,20 @@ class Locations:
             problems += offered.problems
             for each in offered.copies:
                 (holder,), save = each.manifest.holders, each.manifest.step_id.save
-                # A machine's path and its agent may both be listed: it is one memory.
+                # A machine's path and its agent may both be listed, with one memory.
                 memory = "" if holder.tier == "local" else each.source.directory
                 copies.setdefault((memory, holder.host.id, save), each)
         return find.looked(Offered([*copies.values()], problems))
 
     def leftovers(self) -> list[Leftover]:
-        """The uncommitted parts of steps, ascending by step; an agent lists none."""
+        """The uncommitted parts of steps, ordered by step; agents list none."""
         own = (each if isinstance(each, RamDisk) else each.root for each in self._own)
         leftovers = [each for place in own for each in place.leftovers()]
         return sorted(leftovers, key=lambda each: (each.step, str(each.path)))
 
     @functools.cached_property
     def preserved(self) -> set[int]:
-        """The pinned steps, without peers' steps."""
+        """The steps that are pinned in this machine's RAM or in storage."""
         return {step for tier in self._own for step in tier.preserved()}
 
 
@@ -106,17 +106,18 @@ class Locations:
 def opened(
     paths: Sequence[str], *, secret_file: str | None = None
 ) -> Iterator[tuple[str, Locations]]:
-    """The run and the locations of its steps, open while the block runs.
+    """Yields the run and the locations of its steps, open while the block runs.
 
     Args:
-      paths: runs (with their steps in this machine's RAM), RAM disks, directories of
-        steps, or steps.
-      secret_file: a file with the run's secret, to read other machines' RAM through the
-        agents that are recorded next to the run's steps.
+      paths: the paths of runs (including their steps in this machine's RAM), RAM disks,
+        steps directories, or steps.
+      secret_file: a file with the run's secret, which is needed to read other machines'
+        RAM through the agents that are recorded next to the run's steps.
 
     Raises:
-      CheckpointError: if a path does not exist or no agent is recorded.
-      RunError: if there is no secret in the file.
+      CheckpointError: if a path does not exist, or `secret_file` is passed but no agent
+        is recorded.
+      RunError: if the file has no secret.
     """
     records = {path: run_files.read(path) for path in paths if run_files.is_run(path)}
     of_runs = [each.steps_directory for each in records.values()]
@@ -140,15 +141,14 @@ def opened(
             if not urls:
                 raise errors.CheckpointError(
                     f"{', '.join(paths)}: no agents of the run's machines are recorded"
-                    " there; specify the directory of its steps, or omit --secret-file"
-                    " out"
+                    " there; specify the run's steps directory, or omit --secret-file"
                 )
             locations += [Peer(url, client, run) for url in sorted(urls)]
         yield run, Locations(locations)
 
 
 def at_path(path: epath.PathLike, *, run: str) -> Location:
-    """The RAM disk, the directory of steps, or the step at `path`.
+    """The RAM disk, the steps directory, or the step at `path`.
 
     Raises:
       CheckpointError: if `path` is none of these.
@@ -156,7 +156,7 @@ def at_path(path: epath.PathLike, *, run: str) -> Location:
     directory = storage.absolute(path)
     if is_ram_disk(directory):
         return RamDisk(directory, run=run)
-    # A step is named by its number and has files that a directory of steps lacks.
+    # A step's directory has its number as name, and files that a steps directory lacks.
     if directory.name.isdecimal() and (
         (directory / "_CHECKPOINT_METADATA").exists()
         or persistent_root.manifest_names(directory)
@@ -167,13 +167,13 @@ def at_path(path: epath.PathLike, *, run: str) -> Location:
     if not directory.is_dir():
         raise errors.CheckpointError(
             f"{path}: there is no such directory; specify a run directory, a RAM disk,"
-            " the directory of steps in persistent storage, or one of these steps"
+            " a steps directory in persistent storage, or a step in that directory"
         )
     return at_steps(directory, run=run)
 
 
 def at_steps(path: epath.PathLike, *, run: str) -> PersistentTier:
-    """The directory of steps at `path`, which need not exist yet."""
+    """The steps directory at `path`, which need not exist yet."""
     return PersistentTier(persistent_root.PersistentRoot.from_path(path), run=run)
 
 

@@ -1,8 +1,8 @@
 """Verification: reads and checks every byte of every copy of a step.
 
 A restore reads one good copy of each item. A verification reads every holder's copy,
-including the CRC-32C after the values, because a bad copy is lost redundancy. Copies in
-storage are also compared with the values that stock Orbax reads
+including the CRC-32C after the values, because each bad copy reduces redundancy. Copies
+in storage are also compared with the values that stock Orbax reads
 (`persistent.orbax_view`).
 """
 
@@ -28,13 +28,13 @@ from elastic_ckpt.tiers.persistent import ocdbt, orbax_view
 from elastic_ckpt.tiers.source import ReadError
 
 Kind = Literal["damaged", "diverged", "incomplete", "manifest", "orbax", "unverifiable"]
-# Called from any thread with the number of bytes read of a step, and the total.
+# Called from any thread with the number of bytes read so far and the total of a step.
 OnBytes = Callable[[int, int], None]
 
-# Each thread holds one chunk in memory, plus copies of it while reading as Orbax.
+# Each thread has one chunk in memory, plus copies of it while it reads as Orbax does.
 _THREADS = 8
 _ORBAX_REMEDY = (
-    "stock Orbax cannot load the step; restore it with elastic_ckpt, and save it again"
+    "stock Orbax cannot load the step; restore it with elastic_ckpt, then save it again"
 )
 
 
@@ -43,16 +43,16 @@ class Problem:
     """A problem with a step.
 
     Attributes:
-      kind: `damaged`: a copy differs from the saved values; `diverged`: holders saved
-        different values; `incomplete`: no holder has a part; `manifest`: a manifest
-        cannot be read; `orbax`: the values exist, but Orbax cannot load them;
-        `unverifiable`: there are no digests.
+      kind: the kind of problem. `damaged`: a copy differs from the saved values;
+        `diverged`: holders saved different values; `incomplete`: a part is not at any
+        holder; `manifest`: a manifest cannot be read; `orbax`: the values exist, but
+        Orbax cannot load them; `unverifiable`: there are no digests.
       step: the step number.
-      save: the id of the save; empty if unknown.
-      part: a leaf and box, or a file; empty for the step as a whole.
+      save: the ID of the save; empty if unknown.
+      part: the leaf and box, or the file; empty for the step as a whole.
       tier: the tier of the bad copy, `local` or `persistent`; empty if the problem does
         not concern a single copy.
-      holder: the id of the host that has the bad copy; empty as for `tier`.
+      holder: the ID of the host that has the bad copy; empty as for `tier`.
       path: the bad file, or the step directory.
       why: what is wrong.
       remedy: what to do.
@@ -81,10 +81,11 @@ class VerifiedStep:
 
     Attributes:
       step: the step number.
-      save: the id of the save; empty if stock Orbax saved the step.
-      state: `complete` in all locations together, `incomplete` or `unverifiable`.
-      num_copies: how many copies of the step's items were read.
-      num_bytes: the size of these copies, with the checksums after values.
+      save: the ID of the save; empty if stock Orbax saved the step.
+      state: `complete` if all locations together have all of it, or else `incomplete`
+        or `unverifiable`.
+      num_copies: the number of copies of the step's items that were read.
+      num_bytes: the size of these copies, including the checksums after the values.
     """
 
     step: int
@@ -99,7 +100,7 @@ class Verification:
     """The result of a verification.
 
     Attributes:
-      steps: the saves that were read, ascending by step and save.
+      steps: the saves that were read, ordered by step and save.
       problems: all problems in step order, even problems that `passed` ignores.
     """
 
@@ -134,7 +135,7 @@ def verify(
                     step=number,
                     tier="persistent",
                     path=locations.foreign_steps[number],
-                    why="Orbax saved it without digests, so nothing was compared",
+                    why="Orbax saved no digests, so nothing was compared",
                     remedy="save through ec.Checkpointer to get digests",
                 )
             )
@@ -171,27 +172,27 @@ def verify(
                     step=number,
                     save=tables[0].step_id.save,
                     why=tables[0].lacking(),
-                    remedy="search more holders (more paths, --secret-file), or restore"
-                    " a different step",
+                    remedy="search more holders (add paths or --secret-file), or"
+                    " restore a different step",
                 )
             )
     return Verification(steps=tuple(verified), problems=tuple(problems))
 
 
 class _Copies:
-    """Every copy of one save of a step, read and compared in several threads.
+    """All copies of one save of a step, read and compared in multiple threads.
 
     Attributes:
-      num_bytes: how many bytes were read.
+      num_bytes: the number of bytes read.
     """
 
     def __init__(self, found: FoundStep, progress: OnBytes) -> None:
         self._table, self._sources = table, sources = found.table, found.sources
         self._progress, self.num_bytes = progress, 0
-        # By the copy's row in the table. A copy without a remedy cannot be used, but
-        # another copy may be good.
+        # The problem of each bad copy, by the copy's row in the table. If it has no
+        # remedy, the copy cannot be used, but another copy may be good.
         self._bad: dict[int, Problem] = {}
-        # All hosts wrote into one directory.
+        # One view per directory, because multiple hosts wrote into the same one.
         self._views = {
             source.directory: orbax_view.OrbaxView(epath.Path(source.directory))
             for holder, source in zip(table.holders, sources, strict=True)
@@ -208,9 +209,9 @@ class _Copies:
             list(pool.map(self._read, [rows[n::_THREADS] for n in range(_THREADS)]))
 
     def problems(self) -> Iterator[Problem]:
-        """The problems, by item and holder."""
+        """The problems, ordered by item and holder."""
         table, (step, save) = self._table, self._table.step_id
-        # Unusable copies come first.
+        # Copies that cannot be used come first.
         for row, bad in sorted(
             self._bad.items(), key=lambda each: (each[1].remedy != "", each[0])
         ):
@@ -222,9 +223,9 @@ class _Copies:
                 step=step,
                 save=save,
                 part=table.name(item),
-                why=f"the hosts {errors.first_of(hosts)} saved different values",
-                remedy="a device or memory on one of them is faulty: find it, and"
-                " restore an older step",
+                why=f"hosts {errors.first_of(hosts)} saved different values",
+                remedy="a device or memory on one of these hosts is faulty: find it,"
+                " then restore an older step",
             )
         for directory, view in self._views.items():
             for file, why in view.problems(table.contents):
@@ -284,11 +285,11 @@ class _Copies:
             kind="damaged",
             why=f"is {surplus} bytes longer than the saved copy",
             remedy=f"a restore reads only its first {memory.nbytes} bytes: truncate it"
-            " to them",
+            " to that size",
         )
 
     def _elsewhere(self, row: int) -> str:
-        # The remedy for a copy that cannot be used.
+        # The remedy for a copy that cannot be used: where a good copy is.
         first, end = self._table.first_row[self._table.item[row] :][:2].tolist()
         good = [
             self._holder(each)
@@ -297,7 +298,7 @@ class _Copies:
         ]
         if not good:
             return (
-                "no good copy is left: restore an older step, and remove the directory"
+                "no good copy is left: restore an older step, then remove the directory"
                 f" {self._sources[self._table.holder[row]].directory}"
             )
         holder = f"host {good[0].host.id}"
@@ -305,7 +306,7 @@ class _Copies:
             holder = "the persistent tier"
         remedy = "a good copy, and a restore that reads the bad one repairs it"
         if self._holder(row).tier == "persistent":
-            remedy = "a good copy: restore the step, and save it again"
+            remedy = "a good copy: restore the step, then save it again"
         return f"{holder} has {remedy}"
 
     def _holder(self, row: int) -> Holder:

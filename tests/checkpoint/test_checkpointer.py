@@ -312,7 +312,7 @@ def test_a_step_of_a_later_version_in_storage_is_an_error_and_stays(make, tmp_pa
         with pytest.raises(errors.CheckpointError, match="later version") as error:
             make(ram=ram)
         assert f"manifest {steps}/4/manifest-" in str(error.value)
-        assert "it has version 2, but this program reads version 1" in str(error.value)
+        assert "it has version 2, but this release reads version 1" in str(error.value)
     shutil.move(steps / "4", tmp_path)
     with make() as checkpointer:
         assert checkpointer.latest.step == 2

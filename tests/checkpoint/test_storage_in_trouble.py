@@ -12,7 +12,7 @@ from tests.recorded_events import RecordedEvents
 
 CAUSES = {
     errno.ENOSPC: ("full", "make room there, or keep fewer steps"),
-    errno.EACCES: ("refused", "check who may write there"),
+    errno.EACCES: ("refused", "check the credentials"),
 }
 
 

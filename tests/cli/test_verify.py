@@ -215,7 +215,7 @@ def test_step_of_plain_orbax_is_not_verifiable(saved):
     printed = verify(steps, code=0)
     assert printed["steps"][-1]["state"] == "unverifiable"
     text = runs.verb("verify", steps)
-    assert "Orbax saved it without digests" in text
+    assert "Orbax saved no digests" in text
     assert text.endswith("PASSED, except for what cannot be verified\n")
     assert "FAILED" in runs.verb("verify", steps, "--strict", code=1)
 

@@ -77,7 +77,7 @@ def test_a_host_that_is_missing_is_named_on_all_hosts():
         hosts=[0, 1, 3],
     )
     assert {type(each) for each in results} == {errors.RunError}
-    assert all(" waited for 2 (kind)" in str(each) for each in results)
+    assert all(" (kind) from these hosts: 2;" in str(each) for each in results)
 
 
 def test_equal_values_of_all_hosts_take_as_many_bytes_as_one():

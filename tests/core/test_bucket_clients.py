@@ -100,6 +100,6 @@ def test_a_write_is_tried_again_when_a_client_fails_but_not_when_it_is_refused(
         assert len(waits) == 2
     for failure in (PermissionError("Access Denied"), OSError("Forbidden: /bucket/a")):
         waits.clear()
-        with pytest.raises(errors.CheckpointError, match="check who may write there"):
+        with pytest.raises(errors.CheckpointError, match="check the credentials"):
             written(failure)
         assert not waits

@@ -100,7 +100,7 @@ class TestSegments:
 
         monkeypatch.setattr(storage, "write_atomic", counted)
         path = f"{bucket}/log"
-        with pytest.raises(FileNotFoundError, match="no segments"):
+        with pytest.raises(FileNotFoundError, match="no log segments"):
             jsonlog.read(path)
         with contextlib.closing(jsonlog.writer(path)) as log:
             for number in range(100, 130):

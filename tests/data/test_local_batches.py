@@ -201,7 +201,7 @@ def test_a_state_of_a_users_iterator_comes_back_as_it_was():
         (lambda _: [], "rank 0 is not a state of LocalBatches"),
         (lambda _: {"_num_yielded": 3}, r"rank 0 is not a state of .*; load"),
         (lambda own: [own, None], "rank 1 is not a state of LocalBatches"),
-        (lambda own: own | {"version": 2}, "version 2, but this program reads"),
+        (lambda own: own | {"version": 2}, "version 2, but this release reads"),
         (lambda own: own | {"at_end": True}, "rank 0 was altered"),
         (lambda own: [own, of_part(0, 1, 0)], r"rank 1 is at position .*at the same"),
         (lambda _: [of_part(0, 4, 1)], r"lacks logical shards \[3, 4.*as a list"),

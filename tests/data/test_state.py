@@ -62,7 +62,7 @@ def test_every_cut_and_every_flipped_bit_is_noticed(tmp_path_factory, name, data
         (None, r"40/data/data_state\.json is missing; .* move .*/40 out of"),
         (b"\xff\xfe", "is not JSON"),
         (b"{}", "is not a data state"),
-        (b'{"version": 2}', "has version 2, but this program reads version 1"),
+        (b'{"version": 2}', "has version 2, but this release reads version 1"),
         (b'{"version": 1}', "was altered"),
     ],
 )
@@ -79,7 +79,7 @@ def test_a_reader_needs_the_files_of_its_shards_alone(tmp_path):
     cursors.write(tmp_path, part(0, 1), POSITION)
     (tmp_path / "shards-00005-00007.json.gz").write_text("spoilt")
     assert cursors.read(tmp_path, [0, 1], POSITION) == part(0, 1)
-    with refused("shards-00005-00007.json.gz is truncated, or is not gzip"):
+    with refused("shards-00005-00007.json.gz is truncated or is not gzip"):
         cursors.read(tmp_path, [1, 5], POSITION)
     with refused(r"lacks 2 of 3 logical shards: \[2, 3\]; restore their files"):
         cursors.read(tmp_path, [1, 2, 3], POSITION)

@@ -91,14 +91,14 @@ def test_without_a_spec_the_axes_named_for_rows_shard_them(axes, rows):
             {"a": 2, "b": 4},
             None,
             8,
-            r"none of the mesh's axes \(a=2, b=4\) is named \['batch', .*; list the"
+            r"no mesh axis \(a=2, b=4\) has one of the names \['batch', .*; list the"
             r" axes that shard the rows of a batch, as in spec=PartitionSpec\('a'\)",
         ),
         (
             {"data": 2, "tensor": 4},
             P("data", "sequence"),
             8,
-            r"does not match the mesh \(data=2, tensor=4\); list mesh axes, each",
+            r"does not match the mesh \(data=2, tensor=4\); use only mesh axes, each",
         ),
         ({"data": 2, "tensor": 4}, P("data", "data"), 8, "each at most once"),
         (

@@ -62,7 +62,7 @@ def test_another_version_and_other_json_are_refused(name, tmp_path):
     for kind, content in own_formats.other_json(own.golden_bytes(GOLDEN)).items():
         message = refused(own, tmp_path, content)
         if "version" in kind and message:
-            assert "this program reads version 1" in message
+            assert "this release reads version 1" in message
             assert ("later version of elastic_ckpt" in message) == ("later" in kind)
 
 

@@ -135,7 +135,7 @@ REFUSALS = {
     ),
     "a run that another live run writes": Refusal(
         while_another_writes,
-        "tiny is being written by another live run .*wait for it, stop it, or use",
+        "tiny is being written by another live run .*wait for that run to finish",
         errors.ElasticCkptError,
         writes=True,
     ),

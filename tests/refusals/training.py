@@ -141,7 +141,7 @@ REFUSALS = {
         "hardware: fpga", 'hardware must be one of "cpu", "gpu", "tpu", not \'fpga\''
     ),
     "key that is set twice": in_file(
-        "steps: 1\nhosts: 1\nsteps: 2\n", "line 3: steps is already set in line 1"
+        "steps: 1\nhosts: 1\nsteps: 2\n", "line 3: steps is already set on line 1"
     ),
     "base that is missing": in_file(
         "base_config: none.yml",

@@ -1,1 +1,1 @@
-"""Reads other programs' files without those programs and without torch."""
+"""Reads other frameworks' files without those frameworks and without torch."""

@@ -2,7 +2,7 @@
 
 A format's reader opens a path as a `Checkpoint`, which has the tensors as the files
 store them: if each rank saved a shard, each shard is a separate tensor with its rank's
-coordinates. A layout (`elastic_ckpt.universal.rules`) describes which shards belong
+coordinates. A layout (`elastic_ckpt.universal.rules`) says which shards belong
 together.
 """
 
@@ -26,7 +26,7 @@ from elastic_ckpt.universal.formats.files import FormatError
 # NumPy's limit.
 MOST_DIMS = 64
 MOST_ELEMENTS = 1 << 48
-# Kinds by the names that optimizers use for states.
+# Kinds, by the names that optimizers use for their states.
 _KINDS = {"fp32": "master", "exp_avg": "first_moment", "exp_avg_sq": "second_moment"}
 _PLAIN = (str, bytes, int, float, bool, type(None))
 
@@ -36,9 +36,9 @@ class Fragment:
     """A box of a tensor in a file, uncompressed and little-endian.
 
     Attributes:
-      file: a path or URL.
-      offset: the first byte of the box's first element.
-      strides: the strides in bytes, by dim; not negative.
+      file: the path or URL of the file.
+      offset: the position in the file of the box's first element, in bytes.
+      strides: the stride of each dim in bytes, at least 0.
     """
 
     box: Box
@@ -52,14 +52,15 @@ class StoredTensor:
     """A tensor of a checkpoint, as its format stores it.
 
     Attributes:
-      name: the name in the format, `decoder.layers.3.mlp.linear_fc1.weight`.
-      ranks: the coordinates of the rank that saved the tensor, by axis (`tp`, `pp`,
-        `dp`); empty if tensors are global.
+      name: the name in the format, such as `decoder.layers.3.mlp.linear_fc1.weight`.
+      ranks: the coordinates of the rank that saved the tensor, keyed by axis (`tp`,
+        `pp`, `dp`); empty if tensors are global.
       kind: the tensor's role for its parameter: `parameter`, `master`, `first_moment`,
         `second_moment`, or the format's name for any other state.
       fragments: boxes that cover the tensor, each element once; empty if `spec` is set,
         or if only names are matched.
-      spec: the TensorStore array with the encoded bytes; None if they are not encoded.
+      spec: the spec of the TensorStore array with the encoded bytes; None if they are
+        not encoded.
       view: the operation on each stored element: "conj" (conjugate), "neg" (negate),
         "conj neg", or "" (none).
     """
@@ -75,7 +76,7 @@ class StoredTensor:
 
 
 def kind_of(state: str) -> str:
-    """The `StoredTensor.kind` of an optimizer state; by default the same name."""
+    """The `StoredTensor.kind` of an optimizer state; unknown states keep their name."""
     return _KINDS.get(state, state)
 
 
@@ -88,22 +89,23 @@ class Checksum(NamedTuple):
 
 
 def no_checksums(file: str) -> Sequence[Checksum]:
-    """No checksums, for formats that store none."""
+    """Returns no checksums, for formats without checksums."""
     del file
     return ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """An open checkpoint. It stores no tensor values and keeps no files open.
+    """An open checkpoint, without tensor values in memory and without open files.
 
     Attributes:
-      format: the human-readable name of the format: `DeepSpeed ZeRO-1`.
+      format: the human-readable name of the format, such as `DeepSpeed ZeRO-1`.
       tensors: all tensors, unique by the combination of name, kind and ranks.
-      axes: the number of ranks by axis; empty if tensors are global.
-      values: the other numbers and strings, by path: `iteration`, `args/lr`.
-      checksums: finds a file's checksums. It raises FormatError if they cannot be read;
-        several threads call it.
+      axes: the number of ranks on each axis, keyed by axis; empty if tensors are
+        global.
+      values: the other numbers and strings, keyed by path, such as `args/lr`.
+      checksums: a function that returns a file's checksums or raises FormatError if
+        they cannot be read; multiple threads call it.
     """
 
     format: str
@@ -116,8 +118,8 @@ class Checkpoint:
 def damaged(file: str, start: int, stop: int, found: str) -> FormatError:
     """The error about bytes that changed after they were written."""
     return FormatError(
-        f"{file} is damaged: its bytes {start} to {stop} have {found}; copy it again"
-        " from the machine that wrote it, or use another step"
+        f"{file} is damaged: its bytes {start} to {stop} have {found}; copy the file"
+        " again from the machine that wrote it, or use a different step"
     )
 
 
@@ -130,7 +132,7 @@ def whole(shape: tuple[int, ...]) -> Box:
 def contiguous(
     shape: tuple[int, ...], itemsize: int, *, file: str, offset: int
 ) -> tuple[Fragment, ...]:
-    """The fragment of a tensor that is stored row-major; none if it is empty."""
+    """The fragment of a tensor that is stored row-major; none for an empty tensor."""
     if 0 in shape:
         return ()
     strides = row_major(shape, itemsize)
@@ -141,7 +143,7 @@ def checked_shape(shape: Iterable[object], place: str) -> tuple[int, ...]:
     """Checks a shape from a file. `place` is the file and the tensor, for messages.
 
     Raises:
-      FormatError: if the value is not a shape, or is too large.
+      FormatError: if the value is not a shape or is too large.
     """
     dims = tuple(shape)
     numbers = [dim for dim in dims if type(dim) is int and dim >= 0]
@@ -160,14 +162,15 @@ def check_cover(shape: tuple[int, ...], parts: Sequence[Box], place: str) -> Non
     `place` is the file and the tensor, for messages.
 
     Raises:
-      FormatError: if a part lies outside the array, two overlap, or there is a gap.
+      FormatError: if a part lies outside the array, two parts overlap, or there is a
+        gap.
     """
     array = whole(shape)
     if len(parts) == 1 and parts[0] == array:
         return
     for part in parts:
         if not boxes.contains(array, part):
-            raise FormatError(f"{place} has the part {part} outside {array}")
+            raise FormatError(f"{place}: the part {part} lies outside {array}")
     held = Boxes.from_boxes([part for part in parts if part.volume], rank=len(shape))
     gaps = box_cover.gaps(array, held)
     if len(gaps):
@@ -177,7 +180,9 @@ def check_cover(shape: tuple[int, ...], parts: Sequence[Box], place: str) -> Non
 
 
 def flatten(value: Any, *, without: Collection[str] = ()) -> dict[str, Any]:
-    """Numbers and strings by path, `args/lr`; a list of them is one value.
+    """Flattens numbers and strings into a dict with paths as keys, such as `args/lr`.
+
+    A list of numbers or strings is one value.
 
     Args:
       value: nested dicts and lists; anything else in them, such as tensors, is skipped.
@@ -203,9 +208,9 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Disables the cycle collector while millions of tensors are created.
+    """Disables the garbage collector while millions of tensors are created.
 
-    The collector would scan them again and again, which doubles the time.
+    The collector would scan the tensors again and again, which doubles the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,13 +1,13 @@
-"""Opens PyTorch's distributed checkpoints: `.metadata`, and `.distcp` files of values.
+"""Opens PyTorch distributed checkpoints: `.metadata`, and `.distcp` files of values.
 
 FSDP, DTensor and tensor parallelism save in this format. Tensors are global: a tensor
-has a fragment for each chunk. A chunk is an item of a file: a `torch.save` zip with one
-tensor. An optimizer state has the name of its parameter, and a kind. Everything but
+has a fragment for each chunk. A chunk is an item in a file: a `torch.save` zip with one
+tensor. An optimizer state has the name of its parameter, and a kind. Everything except
 tensors is in the values, which are decoded on demand.
 
 There may be a million chunks. So only a few bytes at each item's start and end are
-read, nearby ones together, and items with equal pickles (of one shape) are decoded
-once.
+read, with one read for nearby items, and items with equal pickles (of the same shape)
+are decoded once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from elastic_ckpt.universal.formats.torch_file import Archive
 FILE = ".metadata"
 # An item's zip directory and storage header are in its first and last bytes.
 _ENDS_BYTES = 8 << 10
-# The number of items whose ends are in memory simultaneously.
+# How many items' first and last bytes are in memory at a time.
 _BATCH = 1 << 11
 
 _Keys = tuple[Any, ...]
@@ -67,7 +67,7 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
     """Opens a directory, or the metadata file in it.
 
     Raises:
-      FormatError: if a file is missing, damaged or malformed, or refers to a different
+      FormatError: if a file is missing, damaged or malformed or refers to a different
         directory, or if parts overlap or are missing.
     """
     directory = epath.Path(path)
@@ -99,7 +99,7 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
 def _read(
     fields: Mapping[str, Any], metadata: str
 ) -> tuple[dict[str, _Listed], dict[str, _Item], Mapping[str, _Keys]]:
-    # The tensors, the values, and, for each name, its keys in the saved dict.
+    # The tensors, the values, and each name's keys in the saved dict.
     stored = {}
     for index, info in fields["storage_data"].items():
         stored[index.state["fqn"], index.state.get("offset")] = info.state
@@ -144,21 +144,21 @@ def _item(
     info = stored.get((name, first))
     if info is None:
         raise FormatError(
-            f"{metadata} lists a part of {name!r:.200}, from {first}, but not where"
-            " it is stored"
+            f"{metadata} lists a part of {name!r:.200} that begins at {first}, but"
+            " does not say where it is stored"
         )
     file, start, size = info["relative_path"], info["offset"], info["length"]
     if info.get("transform_descriptors"):
         raise FormatError(
-            f"{metadata} lists items that extensions changed, for example by"
-            f" compression ({info['transform_descriptors']!r:.60}); save without"
-            " extensions"
+            f"{metadata} lists items that extensions transformed, such as by"
+            f" compression ({info['transform_descriptors']!r:.60}), which is"
+            " unsupported; save without extensions"
         )
     numbers = [n for n in (start, size) if type(n) is int and 0 <= n < 1 << 62]
     if len(numbers) < 2 or not files.is_plain_name(file):
         raise FormatError(
-            f"{metadata} lists {size!r:.60} bytes from {start!r:.60} of {file!r:.60},"
-            " which is not part of a file next to it"
+            f"{metadata} lists {size!r:.60} bytes at offset {start!r:.60} in"
+            f" {file!r:.60}, which is not a valid part of a file next to {FILE}"
         )
     return _Item(metadata.removesuffix(FILE) + file, start, size)
 
@@ -209,9 +209,10 @@ def _tensor(
         if (part.dtype, part.shape) != (listed.dtype, box.shape) or len(views) > 1:
             raise FormatError(
                 f"{item.file} has a tensor {part.dtype}{list(part.shape)} at byte"
-                f" {item.start}, but {full_name} is listed there as"
-                f" {listed.dtype}{list(box.shape)}, or only some of its parts have the"
-                " conj or neg bit: call resolve_conj() and resolve_neg() before saving"
+                f" {item.start}, where {full_name} is listed as"
+                f" {listed.dtype}{list(box.shape)}. If these are the same, only some"
+                f" parts of {full_name} have the conj or neg bit; call resolve_conj()"
+                " and resolve_neg() before saving"
             )
         fragments += [dataclasses.replace(each, box=box) for each in part.fragments]
     return StoredTensor(
@@ -227,7 +228,7 @@ def _tensor(
 def _names(
     listed: Collection[str], paths: Mapping[str, _Keys]
 ) -> dict[str, tuple[str, str]]:
-    # The parameter's name and the kind, by tensor name.
+    # For each tensor name, the parameter's name and the kind.
     states = {name: _state_of(name, paths.get(name)) for name in listed}
     named: dict[str, list[str]] = collections.defaultdict(list)
     for name, state in states.items():
@@ -257,7 +258,7 @@ def _state_of(name: str, keys: _Keys | None) -> tuple[str, str] | None:
 
 
 class _Values(Mapping[str, Any]):
-    """Values other than tensors, by path; each is decoded on demand."""
+    """Values other than tensors, keyed by path; each is decoded on demand."""
 
     def __init__(self, items: Mapping[str, _Item]) -> None:
         self._items = items

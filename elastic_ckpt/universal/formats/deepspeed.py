@@ -5,23 +5,23 @@ tensor-parallel ranks are consecutive. Each rank has one model file, and an opti
 file for each data-parallel rank (`zero_pp_rank_DD`). With ZeRO-3, each data-parallel
 rank also has a model file. Pipeline layers and experts have their own files.
 
-A tensor has the name of its parameter. Model weights have the kind `parameter`,
-optimizer states `master`, `first_moment`, `second_moment` and `step`, buffers `buffer`.
-Tensor-parallel ranks are the axis `tp`. Data-parallel ranks are not an axis: their
-ranges of a parameter are fragments of one tensor. Neither are stages: layers and
-experts are numbered across all ranks. If several stages have a tied parameter, the
+A tensor has the name of its parameter. Model weights have the kind `parameter`;
+optimizer states, `master`, `first_moment`, `second_moment` or `step`; buffers,
+`buffer`. Tensor-parallel ranks form the axis `tp`. Data-parallel ranks do not form an
+axis: their ranges of a parameter are fragments of one tensor. Neither do stages: layers
+and experts are numbered across all ranks. If multiple stages have a tied parameter, the
 first stage's copy is used, as in DeepSpeed's own conversion.
 
 DeepSpeed's description of the layout is in `values["universal_checkpoint_info"]`: lists
 of name patterns, sizes of parts, and affine maps, nested as DeepSpeed writes them.
 
 With stage 0 and a PyTorch optimizer, states are numbered. They get the names of their
-parameters if `zero.numbered` can derive them. The experts' optimizer files
+parameters if `zero.numbered` can derive these names. The experts' optimizer files
 (`expp_rank_*`) are not read.
 
 A universal checkpoint has files of whole parameters, for any number of ranks:
 `zero/<parameter>/fp32.pt`, `exp_avg.pt`, `exp_avg_sq.pt` and `step.pt`. The model's
-weights in other dtypes are skipped. Model files next to these have the parameter
+weights in other dtypes are skipped. Model files next to these contain the parameter
 shapes, which files from ZeRO-3 lack.
 """
 
@@ -87,9 +87,9 @@ class _Rank:
       model: the model file; the first data-parallel rank's, if each has one.
       shards: ZeRO-3's model files, by data-parallel rank.
       optimizers: the optimizer files, by data-parallel rank.
-      layers: the numbers and files of pipeline layers; the first stage has all of them.
+      layers: the indices and files of pipeline layers; the first stage has all of them.
       peers: the model files of all stages with the same tensor-parallel rank.
-      experts: the experts' files, ordered by layer and number.
+      experts: the experts' files, ordered by layer and expert index.
     """
 
     tp: int
@@ -140,7 +140,7 @@ def _folder(path: epath.Path) -> epath.Path:
             tag = files.read_name(pointer)
             if not files.is_plain_name(tag) or not (path / tag).exists():
                 raise FormatError(
-                    f"{pointer} contains {tag!r}, which is not a directory next to it"
+                    f"{pointer} contains {tag!r}, which is not a directory in {path}"
                 )
             return path / tag
     return path
@@ -156,7 +156,7 @@ def _open_universal(folder: epath.Path) -> Checkpoint:
     found = {each: each for each in sorted(folder.iterdir()) if _is_first(each.name)}
     models = list(torch_file.read_all(found).values())
     shapes = _shapes(models)
-    # By parameter and state.
+    # The files by parameter and state.
     paths = {
         (parameter.name, file.name.removesuffix(_SUFFIX)): file
         for parameter in (folder / _PARAMETERS).iterdir()
@@ -187,7 +187,7 @@ def _open_universal(folder: epath.Path) -> Checkpoint:
 
 
 def _is_first(name: str) -> bool:
-    # Whether it is a model file of the first data-parallel rank.
+    # Whether `name` is a model file from the first data-parallel rank.
     match = _MODEL.fullmatch(name)
     return match is not None and int(match[1] or 0) == 0
 
@@ -210,7 +210,7 @@ def _tensors(ranks: Sequence[_Rank], axes: Mapping[str, int]) -> list[StoredTens
             if first is not tensor and not (is_tied and first.shape == tensor.shape):
                 raise rank.model.error(
                     f"and another stage both have {tensor.name}; only tied parameters"
-                    " may be in several stages"
+                    " may be in more than one stage"
                 )
     return list(held.values())
 
@@ -220,9 +220,9 @@ def _ranks(folder: epath.Path) -> tuple[int, list[_Rank]]:
     by_kind = _read(folder)
     models = {rank: f for (dp, rank), f in by_kind["model"].items() if dp < 1}
     if not models:
-        raise FormatError(f"{folder} has no files mp_rank_*_model_states.pt")
+        raise FormatError(f"{folder} has no mp_rank_*_model_states.pt files")
     tp, pp = _degrees(models, by_kind["layer"])
-    # By model rank and data-parallel rank.
+    # The files by model rank and data-parallel rank.
     shards = {(rank, dp): f for (dp, rank), f in by_kind["model"].items() if dp >= 0}
     optimizers = {(rank, dp): f for (dp, rank), f in by_kind["optimizer"].items()}
     first, dps = models[min(models)], [dp for dp, _ in by_kind["optimizer"]]
@@ -264,7 +264,7 @@ def _ranks(folder: epath.Path) -> tuple[int, list[_Rank]]:
 
 
 def _read(folder: epath.Path) -> dict[str, dict[tuple[int, ...], TorchFile]]:
-    # By content and by the numbers in the file names; -1 for an absent number.
+    # The files by content and by the numbers in their names; -1 for an absent number.
     paths: dict[tuple[str, tuple[int, ...]], epath.Path] = {}
     for path in sorted(folder.iterdir()):
         for kind, pattern in _FILES.items():
@@ -274,8 +274,8 @@ def _read(folder: epath.Path) -> dict[str, dict[tuple[int, ...], TorchFile]]:
                 first = paths.setdefault((kind, tuple(numbers)), path)
                 if first is not path:
                     raise FormatError(
-                        f"{path} and {first.name} are of the same rank; remove the one"
-                        " from a different save"
+                        f"{path} and {first.name} belong to the same rank; remove the"
+                        " file that is from a different save"
                     )
     read = torch_file.read_all(paths)
     return {
@@ -296,7 +296,7 @@ def _degrees(
         tp, pp = (stated.get(f"{axis}_degree") for axis in ("tp", "pp"))
     if type(tp) is not int or type(pp) is not int or not 0 < tp * pp == len(models):
         raise file.error(
-            f"states {str(tp)[:9]} tensor-parallel ranks and {str(pp)[:9]} stages,"
+            f"specifies {str(tp)[:9]} tensor-parallel ranks and {str(pp)[:9]} stages,"
             f" but there are files of {len(models)} model ranks"
         )
     return tp, pp
@@ -306,7 +306,7 @@ def _weights(rank: _Rank) -> Iterator[StoredTensor]:
     # Layers are treated as the first stage's.
     buffers = _buffers([rank.model])
     for tensor in torch_file.tensors(rank.model.at("module")):
-        # ZeRO-3 replaces the tensors that it divides with empty ones.
+        # ZeRO-3 replaces the tensors that it partitions with empty ones.
         if tensor.name in buffers:
             yield dataclasses.replace(tensor, kind="buffer")
         elif not rank.shards or tensor.shape != (0,):
@@ -323,7 +323,7 @@ def _buffers(models: Sequence[TorchFile]) -> set[str]:
 
 
 def _frozen(shards: Sequence[TorchFile]) -> Iterator[StoredTensor]:
-    # Frozen parameters, which no optimizer has.
+    # Frozen parameters are not in any optimizer.
     shapes = shards[0].at("frozen_param_shapes") if shards else None
     named = zero.named_shapes(shards[0], shapes) if shapes else {}
     for name, shape in named.items():

@@ -8,10 +8,10 @@ names: model weights as `parameter/1.mlp.weight`, optimizer states as `master/..
 only in numbers.
 
 The description is the value `universal_checkpoint_info`: lists of regular expressions,
-one list for each way to cut a parameter. Precedence and defaults are the same as in
-DeepSpeed's `ds_to_universal`: a parameter in no list is cut along its first dim. All
-shards of a parameter must have the same shape; AutoTP's affine maps and shards of
-different widths are rejected.
+one list for each way to shard a parameter. Precedence and defaults are the same as in
+DeepSpeed's `ds_to_universal`: a parameter that is not in any list is sharded along its
+first dim. All shards of a parameter must have the same shape; AutoTP's affine maps and
+shards of different widths are rejected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from elastic_ckpt.universal.rules.layout import (
 
 _BUFFER = "buffer"
 _AXIS = "tp"
-# The numbers that a capture matches: no leading zeros, at most 18 digits.
+# The numbers that a layout's captures match: no leading zeros, at most 18 digits.
 _NUMBER = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,17})(?![0-9])")
 
 _NEWEST = 0.4
@@ -77,20 +77,20 @@ class _Cut(NamedTuple):
 
 
 def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> Layout:
-    """The layout from a checkpoint's tensors to its parameters.
+    """The layout that maps a checkpoint's tensors to its parameters.
 
     If `targets`, the names of the target's tensors, is not None, kinds that do not
     occur in it are dropped.
 
     Raises:
-      FormatError: if the description is missing, or does not match the tensors.
+      FormatError: if the description is missing or does not match the tensors.
     """
     info = checkpoint.values.get(deepspeed.INFO)
     ranks = checkpoint.axes.get(_AXIS, 1)
     if info is None and ranks > 1:
         raise FormatError(
             f"the checkpoint has {ranks} tensor-parallel ranks, but no"
-            f" {deepspeed.INFO} that describes their shards; specify a layout"
+            f" {deepspeed.INFO} to describe their shards; specify a layout"
         )
     # In a universal checkpoint, parameters are whole.
     is_whole = info is None or checkpoint.format == deepspeed.UNIVERSAL
@@ -104,7 +104,7 @@ def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> La
             if len(held) < ranks:
                 raise FormatError(
                     f"only {len(held)} of {ranks} ranks have {name} ({kind}); copy the"
-                    " files of the other ranks, or save experts with"
+                    " other ranks' files or, if this is an expert, save with"
                     " enable_expert_tensor_parallelism"
                 )
             matched = {key: each for key, p, each in entries if p.match(name)}
@@ -166,8 +166,8 @@ def _entries(info: Mapping[str, Any]) -> list[_Entry]:
     version = info.get("universal_checkpoint_version", 0.0)
     if not 0 <= version <= _NEWEST:
         raise FormatError(
-            f"{deepspeed.INFO} has version {version!r}, but only 0 to {_NEWEST} are"
-            f" supported; {_OWN}"
+            f"{deepspeed.INFO} has version {version!r}, but only versions 0 to"
+            f" {_NEWEST} are supported; {_OWN}"
         )
     if refused := [key for key in _REFUSED if info.get(key)]:
         raise FormatError(
@@ -186,11 +186,11 @@ def _entries(info: Mapping[str, Any]) -> list[_Entry]:
 def _cut(
     name: str, shapes: Collection[_Shape], matched: Mapping[str, Any], info: Any
 ) -> _Cut:
-    # How a parameter, or a state of it, is cut.
+    # How a parameter or one of its states is sharded.
     if len(shapes) > 1:
         raise FormatError(
-            f"{name}: the shards of its ranks have different shapes, {sorted(shapes)},"
-            f" which is unsupported; {_OWN}, with `widths`"
+            f"{name}: the shards have different shapes, {sorted(shapes)}, which is"
+            f" unsupported; {_OWN}, with `widths`"
         )
     if () in shapes:
         return _Cut("...", "...", _REPLICATED)
@@ -202,7 +202,8 @@ def _cut(
     if _VOCABULARY in matched:
         if found in (_HALVES, _PARTS):
             raise FormatError(
-                f"{name}: {found} and {_VOCABULARY} of {deepspeed.INFO} both match it"
+                f"{name}: {found} and {_VOCABULARY} in {deepspeed.INFO} both match it;"
+                f" {_OWN}"
             )
         rows = "(d0 + pad)"
         sizes = {"d0": operator.index(info["original_vocab_size"])}

@@ -1,11 +1,12 @@
-"""Opens files of other programs' checkpoints and reads them whole or in parts.
+"""Opens files in other frameworks' checkpoints and reads them whole or in parts.
 
-A local file must be regular because reading a pipe might never finish. JSON objects
-must not repeat a name.
+A local file must be regular, because reading from a pipe might block forever. JSON
+objects must not repeat a name.
 
-`hf://org/name` is a model in this machine's Hugging Face cache. The network is never
-used: `hf download org/name` fills the cache. A folder `models--org--name` has
-`refs/<revision>`, the commit of a branch or tag, and `snapshots/<commit>/`, the files.
+`hf://org/name` is a model in this machine's Hugging Face cache, which `hf download
+org/name` fills; the network is never used. A folder `models--org--name` in the cache
+has `refs/<revision>`, the commit of a branch or tag, and `snapshots/<commit>/`, the
+files.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from etils import epath
 from elastic_ckpt.core import bucket_clients, errors, storage
 
 SCHEME = "hf://"
-# The maximum size of a file that contains the name of another file.
+# Maximum size of a file that contains the name of another file.
 MOST_NAME_BYTES = 1000
 # Reading this many bytes costs less than a second request.
 GAP_BYTES = 64 << 10
@@ -33,7 +34,7 @@ _ID = re.compile(r"((?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?:@([\w-][\w.-]*(?:/[\w.-]+)
 
 
 class FormatError(errors.CheckpointError):
-    """A file from another program is damaged, unsafe, or in an unknown format."""
+    """A file from another framework is damaged, unsafe, or in an unknown format."""
 
 
 def opened(path: epath.PathLike) -> IO[bytes]:
@@ -56,7 +57,7 @@ def read(path: epath.PathLike, *, most_bytes: int | None = None) -> bytes:
     """Reads a whole file.
 
     Raises:
-      FormatError: if the file is missing, or larger than `most_bytes`.
+      FormatError: if the file is missing or is larger than `most_bytes`.
     """
     with opened(path) as file:
         num_bytes = file.seek(0, 2)
@@ -72,13 +73,13 @@ def read_name(path: epath.PathLike) -> str:
     """Reads a file that contains only the name of another file or directory.
 
     Raises:
-      FormatError: if the file is missing, or larger than a name.
+      FormatError: if the file is missing or is too large for a name.
     """
     return read(path, most_bytes=MOST_NAME_BYTES).decode("utf-8", "replace").strip()
 
 
 def is_plain_name(name: object) -> TypeGuard[str]:
-    """Whether a value is a file name without a path to any other directory."""
+    """Whether a value is a file name that does not lead to another directory."""
     return isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None
 
 
@@ -86,7 +87,7 @@ def read_json(path: epath.PathLike) -> dict[str, Any]:
     """Reads the JSON object in a file.
 
     Raises:
-      FormatError: if the file is missing, and as `parse_json`.
+      FormatError: if the file is missing, and as for `parse_json`.
     """
     return parse_json(read(path), str(path))
 
@@ -95,7 +96,7 @@ def parse_json(content: bytes, place: str) -> dict[str, Any]:
     """Parses a JSON object in UTF-8; `place` is for messages.
 
     Raises:
-      FormatError: if the content is not a JSON object, or repeats a name.
+      FormatError: if the content is not a JSON object or repeats a name.
     """
     try:
         fields = json.loads(content, object_pairs_hook=_without_doubles)
@@ -116,17 +117,17 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def windows(path: str, spans: Iterable[tuple[int, int]]) -> Callable[[int, int], bytes]:
     """Reads many small parts of a file and returns a function that looks them up.
 
-    Checkpoints with a header for each tensor need a few hundred bytes at many places.
-    Nearby parts are read together; parts of a file in a bucket are read by parallel
-    requests.
+    In checkpoints with a header for each tensor, a few hundred bytes are needed at many
+    places. Nearby parts are read together; parts of a file in a bucket are read by
+    parallel requests.
 
     Args:
       path: the file, local or in a bucket.
-      spans: each part's first byte, and the byte after its last.
+      spans: the start and end offset (exclusive) of each part.
 
     Returns:
-      A function that takes a first byte, in one of the parts, and a number of bytes. It
-      returns these bytes, fewer if the part ends early.
+      A function that takes an offset in one of the parts and a number of bytes, and
+      returns the bytes there, or fewer if the part ends early.
     """
     merged = merged_spans(spans, gap_bytes=GAP_BYTES)
     starts, stops = [start for start, _ in merged], [stop for _, stop in merged]
@@ -167,15 +168,15 @@ def _read_parts(path: str, starts: Sequence[int], stops: Sequence[int]) -> list[
 
 
 def resolved(path: epath.PathLike) -> epath.PathLike:
-    """Resolves a model id to its path in the hub's cache; returns other paths as is.
+    """Resolves a model ID to its path in the hub's cache; returns other paths as is.
 
     Args:
-      path: a path, or `hf://org/name`, or `hf://org/name@revision` with a branch, a tag
-        or a commit (default: the branch `main`). `HF_HUB_CACHE` or `HF_HOME` sets the
+      path: a path, `hf://org/name`, or `hf://org/name@revision` with a branch, a tag or
+        a commit (default: the branch `main`). `HF_HUB_CACHE` or `HF_HOME` sets the
         location of the cache.
 
     Raises:
-      FormatError: if the model id is malformed, or the cache lacks the model.
+      FormatError: if the model ID is malformed or the cache does not have the model.
     """
     text = str(path)
     if not text.startswith(SCHEME):
@@ -183,7 +184,7 @@ def resolved(path: epath.PathLike) -> epath.PathLike:
     match = _ID.fullmatch(text.removeprefix(SCHEME))
     if match is None or ".." in text:
         raise FormatError(
-            f"{text} is not a model id; write hf://org/name or hf://org/name@revision"
+            f"{text} is not a model ID; use hf://org/name or hf://org/name@revision"
         )
     name, revision = match[1], match[2] or "main"
     folder = _cache() / f"models--{name.replace('/', '--')}"
@@ -194,14 +195,14 @@ def resolved(path: epath.PathLike) -> epath.PathLike:
         of_revision = f" --revision {revision}" if match[2] else ""
         raise FormatError(
             f"{text} is not in the hub's cache ({folder}), and elastic_ckpt never"
-            f" downloads: run `hf download {name}{of_revision}`, or set HF_HOME"
-            " or HF_HUB_CACHE to the cache that has it"
+            f" downloads models; run `hf download {name}{of_revision}`, or set HF_HOME"
+            " or HF_HUB_CACHE to the cache that has this model"
         )
     return found
 
 
 def _cache() -> pathlib.Path:
-    # The same search as huggingface_hub's.
+    # Looks in the same places as huggingface_hub.
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
     hub = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")

@@ -3,14 +3,15 @@
 `torch_dist` is a PyTorch distributed checkpoint, whose tensors are global. Layers of
 equal shapes are stacked: `decoder.layers.mlp.linear_fc1.weight` has a layer dim, and
 an expert dim if there are experts. Optimizer states get the name of their parameter.
-Values are the numbers and strings in `common.pt`, such as `args/num_layers`, except
-states of random number generators.
+Values are the numbers and strings in `common.pt`, such as `args/num_layers`, except RNG
+states.
 
 `iter_0000100/mp_rank_TT_PPP_EEE/model_optim_rng.pt` is the file of tensor-parallel rank
-TT, stage PPP and expert-parallel rank EEE; the name omits PPP or EEE if there is only
-one stage or rank. Tensor names number layers within a stage, so stages are the axis
-`pp`, and chunks of interleaved stages the axis `vp`. Optimizer states are numbered, see
-`zero.numbered`. `distrib_optim.pt` is not read because it lists no parameters.
+TT, stage PPP and expert-parallel rank EEE; the name omits PPP if there is only one
+stage, and EEE if there is only one expert-parallel rank. Tensor names number layers
+within a stage, so stages form the axis `pp`, and chunks of interleaved stages form the
+axis `vp`. Optimizer states are numbered; see `zero.numbered`. `distrib_optim.pt` is not
+read because it does not list parameters.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _EXTRA = "_extra_state"
 
 
 def is_format(names: Collection[str]) -> bool:
-    """Whether a directory with these file names is or refers to such a checkpoint."""
+    """Whether a directory with these file names is or points to such a checkpoint."""
     return (
         LATEST in names
         or _is_torch_dist(names)
@@ -58,10 +59,11 @@ def is_format(names: Collection[str]) -> bool:
 
 
 def open_checkpoint(path: epath.PathLike) -> Checkpoint:
-    """Opens an iteration's directory, or a directory with a file that names the latest.
+    """Opens an iteration's directory, or a directory with a pointer to the latest one.
 
     Raises:
-      FormatError: as `dcp.open_checkpoint`, and if a rank's file is missing or damaged.
+      FormatError: as for `dcp.open_checkpoint`, and if a rank's file is missing or
+        damaged.
     """
     folder = _folder(epath.Path(path))
     if not _is_torch_dist([each.name for each in folder.iterdir()]):
@@ -96,7 +98,7 @@ def _folder(path: epath.Path) -> epath.Path:
     folder = path / (f"iter_{int(text):07d}" if is_number else text)
     if not (is_number or text == "release") or not folder.exists():
         raise FormatError(
-            f"{pointer} contains {text!r}, which is not an iteration next to it"
+            f"{pointer} contains {text!r}, which is not an iteration in {path}"
         )
     return folder
 
@@ -105,7 +107,7 @@ def _named(tensor: StoredTensor) -> StoredTensor:
     if match := _STATE.fullmatch(tensor.name):
         kind = "master" if match[1] in _MASTERS else kind_of(match[1])
         return dataclasses.replace(tensor, name=match[2], kind=kind)
-    # Flat buckets of the distributed optimizer span several parameters.
+    # Flat buckets of the distributed optimizer span multiple parameters.
     is_state = tensor.name.startswith(("optimizer.", "chained_"))
     return dataclasses.replace(tensor, kind="optimizer" if is_state else "parameter")
 
@@ -121,19 +123,19 @@ def _of_ranks(folder: epath.Path) -> Checkpoint:
     for each in sorted(folder.iterdir()):
         if match := _FOLDER.fullmatch(each.name):
             held = [each / name for name in _FILES if (each / name).exists()]
-            # Reading reports a missing file.
+            # A missing file is reported when it is read.
             path = held[0] if held else each / _FILES[0]
             paths[tuple(int(part or 0) for part in match.groups())] = path
     read = torch_file.read_all(paths)
     first = read[min(read)]
     if first.at("args", "pipeline_model_parallel_size") == 1:
-        # Then the second number is the expert-parallel rank.
+        # In this case, the second number is the expert-parallel rank.
         read = {(tp, 0, pp or ep): each for (tp, pp, ep), each in read.items()}
     sizes = [1 + max(numbers) for numbers in zip(*read, strict=True)]
     if len(read) != math.prod(sizes):
         raise FormatError(
-            f"{folder} has files of {len(read)} ranks, but their numbers imply"
-            f" {sizes[0]} tensor-parallel ranks, {sizes[1]} stages and {sizes[2]}"
+            f"{folder} has files of {len(read)} ranks, but the numbers in their names"
+            f" imply {sizes[0]} tensor-parallel ranks, {sizes[1]} stages and {sizes[2]}"
             f" expert-parallel ranks: {errors.first_of(map(str, sorted(read)))}"
         )
     axes = {axis: size for axis, size in zip(_AXES, sizes, strict=True) if size > 1}
@@ -170,7 +172,7 @@ def _of_rank(file: TorchFile) -> Iterator[StoredTensor]:
     if isinstance(optimizers, dict) and optimizers:
         if all(type(key) is int for key in optimizers):
             raise file.error(
-                "has several optimizers with unnamed states; save as torch_dist"
+                "has more than one optimizer with unnamed states; save as torch_dist"
             )
         # The distributed optimizer's states are in other files.
         if isinstance(optimizers.get("optimizer", optimizers).get("state"), dict):

@@ -1,13 +1,14 @@
-"""Opens checkpoints of Orbax v0 and v1, and our steps in persistent storage.
+"""Opens checkpoints from Orbax v0 and v1, and our steps in persistent storage.
 
-A tensor's name is the path of its leaf, `params/dense/kernel`; if a checkpoint has
-several pytrees, the name begins with the pytree's, `state/params/dense/kernel`. Numbers
-are also tensors; strings are values. TensorStore reads tensors by their specs and
-compares their checksums: our steps have one for each chunk, stock Orbax's have none.
+A tensor's name is the path of its leaf, such as `params/dense/kernel`; if a checkpoint
+has more than one pytree, the tensor's name begins with the pytree's name, as in
+`state/params/dense/kernel`. Numbers are also tensors; strings are values. TensorStore
+reads tensors by their specs and compares their checksums: our steps have one for each
+chunk; stock Orbax's have none.
 
-Orbax stores arrays as zarr, version 2 or 3, each in a directory or all together in an
-OCDBT store. This module reads only the arrays' metadata, many concurrently: opening an
-array in TensorStore takes ten times as long.
+Orbax stores arrays as zarr, version 2 or 3, either each in a directory or all together
+in an OCDBT store. This module reads only the arrays' metadata, with many concurrent
+reads, because opening an array in TensorStore takes ten times as long.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
     """Opens a step, or the directory of one of its pytrees.
 
     Raises:
-      FormatError: if the step was not committed or has no pytree, or if the metadata is
-        malformed or does not match the arrays.
+      FormatError: if the step was not committed or does not have a pytree, or if the
+        metadata is malformed or does not match the arrays.
     """
     directory = epath.Path(path)
     held = {each.name: each for each in sorted(directory.iterdir())}
     if _UNCOMMITTED in directory.name or (
         not storage.is_local(directory) and _STEP in held and COMMIT_FILE not in held
     ):
-        raise FormatError(f"{path} was not committed; use another step")
+        raise FormatError(f"{path} was not committed; use a different step")
     trees = {"": directory}
     if _TREE not in held:
         trees = {name: each for name, each in held.items() if (each / _TREE).exists()}
@@ -90,8 +91,8 @@ def _tensors(directory: epath.Path, prefix: str) -> Iterator[StoredTensor]:
         # The reader's context limits the total memory of all caches.
         del base["cache_pool"]
     elif not all(part.strip(".") for name in keys for part in name.split("/")):
-        # A store accepts any name; a path must not leave the directory.
-        raise FormatError(f"{directory} lists an array outside it: {list(keys)}")
+        # An OCDBT store accepts any name, but a path must not leave the directory.
+        raise FormatError(f"{directory} lists arrays outside itself: {list(keys)}")
 
     def at(path: str) -> Any:
         is_url = isinstance(base, str)
@@ -107,12 +108,12 @@ def _tensors(directory: epath.Path, prefix: str) -> Iterator[StoredTensor]:
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0][:300]
         raise FormatError(
-            f"{directory} cannot be read ({reason}); restore it from a copy"
+            f"{directory} cannot be read ({reason}); restore it from a good copy"
         ) from error
     for name, content in contents.items():
         place = f"{directory}: {name}"
         if content.state != "value":
-            raise FormatError(f"{place} is listed, but not in the store")
+            raise FormatError(f"{place} is listed, but is not in the store")
         stated = files.parse_json(bytes(content.value), place)
         shape = stated.get("shape")
         yield StoredTensor(
@@ -122,7 +123,7 @@ def _tensors(directory: epath.Path, prefix: str) -> Iterator[StoredTensor]:
             spec={
                 "driver": "zarr3" if is_zarr3 else "zarr",
                 "kvstore": at(prefixes[name]),
-                # If every chunk was written, a missing one is an error.
+                # If every chunk should have been written, a missing one is an error.
                 "fill_missing_data_reads": not fields.get(
                     "store_array_data_equal_to_fill_value"
                 ),
@@ -131,7 +132,7 @@ def _tensors(directory: epath.Path, prefix: str) -> Iterator[StoredTensor]:
 
 
 def _leaves(fields: Mapping[str, Any], directory: epath.Path) -> dict[str, list[str]]:
-    # The keys to each array, by array name.
+    # The keys that lead to each array, by array name.
     names: dict[str, list[str]] = {}
     try:
         for leaf in fields["tree_metadata"].values():

@@ -1,8 +1,9 @@
 """PEFT adapters, which are opened together with the model that they adapt.
 
-`adapter_config.json` specifies this model, the base: a directory, or the id of a model
+`adapter_config.json` specifies this model, the base: a directory, or the ID of a model
 in the hub's local cache. The checkpoint has the tensors of both, with the names in
-their files. Numbers and strings in `adapter_config.json` are values, `adapter/r`.
+their files. Numbers and strings in `adapter_config.json` are values, such as
+`adapter/r`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _BASE = "base_model_name_or_path"
 _REMEDY = (
-    f"set {_BASE} there to the model's path, absolute or relative to that"
-    f" directory; to open only the adapter, pass the path of {_WEIGHTS[0]}"
+    f"set {_BASE} there to the base model's path, absolute or relative to the"
+    f" adapter's directory; to open only the adapter, pass the path of {_WEIGHTS[0]}"
 )
 
 
@@ -67,28 +68,28 @@ def base(path: epath.PathLike) -> epath.Path:
             found = epath.Path(files.resolved(files.SCHEME + name))
         except FormatError as error:
             raise FormatError(
-                f"{config} has the {_BASE} {named!r}, which is not a directory here:"
-                f" {error}; or {_REMEDY}"
+                f"{config} has the {_BASE} {named!r}, which is not a directory on this"
+                f" machine: {error}; or {_REMEDY}"
             ) from None
     if (found / CONFIG).exists():
         raise FormatError(
-            f"{config} has the {_BASE} {named!r}, which is also an adapter; convert it"
-            f" first, and {_REMEDY}"
+            f"{config} has the {_BASE} {named!r}, which is itself an adapter; convert"
+            f" that adapter first, then {_REMEDY}"
         )
     return found
 
 
 def joined(path: epath.PathLike, adapter: Checkpoint, base: Checkpoint) -> Checkpoint:
-    """Joins the checkpoints of an adapter, whose directory is `path`, and of its base.
+    """Joins an adapter's checkpoint and its base's; the adapter's directory is `path`.
 
     Raises:
-      FormatError: if both have a tensor with the same name.
+      FormatError: if both checkpoints have a tensor with the same name.
     """
     values = flatten({"adapter": files.read_json(epath.Path(path) / CONFIG)})
     of_base = {tensor.name for tensor in base.tensors}
     for tensor in adapter.tensors:
         if tensor.name in of_base:
-            raise FormatError(f"{path} and its base both have {tensor.name}")
+            raise FormatError(f"{path} and its base both have a tensor {tensor.name}")
     held = {each.file for tensor in adapter.tensors for each in tensor.fragments}
 
     def checksums(file: str) -> Sequence[Checksum]:

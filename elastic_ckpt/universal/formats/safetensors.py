@@ -1,8 +1,8 @@
 """Safetensors files: a JSON header, followed by the values of the tensors.
 
-The header is checked before any value is read: every tensor must have exactly the bytes
-of its shape, and the tensors together must fill the rest of the file, without gaps or
-overlaps. There are no checksums.
+The header is checked before any value is read: every tensor must have exactly as many
+bytes as its shape requires, and the tensors together must fill the rest of the file
+without gaps or overlaps. The format has no checksums.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # Marks the header of a file with parts of tensors, which PyTorch's distributed
-# checkpoints may write.
+# checkpointing may write.
 _SHARDING = "DCP_SHARDING_INFO"
 
 
@@ -52,7 +52,7 @@ def dtype_name(dtype: np.dtype) -> str:
     """A dtype's name in headers.
 
     Raises:
-      FormatError: if the format lacks the dtype.
+      FormatError: if the format does not support the dtype.
     """
     if dtype not in _NAMES:
         raise FormatError(
@@ -63,7 +63,10 @@ def dtype_name(dtype: np.dtype) -> str:
 
 
 def read_header(path: epath.PathLike) -> tuple[list[StoredTensor], dict[str, str]]:
-    """Reads a file's tensors, in file order, and its strings by name, but no values.
+    """Reads a file's header, but no tensor values.
+
+    Returns:
+      The tensors, in file order, and the metadata strings by name.
 
     Raises:
       FormatError: if the file is not a safetensors file, is truncated, or has parts of
@@ -75,7 +78,7 @@ def read_header(path: epath.PathLike) -> tuple[list[StoredTensor], dict[str, str
         size = int.from_bytes(file.read(8), "little")
         if not 2 <= size <= min(MOST_HEADER_BYTES, total - 8):
             raise FormatError(
-                f"{path} is not a safetensors file, or is truncated: its header would"
+                f"{path} is not a safetensors file or is truncated: its header would"
                 f" have {size} bytes, but the file has {total}"
             )
         fields = files.parse_json(file.read(size), f"the header of {path}")
@@ -102,8 +105,8 @@ def read_header(path: epath.PathLike) -> tuple[list[StoredTensor], dict[str, str
             if field["data_offsets"] != [at, stop]:
                 raise FormatError(
                     f"{place} has the data_offsets {field['data_offsets']!r:.60}, but"
-                    f" its values of shape {shape} would be at {[at, stop]}: the"
-                    " header is damaged"
+                    f" values of shape {shape} would be at {[at, stop]}, so the header"
+                    " is damaged"
                 )
             fragments = contiguous(
                 shape, dtype.itemsize, file=str(path), offset=8 + size + at

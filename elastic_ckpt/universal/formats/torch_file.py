@@ -1,13 +1,13 @@
-"""Reads `torch.save` files without torch, and without running anything in them.
+"""Reads `torch.save` files without torch and without running any code in them.
 
 Such a file is a zip of uncompressed entries: `data.pkl`, a pickle in which tensors are
 views of storages, and `data/<key>`, the bytes of each storage. A tensor becomes a
 `StoredTensor`, a record of where its values are.
 
-Python's C unpickler decodes the pickle. Names in it are never imported: a few PyTorch
-names map to types in this module, all other names to `Inert`, which only stores its
-arguments and state. Nothing in the file is trusted: a tensor must lie inside its
-storage and must not be larger than the storage, and everything that is decoded must
+Python's C unpickler decodes the pickle. Names in the pickle are never imported: a few
+PyTorch names map to types in this module; all other names map to `Inert`, which only
+stores its arguments and state. Nothing in the file is trusted: a tensor must lie inside
+its storage and must not be larger than the storage, and everything that is decoded must
 match its CRC-32, if the file has checksums. A malicious pickle can still exhaust memory
 or crash the process.
 """
@@ -59,7 +59,7 @@ MOST_PICKLE_BYTES = 256 << 20
 # Requests to a bucket are slow.
 _THREADS = 8
 
-# Reads the bytes `start` to `start + size` of a file; fewer if it ends early.
+# Reads the bytes `start` to `start + size` of a file, or fewer if the file ends early.
 Read = Callable[[int, int], bytes]
 _Value = TypeVar("_Value")
 
@@ -80,13 +80,13 @@ def _entries(read: Read, begin: int, size: int) -> dict[str, Checksum]:
     tail = read(tail_start, begin + size - tail_start)
     at = tail.rfind(b"PK\5\6")
     if at < 0:
-        raise ValueError("it is not a zip, or is truncated")
+        raise ValueError("it is not a complete zip")
     _, count, num_bytes, start = _END.unpack_from(tail, at)
     if count == 0xFFFF or 0xFFFFFFFF in (num_bytes, start):
         at64 = max(0, tail.rfind(b"PK\6\6", 0, at))
         _, count, num_bytes, start = _END64.unpack_from(tail, at64)
     if start + num_bytes > size:
-        raise ValueError("its directory lies outside it")
+        raise ValueError("its zip directory lies outside the zip")
     directory, at = read(begin + start, num_bytes), 0
     held: dict[str, Checksum] = {}
     for _ in range(count):
@@ -149,7 +149,7 @@ class Inert(metaclass=_Closed):
         self.items[key] = value
 
     def content(self: Any) -> Any:
-        """Its elements, attributes, or the single argument it was created with."""
+        """The object's elements, its attributes, or its single constructor argument."""
         if self.items or self.parts:
             return self.items or self.parts
         if self.state is not None:
@@ -160,7 +160,7 @@ class Inert(metaclass=_Closed):
 
 
 class _Dict(dict[Any, Any], metaclass=_Closed):
-    # Drops attributes, and a defaultdict's default argument.
+    # A dict that drops attributes and a defaultdict's default argument.
     __slots__ = ()
 
     def __init__(self, *arguments: Any) -> None:
@@ -245,7 +245,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def decoded(content: bytes, place: str) -> Any:
-    """Decodes a pickle; objects become `Inert`.
+    """Decodes a pickle; objects become `Inert`. `place` is for messages.
 
     Raises:
       FormatError: if the pickle is malformed or truncated.
@@ -260,15 +260,15 @@ def decoded(content: bytes, place: str) -> Any:
 
 
 class Archive:
-    """A `torch.save` zip: `size` bytes of a file, beginning at `begin`.
+    """A `torch.save` zip: `size` bytes of a file, beginning at offset `begin`.
 
     Attributes:
-      place: the file and the part of it, for messages.
+      place: the file and the zip's position in it, for messages.
       entries: the entries by name.
-      has_crc: whether the file was written with CRC-32.
+      has_crc: whether the file was written with CRC-32 checksums.
 
     Raises:
-      FormatError: if these bytes are not such a zip, or are truncated.
+      FormatError: if these bytes are not such a zip or are truncated.
     """
 
     def __init__(self, read: Read, begin: int, size: int, path: str) -> None:
@@ -279,9 +279,9 @@ class Archive:
             self.entries = _entries(read, begin, size)
         except (ValueError, struct.error) as error:
             raise FormatError(
-                f"{self.place} is not a torch.save file, or is truncated ({error});"
-                " files from before PyTorch 1.6 are not zips: load them with torch and"
-                " save them again"
+                f"{self.place} is not a torch.save file or is truncated ({error}); if"
+                " the file is from before PyTorch 1.6, load it with torch and save it"
+                " again"
             ) from None
         pickles = [name for name in self.entries if name.endswith("/data.pkl")]
         if len(pickles) != 1:
@@ -307,7 +307,7 @@ class Archive:
         """Reads the pickle.
 
         Raises:
-          FormatError: if the pickle is too large or damaged, or the file is big-endian.
+          FormatError: if the pickle is too large or damaged or the file is big-endian.
         """
         order = self.entries.get(f"{self._prefix}byteorder")
         if order is not None and self.content(order) != b"little":
@@ -329,14 +329,15 @@ class Archive:
     ) -> Any:
         """Decodes the pickle to dicts, lists, numbers and strings.
 
-        Objects become dicts of their attributes, members of enumerations their values,
-        classes and functions their names.
+        Objects become dicts of their attributes; enum members, their values; classes
+        and functions, their names.
 
         Args:
-          of_tensor: returns a tensor's replacement, from its view and storage entry.
+          of_tensor: a function that returns a tensor's replacement, from the tensor and
+            its storage entry.
 
         Raises:
-          FormatError: if the pickle is damaged, or a tensor invalid.
+          FormatError: if the pickle is damaged or a tensor is invalid.
         """
 
         def plain(value: Any, keys: tuple[Any, ...] = ()) -> Any:
@@ -360,7 +361,7 @@ class Archive:
             raise FormatError(f"{self.place} is malformed ({error!r:.200})") from None
 
     def tensor(self, view: Any, name: str) -> tuple[StoredTensor, Checksum]:
-        """The nameless tensor that `decoded` returned as `view`, and its storage.
+        """The unnamed tensor that `decoded` returned as `view`, and its storage entry.
 
         `name` is for messages.
 
@@ -384,8 +385,8 @@ class Archive:
             and all(type(n) is int and 0 <= n < 1 << 63 for n in (offset, *strides))
         ):
             raise FormatError(
-                f"{place} has an offset or strides that are not integers of at least 0,"
-                " or not one stride for each dim"
+                f"{place} has an invalid offset or invalid strides: each must be an"
+                " integer of at least 0, with one stride for each dim"
             )
         checkpoint.checked_shape(shape, place)
         count, most = math.prod(shape), (entry.stop - entry.start) // dtype.itemsize
@@ -394,9 +395,9 @@ class Archive:
         )
         if count and (count > most or last >= most):
             raise FormatError(
-                f"{place} of shape {shape}, strides {strides} and offset {offset} is"
-                f" not inside {most} elements; clone an expanded tensor before you save"
-                " it"
+                f"{place} of shape {shape}, strides {strides} and offset {offset} does"
+                f" not fit in its storage of {most} elements; if the tensor is"
+                " expanded, clone it before saving it"
             )
         fragment = Fragment(
             box=checkpoint.whole(shape),
@@ -415,30 +416,32 @@ class Archive:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TorchFile:
-    """A file that was read and closed.
+    """The structure of a file that has been read and closed.
 
-    Its `value` consists of dicts, lists, numbers, strings, and tensors without names.
+    Its `value` consists of dicts, lists, numbers, strings, and unnamed tensors.
     """
 
     path: str
     value: Any
 
     def at(self, *keys: str) -> Any:
-        """The value under nested dicts; None if one of them lacks the key."""
+        """The value at nested `keys`; None if one of the keys is missing."""
         value = self.value
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
         return value
 
     def typed(self, kind: type[_Value], *keys: str) -> _Value:
-        """The value under nested dicts.
+        """The value at nested `keys`, which must be an instance of `kind`.
 
         Raises:
           FormatError: if the value is missing or has a different type.
         """
         value = self.at(*keys)
         if not isinstance(value, kind):
-            raise self.error(f"has no {kind.__name__} {'/'.join(keys) or 'at its top'}")
+            raise self.error(
+                f"has no {kind.__name__} {'/'.join(keys) or 'at its top level'}"
+            )
         return value
 
     def error(self, what: str) -> FormatError:
@@ -451,10 +454,10 @@ def read(path: epath.PathLike, *, span: tuple[int, int] | None = None) -> TorchF
 
     Args:
       path: the file, local or in a bucket.
-      span: the zip's first byte and size; None for the whole file.
+      span: the zip's offset in the file and its size; None for the whole file.
 
     Raises:
-      FormatError: if the file is not a `torch.save` file, or is damaged.
+      FormatError: if the file is not a `torch.save` file or is damaged.
     """
     with files.opened(path) as file:
         value = _archive(file, str(path), span).value()
@@ -470,10 +473,10 @@ def _archive(file: Any, path: str, span: tuple[int, int] | None = None) -> Archi
 
 
 def read_all(paths: Mapping[Any, epath.Path]) -> dict[Any, TorchFile]:
-    """Reads the structures of many files, by the keys of `paths`; see `read`.
+    """Reads the structures of many files; the result has the keys of `paths`.
 
     Raises:
-      FormatError: as `read`.
+      FormatError: as for `read`.
     """
     with futures.ThreadPoolExecutor(_THREADS) as threads:
         return dict(zip(paths, threads.map(read, paths.values()), strict=True))
@@ -483,11 +486,11 @@ def read_arrays(path: epath.PathLike) -> Any:
     """Reads a file, local or in a bucket, with arrays in place of tensors.
 
     Raises:
-      FormatError: as `read`, or if a CRC-32 does not match.
+      FormatError: as for `read`, or if a CRC-32 does not match.
     """
     with files.opened(path) as file:
         archive = _archive(file, str(path))
-        # Views of one storage are rarely far apart.
+        # Views of the same storage are rarely far apart.
         content = functools.lru_cache(maxsize=4)(archive.content)
 
         @functools.cache
@@ -521,7 +524,7 @@ def checksums(path: str) -> Sequence[Checksum]:
 
 
 def tensors(value: Any, between: str = ".", name: str = "") -> Iterator[StoredTensor]:
-    """Every tensor in a decoded value, named by its keys joined with `between`."""
+    """All tensors in a decoded value, each named by its keys joined with `between`."""
     if isinstance(value, StoredTensor):
         yield dataclasses.replace(value, name=name)
     elif isinstance(value, dict | list | tuple):

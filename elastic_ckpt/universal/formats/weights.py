@@ -1,7 +1,8 @@
-"""Opens a model's weights in safetensors or PyTorch format: one file, or several.
+"""Opens a model's weights in safetensors or PyTorch format, in one or more files.
 
 A directory may have an index, `model.safetensors.index.json`, that lists each tensor's
-file, and a `config.json`, whose entries become values, `config/num_key_value_heads`.
+file, and a `config.json`, whose entries become values, such as
+`config/num_key_value_heads`.
 
 PyTorch files (`pytorch_model.bin`, or any `.pt`, `.pth` or `.bin`) contain state dicts.
 Keys of nested dicts and lists are joined by dots: a training checkpoint has
@@ -54,8 +55,8 @@ class Weights:
     Attributes:
       index: the suffix of an index.
       usual: the usual name of a file or an index, without suffix.
-      read: reads a file's tensors and values.
-      are_joined: whether several files without an index are one model.
+      read: a function that reads a file's tensors and values.
+      are_joined: whether multiple files without an index form one model.
     """
 
     format: str
@@ -74,9 +75,9 @@ class Weights:
         """Opens a file, an index, or a directory with one of them.
 
         Raises:
-          FormatError: if a file is missing, damaged or not listed, a numbered set
-            without an index is incomplete, an index refers to a different directory or
-            does not match its files, or a tensor occurs twice.
+          FormatError: if a file is missing, damaged or not listed; a numbered set
+            without an index is incomplete; an index refers to a different directory or
+            does not match its files; or a tensor occurs twice.
         """
         source = epath.Path(path)
         is_dir = source.is_dir()
@@ -100,13 +101,13 @@ class Weights:
             for tensor in held:
                 if tensors.setdefault(tensor.name, tensor) is not tensor:
                     raise FormatError(
-                        f"{folder / file} has {tensor.name}, and so has another file or"
-                        " dict; pass the path of one file or of an index"
+                        f"{folder / file} has {tensor.name}, which is also in another"
+                        " file or dict; pass the path of one file or of an index"
                     )
             lacking = set(expected).difference(tensor.name for tensor in held)
             if lacking:
                 raise FormatError(
-                    f"{folder / file} lacks {min(lacking)}, which {index} lists in it"
+                    f"{folder / file} lacks {min(lacking)}, although {index} lists it"
                 )
             values |= texts
         if not tensors:
@@ -124,8 +125,8 @@ class Weights:
             return self.usual + self.index
         if len(found) > 1:
             raise FormatError(
-                f"{path} has several indices ({errors.first_of(found)}); pass the path"
-                " of one of them"
+                f"{path} has more than one index ({errors.first_of(found)}); pass the"
+                " path of one of them"
             )
         return found[0] if found else None
 
@@ -138,15 +139,15 @@ class Weights:
         for (stem, count, suffix), number in held.items():
             if number < int(count):
                 raise FormatError(
-                    f"{path} has {number} of the {int(count)} files"
-                    f" {stem}-*-of-{count}{suffix}, and no index of them: a conversion"
-                    " or download did not finish; repeat it"
+                    f"{path} has only {number} of the {int(count)} files"
+                    f" {stem}-*-of-{count}{suffix} and no index, so a conversion or"
+                    " download did not finish; repeat it"
                 )
         if len(found) != 1 and not self.are_joined:
             raise FormatError(
-                f"{path} has {len(found)} files of {self.format}"
-                f" ({errors.first_of(found) or 'no state dict'}) and no index of them;"
-                " pass the path of one file"
+                f"{path} has {len(found)} {self.format} files"
+                f" ({errors.first_of(found) or 'no state dict'}) and no index; pass the"
+                " path of one file"
             )
         return found
 
@@ -172,7 +173,7 @@ PYTORCH = Weights(
 
 
 def config_values(path: epath.Path) -> dict[str, Any]:
-    """The values of a configuration, `config/...`; none if the file is missing.
+    """The values in a configuration file, as `config/...`; empty without the file.
 
     Raises:
       FormatError: if the file is not a JSON object.
@@ -190,8 +191,8 @@ def _read_index(index: epath.Path) -> tuple[dict[str, list[str]], dict[str, Any]
     for name, file in weight_map.items():
         if not files.is_plain_name(file):
             raise FormatError(
-                f"{index} lists {name:.200} in {file!r:.99}, which is not a file next"
-                " to it"
+                f"{index} lists {name:.200} in {file!r:.99}, which is not a file in the"
+                " same directory"
             )
         by_file[file].append(name)
     kept: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}

@@ -1,13 +1,13 @@
 """Converts optimizer states, saved as flat ranges or without names, to named tensors.
 
 In ZeRO stages 1 and 2, each file lists its parameters and, for each, a range of a flat
-tensor; a parameter's ranges follow one another in the order of data-parallel ranks.
-Stage 3 lists nothing: each rank has an equal part of every parameter, rounded up, in
-the order of `param_shapes`. Expert parameters are spread over fewer ranks, which have
-the same expert-parallel rank. Muon's momentum in stages 1 and 2 has its own layout,
-which is rejected.
+tensor; a parameter's ranges follow one another in data-parallel rank order. Stage 3
+files list nothing: each rank has an equal part of every parameter, rounded up, in
+`param_shapes` order. Expert parameters are spread over fewer ranks, which have the same
+expert-parallel rank. Muon's momentum in stages 1 and 2 has its own layout, which is
+rejected.
 
-PyTorch's optimizers number parameters, see `numbered`.
+PyTorch's optimizers number parameters; see `numbered`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from elastic_ckpt.universal.formats.checkpoint import (
 )
 from elastic_ckpt.universal.formats.torch_file import TorchFile
 
-# An expert parameter's name; the middle group is the expert's number.
+# An expert parameter's name; the middle group is the expert's index.
 EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d{1,9})(\..*)", re.DOTALL)
 _STATE = "optimizer_state_dict"
 # Prefix of a state whose parameter is unknown; the parameter's number follows.
@@ -49,7 +49,7 @@ _boxes_of_range = functools.lru_cache(maxsize=2**14)(factors.boxes_of_range)
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
-# A data-parallel rank, and the number of these ranks.
+# A data-parallel rank, and the number of data-parallel ranks.
 _Rank = tuple[int, int]
 
 
@@ -68,7 +68,7 @@ class Range(NamedTuple):
 def of_ranges(
     name: str, kind: str, shape: Shape, ranges: Sequence[Range]
 ) -> StoredTensor:
-    """A parameter's state as one tensor, from ranges in the order of its elements.
+    """A parameter's state as one tensor, from its ranges in element order.
 
     Raises:
       FormatError: if a range lies outside its flat tensor, or the ranges have more or
@@ -79,9 +79,9 @@ def of_ranges(
         return dataclasses.replace(first.flat, name=name, kind=kind)
     if held != math.prod(shape):
         raise first.file.error(
-            f"and its neighbors have {held} elements of {name}, which has"
-            f" {math.prod(shape)}; files of some ranks are missing, or from a different"
-            " save"
+            f"and its neighbors have {held} elements of {name}, but its shape needs"
+            f" {math.prod(shape)}; files of some ranks are missing or are from a"
+            " different save"
         )
     pieces: list[Fragment] = []
     width, at = first.flat.dtype.itemsize, 0
@@ -91,12 +91,12 @@ def of_ranges(
         if not is_like or flat.view or strides not in ([], [(width,)]):
             raise file.error(
                 f"has {name} in a tensor {flat.dtype}{list(flat.shape)} {flat.view}"
-                f" that is not flat, or differs from the one in {first.file.path}"
+                f" that is not flat or differs from the tensor in {first.file.path}"
             )
         if not 0 <= start <= start + numel <= flat.shape[0]:
             raise file.error(
-                f"has {name} in elements {start} to {start + numel} of a tensor of"
-                f" {flat.shape[0]}"
+                f"has {name} in elements {start} to {start + numel} of a tensor with"
+                f" only {flat.shape[0]} elements"
             )
         for box in _boxes_of_range(shape, at, at + numel):
             offset = flat.fragments[0].offset + start * width
@@ -138,10 +138,10 @@ def shapes_of(model: TorchFile) -> list[dict[str, Shape]]:
 
 
 def named_shapes(file: TorchFile, shapes: Any) -> dict[str, Shape]:
-    """Checks shapes by name.
+    """Checks a dict from parameter name to shape.
 
     Raises:
-      FormatError: if one is not a shape.
+      FormatError: if it is not a dict or one of its values is not a shape.
     """
     if not isinstance(shapes, dict):
         raise file.error("has a group of shapes that is not a dict")
@@ -154,7 +154,9 @@ def named_shapes(file: TorchFile, shapes: Any) -> dict[str, Shape]:
 
 
 def states(model: TorchFile, held: Sequence[TorchFile]) -> Iterator[StoredTensor]:
-    """The states in one model rank's optimizer files, ordered by data-parallel rank.
+    """The states in one model rank's optimizer files.
+
+    `held` are these files, ordered by data-parallel rank.
 
     Raises:
       FormatError: if a file contradicts itself or another file.
@@ -174,7 +176,8 @@ def states(model: TorchFile, held: Sequence[TorchFile]) -> Iterator[StoredTensor
                 experts = _experts(file, group, shapes, rank)
             except _MALFORMED as error:
                 raise file.error(
-                    f"has states of group {group} that are not ZeRO's ({error!r:.200})"
+                    f"has states in group {group} that are not in ZeRO's format"
+                    f" ({error!r:.200})"
                 ) from None
             for name, key, part in parts:
                 if name not in shapes:
@@ -188,7 +191,7 @@ def states(model: TorchFile, held: Sequence[TorchFile]) -> Iterator[StoredTensor
         if lacking:
             raise held[0].error(
                 f"and its neighbors lack states of {errors.first_of(lacking)}; files of"
-                " some ranks are missing, or from a different save"
+                " some ranks are missing or are from a different save"
             )
         for (name, kind), (shape, ranges) in made.items():
             yield of_ranges(name, kind, shape, ranges)
@@ -200,7 +203,7 @@ def _equal_parts(
     # Stage 3: the parameter, the optimizer's name for the state, and the range.
     if file.at(_STATE, "ds_zero_partition_groups") is not None:
         raise file.error(
-            "has experts that AutoEP divided; convert it with DeepSpeed's"
+            "has experts that AutoEP split; convert the checkpoint with DeepSpeed's"
             " ds_to_universal first"
         )
     masters = file.typed(list, _STATE, "fp32_flat_groups")
@@ -214,20 +217,20 @@ def _equal_parts(
 
 
 def _listed_parts(file: TorchFile, group: int) -> Iterator[tuple[str, str, Range]]:
-    # Stages 1 and 2.
+    # Stages 1 and 2: yields the same as `_equal_parts`.
     base = file.at(_STATE, "base_optimizer_state")
     masters = file.typed(list, _STATE, "single_partition_of_fp32_groups")
     flats = _flats(masters, base, group)
-    # Without groups the configuration shows it; DeepSpeed up to 0.19.8 records neither.
+    # Without groups, the configuration shows it; DeepSpeed <= 0.19.8 records neither.
     groups = base.get("param_groups") if isinstance(base, dict) else None
     is_muon = groups[group].get("use_muon") if groups else False
     kind = str(file.at("ds_config", "optimizer", "type")).lower()
     is_muon = (is_muon or "muon" in kind) and "momentum_buffer" in flats
     if is_muon or file.at(_STATE, "whole_param_optimizer_states"):
         raise file.error(
-            "has the momentum of Muon, which is supported only in ZeRO stage 3; save"
-            " in stage 3, or load only the weights, from a copy without"
-            " *_optim_states.pt"
+            "has Muon's momentum, which is supported only in ZeRO stage 3; save with"
+            " stage 3, or load only the weights from a copy of the checkpoint without"
+            " its *_optim_states.pt files"
         )
     mapping = file.typed(list, _STATE, "param_slice_mappings")[group]
     for name, place in mapping.items():
@@ -237,28 +240,28 @@ def _listed_parts(file: TorchFile, group: int) -> Iterator[tuple[str, str, Range
 
 
 def _flats(masters: list[Any], base: Any, group: int) -> dict[str, StoredTensor]:
-    # A group's tensors in one file, by the optimizer's names. With the option
-    # `elastic_checkpoint`, `base` is a list of the groups.
+    # A group's tensors in one file, by the optimizer's names. With the
+    # `elastic_checkpoint` option, `base` is a list of the groups.
     held = base["state"] if isinstance(base, dict) else base
     held = dict(enumerate(held)) if isinstance(held, list) else held
     named = {"fp32": masters[group], **held.get(group, {})}
     flats = {key: each for key, each in named.items() if isinstance(each, StoredTensor)}
     if "fp32" not in flats:
-        raise ValueError("there are no float32 parameters")
+        raise ValueError("it has no float32 parameters")
     return flats
 
 
 def _experts(
     file: TorchFile, group: int, shapes: Shapes, part: _Rank
 ) -> dict[str, str]:
-    # The names of expert parameters in model files, by their names in optimizer files,
-    # which number experts within a rank; model files number them across all ranks.
+    # Maps expert parameters' names in optimizer files, which number experts within a
+    # rank, to their names in model files, which number experts across all ranks.
     dp, ranks = part
     counts = file.at(_STATE, "partition_count")
     # Stage 3 has one count for all groups.
     count = operator.index(counts[group]) if isinstance(counts, list) else ranks
     if count < 1 or ranks % count:
-        raise ValueError(f"partition_count is {count} of {ranks}")
+        raise ValueError(f"partition_count is {count}, but there are {ranks} ranks")
     is_outer = file.at("ds_config", "use_data_before_expert_parallelism") is True
     # 0 if all ranks share the parameters of the group.
     expert_rank = dp // count if is_outer else dp % (ranks // count)
@@ -274,20 +277,20 @@ def numbered(
 ) -> Iterator[StoredTensor]:
     """An optimizer's states, named like the weights of their rank where possible.
 
-    PyTorch's optimizers number parameters group by group, and within a group in model
-    order. So if all parameters of a shape are in one group, the order determines their
-    names; otherwise the names are unknown.
+    PyTorch's optimizers number parameters group by group and, within a group, in model
+    order. So if all parameters of a shape are in one group, their order determines
+    their names; otherwise the names are unknown.
 
     `weights` are the rank's tensors of kind `parameter`, in model order.
 
     Raises:
-      FormatError: if the file has no state dict `optimizer`.
+      FormatError: if the file has no valid `optimizer` state dict.
     """
     try:
         groups, held = _numbered(file.typed(dict, "optimizer"))
     except _MALFORMED as error:
         raise file.error(
-            f"has an optimizer whose states are not PyTorch's ({error!r:.200})"
+            f"has optimizer states that are not in PyTorch's format ({error!r:.200})"
         ) from None
     by_shape: dict[Shape, dict[Any, StoredTensor]] = collections.defaultdict(dict)
     for each in weights:

@@ -86,7 +86,10 @@ class Parts:
 @pytest.mark.parametrize(
     ("save", "match"),
     [
-        ("zstd", r"\.metadata lists items that extensions changed.*'stream\.zstd/1'"),
+        (
+            "zstd",
+            r"\.metadata lists items that extensions transformed.*'stream\.zstd/1'",
+        ),
         ("safetensors", r"__0_0\.distcp is not a torch\.save file"),
     ],
 )
@@ -155,8 +158,8 @@ def test_code_in_a_distributed_checkpoint_is_not_run(tmp_path, place):
 @pytest.mark.parametrize(
     ("value", "match"),
     [
-        (tensor(strides=(2**40, 1)), "not inside 4 elements"),
-        (tensor((4, 1), (1, 1)), r"a tensor float32\[4, 1\] .* w is listed there as"),
+        (tensor(strides=(2**40, 1)), "storage of 4 elements"),
+        (tensor((4, 1), (1, 1)), r"a tensor float32\[4, 1\] .* where w is listed as"),
         (tensor(kind="IntStorage"), r"a tensor int32\[2, 2\]"),
         (None, "'w' is not a tensor"),
         (torch_files.lazy(tensor(), "neg"), "only some .* the conj or neg bit"),
@@ -181,7 +184,7 @@ def test_names_that_are_no_texts_are_refused(tmp_path, name):
     [
         ((5, 2), CHUNKS, r"w lacks the part \[4:5, 0:2\]"),
         ((3, 2), CHUNKS, "outside"),
-        ((4, 2), [CHUNKS[0], ((1, 0), (2, 2))], "not where it is stored"),
+        ((4, 2), [CHUNKS[0], ((1, 0), (2, 2))], "does not say where it is stored"),
         ((4, 2), [CHUNKS[0]] * 2, "lacks the part"),
         ((4, 2), [*CHUNKS, CHUNKS[0]], "overlap"),
         ((4, 2), [CHUNKS[0], ((2, 0), (2, 1))], "lacks the part"),
@@ -197,13 +200,13 @@ def test_chunks_that_do_not_make_a_tensor_are_refused(tmp_path, shape, chunks, m
 @pytest.mark.parametrize(
     ("place", "match"),
     [
-        (("../x/" + FILE, 0, 9), "'../x/__0_0.distcp', which is not part of a file"),
+        (("../x/" + FILE, 0, 9), "'../x/__0_0.distcp', which is not a valid part"),
         (("other.distcp", 0, 9), "other.distcp is missing"),
         ((FILE, 0, 2**40), "is truncated"),
-        ((FILE, 2**70, 9), "which is not part"),
+        ((FILE, 2**70, 9), "which is not a valid part"),
         ((FILE, 2**60, 9), "is truncated"),
         ((FILE, 2, 9), "not a torch.save file"),
-        ((FILE, -1, 9), "lists 9 bytes from -1"),
+        ((FILE, -1, 9), "lists 9 bytes at offset -1"),
     ],
 )
 def test_items_outside_of_their_file_are_refused(tmp_path, place, match):

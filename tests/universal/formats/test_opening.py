@@ -71,7 +71,7 @@ def test_a_path_of_no_format_is_refused_with_the_formats_that_are_read(tmp_path)
 
 
 COMMIT, OLDER = "0123456789abcdef" * 2 + "01234567", "f" * 40
-INVALID = "is not a model id"
+INVALID = "is not a model ID"
 
 
 @pytest.fixture

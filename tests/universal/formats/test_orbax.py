@@ -68,8 +68,8 @@ def leaf(*keys):
 @pytest.mark.parametrize(
     ("entry", "change", "match"),
     [
-        (leaf("w", "more"), {}, r"w\.more is listed, but not in the store"),
-        (leaf("../../etc"), {}, "an array outside it"),
+        (leaf("w", "more"), {}, r"w\.more is listed, but is not in the store"),
+        (leaf("../../etc"), {}, "arrays outside itself"),
         (leaf("w"), {}, "'w' is listed twice"),
         (leaf(3), {}, "does not list arrays as Orbax does"),
         ([], {}, "does not list arrays as Orbax does"),

@@ -34,8 +34,8 @@ def field(dtype="F32", shape=(2, 2), offsets=(0, 16)):
         ({"w": field(shape=(2, 3))}, r"w has the data_offsets \[0, 16\]"),
         ({"w": field(shape=(-2, -2))}, "invalid shape"),
         ({"w": field(shape=(0, 1 << 62), offsets=(0, 0))}, "too large"),
-        ({"w": field(offsets=(-16, 0))}, "the header is damaged"),
-        ({"w": field(offsets=(0, 17))}, "the header is damaged"),
+        ({"w": field(offsets=(-16, 0))}, "so the header is damaged"),
+        ({"w": field(offsets=(0, 17))}, "so the header is damaged"),
         ({"w": field(shape=(2,), offsets=(0, 8))}, "its header describes 8"),
         ({"w": field(shape=(2,), offsets=(8, 16))}, r"would be at \[0, 8\]"),
         ({"v": field(), "w": field(shape=(1,), offsets=(12, 16))}, "would be at"),
@@ -96,7 +96,7 @@ def test_an_index_has_the_tensors_of_all_its_files_or_is_refused(tmp_path, subte
         assert checkpoint.values == {"total_size": 32}
     for name, file, match in (
         ("a", "../x-1.safetensors", "lists a in '../x-1.safetensors', which is not"),
-        ("a", ["x"], "not a file next to it"),
+        ("a", ["x"], "not a file in the same directory"),
         ("a", "x-3.safetensors", "x-3.safetensors is missing"),
         ("d", "x-1.safetensors", "x-1.safetensors lacks d"),
     ):
@@ -113,7 +113,7 @@ def test_a_numbered_set_of_files_without_an_index_is_complete_or_refused(tmp_pat
     stored_values.assert_holds(tmp_path, arrays)
     for left in (2, 1):
         (tmp_path / f"model-0000{left}-of-00003.safetensors").unlink()
-        match = rf"{left} of the 3 files model-\*-of-00003\.safetensors, and no index"
+        match = rf"{left} of the 3 files model-\*-of-00003\.safetensors and no index"
         with pytest.raises(FormatError, match=match):
             opening.open_checkpoint(tmp_path)
     # What is left opens as itself.
@@ -124,24 +124,24 @@ def test_a_numbered_set_of_files_without_an_index_is_complete_or_refused(tmp_pat
 def test_several_files_or_indices_need_a_choice(tmp_path):
     for name in ("a", "b"):
         safetensors_files.write(tmp_path / f"{name}.safetensors", {"w": numbered(2)})
-    with pytest.raises(FormatError, match="has w, as has"):
+    with pytest.raises(FormatError, match="has w, which is also in"):
         opening.open_checkpoint(tmp_path)
     for name in ("a", "b"):
         (tmp_path / f"{name}.safetensors.index.json").write_text("{}")
-    with pytest.raises(FormatError, match=r"several indices \(a\.safet.*pass the path"):
+    with pytest.raises(FormatError, match=r"one index \(a\.safet.*pass the path"):
         opening.open_checkpoint(tmp_path)
 
 
 def test_one_file_of_pytorch_with_distinct_tensors_is_opened(tmp_path):
     for name in ("a.pt", "b.pt", "training_args.bin"):
         torch_files.write(tmp_path / name, {"w": TENSOR})
-    with pytest.raises(FormatError, match=r"2 files of PyTorch \(a\.pt, b\.pt\)"):
+    with pytest.raises(FormatError, match=r"2 PyTorch files \(a\.pt, b\.pt\)"):
         opening.open_checkpoint(tmp_path)
     (tmp_path / "b.pt").unlink()
     assert [each.name for each in opening.open_checkpoint(tmp_path).tensors] == ["w"]
 
     for value, match in (
-        ({"a": {"b": TENSOR}, "a.b": TENSOR}, "has a.b, as has"),
+        ({"a": {"b": TENSOR}, "a.b": TENSOR}, "has a.b, which is also in"),
         ({"a": 1}, "has no tensors"),
     ):
         torch_files.write(tmp_path / "a.pt", value)
