@@ -97,8 +97,9 @@ def follow(
     machines = [each.listing.machine for each in hosts]
     if disk.machine not in machines:
         raise errors.RunError(
-            f"none of the backup hosts {backups} is this one, whose RAM disk is"
-            f" {disk.root}; pass each the same URLs, by which it can also reach itself"
+            f"none of the backup hosts {backups} is this host, whose RAM disk is"
+            f" {disk.root}; pass the same URLs to every backup host, and make sure that"
+            " each host can reach its own URL"
         )
     common = set(held).intersection(*others)
     for each in {*held} - {newest, max(common, key=_order, default=_NONE)}:

@@ -437,8 +437,8 @@ class HostsCheckpointer:
             checkpointable_name = "state" if "state" in trees else first
         if checkpointable_name not in held.metadata:
             raise errors.CheckpointError(
-                f"step {held.step} has no {checkpointable_name!r}; it has"
-                f" {sorted(held.metadata)}"
+                f"step {held.step} does not contain {checkpointable_name!r}; it"
+                f" contains {sorted(held.metadata)}"
             )
         return dataclasses.replace(held, metadata=held.metadata[checkpointable_name])
 
@@ -620,7 +620,8 @@ class HostsCheckpointer:
         if checkpointable_name is not None:
             raise errors.CheckpointError(
                 f"{checkpointable_name!r} of step {number} cannot be deleted on its"
-                " own: a step can only be deleted as a whole; delete the step"
+                " own, because a step can only be deleted as a whole; omit"
+                " checkpointable_name to delete the step"
             )
         foreign_steps.checked_context(self._context)
         return self._in_background(lambda: self._remove(number, missing_ok=missing_ok))
@@ -773,7 +774,7 @@ class HostsCheckpointer:
             raise errors.CheckpointError(
                 "this checkpointer was opened with read_only=True and cannot save,"
                 " delete or change steps; when no other program writes to"
-                f" {self.directory}, open one without read_only"
+                f" {self.directory}, open a checkpointer without read_only"
             )
 
     def _in_background(self, work: Callable[[], T]) -> Response[T]:
@@ -975,9 +976,10 @@ class HostsCheckpointer:
         step = self._restored.step if self._restored else 0
         for name in unloaded:
             why = (
-                f"step {step} has {name!r}, which was not loaded, so the {name!r} that"
-                " is saved now does not continue it; unless it should start over, load"
-                f" it with the state: load_checkpointables({step}, {{..., {name!r}:"
+                f"step {step} contains {name!r}, which was not loaded, so the {name!r}"
+                " being saved now does not continue from it; unless it should start"
+                f" over, load it with the state: load_checkpointables({step}, {{...,"
+                f" {name!r}:"
                 " ...})"
             )
             logging.warning("%s", why)
@@ -1046,8 +1048,8 @@ class HostsCheckpointer:
         if step in [each.step for each in self._complete()]:
             why = (
                 "it was deleted, but is still complete in the RAM of machines outside"
-                " this world: idle machines, or backup hosts, which remove it when they"
-                " get newer steps; remove it from their RAM disks"
+                " this world. Backup hosts remove it when they get newer steps; on idle"
+                " machines, remove it from the RAM disk yourself"
             )
             storage_cause.report(self._emit, "peer", step, why)
         return was_there
@@ -1087,7 +1089,9 @@ class HostsCheckpointer:
         there = [newest.step, *(each.step for each in self._complete())]
         if self._older is None and step in there:
             return False
-        loaded = "" if self._older is None else f" than step {self._older.step}"
+        loaded = (
+            "" if self._older is None else f" than the loaded step {self._older.step}"
+        )
         raise errors.CheckpointError(
             f"step {step} cannot be saved: {self.directory} has step {newest.step},"
             f" which is later{loaded}. To continue the run, load that step first; to"
@@ -1112,9 +1116,9 @@ class HostsCheckpointer:
         parents = line.parents if latest is None else latest.line
         if overwrite and latest is not None and step < latest.step:
             raise errors.CheckpointError(
-                f"step {step} cannot be overwritten: only the newest step can be, which"
-                f" is {latest.step}; to continue from an earlier step, load it with"
-                " go_back=True"
+                f"step {step} cannot be overwritten: only the newest step,"
+                f" {latest.step}, can be; to continue from an earlier step, load it"
+                " with go_back=True"
             )
         if self._is_new(step):
             newest_step = -1 if latest is None else latest.step
@@ -1161,7 +1165,7 @@ def _named_otherwise(chosen: Chosen, run: str, found: str | None) -> errors.RunE
     tiers = [tier for tier in (chosen.local, chosen.persistent) if tier]
     where = " or ".join(os.fspath(tier.directory) for tier in tiers)
     return errors.RunError(
-        f"{where} contains the steps of another run, {found!r}, but this run is"
+        f"{where} contains the steps of another run, {found!r}, but this run is named"
         f" {run!r}; to continue that run, use its name (if the directory was renamed,"
         " rename it back); otherwise, save to a different directory"
     )

@@ -67,8 +67,8 @@ def split(
         raise errors.CheckpointError(
             'pass checkpointables as a mapping from names to values, as in {"'
             'state": tree, "data": batches}, not a'
-            f" {type(checkpointables).__name__}{keys}; `save` and `load` take a single"
-            " pytree"
+            f" {type(checkpointables).__name__}{keys}; for a single pytree, use `save`"
+            " and `load`"
         )
     stateful = {
         name: value
@@ -209,7 +209,7 @@ def _in_time(
     ]
     if late:
         raise TimeoutError(
-            f"the components {sorted(late)} were not {done} in time; find what they"
-            f" wait for, or set their save_timeout_secs (at most {most_secs:g})"
+            f"the components {sorted(late)} were not {done} in time; find out what they"
+            f" wait for, or raise their save_timeout_secs (to at most {most_secs:g})"
         )
     return {name: doing.result() for name, doing in begun.items()}

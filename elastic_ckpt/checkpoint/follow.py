@@ -91,9 +91,9 @@ class Step:
         """
         if self._in_ram is not None:
             raise errors.CheckpointError(
-                f"step {self.step} is in the RAM of its run and has no directory; load"
-                " it with step.load(tree), or call ec.watch_steps without secret_file"
-                " to follow the steps in storage"
+                f"step {self.step} is in the RAM of its run, so it has no directory;"
+                " load it with step.load(tree), or call ec.watch_steps without"
+                " secret_file to follow the steps in storage"
             )
         return self._follower.root.final(self.step)
 
@@ -255,13 +255,14 @@ def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> N
         run, save = persistent_root.committed(root.final(number))
     if _is_ram_disk(root):
         raise errors.CheckpointError(
-            f"metrics of step {number} were not recorded: they belong in persistent"
-            " storage; pass ec.watch_steps the directory of the run's ec.Persistent"
+            f"metrics of step {number} were not recorded: {root.path} is a RAM disk,"
+            " but metrics are recorded in persistent storage; pass ec.watch_steps the"
+            " directory of the run's ec.Persistent"
         )
     if not run:
         raise errors.CheckpointError(
-            f"{step} is not a step that a run of this library has committed; pass"
-            " PERSISTENT_DIRECTORY/<step>"
+            f"{step} is not a step that a run of this library has committed; pass a"
+            " step directory, PERSISTENT_DIRECTORY/<step>"
         )
     run_files.record_evaluation(
         root,
@@ -398,7 +399,7 @@ class _Follower:
                 logging.log_every_n_seconds(
                     logging.WARNING,
                     "watch_steps: there is no directory %s yet; unless a run is about"
-                    " to create it, pass the directory of its ec.Persistent",
+                    " to create it, pass the directory of the run's ec.Persistent",
                     _WARN_SECS,
                     root.path,
                 )
@@ -444,7 +445,7 @@ class _Follower:
                     root.path / run_files.AGENTS,
                 )
         except errors.CheckpointError as error:
-            logging.warning("the agents of the run may have moved: %s", error)
+            logging.warning("the run's list of agents may be outdated: %s", error)
 
     def _in_ram(self) -> Step | None:
         # One agent's list shows whether to search, because each has parts of every
@@ -468,9 +469,9 @@ class _Follower:
         if refusing and not any(each.listing.manifests for each in peers):
             raise errors.RunError(
                 f"{', '.join(refusing)}: no agent of the run accepts the secret in"
-                f" {self._secret_file}; pass a copy of the file `secret` in the"
-                " directory of ec.Local on any machine of the run, or the secret_file"
-                " of its ec.Peers"
+                f" {self._secret_file}; pass a copy of the file `secret` from the"
+                " ec.Local directory on any of the run's machines, or of the"
+                " secret_file of its ec.Peers"
             )
         if found is None or not self._is_later(found.step_id):
             return None
@@ -514,9 +515,10 @@ def _resolved(tree: Any, name: str, found: find.FoundStep) -> structure.AskedTre
         sharding = getattr(leaf, "sharding", None)
         if not getattr(sharding, "is_fully_addressable", True):
             raise errors.ConfigError(
-                f"{path} is requested on devices of several processes, which may be at"
-                " different steps; follow in one process, request shardings over"
-                " jax.local_devices(), and broadcast the values"
+                f"{path} is requested on devices of multiple processes, which may be at"
+                " different steps; follow the run in one process, request shardings"
+                " over jax.local_devices(), and broadcast the values to the other"
+                " processes"
             )
     return asked
 

@@ -46,8 +46,8 @@ _REFUSED = (
     "pytree.saving",
 )
 _REMEDY = (
-    "restore it from a copy, or move this step out of its directory to continue from"
-    " the step before"
+    "restore the step from a good copy, or move it out of its directory to continue"
+    " from the step before it"
 )
 
 
@@ -103,13 +103,13 @@ def load(
     missing = sorted(wanted.keys() - parts.keys())
     if missing:
         raise errors.CheckpointError(
-            f"{path} lacks {missing} of its parts {sorted(wanted)}; {_REMEDY}"
+            f"{path} lacks {missing} of the requested parts {sorted(wanted)}; {_REMEDY}"
         )
     asked, stateful = component_io.split(wanted)
     for name, tree in asked.items():
         # Orbax does not describe protocol buffers, requested by a class or an object.
         if parts[name] is None and not hasattr(tree, "DESCRIPTOR"):
-            raise _unreadable(path, name, "its content is unknown")
+            raise _unreadable(path, name, "Orbax does not describe its content")
         if tree is not None and not partial and parts[name] is not None:
             check_same_tree(str(path), parts[name], tree)
     context = checked_context()
@@ -140,7 +140,7 @@ def checked_context(own: ocp.Context | None = None) -> ocp.Context:
         if value != operator.attrgetter(name)(default):
             raise errors.CheckpointError(
                 f"ocp.Context has {name}={value!r}, which this checkpointer does not"
-                " apply; leave it at its default, or use Orbax's own Checkpointer"
+                " support; leave it at its default, or use Orbax's own Checkpointer"
             )
     return context
 
@@ -165,8 +165,8 @@ def _own_cause(path: epath.Path, name: str, error: Exception) -> Exception:
 def _unreadable(path: epath.Path, name: str, why: str) -> errors.CheckpointError:
     # Either the step or the request may be wrong.
     return errors.CheckpointError(
-        f"{path}: its part {name!r} cannot be read ({why}); {_REMEDY}, or, if"
-        " `metadata()` shows it in a different form, request it in that form"
+        f"{path}: its part {name!r} cannot be read ({why}); {_REMEDY}. If `metadata()`"
+        " shows the part in a different form, request it in that form"
     )
 
 

@@ -78,8 +78,8 @@ def edit(name: str, tree: Any, change: Edit) -> tuple[Any, str]:
     if not _is_number(before):
         numbers = [path for path, value in values.items() if _is_number(value)]
         raise errors.CheckpointError(
-            f"{name!r} has no number {change.path!r}; its numbers are"
-            f" {errors.first_of(numbers) or 'none'}"
+            f"{name!r} has no numeric value at {change.path!r}; paths of its numeric"
+            f" values: {errors.first_of(numbers) or 'none'}"
         )
     values[change.path], line = _changed(change, before)
     return jax.tree.unflatten(structure, values.values()), line
@@ -100,12 +100,11 @@ def _changed(change: Edit, number: Any) -> tuple[Any, str]:
             after = np.full(array.shape, wanted, array.dtype)
         exact = isinstance(before, float) or _plain(after) == wanted
         if not exact or math.isfinite(_plain(after)) != math.isfinite(wanted):
-            raise ValueError(f"the result is not a number of {array.dtype}")
+            raise ValueError(f"{array.dtype} cannot represent the result")
     except (ArithmeticError, KeyError, ValueError, TypeError) as error:
-        given = f"times {change.text}" if change.is_factor else change.text
+        given = f"{change.text} times its value" if change.is_factor else change.text
         raise errors.CheckpointError(
-            f"{change.path} is a number of {array.dtype} and cannot become {given}:"
-            f" {error}"
+            f"{change.path} has dtype {array.dtype} and cannot become {given}: {error}"
         ) from None
     line = f"{change.path} ({array.dtype}): {before!r} -> {_plain(after)!r}"
     if isinstance(number, jax.Array):

@@ -214,7 +214,7 @@ def strings_file(named: Mapping[str, str]) -> dict[str, Any]:
         if not isinstance(node, dict) or last in node:
             raise errors.CheckpointError(
                 f"the string {name!r} would be saved inside another string in Orbax's"
-                " _strings.json; rename a key with a '/' or '~'"
+                " _strings.json; rename a key that contains '/' or '~'"
             )
         node[last] = text
     return content
@@ -244,8 +244,8 @@ def leaf_kind(leaf: Any, path: str) -> str:
         return "scalar"
     if jax.tree.structure(leaf).num_leaves:
         raise errors.CheckpointError(
-            f"{path} is a {type(leaf).__name__}, which Orbax does not save; make it a"
-            " jax.Array, a NumPy array, an int, a float or a str"
+            f"{path} is a {type(leaf).__name__}, which Orbax does not save; convert it"
+            " to a jax.Array, a NumPy array, an int, a float or a str"
         )
     if isinstance(leaf, Mapping):
         return _EMPTY[dict]

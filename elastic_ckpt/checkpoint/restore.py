@@ -76,8 +76,8 @@ def step_number(step: Any) -> int:
         index = -1
     if index < 0:
         raise errors.CheckpointError(
-            f"{number!r} ({type(number).__name__}) is not a step; pass an integer of"
-            " at least 0"
+            f"{number!r} ({type(number).__name__}) is not a step number; pass an"
+            " integer that is 0 or greater"
         )
     return index
 
@@ -458,8 +458,8 @@ class Restorer:
             raise errors.CheckpointError(
                 f"step {checkpoint.step} was saved in a different layout and is only in"
                 " the RAM of other processes; under one controller, only steps in"
-                " persistent storage can be read through a layout. Restore it as it was"
-                " saved, then save it with force=True"
+                " persistent storage can be read through a layout. Restore the step as"
+                " it was saved, then save it with force=True"
             )
         return read(checkpoint.path / name)
 

@@ -168,9 +168,9 @@ class RunSaver:
         )
         if saving is None or not saving.result():
             raise errors.CheckpointError(
-                f"step {step}, which the run has rolled back to, could not be saved,"
-                " so a restart would continue from a later step; find the reason in the"
-                " run's `degraded` events, make room, and restart the run"
+                f"the run rolled back to step {step} but could not save it, so a"
+                " restart would continue from a later step; find the reason in the"
+                " run's `degraded` events, correct it, and restart the run"
             )
         if evaluated is not None:
             # The evaluation also holds for the new save, which has the same state.
@@ -247,9 +247,9 @@ def close(checkpointer: HostsCheckpointer, *, last_step: int | None) -> None:
         # Leaving the block raises the cause if a step that was due is missing.
     if not is_stored:
         raise errors.CheckpointError(
-            f"step {last_step}, the last of the run, is not in persistent storage and"
-            " would be lost with the hosts; find the reason in the messages above or"
-            " in the run's `degraded` events, and restart the run to save it"
+            f"the run's last step, {last_step}, is not in persistent storage and would"
+            " be lost with the hosts; find the reason in the messages above or in the"
+            " run's `degraded` events, and restart the run to save the step"
         )
 
 

@@ -79,8 +79,8 @@ class Saving:
             for kind, numbers in kinds.items()
         )
         return (
-            f"hosts save different things as {path!r} ({each}); pass the same"
-            " checkpointables on every host"
+            f"the hosts save different kinds of values as {path!r} ({each}); pass the"
+            " same checkpointables on every host"
         )
 
     def complete(self, hosts: Hosts) -> tuple[Saving, dict[str, str]]:
@@ -143,9 +143,9 @@ class Saving:
         part, holders = _differing(of_hosts)
         numbers = sorted(number for some in holders.values() for number in some)
         return (
-            f"{part} has different values at the hosts"
-            f" {', '.join(map(str, numbers))}: a device or the memory of one of them is"
-            " faulty, or hosts computed different values; the step is not saved"
+            f"{part} has different values on hosts {', '.join(map(str, numbers))}: one"
+            " of them has a faulty device or faulty memory, or the hosts computed"
+            " different values; the step was not saved"
         )
 
 

@@ -275,7 +275,7 @@ class SaveStages:
                 "peer",
                 restored.step,
                 look,
-                "the work that earlier worlds left is not done: ",
+                "work that earlier worlds left undone was not finished: ",
             )
 
     def end(self) -> None:
@@ -287,12 +287,12 @@ class SaveStages:
             return
         newest, several = due[-1], ""
         if due[1:]:
-            several = f", like {len(due) - 1} before it since step {due[0].step}"
-        remedy = "restart the run while the hosts' RAM has the step"
+            several = f" (like {len(due) - 1} before it, from step {due[0].step} on)"
+        remedy = "restart the run while the step is still in the hosts' RAM"
         if late is None or late.step_id < newest:
             remedy = (
-                "save it again: no tier has it, and a restart resumes from the newest"
-                " step that was saved"
+                "save the step again, because no tier has it, and a restarted run would"
+                " resume from the newest saved step"
             )
         why = self._why.get(newest.step, self._failure) or "its backup was not made"
         advice = storage_cause.advice(why)
@@ -505,7 +505,7 @@ class SaveStages:
             self._attempt(
                 "persistent",
                 saving.step,
-                "steps that the run rolled back may still count",
+                "steps that the run abandoned may still be used",
                 functools.partial(self.claim, saving.line),
             )
 
@@ -517,7 +517,10 @@ class SaveStages:
             self._copy()
         elif self._makes_copies:
             if not self._num_uncopied:
-                why = "copies of an earlier step are not done, so it gets no copies yet"
+                why = (
+                    "copies of an earlier step are not done, so this step is not copied"
+                    " yet"
+                )
                 self._degraded("peer", saving.step, why)
             self._num_uncopied = 3
         if ready.can_back_up and (saving.back_up or ready.is_behind):
@@ -526,8 +529,8 @@ class SaveStages:
             self._newest = saving
             self._not_taken(
                 saving.step,
-                "the backup of an earlier step is not done; this step is next; save"
-                " less often, or use faster storage",
+                "the backup of an earlier step is not done; this step is backed up"
+                " next. Save less often, or use faster storage",
             )
 
     def _make_copies(self, committed: CheckpointMetadata) -> bool:

@@ -224,8 +224,8 @@ def json_of_user(what: str, value: Mapping[str, Any]) -> str:
         json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise errors.CheckpointError(
-            f"the {what} {str(value)[:200]} are not JSON ({error}); pass plain numbers,"
-            " such as float(loss), strings, lists and dicts"
+            f"the {what} {str(value)[:200]} cannot be encoded as JSON ({error}); pass"
+            " only plain numbers, such as float(loss), strings, lists and dicts"
         ) from None
     return text
 
@@ -303,9 +303,9 @@ def _trees(
         return jax.tree_util.tree_map_with_path(made, dict(of_name))
     except _NO_STRUCTURE as error:
         raise errors.CheckpointError(
-            "the manifest of a step has trees that cannot be read"
-            f" ({type(error).__name__}: {error}); continue with the program that wrote"
-            " it, or restore a different step"
+            "a step's manifest describes trees that cannot be read here"
+            f" ({type(error).__name__}: {error}); use the version of elastic_ckpt that"
+            " saved the step, or restore a different step"
         ) from error
 
 
@@ -347,8 +347,9 @@ def _check_name(name: str) -> None:
     refused = name in ("", ".", "..") or "/" in name or name in _RESERVED
     if refused or is_manifest_name(name) or not _is_unicode(name):
         raise errors.CheckpointError(
-            f"the name {name!r} cannot be used for a checkpointable: it would name a"
-            f" directory, and {sorted(_RESERVED)} are reserved; choose a different name"
+            f"{name!r} cannot be the name of a checkpointable: the name must be a valid"
+            f" directory name and none of the reserved names {sorted(_RESERVED)};"
+            " choose a different name"
         )
 
 
@@ -365,8 +366,8 @@ def _check_tree(checkpointable: str, tree: Any) -> None:
         name = orbax_format.array_name(key_path)
         if not _is_unicode(f"{name}{leaf}" if kind == "string" else name):
             raise errors.CheckpointError(
-                f"the name or string of the leaf {path!r} is not Unicode, so no tier"
-                " can store it; change it"
+                f"the name or the value of leaf {path!r} is not valid Unicode, so no"
+                " tier can store it; remove the invalid characters"
             )
         if kind in _EMPTY:
             continue
@@ -374,7 +375,8 @@ def _check_tree(checkpointable: str, tree: Any) -> None:
         if prefix in paths:
             raise errors.CheckpointError(
                 f"the leaves {paths[prefix]!r} and {path!r} would both be saved as"
-                f" {name!r} in Orbax, so one would be lost; rename a key with a '.'"
+                f" {name!r} in Orbax, so one would be lost; rename a key that contains"
+                " '.'"
             )
         paths[prefix] = path
         if kind == "string":
@@ -483,7 +485,8 @@ def resolve(
         there = sorted({*saved, *contents.components})
         raise errors.CheckpointError(
             f"step {step} contains no pytrees named {missing}; it contains {there}."
-            " Request those, and for each component an object that can load it"
+            " Request only these, and for each component pass an object that can load"
+            " it"
         )
     abstract = {n: saved[n] if tree is None else tree for n, tree in asked.items()}
     leaves = _with_none(saved)
@@ -562,8 +565,8 @@ def _form(path: str, leaf: Any, was: Any) -> Any:
     if trees.is_key(leaf) and trees.is_key(was) and leaf.dtype != was.dtype:
         raise errors.CheckpointError(
             f"{path} is a random key that was saved as {was.dtype} but requested"
-            f" as {leaf.dtype}, which yields different numbers; request it with the"
-            " saved implementation (jax_default_prng_impl)"
+            f" as {leaf.dtype}, which yields different numbers; request the saved"
+            " implementation (see jax_default_prng_impl)"
         )
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
         # Without a requested sharding, an array keeps the saved one.

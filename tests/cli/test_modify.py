@@ -98,14 +98,14 @@ REFUSED = [
         "has no pytree 'schedule'",
     ),
     (["--set", "step=1.5"], "cannot become 1.5"),
-    (["--set", "nothing=1"], "its numbers are"),
-    (["--set", "w=1"], "no number 'state/w'"),
-    (["--scale", "step=0.3"], "cannot become times 0.3"),
-    (["--scale", "opt/lr=1e300"], "is not a number of float32"),
+    (["--set", "nothing=1"], "paths of its numeric values: "),
+    (["--set", "w=1"], "no numeric value at 'state/w'"),
+    (["--scale", "step=0.3"], "cannot become 0.3 times its value"),
+    (["--scale", "opt/lr=1e300"], "float32 cannot represent the result"),
     (["--set", "opt/on=2"], "cannot become 2"),
     (["--set", "step=1", "--tree", "other"], "has no pytree 'other'"),
     ([], "list each number to edit exactly once"),
-    (["--scale", "step=x"], "cannot become times x"),
+    (["--scale", "step=x"], "cannot become x times its value"),
 ]
 
 

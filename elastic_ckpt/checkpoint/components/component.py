@@ -73,8 +73,8 @@ ERROR, RESET, FROM_FIRST = "error", "reset", "from_first"
 # Maps the old states and the number of new states to the new states.
 Rule = str | Callable[[list[Any], int], Sequence[Any]]
 _CHOICES = (
-    "choose on_resize='reset' (the initial state), 'from_first' (the first old state"
-    " for all), or a function (old_states, new_count) -> new states"
+    "choose on_resize='reset' (use the initial state), 'from_first' (use the first"
+    " old state everywhere), or a function (old_states, new_count) -> new states"
 )
 # Linux's boot ID of a machine, which containers share.
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
@@ -241,8 +241,8 @@ class Component:
     ) -> None:
         if not callable(on_resize) and on_resize not in (ERROR, RESET, FROM_FIRST):
             raise errors.ConfigError(
-                f"on_resize={on_resize!r} is not a rule; omit it ('error'), or"
-                f" {_CHOICES}"
+                f"on_resize={on_resize!r} is not a known rule; omit it to get 'error',"
+                f" or {_CHOICES}"
             )
         check_level(validation)
         self.state = state
@@ -308,8 +308,9 @@ class Component:
             nodes = _nodes() if each is None else [n // each for n in range(num_hosts)]
         if nodes is None:
             raise errors.ConfigError(
-                f"the function sharing= of a component returned {pattern!r}; return one"
-                f" of {[*_TAKES]}, and for per_group pass axis and mesh"
+                f"a component's sharing= function returned {pattern!r}; it must return"
+                f" one of {[*_TAKES]}. For 'per_group', also pass axis and mesh to the"
+                " component"
             )
         return of_nodes(pattern, nodes, host=topology.this_host())
 
@@ -406,15 +407,16 @@ class Component:
                 return encoding.decode(copy.deepcopy(self._initial), self.get())
             if not callable(rule):
                 raise errors.CheckpointError(
-                    f"it was saved {pattern} with {len(states)} states"
-                    f" ({errors.first_of(states)}), but there are {count} now"
+                    f"it was saved as {pattern!r} with {len(states)} states"
+                    f" ({errors.first_of(states)}), but this world needs {count}"
                     f" ({errors.first_of(now.names)}); {_CHOICES}"
                 )
             new = rule([read(n) for n in range(len(states))], count)
             if len(new) != count:
                 raise errors.CheckpointError(
-                    f"the function on_resize= returned {len(new)} states for {count}"
-                    " places; return a list with one state for each"
+                    f"the on_resize= function returned {len(new)} states, but {count}"
+                    " are needed; it must return a list with one state for each host,"
+                    " machine or group"
                 )
             return new[now.own]
         except errors.CheckpointError as error:
@@ -457,8 +459,8 @@ def _check_given(sharing: Any, **options: Any) -> None:
     takes = _OF_FUNCTION if callable(sharing) else _TAKES.get(sharing)
     if takes is None:
         raise errors.ConfigError(
-            f"sharing={sharing!r} of a component: pass one of {[*_TAKES]}, or a"
-            " function that returns one of them"
+            f"sharing={sharing!r} is not a component sharing; pass one of"
+            f" {[*_TAKES]}, or a function that returns one of them"
         )
     needs_mesh = "axis" in given or sharing == PER_GROUP
     is_whole = "mesh" in given or not needs_mesh
@@ -468,8 +470,9 @@ def _check_given(sharing: Any, **options: Any) -> None:
         or not is_whole
     ):
         raise errors.ConfigError(
-            f"a component with sharing={sharing!r} takes {[*takes]} (axis with mesh,"
-            f" processes_per_node from 1), but was given {given}"
+            f"a component with sharing={sharing!r} accepts only the options"
+            f" {[*takes]} (axis requires mesh, and processes_per_node must be at least"
+            f" 1), but it got {given}"
         )
 
 
@@ -527,8 +530,8 @@ def per_group(
     unknown = [axis for axis in axes if axis not in axis_names]
     if unknown or not axes or len(set(axes)) < len(axes):
         raise errors.ConfigError(
-            f"per_group with axis={tuple(axes)!r} does not match the mesh with axes"
-            f" {tuple(axis_names)}; list mesh axes, each once"
+            f"axis={tuple(axes)!r} of a per_group component does not match the mesh"
+            f" axes {tuple(axis_names)}; list one or more mesh axes, each once"
         )
     others = [
         number
@@ -547,9 +550,10 @@ def per_group(
         raise errors.ConfigError(
             f"the devices of host {host} are in {len(groups)} groups of"
             f" axis={tuple(axes)!r} ({errors.first_of(names[n] for n, _ in groups)}),"
-            " but a host can have only one state: also share it over another axis of"
-            f" {tuple(axis_names)}, or make a mesh of the devices of all hosts in which"
-            " each host's devices are in one group"
+            " but they must be in exactly one, because a host has one state. Either"
+            f" share the state along another axis of {tuple(axis_names)}, too, or"
+            " create a mesh of all hosts' devices in which each host's devices are in"
+            " one group"
         )
     ((own, is_writer),) = groups
     return Sharing(

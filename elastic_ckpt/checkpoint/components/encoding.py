@@ -120,7 +120,7 @@ def load(file: IO[bytes]) -> Encoded:
     value = _file_digest(file)
     if value != file.read(_DIGEST_LENGTH + 1):
         raise checked_json.UnreadableError(
-            "is truncated or altered (its digest differs)"
+            "is truncated or altered (its digest does not match)"
         )
     with np.lib.npyio.NpzFile(file, allow_pickle=False) as archive:
         text = _entry(archive, "state").tobytes()
@@ -152,8 +152,8 @@ def read(path: epath.Path, parse: Callable[[IO[bytes]], Any] = load) -> Any:
     except ValueError as error:
         problem = str(error)
     raise errors.CheckpointError(
-        f"{_WHAT} {path} {problem}; restore the file from a copy, load another step, or"
-        " load without the component (strict=False)"
+        f"component file {path} {problem}; restore the file from a good copy, load a"
+        " different step, or load without this component (strict=False)"
     )
 
 
@@ -230,8 +230,8 @@ def _array(value: Any, path: str, number: int) -> dict[str, storage.Json]:
         return {"numpy" if type(value) is np.ndarray else "scalar": number}
     if not (value.is_fully_addressable or value.is_fully_replicated):
         raise errors.CheckpointError(
-            f"the state{path} is an array whose parts are on several hosts, which"
-            " belongs to the weights: save it in a pytree, not in a component"
+            f"the state{path} is an array spread across hosts, so it belongs with the"
+            " weights: save it in a pytree, not in a component"
         )
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         return {"key": number, "impl": str(jax.random.key_impl(value))}
@@ -253,9 +253,10 @@ def _below(path: str, name: str) -> str:
 
 def _refused(path: str, what: str) -> errors.CheckpointError:
     return errors.CheckpointError(
-        f"the state{path} is {what}, which a component cannot save; its values may be"
-        " arrays, numbers, strings, bytes, None, and dicts, lists, tuples or pytrees of"
-        " them; add get_state and set_state to the object that return and take these"
+        f"the state{path} is {what}, which a component cannot save. Use arrays,"
+        " numbers, strings, bytes, None, and dicts, lists, tuples or other pytrees of"
+        " these; or define get_state, which returns such values, and set_state, which"
+        " accepts them, on the object"
     )
 
 
@@ -291,8 +292,8 @@ def _decoded(node: Any, current: Any, path: str, arrays: Sequence[np.ndarray]) -
                 now = "nothing" if current is _NOTHING else f"a {type_name(current)}"
                 raise errors.CheckpointError(
                     f"the state{path} was saved as a {node['node']} with {names}, but"
-                    f" the current state has {now} with {list(children)} there; create"
-                    " the state with the same classes and fields before loading it"
+                    f" the current state has {now} with {list(children)} in its place;"
+                    " before loading, create the state with the same classes and fields"
                 )
             made = [
                 below(child, children, name, _below(path, name))
@@ -313,8 +314,8 @@ def _decoded(node: Any, current: Any, path: str, arrays: Sequence[np.ndarray]) -
 def _placed(array: np.ndarray, current: Any, path: str, *, is_key: bool) -> jax.Array:
     if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
         raise errors.CheckpointError(
-            f"the state{path} was saved as an array of {array.dtype}, which JAX narrows"
-            " in this process; set jax_enable_x64"
+            f"the state{path} was saved as an array of {array.dtype}, which JAX would"
+            " narrow in this process; to keep the dtype, set jax_enable_x64"
         )
     if (
         isinstance(current, jax.Array)

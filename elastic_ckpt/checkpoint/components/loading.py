@@ -63,7 +63,8 @@ def named(components: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
         raise errors.ConfigError(
-            f"several components are called {doubled}; choose a different name for each"
+            f"the names {doubled} are used for more than one component; choose a"
+            " different name for each component"
         )
     return dict(pairs)
 
@@ -114,14 +115,17 @@ def load(
         if isinstance(each, ocp.StatefulCheckpointable)
     }
     skipped = {
-        name: "the step has it: request it, or list it in ignore="
+        name: "the step contains it; request it, or list it in ignore="
         for name, tree in held.metadata.items()
         if tree is None and name not in wanted and name not in ignore
     }
     unknown = [f"{name!r} was not requested: {why}" for name, why in skipped.items()]
     failed: dict[str, str] = {}
     for name in [name for name in wanted if name not in there]:
-        why = f"step {held.step} has no such part; it has {sorted(held.metadata)}"
+        why = (
+            f"step {held.step} has no part with this name; its parts are"
+            f" {sorted(held.metadata)}"
+        )
         (failed if getattr(wanted[name], "required", True) else skipped)[name] = why
 
     def check() -> None:
@@ -137,8 +141,8 @@ def load(
         of_host = {host: each for host, each in enumerate(of_hosts) if each}
         if of_host:
             raise errors.CheckpointError(
-                f"step {held.step}: {errors.HostsFailedError(of_host)}; or load what"
-                " is possible with strict=False"
+                f"step {held.step}: {errors.HostsFailedError(of_host)}; to load only"
+                " the parts that can be loaded, pass strict=False"
             )
 
     check()

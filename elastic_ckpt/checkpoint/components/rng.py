@@ -43,8 +43,9 @@ class Rng(Component):
             # An array's repr has several lines.
             shown = " ".join(repr(seed).split())
             raise errors.ConfigError(
-                f"Rng takes a number or one typed key, not {shown}; make a key with"
-                " jax.random.key, or from an old key with jax.random.wrap_key_data"
+                f"Rng takes an integer or one typed key, not {shown}; create a key with"
+                " jax.random.key, or convert an old-style key with"
+                " jax.random.wrap_key_data"
             )
         super().__init__({"key": key, "taken": 0}, "global", required=required)
 

@@ -215,7 +215,10 @@ def compared(
 def check_level(level: str) -> None:
     """Raises a ConfigError unless `level` is a level of `validate`."""
     if level not in LEVELS:
-        raise errors.ConfigError(f"level={level!r}; choose one of {', '.join(LEVELS)}")
+        raise errors.ConfigError(
+            f"level={level!r} is not a validation level; choose one of"
+            f" {', '.join(LEVELS)}"
+        )
 
 
 def _structure_finding(of_hosts: Sequence[Mapping[str, str]]) -> Finding:
@@ -248,8 +251,8 @@ def _kind(path: str, leaf: Any) -> str:
     if isinstance(leaf, bool | int | float | complex | str | bytes):
         return type(leaf).__name__
     raise errors.CheckpointError(
-        f"leaf {path!r} is a {type(leaf).__name__}, which cannot be compared; take it"
-        " out of the tree, or replace it with arrays, numbers or strings"
+        f"leaf {path!r} is a {type(leaf).__name__}, which cannot be compared; remove"
+        " the leaf from the tree, or replace it with arrays, numbers or strings"
     )
 
 

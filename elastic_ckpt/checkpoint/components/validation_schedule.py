@@ -86,10 +86,11 @@ class ValidationSchedule:
         if findings and self.stops:
             raise errors.RunError(
                 f"after step {step}, copies that should be equal differ:"
-                f" {findings[0]} ({len(findings)} in all, see `replicas_differ` in the"
-                " run's events); the step is not saved. Check the memory of these"
-                " hosts, and restart the run without them: it resumes from the"
-                " newest saved step. replica_validation_action=warn continues instead"
+                f" {findings[0]} ({len(findings)} findings in all; see the run's"
+                " `replicas_differ` events). The step was not saved. Restart the run"
+                " without these hosts, and check their memory: the run resumes from the"
+                " newest saved step. To continue in spite of differences, set"
+                " replica_validation_action=warn"
             )
         before = self.equal_step if findings else None
         kept = None if before is None else self.preserve(before)
