@@ -10,7 +10,7 @@ import jax
 from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.core import digest, errors
 
-# The first number folded into the key, so that kinds of keys never coincide.
+# The first number folded into a key, so that different kinds of keys never coincide.
 _NEXT, _SHARD, _NAME = range(3)
 _LOW = 2**32 - 1
 
@@ -19,7 +19,7 @@ class Rng(Component):
     """A component with a global random key, from which all other keys are derived.
 
     The derived keys depend on a name, a logical shard or a count, never on a host
-    number, so a run continues with the same keys on any number of hosts.
+    index, so a run continues with the same keys on any number of hosts.
 
         rng = ec.components.Rng(seed=0)
         dropout = rng.for_name("dropout", step)
@@ -27,11 +27,11 @@ class Rng(Component):
         key = rng.next()
 
     Args:
-      seed: a number, or a typed key of `jax.random.key`.
+      seed: an integer, or a typed key from `jax.random.key`.
       required: see `Component`.
 
     Raises:
-      ConfigError: if `seed` is neither a number nor a typed key.
+      ConfigError: if `seed` is neither an integer nor a single typed key.
     """
 
     def __init__(self, seed: int | jax.Array = 0, *, required: bool = True) -> None:
@@ -40,7 +40,7 @@ class Rng(Component):
             key.dtype, jax.dtypes.prng_key
         )
         if not is_key or key.shape:
-            # An array's repr has several lines.
+            # An array's repr may have multiple lines.
             shown = " ".join(repr(seed).split())
             raise errors.ConfigError(
                 f"Rng takes an integer or one typed key, not {shown}; create a key with"
@@ -57,7 +57,7 @@ class Rng(Component):
     def next(self) -> jax.Array:
         """A key that no earlier call returned; all hosts must make the same calls.
 
-        The number of calls is saved.
+        The number of calls is part of the saved state.
         """
         taken = self.state["taken"]
         self.state = {**self.state, "taken": taken + 1}

@@ -1,9 +1,9 @@
 """Decides when to compare copies, and reports differences.
 
-The state is compared before saves and at intervals. Replicated components are compared
-in each save: host 0 writes the state for all hosts, so a host with a different state
-would silently lose it, and all hosts would continue from a state that possibly only
-host 0 had.
+The run's state is compared before saves and at intervals. Replicated components are
+compared in each save: host 0 writes the state for all hosts, so a host with a different
+state would silently lose it, and all hosts would continue from a state that perhaps
+only host 0 had.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from elastic_ckpt.core import errors, events, metrics, topology
 class ValidationSchedule:
     """Validates a run's state before saves, at intervals, or both.
 
-    The first finding pins the newest step saved before it, so that retention does not
-    leave only steps whose copies differed.
+    The first finding pins the newest saved step at which all copies were equal, so that
+    retention does not leave only steps whose copies differed.
 
     Attributes:
-      level: how closely to compare copies.
+      level: the level at which copies are compared; see `validate`.
       at_saves: whether to compare before each save.
-      interval: steps between additional comparisons; 0 disables them.
-      stops: whether a finding ends the run, before the step is saved.
+      interval: the number of steps between additional comparisons; 0 disables them.
+      stops: whether a finding stops the run, before the step is saved.
       emit: a function called for each finding and after each validation.
-      preserve: a function called on all hosts with the step after which all copies were
-        equal; it pins the newest saved step up to that step and returns it, if any.
+      preserve: a function called on all hosts with the last step after which all copies
+        were equal; it pins the newest saved step up to that step and returns the pinned
+        step, if any.
       equal_step: the last step after which all copies were equal, such as a restored
-        step; None once it is preserved.
+        step; None once that step is preserved.
     """
 
     level: validation.Level
@@ -55,12 +56,12 @@ class ValidationSchedule:
     def run(
         self, step: int, state: Any, *, components: Any = None
     ) -> list[validation.Finding]:
-        """Validates the state after `step` steps; all hosts call it.
+        """Validates the state after `step` steps; all hosts must call this.
 
         Args:
-          step: the number of steps done.
-          state: the tree of weights and optimizer.
-          components: values that are the same on all hosts, by name.
+          step: the number of completed steps.
+          state: the tree of weights and optimizer state.
+          components: values that must be the same on all hosts, keyed by name.
 
         Raises:
           RunError: if copies differ and `stops` is set.
@@ -104,7 +105,7 @@ class ValidationSchedule:
 def report(
     step: int, findings: Sequence[validation.Finding], *, emit: events.Emit
 ) -> None:
-    """Reports the findings after a step: to the log, as events, and as a metric."""
+    """Reports the findings after a step in the log, as events, and in a metric."""
     if findings:
         metrics.VALIDATION_FINDINGS.record(len(findings))
     for finding in findings:
@@ -126,7 +127,7 @@ def compare(step: int, components: Mapping[str, Any], *, emit: events.Emit) -> N
     All hosts must call this.
 
     Raises:
-      RunError: if a host did not answer in time.
+      RunError: if a host does not answer in time.
     """
     compared = {
         name: each
