@@ -1,4 +1,4 @@
-"""Edits numbers in the pytrees of a step.
+"""Edits numbers in a step's pytrees.
 
 A new value must be exact: an integer cannot become a fraction, and a float cannot
 overflow.
@@ -29,7 +29,7 @@ class Edit(NamedTuple):
       path: the number's path, beginning with the tree's name, such as
         `state/opt_state/learning_rate`.
       text: the new value, or a factor.
-      is_factor: whether `text` is a factor for the current value.
+      is_factor: whether `text` is a factor by which to multiply the current value.
     """
 
     path: str
@@ -42,7 +42,7 @@ class StoredFiles:
     """A component's files, loaded and saved unchanged.
 
     Attributes:
-      files: the file contents, by name.
+      files: a dict from file name to content.
     """
 
     files: dict[str, bytes] = dataclasses.field(default_factory=dict)
@@ -67,10 +67,11 @@ def edit(name: str, tree: Any, change: Edit) -> tuple[Any, str]:
     """Applies an edit to a copy of a pytree.
 
     Returns:
-      The new tree, and a line about the change.
+      The new tree, and a one-line description of the change.
 
     Raises:
-      CheckpointError: if there is no such number, or it cannot have the new value.
+      CheckpointError: if there is no such number, or its dtype cannot represent the new
+        value.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     values = {leaf_path(name, keys): leaf for keys, leaf in leaves}
@@ -86,7 +87,7 @@ def edit(name: str, tree: Any, change: Edit) -> tuple[Any, str]:
 
 
 def _changed(change: Edit, number: Any) -> tuple[Any, str]:
-    # The new value, with the old value's type, and a line about it.
+    # The new value, with the old value's type, and a description of the change.
     array = np.asarray(number)
     before = _plain(array)
     try:
@@ -114,7 +115,7 @@ def _changed(change: Edit, number: Any) -> tuple[Any, str]:
 
 def _plain(array: np.ndarray) -> Any:
     value = array.reshape(()).item()
-    # ml_dtypes numbers, such as bfloat16, are objects of its own classes.
+    # Numbers of ml_dtypes types, such as bfloat16, are not Python numbers.
     return value if isinstance(value, bool | int | float) else float(value)
 
 
