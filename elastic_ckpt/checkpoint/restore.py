@@ -92,7 +92,7 @@ class SearchOutcome:
     Attributes:
       checkpoint: the step that was found; None if no step is complete.
       newest_save: the newest save of any step; empty if there are no saves.
-      problem: why no step was found.
+      problem: the error that `required` raises if no step was found.
     """
 
     checkpoint: CheckpointMetadata | None = None

@@ -1,14 +1,14 @@
 """The structure of a step's trees, without values.
 
-Manifests have the structure as text:
+Manifests store the structure as text:
 
     {"shardings": [...], "trees": {"state": {"w": "array 0", "opt": ["int", null]}}}
 
 An object is a dict, named tuple or dataclass; a list is a list or tuple; null is None;
 and a string is a leaf: its kind, and any details needed to create it.
 
-    array, array 3              a JAX array, with the number of its sharding
-    key threefry2x32            a typed random key, which may also have a sharding
+    array, array 3              a JAX array, with the index of its sharding, if any
+    key threefry2x32            a typed random key, also with the index of a sharding
     numpy                       a NumPy array
     bool, int, float            a number
     text hello                  a string
@@ -17,14 +17,14 @@ and a string is a leaf: its kind, and any details needed to create it.
 FORMAT.md in `steps` describes the format.
 
 `resolve` matches the tree that a restore requests with the saved tree. In place of each
-leaf, the request has the form to restore it in: an abstract array, a number or its
-type, or `str`; `...` or None, which stay and for which nothing is read; or an array
-type, for an array as it was saved.
+leaf, the request has the form in which to restore the leaf: an abstract array, a number
+or a number type, or `str`; an array type, to restore an array as it was saved; or `...`
+or None, to skip the leaf, which then stays in the result.
 
-A step that RAM can hold but Orbax rejects could never be backed up. So before anything
-is captured, a save rejects everything that Orbax rejects: leaves of other types, and
-trees without a leaf. It also rejects two leaves that Orbax would write under one name,
-because one would be lost, and trees that manifests cannot describe.
+A step that fits into RAM but that Orbax rejects could never be backed up. So before
+anything is captured, a save rejects everything that Orbax rejects: leaves of other
+types, and trees without leaves. It also rejects two leaves that Orbax would write under
+the same name, because one would be lost, and trees that manifests cannot describe.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ from elastic_ckpt.tiers.ram import ram_disk
 T = TypeVar("T")
 Chunks = Mapping[str, Sequence[int]]
 
-# The restored form of leaves without values; a number may have any value.
+# The abstract form of leaves without saved arrays; the value of a number is arbitrary.
 _NUMBERS = (bool, int, float)
 _PLAIN = {"bool": False, "int": 0, "float": 0.0, "()": ()}
-# How manifests write the empty nodes that Orbax records.
+# How manifests represent the empty nodes that Orbax records.
 _EMPTY = {"List": [], "Tuple": "()", "Dict": {}, "None": None}
-# Errors that parsing raises for text that is not a structure.
+# The errors that are raised when text that is not a structure is parsed.
 _NO_STRUCTURE = (
     AttributeError,
     IndexError,
@@ -73,7 +73,7 @@ _NO_STRUCTURE = (
 )
 
 
-# Names that Orbax reserves, and files next to checkpointable directories.
+# Names that Orbax reserves, and names of files next to checkpointable directories.
 _RESERVED = frozenset(
     {
         "AUTO",
@@ -86,20 +86,21 @@ _RESERVED = frozenset(
         ram_disk.RESERVED,
     }
 )
-# Caches the text of checked trees, by structure and leaves: a run's states mostly
-# differ only in their values.
+# Caches the text of checked trees, keyed by structure and leaves, because a run's
+# states usually differ only in their values.
 _MOST_KNOWN = 64
 _known: dict[Any, str] = {}
 
 
 @dataclasses.dataclass(frozen=True)
 class HostNotes:
-    """Notes that may differ between hosts; host 0's take precedence.
+    """A host's notes about a step; host 0's metrics and metadata are saved.
 
     Attributes:
       metrics: the step's metrics, as JSON; None if there are none.
       custom_metadata: the user's metadata, as JSON; None if there is none.
-      parts_digest: the digest of `StepDescription.kinds`, which must not differ.
+      parts_digest: the digest of `StepDescription.kinds`, which must be the same on all
+        hosts.
     """
 
     metrics: str | None
@@ -112,8 +113,8 @@ class StepDescription:
     """A step without its values.
 
     Attributes:
-      trees: pytrees by name, with abstract arrays, and any value for a number.
-      contents: the contents, as in the step's manifests; without leaves before the step
+      trees: pytrees by name, with abstract arrays; the values of numbers are arbitrary.
+      contents: the contents, as in the step's manifests; without leaves until the step
         is written.
       init_timestamp_nsecs: when the save began, in nanoseconds since 1970.
     """
@@ -132,11 +133,11 @@ class StepDescription:
         custom_metadata: Mapping[str, Any] | None,
         parents: Sequence[StepId] = (),
     ) -> StepDescription:
-        """Describes trees and components, without references to arrays.
+        """Describes trees and components without keeping references to arrays.
 
         Raises:
-          CheckpointError: if a leaf cannot be saved, or metrics or custom metadata are
-            not JSON.
+          CheckpointError: if a leaf cannot be saved, or the metrics or custom metadata
+            cannot be encoded as JSON.
         """
         if not (checkpointables or components):
             raise errors.CheckpointError(
@@ -200,7 +201,7 @@ class StepDescription:
         return dataclasses.replace(self, contents=contents)
 
     def files(self, chunks: Chunks) -> dict[str, str]:
-        """The files that Orbax adds to the values, by path, committed now."""
+        """A dict from path to content of Orbax's metadata files, committed now."""
         files = orbax_format.metadata_files(
             self.trees,
             self.contents.components,
@@ -217,7 +218,8 @@ def json_of_user(what: str, value: Mapping[str, Any]) -> str:
     """Encodes a user's metrics or metadata as JSON.
 
     Raises:
-      CheckpointError: if the value is not JSON; the message begins with `the <what>`.
+      CheckpointError: if the value cannot be encoded; the message begins with
+        `the <what>`.
     """
     try:
         text = storage.canonical_json(dict(value)).decode()
@@ -231,7 +233,7 @@ def json_of_user(what: str, value: Mapping[str, Any]) -> str:
 
 
 def to_json(checkpointables: Mapping[str, Any]) -> str:
-    """The structure of trees, whose leaves may be abstract."""
+    """Encodes the structure of trees, whose leaves may be abstract, as JSON."""
     shardings: dict[NamedSharding, int] = {}
     structures = {
         name: _structure(tree, shardings) for name, tree in checkpointables.items()
@@ -262,10 +264,10 @@ def _checked_json(abstract: Mapping[str, Any]) -> str:
 
 
 def saved_trees(contents: Contents) -> dict[str, Any]:
-    """The saved trees, by name, with abstract leaves.
+    """The saved trees with abstract leaves, keyed by name.
 
     Arrays have their saved sharding, if all of its devices exist. Strings have their
-    values, and numbers have any value of their type.
+    values; numbers have an arbitrary value of their type.
 
     Raises:
       CheckpointError: if the manifests describe the trees in an unsupported way.
@@ -329,7 +331,8 @@ def _sharding(described: Mapping[str, Any]) -> NamedSharding | None:
 
 
 def _structure(node: Any, shardings: dict[NamedSharding, int]) -> Any:
-    # Recurses node by node, with keys named as in Orbax. Adds to `shardings`.
+    # Recurses node by node, with keys named as in Orbax. Adds new shardings to
+    # `shardings`.
     below = jax.tree.leaves_with_path(node, is_leaf=lambda each: each is not node)
     if not below or not below[0][0]:
         return _leaf(node, shardings)
@@ -384,7 +387,7 @@ def _check_tree(checkpointable: str, tree: Any) -> None:
     orbax_format.strings_file(texts)
 
 
-# An array mostly has the same sharding in every step.
+# Cached, because an array usually has the same sharding in every step.
 _struct = functools.lru_cache(maxsize=2**17)(jax.ShapeDtypeStruct)
 
 
@@ -417,7 +420,7 @@ def _leaf(leaf: Any, shardings: dict[NamedSharding, int]) -> Any:
 
 
 def _is_of_all_hosts(sharding: Any) -> bool:
-    # The sharding of an array on a single host's devices differs between hosts.
+    # If an array is only on one host's devices, its sharding differs between hosts.
     return isinstance(sharding, NamedSharding) and (
         topology.num_hosts() == 1 or not sharding.is_fully_addressable
     )
@@ -436,11 +439,12 @@ def _is_unicode(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AskedTrees:
-    """Requested trees, by name.
+    """Requested trees.
 
     Attributes:
-      read: the leaves that hosts read; None in place of others.
-      given: all requested leaves.
+      read: a dict from name to the tree of leaves that hosts read; None in place of
+        other leaves.
+      given: a dict from name to the tree of all requested leaves.
     """
 
     read: Mapping[str, Any]
@@ -472,8 +476,8 @@ def resolve(
       contents: the step's contents.
       step: the step number.
       partial: whether the request may omit saved leaves.
-      may_add: whether, with `partial`, requested leaves that were not saved stay
-        unchanged.
+      may_add: whether, if `partial` is set, the request may have leaves that were not
+        saved; they stay unchanged.
 
     Raises:
       CheckpointError: if the step lacks a leaf, or has it in a different form; the
@@ -519,7 +523,7 @@ def _is_none(node: Any) -> bool:
 
 
 def _with_none(named: Mapping[str, Any]) -> dict[str, Any]:
-    # The leaves by path, including None.
+    # The leaves, including None, keyed by path.
     leaves = jax.tree.leaves_with_path(dict(named), is_leaf=_is_none)
     return {trees.leaf_path(keys[0].key, keys[1:]): leaf for keys, leaf in leaves}
 
@@ -531,7 +535,7 @@ def _resolved(
     *,
     may_add: bool,
 ) -> tuple[Any, Any]:
-    # The placeholder of a leaf until hosts have read it, and the leaf that they read.
+    # The leaf's placeholder until hosts have read it, and the leaf that they read.
     if leaf is None or leaf is ...:
         return leaf, None
     if was is None:
