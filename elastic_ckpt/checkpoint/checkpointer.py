@@ -342,7 +342,7 @@ class HostsCheckpointer:
     save_pytree_async = save_async
 
     def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Records a training step's metrics, which retention ranks it by (`ec.BestN`).
+        """Records a training step's metrics, by which retention ranks it (`ec.BestN`).
 
         Args:
           step: the step number. If that step was not saved, the metrics apply to the
@@ -422,7 +422,7 @@ class HostsCheckpointer:
         *,
         checkpointable_name: str | None = None,
     ) -> CheckpointMetadata:
-        """Describes one pytree of a step without reading values.
+        """Describes one of a step's pytrees without reading values.
 
         Args:
           step: the step number; None means the newest complete step.
@@ -571,7 +571,7 @@ class HostsCheckpointer:
             self._search_again()
 
     def begin_anew(self) -> None:
-        """Starts over before the first step; the next save abandons all steps."""
+        """Starts the run over; the next save abandons all existing steps."""
         self.wait()
         with self._events.flushing():
             self._end_search()
@@ -678,7 +678,7 @@ class HostsCheckpointer:
             self._finish()
 
     def abandon(self) -> None:
-        """Releases the hosts without waiting for saves: some hosts may be gone."""
+        """Releases the hosts without waiting for saves, because hosts may be gone."""
         self._resources.close()
 
     def leave(self, error: BaseException) -> None:
@@ -697,7 +697,7 @@ class HostsCheckpointer:
             finishing = background.in_thread(self._finish, name="finish")
             if not futures.wait([finishing], timeout=_SILENT_SECS).done:
                 logging.warning(
-                    "finishing saves in flight before this program exits, for at most"
+                    "finishing saves in flight before this process exits, for at most"
                     " %d s; press Ctrl-C to exit now",
                     _FINISH_SECS,
                 )
@@ -716,7 +716,7 @@ class HostsCheckpointer:
             " `with ec.Checkpointer(...)`, or call close()",
             self.directory,
         )
-        # The error that terminates the program, if any.
+        # The error that terminates the process, if any.
         self.leave(getattr(sys, "last_value", None) or errors.RunError("not closed"))
 
     def _finish(self) -> None:
@@ -780,7 +780,7 @@ class HostsCheckpointer:
         if self._chosen.is_read_only:
             raise errors.CheckpointError(
                 "this checkpointer was opened with read_only=True and cannot save,"
-                " delete or change steps; when no other program writes to"
+                " delete or change steps; when no other process writes to"
                 f" {self.directory}, open a checkpointer without read_only"
             )
 
@@ -957,8 +957,8 @@ class HostsCheckpointer:
         if left and self._is_placed and not (goes_back or stateful):
             # The run does not continue from the loaded step.
             return restored.parts
-        # A step may be loaded in several calls. A process that already has a state may
-        # roll back only its weights.
+        # A step may be loaded in more than one call. A process that already has a state
+        # may roll back only its weights.
         unloaded = self._unloaded if self._is_placed else restored.components
         self._unloaded = unloaded - abstract_checkpointables.keys()
         if left and not goes_back:

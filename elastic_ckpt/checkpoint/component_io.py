@@ -177,7 +177,7 @@ def _in_time(
     done: str,
     most_secs: float = SAVE_TIMEOUT_SECS,
 ) -> dict[str, T]:
-    # Awaits all components' calls, each in a thread, and returns the results.
+    # Awaits each component's call in its own thread and returns all results.
     limits = {
         name: min(getattr(each, "save_timeout_secs", most_secs), most_secs)
         for name, each in components.items()

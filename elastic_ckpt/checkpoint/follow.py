@@ -264,8 +264,8 @@ def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> N
         )
     if not run:
         raise errors.CheckpointError(
-            f"{step} is not a step that a run of this library has committed; pass a"
-            " step directory, PERSISTENT_DIRECTORY/<step>"
+            f"{step} is not a step that a run of this library has committed; pass the"
+            " path of a step directory, PERSISTENT_DIRECTORY/<step>"
         )
     run_files.record_evaluation(
         root,

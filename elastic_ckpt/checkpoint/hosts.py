@@ -118,7 +118,7 @@ class Hosts(Protocol):
         """
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
-        """Builds the trees, including other layouts', from the values that hosts read.
+        """Builds the trees, including those of other layouts, from the values read.
 
         Closes the step (`HostReader.close_step`).
         """
@@ -131,7 +131,7 @@ class Hosts(Protocol):
 
 
 class InEveryProcess:
-    """The hosts of a multi-controller world, one in each process, which also drives."""
+    """The hosts of a multi-controller world; each process is a host and a driver."""
 
     is_apart = False
 

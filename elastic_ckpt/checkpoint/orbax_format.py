@@ -67,7 +67,7 @@ def entries(tree: Any) -> list[tuple[KeyPath, Any]]:
 
 
 def key_name(key: Any) -> tuple[bool, str]:
-    """Whether a key is an index in a sequence, and its name in Orbax."""
+    """Returns whether a key is an index in a sequence, and the key's name in Orbax."""
     is_item = isinstance(
         key, jax.tree_util.SequenceKey | jax.tree_util.FlattenedIndexKey
     )

@@ -63,7 +63,7 @@ class Saving:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """The kinds of values that this host saves, by leaf path or component name."""
+        """A dict from leaf path or component name to the kind of value to save."""
         kinds = {
             name: str(each) if isinstance(each, Component) else "component"
             for name, each in self.stateful.items()

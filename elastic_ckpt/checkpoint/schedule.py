@@ -48,7 +48,7 @@ class BackupClock:
 
 @dataclasses.dataclass(kw_only=True)
 class Schedule:
-    """Decides which tiers are due at a step, the same in every process of a world.
+    """Decides which tiers are due at a step; all processes of a world decide the same.
 
     Attributes:
       chosen: the tiers.

@@ -191,12 +191,12 @@ class StepDescription:
         return HostNotes(contents.metrics, contents.custom_metadata, parts_digest)
 
     def kinds(self, components: Mapping[str, str]) -> dict[str, str]:
-        """The kinds of values that this host saves, by leaf path or component name."""
+        """A dict from leaf path or component name to the kind of value to save."""
         leaves = _with_none(self.trees).items()
         return {path: _kind(leaf) for path, leaf in leaves} | dict(components)
 
     def changed(self, **fields: Any) -> StepDescription:
-        """This step with some fields of its contents changed."""
+        """Returns a copy with some fields of the contents changed."""
         contents = dataclasses.replace(self.contents, **fields)
         return dataclasses.replace(self, contents=contents)
 

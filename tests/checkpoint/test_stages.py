@@ -278,10 +278,10 @@ def test_a_host_that_is_missing_is_named_at_the_end(sim):
     ((step, why), *_) = told(sim, "local")
     assert step == 1
     assert why.startswith("HostSaver.write")
-    missing = f"step 1 was due in persistent storage but is not there: {why}; save it"
+    missing = f"step 1 was due in persistent storage but is not there: {why}; save the"
     with pytest.raises(errors.NotStoredError) as caught:
         sim.world.close()
-    assert str(caught.value).startswith(f"{missing} again: no tier has it")
+    assert str(caught.value).startswith(f"{missing} step again, because no tier has it")
 
 
 def test_a_save_takes_6_rounds_or_10_with_storage_and_a_restore_5(sim):

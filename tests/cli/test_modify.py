@@ -112,7 +112,7 @@ REFUSED = [
 def test_edit_that_cannot_be_made_is_refused_and_nothing_is_written(steps):
     for edit, why in REFUSED:
         assert why in modify(steps / "2", *edit, code=1)
-    assert "only the newest step can" in modify(steps / "1", *SET, code=1)
+    assert "only the newest step, 2, can" in modify(steps / "1", *SET, code=1)
     assert "state/step (int64): 2 -> 3\nnothing was written" in modify(
         steps / "2", *SET, "--dry-run"
     )

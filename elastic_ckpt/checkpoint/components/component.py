@@ -71,7 +71,8 @@ FILE = "component.json"
 VERSION = 1
 _WHAT = "description of a component"
 ERROR, RESET, FROM_FIRST = "error", "reset", "from_first"
-# Maps the old states and the number of new states to the new states.
+# A rule's name, or a function from the old states and the number of new states to the
+# new states.
 Rule = str | Callable[[list[Any], int], Sequence[Any]]
 _CHOICES = (
     "choose on_resize='reset' (use the initial state), 'from_first' (use the first"

@@ -76,7 +76,7 @@ def look(
 
 
 def host_sample(values: np.ndarray) -> np.ndarray:
-    """A sample of the elements of `values`."""
+    """Returns evenly spaced elements of `values`, about a thousand."""
     return np.ascontiguousarray(values[_sample(values.shape)])
 
 

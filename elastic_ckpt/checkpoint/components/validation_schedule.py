@@ -137,7 +137,7 @@ def compare(step: int, components: Mapping[str, Any], *, emit: events.Emit) -> N
     if not compared:
         return
     level = max((e.validation for e in compared.values()), key=validation.LEVELS.index)
-    # If a host could not capture its state, the save fails on all hosts.
+    # The placeholder of a state that a host could not capture; its save fails anyway.
     lacking = {"problem": "its state could not be captured"}
     states = {n: lacking if e.taken is None else e.taken for n, e in compared.items()}
     for component in compared.values():
