@@ -34,7 +34,8 @@ from elastic_ckpt.tiers.source import RepairError
 _POLL_SECS = 2.0
 # A step ID older than all others.
 _NONE = StepId(-1, "")
-# How long the run keeps a step for this host.
+# The minimum time for which the run keeps a step for this host, and the minimum copy
+# rate, which extends that time.
 _HOLD_SECS, _LEAST_BYTES_PER_SEC = 60.0, 2**24
 
 

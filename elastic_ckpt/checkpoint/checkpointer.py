@@ -113,7 +113,7 @@ class HostsCheckpointer:
         self._chosen, self._relayout = chosen, relayout
         self._world = world
         self._events = events.EventQueue(emit)
-        # Loads and removals in the background.
+        # Runs loads and deletions in the background.
         self._background = Stage("background")
         self._is_closed = False
         with contextlib.ExitStack() as resources:
@@ -1151,7 +1151,7 @@ class HostsCheckpointer:
     ) -> None:
         self._restored, self._older = checkpoint, None
         self._stages.go_on_from(None if checkpoint is None else checkpoint.step_id)
-        # Keeps later saves apart from earlier ones.
+        # Distinguishes later saves from earlier ones.
         self._save = self._hosts.first(HostWorld.new_save, newest_save)
         self._schedule.stored = [] if checkpoint is None else [checkpoint]
 

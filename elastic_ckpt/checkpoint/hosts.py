@@ -48,7 +48,7 @@ class Hosts(Protocol):
 
     @property
     def is_apart(self) -> bool:
-        """Whether this process does not share the memory of the host `own`."""
+        """Whether host `own` is a different process, whose memory is out of reach."""
 
     def all(
         self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs

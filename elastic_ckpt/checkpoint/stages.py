@@ -191,7 +191,7 @@ class SaveStages:
         self._begins_line = False
 
     def go_on_from(self, restored: StepId | None) -> None:
-        """Notes that a step was restored; keeps it until a newer step has copies."""
+        """Records that a step was restored; retains it until a newer one has copies."""
         self.committed = self._uncopied = None
         self._covered, self._begins_line = restored, True
         step = 0 if restored is None else restored.step
@@ -248,11 +248,11 @@ class SaveStages:
             self._start(self._cleaning, "persistent", step, clean, what)
 
     def catch_up(self, restored: CheckpointMetadata) -> None:
-        """Starts to finish the work that earlier worlds could not.
+        """Starts the work that earlier worlds left unfinished.
 
-        The restored step may lack copies, and steps that were due in storage may lack
-        their backup, because an earlier world ended or was killed. This world makes the
-        restored step's copies, then its backup.
+        The restored step may lack copies, and steps that were due in storage may not
+        have been backed up, because an earlier world ended or was killed. This world
+        makes the restored step's copies, then its backup.
         """
         step_id = restored.step_id
 

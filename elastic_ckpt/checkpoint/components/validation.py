@@ -257,7 +257,8 @@ def _kind(path: str, leaf: Any) -> str:
 
 
 def _copies(leaves: list[Any], *, is_sample: bool) -> Mapping[str, list[_Copy]]:
-    # Own copies of boxes with more than one holder, keyed by the holders' hosts.
+    # This host's copies of boxes with more than one holder, keyed by the hosts of the
+    # holders.
     held = [
         _held(leaf.sharding, leaf.shape)
         if isinstance(leaf, jax.Array)
