@@ -1,10 +1,11 @@
-"""A backup host: a machine in no world that keeps a share of each step in its RAM.
+"""A backup host: a machine outside the run's worlds with a share of a step in its RAM.
 
 It follows the run: `agents.json`, next to the run's steps in storage, lists the
-machines. The backup host copies its share from their RAM, which keeps the step
-meanwhile (a `hold` at one agent). Together, a run's backup hosts have a whole copy only
-if they all copy the same step. So a host that is behind takes the newest step of any
-other backup host, and none takes a newer step before all that answer have this one.
+machines. The backup host copies its share from their RAM; a `hold` at one agent keeps
+the step there in the meantime. Together, a run's backup hosts have a whole copy only if
+they all copy the same step. So a backup host that is behind copies the newest step of
+any other backup host, and none copies a newer step before all that respond have this
+one.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from elastic_ckpt.tiers.source import RepairError
 
 # How often to look at the record in storage, and at an agent.
 _POLL_SECS = 2.0
-# Older than all steps.
+# A step ID older than all others.
 _NONE = StepId(-1, "")
-# How long the run keeps a step for this host.
+# The minimum time for which the run keeps a step for this host, and the minimum copy
+# rate, which extends that time.
 _HOLD_SECS, _LEAST_BYTES_PER_SEC = 60.0, 2**24
 
 
@@ -41,7 +43,7 @@ def open_disk(root: epath.PathLike, *, run: str) -> local.LocalHost:
     """Opens the RAM disk of a backup host, which an agent serves.
 
     Raises:
-      RunError: if another process keeps steps on it.
+      RunError: if another process stores steps on the RAM disk.
     """
     disk = ram_disk.RamDisk(root, run=run)
     domains = {"host": disk.machine, "backup": "backup"}
@@ -60,22 +62,24 @@ def follow(
     """Copies this host's share of one step.
 
     Args:
-      own: this host's steps.
+      own: this host's RAM disk and its steps.
       agents: the URLs of the run's agents.
-      backups: the URLs of all backup hosts' agents, in the same order on each.
+      backups: the URLs of all backup hosts' agents, in the same order on every backup
+        host.
       client: a client that reads from agents.
 
     Returns:
-      The step and its copied parts; None if no step is due.
+      The step and the parts that were copied; None if there is no step to copy.
 
     Raises:
-      CheckpointError: if the share does not fit or cannot be read; existing steps stay.
+      CheckpointError: if the share does not fit into RAM or cannot be read; existing
+        steps stay.
       RunError: if this host is not among the backup hosts.
     """
     held, disk = own.held(), own.disk
     newest = max(held, key=_order, default=_NONE)
     hosts = [Peer(url, client, disk.run) for url in backups]
-    # The steps of all backup hosts that answer, possibly including this one.
+    # The steps of all backup hosts that respond, possibly including this one.
     others = [set(each.known_saves()) for each in hosts if not each.listing.problem]
     ahead = [each for each in set().union(*others) if _order(each) > _order(newest)]
     if held and not ahead and any(newest not in saves for saves in others):
@@ -87,18 +91,19 @@ def follow(
         return None
     search, found = find.search([Peer(url, client, disk.run) for url in agents]), None
     if ahead:
-        # The run may no longer have it.
+        # The run may no longer have that step.
         with contextlib.suppress(errors.CheckpointError):
             found = search.of_step(*max(ahead, key=_order))
     found = found or search.newest().found
     if found is None or _order(found.step_id) <= _order(newest):
         return None
-    # This host is the one whose agent serves this memory.
+    # This host is the one whose agent serves this RAM disk.
     machines = [each.listing.machine for each in hosts]
     if disk.machine not in machines:
         raise errors.RunError(
-            f"none of the backup hosts {backups} is this one, whose RAM disk is"
-            f" {disk.root}; pass each the same URLs, by which it can also reach itself"
+            f"none of the backup hosts {backups} is this host, whose RAM disk is"
+            f" {disk.root}; pass the same URLs to every backup host, and make sure that"
+            " each host can reach its own URL"
         )
     common = set(held).intersection(*others)
     for each in {*held} - {newest, max(common, key=_order, default=_NONE)}:
@@ -114,7 +119,7 @@ def follow(
 def _hold(
     step_id: StepId, secs: float, agents: Sequence[str], client: PeerClient
 ) -> None:
-    # A hold at one machine counts for all.
+    # A hold at one machine applies to all.
     for url in agents:
         with contextlib.suppress(RepairError):
             client.endpoint(url).put(f"/holds/{step_id}", b"%d" % secs)
@@ -133,13 +138,13 @@ def serve(
 
     Args:
       service: the agent's service.
-      steps: the directory of the run's steps in storage.
+      steps: the run's steps directory in storage.
       backups: the URLs of all backup hosts' agents.
       tls_ca: a PEM file with the agents' certificate authority.
-      max_bytes_per_sec: the maximum copy rate, in bytes per second.
+      max_bytes_per_sec: the maximum copy rate, in bytes per second; None sets no limit.
 
     Raises:
-      CheckpointError: if storage is unreachable at the start.
+      CheckpointError: if storage is unreachable at the beginning.
       RunError: see `open_disk` and `follow`.
     """
     storage.make_private_directory(service.root)

@@ -1,10 +1,11 @@
 """The checkpointer for any set of tiers, with the methods of Orbax's `Checkpointer`.
 
-It knows the newest step and decides which tiers are due, which line a step is saved to,
-and whether training continues from a loaded step. `stages` takes each step through its
-tiers in the background, and `restore` reads a step.
+It tracks the newest step and decides which tiers are due, which line a step is saved
+to, and whether training continues from a loaded step. `stages` takes each step through
+its tiers in the background, and `restore` reads a step.
 
-Events from any thread are queued and reach the user's `emit` in the caller's thread.
+Events from any thread are queued and passed to the user's `emit` in the caller's
+thread.
 """
 
 from __future__ import annotations
@@ -62,14 +63,14 @@ from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot, read_j
 Json = storage.Json
 T = TypeVar("T")
 
-# After an error in training: how long to wait for saves in flight, and when to report
-# the wait.
+# After an error in training: how long to wait for saves in flight, and after how long
+# to report the wait.
 _FINISH_SECS = 600.0
 _SILENT_SECS = 2.0
 
 
 class HostsCheckpointer:
-    """Saves and restores steps in tiers, with hosts of any kind; see `ec.Checkpointer`.
+    """Saves steps to tiers and restores them, on any `Hosts`; see `ec.Checkpointer`.
 
     A save blocks its caller only while the state is copied from the devices into host
     memory; the rest happens in the background. All processes must call the same methods
@@ -91,28 +92,28 @@ class HostsCheckpointer:
         """Joins the hosts to a world.
 
         Args:
-          hosts: the hosts, which `close` closes.
+          hosts: the hosts, which `close` releases.
           chosen: the tiers.
-          run: the name of the run.
-          found: the run whose steps are in the tiers (`run_files.find_run`); None if
-            there are no steps.
-          relayout: the reader for trees of different layouts.
+          run: the run name.
+          found: the name of the run whose steps are in the tiers
+            (`run_files.find_run`); None if there are no steps.
+          relayout: a function that reads trees of different layouts; see `Relayout`.
           world: this world's place in the run.
           emit: a function called with each event, in the caller's thread.
-          context: Orbax's context for all calls outside a `with` block of a different
-            context.
+          context: the Orbax context for calls that are not inside the `with` block of
+            a different context.
 
         Raises:
-          HostsFailedError: if a host cannot take part, with the reason.
-          RunError: if another program writes to storage, or a tier has steps of another
-            run.
+          HostsFailedError: if a host cannot join; the message has the reason.
+          RunError: if another process is writing to the storage directory, or a tier
+            contains steps of another run.
         """
         self._hosts = hosts
         self._context = None if context is None else ocp.Context(context)
         self._chosen, self._relayout = chosen, relayout
         self._world = world
         self._events = events.EventQueue(emit)
-        # Loads and removals in the background.
+        # Runs loads and deletions in the background.
         self._background = Stage("background")
         self._is_closed = False
         with contextlib.ExitStack() as resources:
@@ -147,7 +148,8 @@ class HostsCheckpointer:
         self._stages = SaveStages(
             hosts,
             chosen,
-            # Without RAM, the period begins with a save, not at the end of the upload.
+            # Without a local tier, a period begins when a save begins, not when its
+            # upload ends.
             clock=BackupClock() if chosen.local is None else backups,
             world=world,
             emit=self._emit,
@@ -158,19 +160,19 @@ class HostsCheckpointer:
         )
         # The line that this process last saved to.
         self._own_line: Line | None = None
-        # The saves that have begun since the newest step.
+        # The saves that have begun since the newest step was committed.
         self._begun: set[StepId] = set()
         # Whether this process has a state to continue with, loaded or saved.
         self._is_placed = False
-        # The step that was loaded although newer steps are complete.
+        # The step that was loaded even though newer steps are complete.
         self._older: CheckpointMetadata | None = None
         # The components that were not loaded from the step that this process resumed
         # from.
         self._unloaded: frozenset[str] = frozenset()
         self._claimed = 0
         self._claims = self._root is not None and world.claimant is not None
-        # The last search, for a load of the newest step; None once anything was saved,
-        # loaded or removed.
+        # The last search, which a load of the newest step reuses; None after a save,
+        # load or deletion.
         self._search: restore.SearchOutcome | None = None
         self._search_again()
         if self._writer is not None:
@@ -179,7 +181,7 @@ class HostsCheckpointer:
 
     @property
     def directory(self) -> epath.Path:
-        """The directory of the steps in storage, or in RAM without storage."""
+        """The steps directory in storage or, if there is no storage, in RAM."""
         if self._root is not None:
             return self._root.path
         return storage.absolute(self._chosen.read_ram or self._chosen.ram_directory())
@@ -191,7 +193,7 @@ class HostsCheckpointer:
         return self._newest
 
     def claim_world(self) -> int:
-        """Claims storage for this world, as a save does; returns the world's number."""
+        """Claims storage for this world, as a save does; returns the world number."""
         self._check_writable()
         self._background.wait()
         with self._events.flushing():
@@ -199,12 +201,15 @@ class HostsCheckpointer:
 
     @property
     def checkpoints(self) -> list[CheckpointMetadata]:
-        """The complete steps in all tiers, ascending, without steps being saved."""
+        """The complete steps in all tiers, in ascending order.
+
+        A step that is still being saved is not included.
+        """
         self._background.wait()
         return self._complete()
 
     def should_save(self, step: int) -> bool:
-        """Whether a tier is due at this step, or the job is about to be preempted."""
+        """Whether a tier is due at this step or the job is about to be preempted."""
         if self._chosen.is_read_only:
             return False
         number = step_number(step)
@@ -224,29 +229,30 @@ class HostsCheckpointer:
         metrics: Mapping[str, Any] | None = None,
         custom_metadata: Mapping[str, Any] | None = None,
     ) -> SaveResponse | None:
-        """Saves pytrees and components in the background, into the tiers that are due.
+        """Saves pytrees and components in the background, to the tiers that are due.
 
-        Returns when the state is in host memory: arrays may then be donated. It first
-        waits until the previous save is committed.
+        First waits until the previous save is committed, then returns as soon as the
+        state is in host memory, after which arrays may be donated.
 
         Args:
           step: the number of the training step.
-          checkpointables: pytrees, components, and iterators of `ec.batches`, by name.
+          checkpointables: pytrees, components and `ec.batches` iterators, keyed by
+            name.
           force: whether to save to every tier, due or not.
           overwrite: whether to save the newest step again, to every tier.
-          metrics: JSON metrics that a preservation policy may rank the step by.
+          metrics: JSON metrics by which a preservation policy may rank the step.
           custom_metadata: JSON to store with the step in persistent storage.
 
         Returns:
-          The save; None if no tier is due, or there is a later step.
+          The save in progress; None if no tier is due, or there is a later step.
 
         Raises:
           StepAlreadyExistsError: if the step exists and `overwrite` is not set.
           CheckpointError: if a leaf or the metrics cannot be saved, or `overwrite`
             is set for a step that is not the newest.
-          ReplacedError: if another program has begun to write to the same storage.
-          Exception: the error of a component that cannot be saved, except an OSError,
-            which only abandons this save; its result is then False.
+          ReplacedError: if another process has begun to write to the same storage.
+          Exception: the error of a component that cannot be saved. An OSError is not
+            raised: it only abandons this save, whose result is then False.
         """
         self._check_writable()
         number = step_number(step)
@@ -275,7 +281,7 @@ class HostsCheckpointer:
         """Like `save_checkpointables_async`, but waits until the step is committed.
 
         Returns:
-          Whether the step was committed; also False if no tier was due.
+          Whether the step was committed; False if no tier was due.
         """
         response = self.save_checkpointables_async(
             step,
@@ -331,17 +337,17 @@ class HostsCheckpointer:
         )
         return response is not None and response.result()
 
-    # What Orbax called them before.
+    # Orbax's earlier names.
     save_pytree = save
     save_pytree_async = save_async
 
     def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Records a training step's metrics, which retention ranks it by (`ec.BestN`).
+        """Records a training step's metrics, by which retention ranks it (`ec.BestN`).
 
         Args:
-          step: the number of the step. If it was not saved, the metrics apply to the
+          step: the step number. If that step was not saved, the metrics apply to the
             newest saved step before it.
-          metrics: numbers by name.
+          metrics: a dict from metric name to number.
 
         Raises:
           CheckpointError: if the metrics are not JSON, or there is no persistent tier.
@@ -365,7 +371,7 @@ class HostsCheckpointer:
                 storage_cause.report(self._emit, "persistent", number, why)
 
     def evaluations(self) -> dict[int, dict[str, Any]]:
-        """The recorded metrics by step, for steps that are kept or not saved yet."""
+        """The metrics recorded for retained steps and steps not yet saved, by step."""
         self._background.wait()
         with self._events.flushing():
             return self._evaluations()
@@ -374,7 +380,7 @@ class HostsCheckpointer:
         """Removes a step when its save is done; does not interrupt the save.
 
         Args:
-          step: the number of the step; None means the step being saved, if any.
+          step: the step number; None means the step being saved, if any.
         """
         if step is None:
             begun = self._hosts.share("is_saving", self.is_saving_in_progress())
@@ -384,7 +390,7 @@ class HostsCheckpointer:
             self.delete(step, missing_ok=True)
 
     def root_metadata(self) -> ocp.training.RootMetadata:
-        """The directory of the steps, with Orbax's metadata of the directory."""
+        """The steps directory, and the metadata that Orbax stores for it."""
         noted = read_json(self.directory / "metadata" / "_ROOT_METADATA") or {}
         return ocp.training.RootMetadata(
             directory=self.directory, custom_metadata=noted.get("custom_metadata")
@@ -396,11 +402,11 @@ class HostsCheckpointer:
         """Describes a step's contents without reading values.
 
         Args:
-          step: the number of the step; None takes the newest complete one.
+          step: the step number; None means the newest complete step.
 
         Returns:
-          The step; its `metadata` has, by name, an abstract tree for each pytree and
-          None for each component.
+          The step; its `metadata` is a dict from name to an abstract tree for each
+          pytree, and to None for each component.
 
         Raises:
           StepNotFoundError: if there is no such step.
@@ -416,12 +422,12 @@ class HostsCheckpointer:
         *,
         checkpointable_name: str | None = None,
     ) -> CheckpointMetadata:
-        """Describes one pytree of a step without reading values.
+        """Describes one of a step's pytrees without reading values.
 
         Args:
-          step: the number of the step; None takes the newest complete one.
-          checkpointable_name: the name of the pytree; None means `state` or, as in
-            Orbax, the first by name if there is no `state`.
+          step: the step number; None means the newest complete step.
+          checkpointable_name: the name of the pytree; None means `state` or, if there
+            is no `state`, the alphabetically first pytree, as in Orbax.
 
         Returns:
           The step; its `metadata` is the abstract tree.
@@ -437,8 +443,8 @@ class HostsCheckpointer:
             checkpointable_name = "state" if "state" in trees else first
         if checkpointable_name not in held.metadata:
             raise errors.CheckpointError(
-                f"step {held.step} has no {checkpointable_name!r}; it has"
-                f" {sorted(held.metadata)}"
+                f"step {held.step} does not contain {checkpointable_name!r}; it"
+                f" contains {sorted(held.metadata)}"
             )
         return dataclasses.replace(held, metadata=held.metadata[checkpointable_name])
 
@@ -454,36 +460,36 @@ class HostsCheckpointer:
         """Restores and verifies pytrees and components from the nearest good copies.
 
         Args:
-          step: the number of the step; None takes the newest complete step or, if that
+          step: the step number; None means the newest complete step or, if that step
             turns out to be unreadable, the step before it.
-          abstract_checkpointables: the checkpointables to restore, by name; nothing
-            else is read:
+          abstract_checkpointables: a dict from name to each checkpointable to restore;
+            nothing else is read:
 
-            * for a pytree, the tree with abstract leaves, `jax.ShapeDtypeStruct`s with
-              the shardings to restore to, or None for the tree as saved
+            * for a pytree, the tree with abstract leaves (`jax.ShapeDtypeStruct`s with
+              the shardings to restore to), or None for the tree as it was saved
             * for a component or an iterator, the object to load the state into
 
-            None in place of the dict restores all pytrees as saved. Each array then
-            gets its saved sharding if those devices exist; otherwise each host gets the
-            whole array, on one device.
+            Passing None instead of a dict restores all pytrees as they were saved.
+            Each array then gets its saved sharding if those devices exist; otherwise,
+            each host gets the whole array, on one device.
           partial: whether the requested trees may omit saved leaves.
           layout: an `ec.universal.Layout`, or a layout name, for reading trees that
             were saved with different leaves.
-          go_back: whether to continue training from this step although newer steps are
-            complete. The newer steps are abandoned, which storage records before this
-            returns. Without `go_back`, the run does not continue from an older step: if
-            components are loaded, or nothing was loaded or saved before, the next save
-            is an error.
+          go_back: whether to continue training from this step even though newer steps
+            are complete. The newer steps are abandoned, which is recorded in storage
+            before this call returns. Without `go_back`, the run does not continue from
+            an older step: if components are loaded, or nothing was loaded or saved
+            before, the next save raises an error.
 
         Returns:
-          The pytrees and objects by name.
+          A dict from name to the restored pytree or loaded object.
 
         Raises:
           StepNotFoundError: if there is no such step.
           CheckpointError: if the step is incomplete or belongs to a different model, or
             no good copy of one of its parts is left.
-          HostsFailedError: with `go_back`, if storage is unreachable.
-          ReplacedError: with `go_back`, if another start has continued the run.
+          HostsFailedError: if `go_back` is set and storage is unreachable.
+          ReplacedError: if `go_back` is set and a later launch has continued the run.
         """
         load = self._load_later(
             step,
@@ -553,19 +559,19 @@ class HostsCheckpointer:
         )
         return self._in_background(lambda: load()[checkpointable_name])
 
-    # What Orbax called them before.
+    # Orbax's earlier names.
     load_pytree = load
     load_pytree_async = load_async
     pytree_metadata = metadata
 
     def reload(self) -> None:
-        """Searches for the newest step again, which another program may have saved."""
+        """Searches again for the newest step, which another process may have saved."""
         self.wait()
         with self._events.flushing():
             self._search_again()
 
     def begin_anew(self) -> None:
-        """Starts over before the first step; the next save abandons all steps."""
+        """Starts the run over; the next save abandons all existing steps."""
         self.wait()
         with self._events.flushing():
             self._end_search()
@@ -584,21 +590,22 @@ class HostsCheckpointer:
     ) -> bool:
         """Removes a step from the RAM of all hosts and from persistent storage.
 
-        If the step is still complete on machines outside this world, the event
-        `degraded` says so.
+        If the step is still complete on machines outside this world, a `degraded` event
+        reports that.
 
         Args:
-          step: the number of the step.
-          checkpointable_name: must be None: a step can only be deleted as a whole. The
-            argument is part of Orbax's signature.
-          missing_ok: whether to accept that there is no such step.
+          step: the step number.
+          checkpointable_name: must be None, because a step can only be deleted as a
+            whole. The argument is part of Orbax's signature.
+          missing_ok: whether to return False, instead of raising an error, if there is
+            no such step.
 
         Returns:
-          Whether there was such a step.
+          Whether the step existed.
 
         Raises:
-          StepNotFoundError: if there was no such step and `missing_ok` is not set.
-          CheckpointError: if a program reads the step under a lease (`ec.lease`), or
+          StepNotFoundError: if the step does not exist and `missing_ok` is not set.
+          CheckpointError: if a process has a lease on the step (`ec.lease`), or
             `checkpointable_name` is not None.
         """
         response = self.delete_async(
@@ -620,13 +627,14 @@ class HostsCheckpointer:
         if checkpointable_name is not None:
             raise errors.CheckpointError(
                 f"{checkpointable_name!r} of step {number} cannot be deleted on its"
-                " own: a step can only be deleted as a whole; delete the step"
+                " own, because a step can only be deleted as a whole; omit"
+                " checkpointable_name to delete the step"
             )
         foreign_steps.checked_context(self._context)
         return self._in_background(lambda: self._remove(number, missing_ok=missing_ok))
 
     def is_durable(self, step: int) -> bool:
-        """Waits for backups; returns whether `step` is the newest step and stored."""
+        """Waits for backups; returns whether `step` is the newest and is in storage."""
         number = step_number(step)
         self.wait()
         latest = self.latest
@@ -635,7 +643,7 @@ class HostsCheckpointer:
         return self._hosts.first(HostBackup.holds, latest.step_id)
 
     def is_saving_in_progress(self) -> bool:
-        """Whether there is a save that is not committed yet."""
+        """Whether a save has begun but is not yet committed."""
         return not self._stages.committing.idle
 
     def wait(self) -> None:
@@ -646,9 +654,9 @@ class HostsCheckpointer:
 
     @property
     def is_left(self) -> bool:
-        """Whether the next world of the run makes the remaining backups.
+        """Whether the remaining backups are left to the run's next world.
 
-        It cannot if any host's RAM is lost without a copy on a peer.
+        They cannot be left to it if any host's RAM is lost without a copy on a peer.
         """
         chosen, world = self._chosen, self._world
         if chosen.local is None or not world.is_left():
@@ -660,8 +668,8 @@ class HostsCheckpointer:
     def close(self) -> None:
         """Waits for all saves and backups, then releases the hosts.
 
-        If the run continues in another world, which makes the backups, this waits only
-        for the last commit.
+        If the run continues in another world, which will make the backups, this waits
+        only for the last commit.
 
         Raises:
           CheckpointError: if a step that was due is not in persistent storage.
@@ -670,18 +678,18 @@ class HostsCheckpointer:
             self._finish()
 
     def abandon(self) -> None:
-        """Releases the hosts without waiting for saves: some hosts may be gone."""
+        """Releases the hosts without waiting for saves, because hosts may be gone."""
         self._resources.close()
 
     def leave(self, error: BaseException) -> None:
-        """Releases the hosts after an error in training, or Ctrl-C.
+        """Releases the hosts after an error in training or Ctrl-C.
 
-        Finishes saves in flight, within ten minutes, if this is the only process or if
-        all processes leave simultaneously. A second Ctrl-C ends the wait. A `with`
-        block calls this when an exception leaves it.
+        If this is the only process or all processes leave at the same time, waits at
+        most ten minutes for saves in flight to finish. A second Ctrl-C ends the wait.
+        A `with` block calls this when an exception leaves it.
 
         Args:
-          error: the error, which gets a note if a save could not be finished.
+          error: the error; if a save could not be finished, a note is added to it.
         """
         with self._resources:
             if not self._hosts.are_leaving(error):
@@ -689,7 +697,7 @@ class HostsCheckpointer:
             finishing = background.in_thread(self._finish, name="finish")
             if not futures.wait([finishing], timeout=_SILENT_SECS).done:
                 logging.warning(
-                    "finishing saves in flight before this program exits, for at most"
+                    "finishing saves in flight before this process exits, for at most"
                     " %d s; press Ctrl-C to exit now",
                     _FINISH_SECS,
                 )
@@ -708,7 +716,7 @@ class HostsCheckpointer:
             " `with ec.Checkpointer(...)`, or call close()",
             self.directory,
         )
-        # The error that terminates the program, if any.
+        # The error that terminates the process, if any.
         self.leave(getattr(sys, "last_value", None) or errors.RunError("not closed"))
 
     def _finish(self) -> None:
@@ -734,7 +742,7 @@ class HostsCheckpointer:
         layout: Any,
         go_back: bool,
     ) -> Callable[[], dict[str, Any]]:
-        # Checks the call and returns a function that loads in any thread.
+        # Checks the arguments and returns a function that loads in any thread.
         self._check_open()
         if go_back:
             self._check_writable()
@@ -752,7 +760,7 @@ class HostsCheckpointer:
         return load
 
     def let_others_write(self) -> None:
-        """Stops writing to storage, so that another program may write there."""
+        """Stops writing to storage, so that another process may write there."""
         if self._writer is not None:
             self._writer.close()
 
@@ -772,8 +780,8 @@ class HostsCheckpointer:
         if self._chosen.is_read_only:
             raise errors.CheckpointError(
                 "this checkpointer was opened with read_only=True and cannot save,"
-                " delete or change steps; when no other program writes to"
-                f" {self.directory}, open one without read_only"
+                " delete or change steps; when no other process writes to"
+                f" {self.directory}, open a checkpointer without read_only"
             )
 
     def _in_background(self, work: Callable[[], T]) -> Response[T]:
@@ -783,7 +791,7 @@ class HostsCheckpointer:
     def _emit(self, name: str, **fields: Json) -> None:
         self._events.put(name, **fields)
         if name == "save_started":
-            # In the caller's thread: the previous save is reported before this one.
+            # This is the caller's thread. The previous save's events come first.
             self._events.flush()
 
     def _claim(self) -> int:
@@ -905,7 +913,7 @@ class HostsCheckpointer:
         return SaveResponse(committed, functools.partial(self._is_stored, saving))
 
     def _send(self, write: Callable[[], None], step_id: StepId, directory: str) -> None:
-        # Makes components write their files here, and makes host 0 store them.
+        # The components write their files here, and host 0 stores them.
         try:
             write()
             files = component_files.read(directory)
@@ -944,13 +952,13 @@ class HostsCheckpointer:
         ).restore(step, search)
         checkpoint = restored.search.required
         left = self._newest if self._is_older(checkpoint) else None
-        # With None, training continues from the newest readable step.
+        # If step is None, training continues from the newest readable step.
         goes_back = go_back or step is None
         if left and self._is_placed and not (goes_back or stateful):
-            # The run does not continue from it.
+            # The run does not continue from the loaded step.
             return restored.parts
-        # A step may be loaded in several calls. A process that already has a state may
-        # roll back only its weights.
+        # A step may be loaded in more than one call. A process that already has a state
+        # may roll back only its weights.
         unloaded = self._unloaded if self._is_placed else restored.components
         self._unloaded = unloaded - abstract_checkpointables.keys()
         if left and not goes_back:
@@ -969,15 +977,16 @@ class HostsCheckpointer:
         return restored.parts
 
     def _report_unloaded(self, stateful: Mapping[str, Any]) -> None:
-        # For example, data that a load omitted would start from the beginning.
+        # For example, if a load omitted the data, it would start from the beginning.
         unloaded = sorted(self._unloaded.intersection(stateful))
         self._unloaded -= frozenset(unloaded)
         step = self._restored.step if self._restored else 0
         for name in unloaded:
             why = (
-                f"step {step} has {name!r}, which was not loaded, so the {name!r} that"
-                " is saved now does not continue it; unless it should start over, load"
-                f" it with the state: load_checkpointables({step}, {{..., {name!r}:"
+                f"step {step} contains {name!r}, which was not loaded, so the {name!r}"
+                " being saved now does not continue from it; unless it should start"
+                f" over, load it with the state: load_checkpointables({step}, {{...,"
+                f" {name!r}:"
                 " ...})"
             )
             logging.warning("%s", why)
@@ -992,15 +1001,15 @@ class HostsCheckpointer:
         return not line.abandons(StepId(checkpoint.step, checkpoint.line[-1][1]))
 
     def _abandoning(self, older: CheckpointMetadata, newest_save: str) -> str:
-        # Records that the run continues from an older step, so that a world that begins
-        # before this one has saved also abandons the steps in between.
+        # Records that the run continues from an older step, so that the next world
+        # abandons the newer steps even if this world never saves.
         self._claim()
         save = self._hosts.first(HostWorld.new_save, newest_save)
         try:
             self._stages.claim(Line(save=save, parents=older.line))
         except errors.HostsFailedError:
-            # The line may be recorded although the answer was lost, so later saves need
-            # a later line.
+            # The line may have been recorded even though the answer was lost, so later
+            # saves need a later line.
             self._go_on_from(self._newest, save)
             raise
         return save
@@ -1013,7 +1022,7 @@ class HostsCheckpointer:
         return restore.describe(self._hosts, search.required)
 
     def _search_again(self) -> None:
-        # The newest line in the tiers may be another program's.
+        # The newest line in the tiers may belong to another process.
         if self._stages.committed is not None:
             self._own_line = self._line
         search = restore.find(
@@ -1021,12 +1030,12 @@ class HostsCheckpointer:
         )
         self._go_on_from(search.checkpoint, search.newest_save)
         self._search = search
-        # If this program only reads, others may save meanwhile.
+        # If this checkpointer is read-only, others may save in the meantime.
         if search.checkpoint is None or self._chosen.is_read_only:
             self._end_search()
 
     def _end_search(self) -> None:
-        # Lets hosts drop the search messages.
+        # Lets hosts discard the search messages.
         if self._search is not None and self._hosts.num_hosts > 1:
             self._hosts.all(HostReader.close_step)
         self._search = None
@@ -1034,7 +1043,7 @@ class HostsCheckpointer:
     def _remove(self, step: int, *, missing_ok: bool) -> bool:
         was_there = False
         if self._root is not None:
-            # Storage first, because it refuses to remove a leased step.
+            # Storage comes first, because a leased step cannot be removed from it.
             was_there = self._hosts.first(HostBackup.remove, step, self._line)
         was_there |= any(self._hosts.all(HostSaver.remove, step))
         if not (was_there or missing_ok):
@@ -1046,8 +1055,8 @@ class HostsCheckpointer:
         if step in [each.step for each in self._complete()]:
             why = (
                 "it was deleted, but is still complete in the RAM of machines outside"
-                " this world: idle machines, or backup hosts, which remove it when they"
-                " get newer steps; remove it from their RAM disks"
+                " this world. Backup hosts remove it when they get newer steps; on idle"
+                " machines, remove it from the RAM disk yourself"
             )
             storage_cause.report(self._emit, "peer", step, why)
         return was_there
@@ -1058,7 +1067,7 @@ class HostsCheckpointer:
         return saving.stored.is_set()
 
     def _current(self, step: int) -> CheckpointMetadata:
-        # A step before it is saved, as policies see it.
+        # An unsaved step in the form that policies expect.
         return CheckpointMetadata(
             step=step,
             save=self._save,
@@ -1074,12 +1083,12 @@ class HostsCheckpointer:
             return Line(save=committed.save, parents=committed.line[:-1])
         if self._restored is not None:
             return Line(save=self._save, parents=self._restored.line)
-        # A run that starts over abandons what others may still save to it.
+        # A run that starts over abandons anything that others may still save.
         return Line(save=self._save, parents=FROM_SCRATCH)
 
     def _is_new(self, step: int) -> bool:
-        # Whether the step is later than all others; raises an error if it can never be
-        # saved.
+        # Whether the step is later than all others. Raises an error if the step can
+        # never be saved.
         newest = self._newest
         is_behind = newest is not None and step <= newest.step
         if newest is None or not (is_behind or self._older):
@@ -1087,7 +1096,9 @@ class HostsCheckpointer:
         there = [newest.step, *(each.step for each in self._complete())]
         if self._older is None and step in there:
             return False
-        loaded = "" if self._older is None else f" than step {self._older.step}"
+        loaded = (
+            "" if self._older is None else f" than the loaded step {self._older.step}"
+        )
         raise errors.CheckpointError(
             f"step {step} cannot be saved: {self.directory} has step {newest.step},"
             f" which is later{loaded}. To continue the run, load that step first; to"
@@ -1096,11 +1107,12 @@ class HostsCheckpointer:
         )
 
     def _save_of(self, step: int) -> str:
-        # A step's save on the line; a step that is not saved yet gets the next save.
+        # The save of a step on the line. A step that is not saved yet belongs to the
+        # next save.
         line = () if self._newest is None else self._newest.line
         later = [each for each in line if each.save and each.step >= step]
-        # A step that was saved again is listed twice; earlier steps belong to the
-        # first.
+        # A step that was saved again is listed twice; earlier steps belong to its first
+        # save.
         saves = [each.save for each in later if each.step == step]
         if saves or not later:
             return max(saves, default=self._line.save)
@@ -1112,16 +1124,17 @@ class HostsCheckpointer:
         parents = line.parents if latest is None else latest.line
         if overwrite and latest is not None and step < latest.step:
             raise errors.CheckpointError(
-                f"step {step} cannot be overwritten: only the newest step can be, which"
-                f" is {latest.step}; to continue from an earlier step, load it with"
-                " go_back=True"
+                f"step {step} cannot be overwritten: only the newest step,"
+                f" {latest.step}, can be; to continue from an earlier step, load it"
+                " with go_back=True"
             )
         if self._is_new(step):
             newest_step = -1 if latest is None else latest.step
             self._begun = {each for each in self._begun if each.step > newest_step}
             if StepId(step, line.save) not in self._begun:
                 return line
-            # Its save was abandoned, but some hosts may have it: keep the two apart.
+            # An earlier save of this step was abandoned, but some hosts may have it, so
+            # the new save needs a different name.
             after = max(each.save for each in self._begun)
         elif not overwrite:
             raise restore.StepAlreadyExistsError(
@@ -1129,7 +1142,7 @@ class HostsCheckpointer:
                 " later step"
             )
         else:
-            # The old save stays on the line and counts if the new one is interrupted.
+            # The old save stays on the line and is used if the new one is interrupted.
             after = max(self._save, parents[-1].save)
         return Line(save=self._hosts.first(HostWorld.new_save, after), parents=parents)
 
@@ -1138,13 +1151,13 @@ class HostsCheckpointer:
     ) -> None:
         self._restored, self._older = checkpoint, None
         self._stages.go_on_from(None if checkpoint is None else checkpoint.step_id)
-        # Keeps later saves apart from earlier ones.
+        # Distinguishes later saves from earlier ones.
         self._save = self._hosts.first(HostWorld.new_save, newest_save)
         self._schedule.stored = [] if checkpoint is None else [checkpoint]
 
 
 def _clock(hosts: Hosts, every_minutes: float | None) -> BackupClock:
-    # Counts from an earlier world's backup: worlds may be shorter than the period.
+    # Starts at an earlier world's backup, because a world may end before the period.
     if every_minutes is None:
         return BackupClock()
     return BackupClock(
@@ -1161,7 +1174,7 @@ def _named_otherwise(chosen: Chosen, run: str, found: str | None) -> errors.RunE
     tiers = [tier for tier in (chosen.local, chosen.persistent) if tier]
     where = " or ".join(os.fspath(tier.directory) for tier in tiers)
     return errors.RunError(
-        f"{where} contains the steps of another run, {found!r}, but this run is"
+        f"{where} contains the steps of another run, {found!r}, but this run is named"
         f" {run!r}; to continue that run, use its name (if the directory was renamed,"
         " rename it back); otherwise, save to a different directory"
     )

@@ -1,14 +1,14 @@
 """Components: the parts of a step that write their own files, such as the data state.
 
 A component is an Orbax `StatefulCheckpointable`: `save` captures its state immediately
-and writes it later, `load` reads it from a directory. Each host may write some of the
-files, under logical names; hosts that write a file of the same name must write the same
-bytes.
+and writes it later, and `load` reads it from a directory. Each host may write some of
+the files, under logical names; hosts that write a file with the same name must write
+the same bytes.
 
-A component that does not return in time fails the save or the restore, like a component
-that raises an error, and its thread is abandoned. The limit is the component's
-attribute `save_timeout_secs`, at most `SAVE_TIMEOUT_SECS`; without the attribute, a
-load may take `LOAD_TIMEOUT_SECS`.
+A component that does not return in time fails the save or the restore, just like a
+component that raises an error, and its thread is abandoned. The limit is the
+component's attribute `save_timeout_secs`, at most `SAVE_TIMEOUT_SECS`; without the
+attribute, a load may take `LOAD_TIMEOUT_SECS`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from elastic_ckpt.core import background, errors
 
 T = TypeVar("T")
 
-# The limit for capturing all components' states, and again for writing them: together,
-# both are shorter than other hosts wait for this one (`core.calls.BRIEF_SECS`).
+# The limit for capturing all components' states, and again for writing them. Twice this
+# limit is shorter than other hosts wait for this one (`core.calls.BRIEF_SECS`).
 SAVE_TIMEOUT_SECS = 240.0
-# The limit for loading a component that declares none and may have to read its way to a
-# position: shorter than other hosts wait for this one.
+# The limit for loading a component that does not declare one and may have to read its
+# way to a position: shorter than other hosts wait for this one.
 LOAD_TIMEOUT_SECS = 540.0
-# How long a cancelled coroutine may take to finish.
+# How long a canceled coroutine may take to finish.
 _GRACE_SECS = 0.5
 
 
@@ -59,7 +59,7 @@ def split(
     """Splits checkpointables into pytrees and components.
 
     Raises:
-      CheckpointError: if the checkpointables are not a mapping by name.
+      CheckpointError: if the checkpointables are not a mapping with string keys.
     """
     is_mapping = isinstance(checkpointables, Mapping)
     if not is_mapping or not all(isinstance(name, str) for name in checkpointables):
@@ -67,8 +67,8 @@ def split(
         raise errors.CheckpointError(
             'pass checkpointables as a mapping from names to values, as in {"'
             'state": tree, "data": batches}, not a'
-            f" {type(checkpointables).__name__}{keys}; `save` and `load` take a single"
-            " pytree"
+            f" {type(checkpointables).__name__}{keys}; for a single pytree, use `save`"
+            " and `load`"
         )
     stateful = {
         name: value
@@ -88,15 +88,16 @@ def begin_save(
     """Captures the state of all components now.
 
     Args:
-      components: the components, by name.
-      directory: a function that creates a component's directory from its name.
+      components: the components, keyed by name.
+      directory: a function that takes a component name and creates its directory.
 
     Returns:
-      A function that writes the states; call it once, on any thread.
+      A function that writes the states; it must be called once, from any thread.
 
     Raises:
-      TimeoutError: if a component does not return in time, here or in the writer.
-      Exception: from a component's `save`; then no component writes its state.
+      TimeoutError: if a component does not return in time, here or in the returned
+        function.
+      Exception: the error of a component's `save`; then no component writes its state.
     """
     begun: dict[str, Awaitable[None]] = {}
     try:
@@ -113,13 +114,13 @@ def begin_save(
 def fail_later(
     begin: Callable[[], Callable[[], Any]],
 ) -> tuple[Callable[[], Any], Exception | None]:
-    """Calls `begin`; delays its error until all hosts write the step.
+    """Calls `begin`, and delays any error until all hosts write the step.
 
-    Otherwise the other hosts would wait for this one.
+    Otherwise, the other hosts would wait for this one.
 
     Returns:
       The writer, which raises the error, if any; and the error, if the caller must
-      raise it too (full storage only fails the step).
+      raise it too (an OSError, such as for full storage, only fails the step).
     """
     try:
         return begin(), None
@@ -138,12 +139,14 @@ def load(
 
     Args:
       component: the component.
-      directory: the directory of the component's files, named like the component.
-      limit_secs: how long the load may take, unless the component declares less.
+      directory: the directory with the component's files; its name is the component's
+        name.
+      limit_secs: the maximum time for the load, in seconds; the component may declare a
+        shorter one.
 
     Raises:
       TimeoutError: if the component does not return in time.
-      Exception: from the component's `load`.
+      Exception: the error of the component's `load`.
     """
     path = epath.Path(directory)
 
@@ -165,7 +168,7 @@ def _raise(error: Exception) -> None:
 
 
 class _LateError(Exception):
-    """A component has not returned in time."""
+    """A component did not return in time."""
 
 
 def _in_time(
@@ -174,7 +177,7 @@ def _in_time(
     done: str,
     most_secs: float = SAVE_TIMEOUT_SECS,
 ) -> dict[str, T]:
-    # Awaits all components' calls, each in a thread, and returns the results.
+    # Awaits each component's call in its own thread and returns all results.
     limits = {
         name: min(getattr(each, "save_timeout_secs", most_secs), most_secs)
         for name, each in components.items()
@@ -185,8 +188,7 @@ def _in_time(
         try:
             result = await asyncio.wait_for(calls[name](), limits[name])
         finally:
-            # The call was cancelled, or blocked the event loop for longer than its
-            # limit.
+            # The call was canceled, or blocked the event loop beyond its limit.
             if time.monotonic() > began_secs + limits[name]:
                 _close([result])
                 raise _LateError
@@ -199,7 +201,7 @@ def _in_time(
         )
         for name in components
     }
-    # A call that blocks its event loop cannot be cancelled, so its thread is abandoned.
+    # A call that blocks its event loop cannot be canceled, so its thread is abandoned.
     longest_secs = max(limits.values(), default=0.0) + _GRACE_SECS
     futures.wait(begun.values(), timeout=longest_secs)
     late = [
@@ -209,7 +211,7 @@ def _in_time(
     ]
     if late:
         raise TimeoutError(
-            f"the components {sorted(late)} were not {done} in time; find what they"
-            f" wait for, or set their save_timeout_secs (at most {most_secs:g})"
+            f"the components {sorted(late)} were not {done} in time; find out what they"
+            f" wait for, or raise their save_timeout_secs (to at most {most_secs:g})"
         )
     return {name: doing.result() for name, doing in begun.items()}

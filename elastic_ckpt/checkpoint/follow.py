@@ -1,7 +1,7 @@
-"""Follows a live run: its steps as they become complete, in storage or in its RAM.
+"""Follows a live run's steps as they become complete, in storage or in the run's RAM.
 
-A program that evaluates, exports or serves steps need not be part of the run or have
-any of its devices:
+A program that evaluates, exports or serves steps need not be part of the run or use the
+run's devices:
 
     for step in ec.watch_steps("gs://bucket/run/checkpoints"):
         loss = evaluate(step.load({"params": abstract_params}))
@@ -9,13 +9,14 @@ any of its devices:
 
 The run's retention uses the metrics as if the run had evaluated the step itself.
 
-With the run's secret, a program follows steps in the RAM of the hosts, which save far
-more often to RAM than to storage. The run records its agents in storage (`run_files`).
-The program asks one agent at a time for its list of steps. Only when the list has a new
-save does it ask all agents and search their manifests as in a restore (`tiers.find`).
-RAM has only the newest steps, so the program always takes the newest. That step may be
-gone before it is read. So the program reads the leaves that were loaded from the
-previous step before it yields a step; if that fails, it skips the step.
+With the run's secret, steps can also be followed in the RAM of the hosts, which save
+far more often to RAM than to storage. The run records its agents in storage
+(`run_files`). The follower asks one agent at a time for its list of steps. Only when
+the list has a new save does it ask all agents and search their manifests as in a
+restore (`tiers.find`). RAM has only the newest steps, so the follower always takes the
+newest one, which may be gone before it is read. So, before it yields a step, the
+follower reads the leaves that were loaded from the previous step; if that fails, it
+skips the step.
 """
 
 from __future__ import annotations
@@ -48,23 +49,23 @@ from elastic_ckpt.tiers.persistent.persistent_tier import PersistentTier
 from elastic_ckpt.tiers.ram import machine
 
 _POLL_SECS = 10.0
-# How often to ask an agent for its list of steps, which is one small request.
+# How often to ask an agent for its list of steps, with one small request.
 _RAM_POLL_SECS = 0.2
-# How often to warn that there is no directory.
+# How often to warn that the directory does not exist.
 _WARN_SECS = 600
-# How many agents to try for a list of steps.
+# The maximum number of agents to try for a list of steps.
 _MOST_ASKED = 3
 # The keys of a state's weights.
 _WEIGHTS = ("params", "model")
 
 
 class Step:
-    """A complete step of a followed run; `ec.watch_steps` yields it.
+    """A complete step of a followed run, from `ec.watch_steps`.
 
     Attributes:
       step: the number of the training step.
-      save: the name of the save, because a run that rolls back saves steps again; empty
-        if stock Orbax saved the step.
+      save: the name of the save, which distinguishes saves of the same step by a run
+        that rolled back; empty if stock Orbax saved the step.
     """
 
     def __init__(
@@ -87,13 +88,13 @@ class Step:
         """The step directory in persistent storage.
 
         Raises:
-          CheckpointError: if the step is in the run's RAM and so has no directory.
+          CheckpointError: if the step is in the run's RAM, where it has no directory.
         """
         if self._in_ram is not None:
             raise errors.CheckpointError(
-                f"step {self.step} is in the RAM of its run and has no directory; load"
-                " it with step.load(tree), or call ec.watch_steps without secret_file"
-                " to follow the steps in storage"
+                f"step {self.step} is in the RAM of its run, so it has no directory;"
+                " load it with step.load(tree), or call ec.watch_steps without"
+                " secret_file to follow the steps in storage"
             )
         return self._follower.root.final(self.step)
 
@@ -103,10 +104,10 @@ class Step:
         Leaves that have not changed since the previous step are not read again.
 
         Args:
-          tree: the wanted leaves, in their saved structure, such as
-            `{"params": abstract_params}`; other leaves are skipped. A leaf is an array
-            or `jax.ShapeDtypeStruct`, which is placed by its sharding, or an object
-            with only shape and dtype, which becomes a read-only NumPy array. None takes
+          tree: the requested leaves, in their saved structure, such as
+            `{"params": abstract_params}`; other leaves are skipped. For an array or
+            `jax.ShapeDtypeStruct`, the loaded leaf has the same sharding; for an object
+            with only a shape and a dtype, it is a read-only NumPy array. None requests
             the weights: the state's `params` or `model`, or the whole state if it has
             neither.
           checkpointable_name: the name of the tree in the step.
@@ -117,7 +118,7 @@ class Step:
         Raises:
           OtherModelError: if the step lacks a leaf, or has it in a different shape.
           StepGoneError: if the step is gone; a later step may exist.
-          CheckpointError: if the step has no tree of that name, or cannot be found.
+          CheckpointError: if the step has no tree with that name, or cannot be found.
         """
         if not self.save:
             parts = {checkpointable_name: tree}
@@ -144,41 +145,41 @@ def watch_steps(
     """Waits for a run's steps and yields each as it becomes complete.
 
     A lease (`ec.lease`) keeps each step in storage until the next one is requested.
-    Steps that the run removes before their turn are skipped. If the run rolls back and
-    saves a step again, the step is yielded again.
+    Steps that the run removes before they are reached are skipped. If the run rolls
+    back and saves a step again, the step is yielded again.
 
-    With the run's secret, steps in the RAM of its hosts are followed as well. Each
-    yielded step is then the newest complete step, and the steps in between are skipped.
-    The leaves that `Step.load` loaded from the previous step are read before a step is
-    yielded; if the step is removed meanwhile, it is skipped. The run needs `ec.Peers`,
-    and its agents must be reachable from here.
+    With the run's secret, steps in the RAM of its hosts are followed, too. Each yielded
+    step is then the newest complete step, and the steps in between are skipped. Before
+    a step is yielded, the leaves that `Step.load` loaded from the previous step are
+    read; if the step is removed in the meantime, it is skipped. The run needs
+    `ec.Peers`, and its agents must be reachable from this process.
 
     Args:
-      directory: the directory of the run's steps in storage, which need not exist yet.
-        For a run without storage, the directory of `ec.Local` on one of the run's
-        machines.
+      directory: the run's steps directory in storage, which need not exist yet. For a
+        run without storage, the `ec.Local` directory on one of the run's machines.
       after: the step after which to yield steps; by default, all existing steps are
         yielded.
-      poll_secs: the time between two looks at storage. An agent of the run is asked
-        more often, and storage then only if no step has come for this long.
-      timeout_secs: how long without a new step until the iteration ends; None means
-        never.
-      duration_secs: the duration of the leases; see `ec.lease`.
+      poll_secs: the time between checks of storage, in seconds. With a secret, an agent
+        is asked more often, and storage is checked only if no step has become complete
+        for this long.
+      timeout_secs: the time without a new step, in seconds, after which the iteration
+        ends; None means never.
+      duration_secs: the duration of the leases, in seconds; see `ec.lease`.
       secret_file: a file with the run's secret: the `secret_file` of its `ec.Peers`, or
-        `secret` in the directory of `ec.Local` on any of its machines. None follows
-        only the steps in storage, except that if `directory` is the directory of
-        `ec.Local`, None uses the secret there.
+        `secret` in the `ec.Local` directory on any of its machines. If None, only the
+        steps in storage are followed; but if `directory` is an `ec.Local` directory,
+        the secret there is used.
       tls_authority: a PEM file with the authority that signs the agents' certificates;
-        with it, agents that do not encrypt are rejected.
-      max_bytes_per_sec: the maximum rate, in bytes per second, at which to read from
-        agents, if the run needs the network itself; None sets no limit.
+        if it is set, agents that do not encrypt are rejected.
+      max_bytes_per_sec: the maximum rate at which to read from agents, in bytes per
+        second, in case the run itself needs the network; None sets no limit.
 
     Yields:
-      In storage, the steps in ascending order; in RAM, the newest step.
+      From storage, all steps in ascending order; from RAM, the newest step.
 
     Raises:
       CheckpointError: if a step's lease was lost while the step was read.
-      RunError: if there is no secret in the file, or no agent accepts the secret.
+      RunError: if the file does not contain a secret, or no agent accepts the secret.
       ConfigError: if `tls_authority` cannot be read.
     """
     root, look_secs = PersistentRoot.from_path(directory), poll_secs
@@ -187,7 +188,7 @@ def watch_steps(
     client = None
     if secret_file is not None:
         look_secs = min(poll_secs, _RAM_POLL_SECS)
-        # The program may change its directory before it requests the first step.
+        # The working directory may change before the first step is requested.
         file = secret_file = storage.absolute(secret_file)
         secret.read(file)
         client = peer_client.PeerClient(
@@ -229,21 +230,23 @@ def _followed(
 
 
 def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> None:
-    """Records a saved step's metrics, which its run ranks it by (`ec.BestN`).
+    """Records a saved step's metrics, by which its run ranks the step (`ec.BestN`).
 
-    Any program may call this, during the run or later. The run uses the metrics from
-    its next save on. They apply only to this save: if the run rolls back and saves the
-    step again, they do not apply to the new save. Metrics of a step that was only in
-    RAM apply to the newest earlier step in storage.
+    Any process may call this, during the run or later. The run uses the metrics from
+    its next save on. They apply only to this save of the step: if the run rolls back
+    and saves the step again, they do not apply to the new save. Metrics of a step that
+    was only in RAM apply to the newest earlier step in storage.
 
     Args:
       step: a step from `ec.watch_steps`, or a step directory in persistent storage.
-      metrics: numbers by name, which replace the metrics recorded before for the step.
+      metrics: a dict from metric name to number, which replaces any metrics recorded
+        earlier for the step.
 
     Raises:
       CheckpointError: if the step was not saved by a run of this library, or the
         metrics are not JSON.
-      OSError: if storage is unavailable; for a bucket, possibly its client's own error.
+      OSError: if storage is unavailable; for a bucket, the client's own error may be
+        raised instead.
     """
     if isinstance(step, Step):
         root, number = step._follower.root, step.step
@@ -255,13 +258,14 @@ def record_metrics(step: Step | epath.PathLike, metrics: Mapping[str, Any]) -> N
         run, save = persistent_root.committed(root.final(number))
     if _is_ram_disk(root):
         raise errors.CheckpointError(
-            f"metrics of step {number} were not recorded: they belong in persistent"
-            " storage; pass ec.watch_steps the directory of the run's ec.Persistent"
+            f"metrics of step {number} were not recorded: {root.path} is a RAM disk,"
+            " but metrics are recorded in persistent storage; pass ec.watch_steps the"
+            " directory of the run's ec.Persistent"
         )
     if not run:
         raise errors.CheckpointError(
-            f"{step} is not a step that a run of this library has committed; pass"
-            " PERSISTENT_DIRECTORY/<step>"
+            f"{step} is not a step that a run of this library has committed; pass the"
+            " path of a step directory, PERSISTENT_DIRECTORY/<step>"
         )
     run_files.record_evaluation(
         root,
@@ -280,9 +284,11 @@ class _Follower:
     Keeps loaded leaves, because the next step may have the same values.
 
     Args:
-      root: the directory of the steps in storage, where the run records its agents.
-      client: a client that reads from agents; None follows only the steps in storage.
-      poll_secs: the time between two looks at storage while RAM has no new step.
+      root: the steps directory in storage, where the run records its agents.
+      client: a client that reads from agents; None to follow only steps in storage.
+      secret_file: the file with the run's secret, for messages.
+      after: the step after which to yield steps.
+      poll_secs: the time between checks of storage while RAM has no new step.
 
     Attributes:
       last: the last step found.
@@ -306,14 +312,14 @@ class _Follower:
         self._host = Host(id="follower", number=-1, domains=domains)
         # The trees that were loaded from the current step, with their names.
         self._asked: list[tuple[Any, str]] = []
-        # By leaf path: the leaf's saved boxes with their digests, and its values.
+        # For each leaf path, the leaf's saved boxes with their digests, and its values.
         self._kept: dict[str, tuple[Any, dict[boxes.Box, np.ndarray]]] = {}
         # The run's newest known line.
         self.last, self._line = StepId(-1, ""), Line(save="", parents=())
         # The examined steps in storage.
         self._seen: set[int] = set()
         self._unreadable: dict[StepId, str] = {}
-        # The time of the last new step in RAM, or of the last look at storage.
+        # The time of the last new step in RAM, or of the last check of storage.
         self._looked_secs = -math.inf
         self._agents = run_files.RunAgents("", {})
         # The later saves of the last search, and when to search for them again.
@@ -321,9 +327,9 @@ class _Follower:
         self._pause_secs = self._again_secs = 0.0
 
     def next(self) -> Step | None:
-        """The next step, in RAM or committed in storage; None if there is none yet.
+        """Returns the next step, in RAM or committed in storage; None if there is none.
 
-        If RAM is followed, returns the newest step.
+        If RAM is followed, this is the newest step.
 
         Raises:
           RunError: if no agent accepts the secret.
@@ -364,7 +370,7 @@ class _Follower:
         return asked.filled({name: trees.rebuilt(asked.read[name], name, made)})[name]
 
     def _read(self, found: find.FoundStep, wanted: Sequence[trees.WantedLeaf]) -> None:
-        # Reads boxes that are not kept, or belong to a leaf that has changed.
+        # Reads boxes that were not kept or belong to a leaf that has changed.
         table, lacking = found.table, []
         numbers = {leaf.path: n for n, leaf in enumerate(table.contents.leaves)}
         for leaf in wanted:
@@ -398,7 +404,7 @@ class _Follower:
                 logging.log_every_n_seconds(
                     logging.WARNING,
                     "watch_steps: there is no directory %s yet; unless a run is about"
-                    " to create it, pass the directory of its ec.Persistent",
+                    " to create it, pass the directory of the run's ec.Persistent",
                     _WARN_SECS,
                     root.path,
                 )
@@ -410,7 +416,7 @@ class _Follower:
                     continue
                 run, save = persistent_root.committed(root.final(step))
                 later = StepId(step, save or root.foreign_save(step))
-                # Also a listed step that is being removed, which is then skipped.
+                # This includes a listed step that is being removed; it is skipped.
                 self._seen.add(step)
                 if self._is_later(later):
                     self.last, self._asked = later, []
@@ -422,7 +428,7 @@ class _Follower:
         return None
 
     def _read_line(self) -> None:
-        # An abandoned step stays in storage while it is leased.
+        # The line identifies abandoned steps, which stay in storage while leased.
         try:
             newest = claims.newest(self.root.path)
         except errors.CheckpointError as error:
@@ -444,7 +450,7 @@ class _Follower:
                     root.path / run_files.AGENTS,
                 )
         except errors.CheckpointError as error:
-            logging.warning("the agents of the run may have moved: %s", error)
+            logging.warning("the run's list of agents may be outdated: %s", error)
 
     def _in_ram(self) -> Step | None:
         # One agent's list shows whether to search, because each has parts of every
@@ -452,12 +458,12 @@ class _Follower:
         urls = list(self._agents.urls.values())
         some = map(self._peer, random.sample(urls, min(_MOST_ASKED, len(urls))))
         asked = next((each for each in some if not each.listing.problem), None)
-        # None means that none of these agents answers.
+        # None means that none of these agents responds.
         later = {*filter(self._is_later, asked.known_saves())} if asked else None
         now_secs, is_again = time.monotonic(), later == self._searched
         if later == set() or (is_again and now_secs < self._again_secs):
             return None
-        # Searches less and less often for saves that stay incomplete.
+        # Searches at growing intervals while the same saves stay incomplete.
         more_secs = min(2 * self._pause_secs, self._poll_secs)
         self._pause_secs = more_secs if is_again else _RAM_POLL_SECS
         self._searched, self._again_secs = later, now_secs + self._pause_secs
@@ -468,9 +474,9 @@ class _Follower:
         if refusing and not any(each.listing.manifests for each in peers):
             raise errors.RunError(
                 f"{', '.join(refusing)}: no agent of the run accepts the secret in"
-                f" {self._secret_file}; pass a copy of the file `secret` in the"
-                " directory of ec.Local on any machine of the run, or the secret_file"
-                " of its ec.Peers"
+                f" {self._secret_file}; pass a copy of the file `secret` from the"
+                " ec.Local directory on any of the run's machines, or of the"
+                " secret_file of its ec.Peers"
             )
         if found is None or not self._is_later(found.step_id):
             return None
@@ -501,7 +507,7 @@ class _Follower:
 
 
 def _resolved(tree: Any, name: str, found: find.FoundStep) -> structure.AskedTrees:
-    # A step's requested trees, without its other leaves.
+    # Matches the requested trees with the step; other leaves are omitted.
     contents, step = found.table.contents, found.step_id.step
     if tree is None:
         whole = structure.saved_trees(contents).get(name, {})
@@ -514,9 +520,10 @@ def _resolved(tree: Any, name: str, found: find.FoundStep) -> structure.AskedTre
         sharding = getattr(leaf, "sharding", None)
         if not getattr(sharding, "is_fully_addressable", True):
             raise errors.ConfigError(
-                f"{path} is requested on devices of several processes, which may be at"
-                " different steps; follow in one process, request shardings over"
-                " jax.local_devices(), and broadcast the values"
+                f"{path} is requested on devices of multiple processes, which may be at"
+                " different steps; follow the run in one process, request shardings"
+                " over jax.local_devices(), and broadcast the values to the other"
+                " processes"
             )
     return asked
 

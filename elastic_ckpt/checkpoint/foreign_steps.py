@@ -1,4 +1,4 @@
-"""Steps that stock Orbax saved: their contents, and loading them.
+"""Describes and loads steps that stock Orbax saved.
 
 Their values have no digests, and Orbax loads them. Orbax reports any error as an
 incompatible handler; this module raises the cause and names the unreadable part.
@@ -46,8 +46,8 @@ _REFUSED = (
     "pytree.saving",
 )
 _REMEDY = (
-    "restore it from a copy, or move this step out of its directory to continue from"
-    " the step before"
+    "restore the step from a good copy, or move it out of its directory to continue"
+    " from the step before it"
 )
 
 
@@ -67,14 +67,14 @@ class ShardedArray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafSummary:
-    """One array of a step.
+    """A leaf of a saved tree.
 
     Attributes:
-      path: the array's path in the tree.
+      path: the leaf's path in the tree.
       shape: the global shape.
-      dtype: the dtype.
-      sharding: the saved partition spec and mesh, in words.
-      num_bytes: the size of the values.
+      dtype: the dtype name.
+      sharding: a description of the saved partition spec and mesh.
+      num_bytes: the size of the values, in bytes.
     """
 
     path: str
@@ -91,25 +91,25 @@ def load(
 
     Args:
       path: the step directory.
-      wanted: abstract trees, and components to load, by name.
+      wanted: abstract trees and components to load, keyed by name.
       partial: whether the requested trees may omit saved leaves.
 
     Raises:
       CheckpointError: if the step belongs to a different model or lacks a part, or a
         part cannot be read.
-      ElasticCkptError: from a component's `load`.
+      ElasticCkptError: the error of a component's `load`.
     """
     parts = read_parts(path)
     missing = sorted(wanted.keys() - parts.keys())
     if missing:
         raise errors.CheckpointError(
-            f"{path} lacks {missing} of its parts {sorted(wanted)}; {_REMEDY}"
+            f"{path} lacks {missing} of the requested parts {sorted(wanted)}; {_REMEDY}"
         )
     asked, stateful = component_io.split(wanted)
     for name, tree in asked.items():
-        # Orbax does not describe protocol buffers, requested by a class or an object.
+        # Orbax does not describe protocol buffers; a class or an object requests one.
         if parts[name] is None and not hasattr(tree, "DESCRIPTOR"):
-            raise _unreadable(path, name, "its content is unknown")
+            raise _unreadable(path, name, "Orbax does not describe its content")
         if tree is not None and not partial and parts[name] is not None:
             check_same_tree(str(path), parts[name], tree)
     context = checked_context()
@@ -120,7 +120,7 @@ def load(
 
 
 def checked_context(own: ocp.Context | None = None) -> ocp.Context:
-    """Orbax's context for a library call, to enter in the thread that makes the call.
+    """Returns the Orbax context for a call, to be entered in the calling thread.
 
     Only `pytree.loading.partial_load` is applied; options that tune Orbax's I/O have no
     effect. Steps that stock Orbax saved are loaded under the same context.
@@ -140,7 +140,7 @@ def checked_context(own: ocp.Context | None = None) -> ocp.Context:
         if value != operator.attrgetter(name)(default):
             raise errors.CheckpointError(
                 f"ocp.Context has {name}={value!r}, which this checkpointer does not"
-                " apply; leave it at its default, or use Orbax's own Checkpointer"
+                " support; leave it at its default, or use Orbax's own Checkpointer"
             )
     return context
 
@@ -163,10 +163,10 @@ def _own_cause(path: epath.Path, name: str, error: Exception) -> Exception:
 
 
 def _unreadable(path: epath.Path, name: str, why: str) -> errors.CheckpointError:
-    # Either the step or the request may be wrong.
+    # The fault may be in the step or in the request.
     return errors.CheckpointError(
-        f"{path}: its part {name!r} cannot be read ({why}); {_REMEDY}, or, if"
-        " `metadata()` shows it in a different form, request it in that form"
+        f"{path}: its part {name!r} cannot be read ({why}); {_REMEDY}. If `metadata()`"
+        " shows the part in a different form, request it in that form"
     )
 
 
@@ -174,10 +174,10 @@ def check_same_tree(step_path: str, saved: Any, wanted: Any) -> None:
     """Raises an OtherModelError naming the first leaves in which two trees differ.
 
     Args:
-      step_path: the source of `saved`, for the message.
+      step_path: the source of `saved`, for the error message.
       saved: the saved pytree, whose leaves have a `shape` or are numbers or strings.
-      wanted: the requested tree. Shapes must be equal, and strings must be requested
-        as such; `...` and None skip a leaf.
+      wanted: the requested tree. Shapes must match, and strings must be requested as
+        strings; `...` and None skip a leaf.
     """
     before = {path: _form(leaf) for path, leaf in _leaves(saved).items()}
     now: dict[str, str] = {}
@@ -187,7 +187,7 @@ def check_same_tree(step_path: str, saved: Any, wanted: Any) -> None:
             continue
         now[path] = _form(leaf)
         if now[path] == _NUMBER and before.get(path) != _TEXT:
-            # Orbax decides what it can restore as a number.
+            # Orbax decides which leaves it can restore as a number.
             now[path] = before.get(path, "a leaf")
         elif before.get(path) == _NUMBER:
             before[path] = _form(np.zeros(()))
@@ -200,13 +200,13 @@ def _form(leaf: Any) -> str:
     if isinstance(leaf, type) or not hasattr(leaf, "shape"):
         return _NUMBER
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        # Typed random keys are saved as their data.
+        # For typed random keys, their data is saved.
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     return str(list(leaf.shape))
 
 
 def _leaves(tree: Any, *, with_none: bool = False) -> dict[str, Any]:
-    # By paths such as `opt_state/1/0/mu/embedding`.
+    # The leaves, keyed by paths such as `opt_state/1/0/mu/embedding`.
     is_leaf = (lambda node: node is None) if with_none else None
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
@@ -215,10 +215,10 @@ def _leaves(tree: Any, *, with_none: bool = False) -> dict[str, Any]:
 
 
 def read_parts(path: epath.Path) -> dict[str, Any]:
-    """Describes a step's checkpointables, by name, as Orbax v1 does.
+    """Describes a step's checkpointables as Orbax v1 does, in a dict keyed by name.
 
-    Orbax v1's function fails for trees with a bool, so v0's function reads trees. JSON
-    describes itself. Other parts, and unreadable ones, are None.
+    Trees are read with Orbax v0, because v1's metadata reader fails on bool leaves. A
+    JSON part is described by its value. Other or unreadable parts are None.
 
     Raises:
       CheckpointError: if Orbax cannot read the step.
@@ -251,7 +251,7 @@ def _read_part(path: epath.Path, kind: str) -> Any:
 
 
 def _described(leaf: Any) -> Any:
-    # As Orbax v1 describes it.
+    # Describes a leaf as Orbax v1 does.
     if isinstance(leaf, v0.metadata.StringMetadata):
         return "string"
     if isinstance(leaf, v0.metadata.ScalarMetadata):
@@ -264,8 +264,8 @@ def _described(leaf: Any) -> Any:
 def arrays(step_path: epath.PathLike, name: str) -> list[LeafSummary]:
     """Summarizes each leaf of a step's checkpointable `name`.
 
-    Orbax reads the leaves. It cannot read S3-compatible stores other than Amazon's;
-    there, the leaves come from the step's manifests, without shardings.
+    Orbax reads the leaves. It cannot read S3-compatible stores other than Amazon's; for
+    those, the leaves come from the step's manifests, without shardings.
     """
     path, below = storage.absolute(step_path), f"{name}/"
     tree = read_parts(path).get(name) or {}
@@ -281,7 +281,7 @@ def arrays(step_path: epath.PathLike, name: str) -> list[LeafSummary]:
 
 
 def steps(directory: epath.PathLike) -> dict[int, epath.Path]:
-    """The complete steps in `directory`, ascending."""
+    """A dict from step number to path of the complete steps, in ascending order."""
     root = storage.absolute(directory)
     numbers = sorted(filter(str.isdigit, records.names(root)), key=int)
     paths = (root / number for number in numbers)
@@ -289,7 +289,7 @@ def steps(directory: epath.PathLike) -> dict[int, epath.Path]:
 
 
 def _summary(path: str, leaf: Any, sharding: str) -> LeafSummary:
-    # A number's or string's metadata is its value.
+    # For a number or string, the leaf is the value itself.
     array = np.asarray(leaf) if isinstance(leaf, int | float | str) else leaf
     return LeafSummary(
         path=path,

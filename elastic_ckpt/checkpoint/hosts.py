@@ -1,8 +1,9 @@
-"""The hosts of a world, which a checkpointer drives by calls.
+"""The hosts of a world, which a checkpointer drives with calls.
 
-A call (`core.calls`) is a method that all hosts, or only the first, run; the driver
+A call (`core.calls`) is a method that all hosts, or only host 0, run; the driver
 continues with the answers. In a multi-controller world, every process is a driver
-(`InEveryProcess`). A single controller is its hosts' only driver, through the sidecar.
+(`InEveryProcess`). With a single controller, the controller is the only driver and
+reaches the hosts through the sidecar.
 """
 
 from __future__ import annotations
@@ -39,52 +40,53 @@ class Hosts(Protocol):
 
     @property
     def own(self) -> int:
-        """The number of the host whose paths this process uses."""
+        """The index of the host whose paths this process uses."""
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts the world has."""
+        """The number of hosts in the world."""
 
     @property
     def is_apart(self) -> bool:
-        """Whether this process does not share the memory of the host `own`."""
+        """Whether host `own` is a different process, whose memory is out of reach."""
 
     def all(
         self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
     ) -> list[AnswerT]:
-        """Calls a method of every host and returns the answers in host order.
+        """Calls a method on every host and returns the answers in host order.
 
         Calls with the same name and channel (`calls.Call`) must come from one thread at
         a time, in the same order in all drivers.
 
         Raises:
           HostsFailedError: if the call failed on any host.
-          ReplacedError: if another start has continued the run.
+          ReplacedError: if a later launch has continued the run.
         """
 
     def first(
         self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
     ) -> AnswerT:
-        """Calls a method of only host 0 and returns its answer.
+        """Calls a method on host 0 only and returns its answer.
 
         Raises:
           HostsFailedError: if the call failed.
-          ReplacedError: if another start has continued the run.
+          ReplacedError: if a later launch has continued the run.
         """
 
     def share(self, name: str, value: AnswerT) -> list[AnswerT]:
-        """Returns the values of all drivers, in order.
+        """Returns the values of all drivers, in driver order.
 
         Args:
-          name: the name of the exchange, like a call's; see `all` for the order.
-          value: this driver's value: a dataclass that `codec` encodes, or JSON.
+          name: the name of the exchange; the rules for calls with the same name apply
+            (see `all`).
+          value: this driver's value: a dataclass that `codec` can encode, or JSON.
         """
 
     def capture(self, step_id: StepId, trees: Mapping[str, Any]) -> CapturedIn:
-        """Copies the values that the devices of every host hold."""
+        """Makes every host copy the values in its devices' memory."""
 
     def opened(self) -> Contents:
-        """The contents of the open step (`HostReader.open_step`)."""
+        """Returns the contents of the open step (`HostReader.open_step`)."""
 
     def check(
         self,
@@ -95,13 +97,14 @@ class Hosts(Protocol):
         """Selects the parts that `read` reads from the open step.
 
         Args:
-          trees: the wanted trees, whose leaves are all in the step, in the same shapes.
-          components: the wanted components.
-          others: trees of a different layout, by name. If hosts are other processes,
-            this reads the trees immediately, from persistent storage.
+          trees: the requested trees; the step has all of their leaves, with the same
+            shapes.
+          components: the names of the requested components.
+          others: requested trees of a different layout, keyed by name. If the hosts are
+            other processes, `check` itself reads these trees, from persistent storage.
 
         Returns:
-          The bytes that this process has read immediately.
+          The number of bytes that this process itself has read.
 
         Raises:
           HostsFailedError: if the step has no such component.
@@ -115,7 +118,7 @@ class Hosts(Protocol):
         """
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
-        """Builds the trees, including other layouts', from the values that hosts read.
+        """Builds the trees, including those of other layouts, from the values read.
 
         Closes the step (`HostReader.close_step`).
         """
@@ -128,7 +131,7 @@ class Hosts(Protocol):
 
 
 class InEveryProcess:
-    """The hosts of a multi-controller world, one in each process, which also drives."""
+    """The hosts of a multi-controller world; each process is a host and a driver."""
 
     is_apart = False
 
@@ -202,14 +205,14 @@ class InEveryProcess:
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """See `Hosts`."""
         arrays = self._reader.arrays(trees)
-        # No other host needs it any more.
+        # No other host needs the step any more.
         self._reader.close_step()
         return arrays
 
     def are_leaving(self, error: BaseException) -> bool:
         """See `Hosts`."""
         if self.num_hosts > 1 and _is_of_devices(error):
-            # A host is gone or has left a computation: do not wait for it.
+            # A host is gone or has left a computation, so waiting would be in vain.
             return False
         try:
             self._messages.gather("leaving", None, timeout_secs=_LEAVING_SECS)

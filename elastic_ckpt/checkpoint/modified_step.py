@@ -1,4 +1,4 @@
-"""Edits numbers in the pytrees of a step.
+"""Edits numbers in a step's pytrees.
 
 A new value must be exact: an integer cannot become a fraction, and a float cannot
 overflow.
@@ -29,7 +29,7 @@ class Edit(NamedTuple):
       path: the number's path, beginning with the tree's name, such as
         `state/opt_state/learning_rate`.
       text: the new value, or a factor.
-      is_factor: whether `text` is a factor for the current value.
+      is_factor: whether `text` is a factor by which to multiply the current value.
     """
 
     path: str
@@ -42,7 +42,7 @@ class StoredFiles:
     """A component's files, loaded and saved unchanged.
 
     Attributes:
-      files: the file contents, by name.
+      files: a dict from file name to content.
     """
 
     files: dict[str, bytes] = dataclasses.field(default_factory=dict)
@@ -67,10 +67,11 @@ def edit(name: str, tree: Any, change: Edit) -> tuple[Any, str]:
     """Applies an edit to a copy of a pytree.
 
     Returns:
-      The new tree, and a line about the change.
+      The new tree, and a one-line description of the change.
 
     Raises:
-      CheckpointError: if there is no such number, or it cannot have the new value.
+      CheckpointError: if there is no such number, or its dtype cannot represent the new
+        value.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     values = {leaf_path(name, keys): leaf for keys, leaf in leaves}
@@ -78,15 +79,15 @@ def edit(name: str, tree: Any, change: Edit) -> tuple[Any, str]:
     if not _is_number(before):
         numbers = [path for path, value in values.items() if _is_number(value)]
         raise errors.CheckpointError(
-            f"{name!r} has no number {change.path!r}; its numbers are"
-            f" {errors.first_of(numbers) or 'none'}"
+            f"{name!r} has no numeric value at {change.path!r}; paths of its numeric"
+            f" values: {errors.first_of(numbers) or 'none'}"
         )
     values[change.path], line = _changed(change, before)
     return jax.tree.unflatten(structure, values.values()), line
 
 
 def _changed(change: Edit, number: Any) -> tuple[Any, str]:
-    # The new value, with the old value's type, and a line about it.
+    # The new value, with the old value's type, and a description of the change.
     array = np.asarray(number)
     before = _plain(array)
     try:
@@ -100,12 +101,11 @@ def _changed(change: Edit, number: Any) -> tuple[Any, str]:
             after = np.full(array.shape, wanted, array.dtype)
         exact = isinstance(before, float) or _plain(after) == wanted
         if not exact or math.isfinite(_plain(after)) != math.isfinite(wanted):
-            raise ValueError(f"the result is not a number of {array.dtype}")
+            raise ValueError(f"{array.dtype} cannot represent the result")
     except (ArithmeticError, KeyError, ValueError, TypeError) as error:
-        given = f"times {change.text}" if change.is_factor else change.text
+        given = f"{change.text} times its value" if change.is_factor else change.text
         raise errors.CheckpointError(
-            f"{change.path} is a number of {array.dtype} and cannot become {given}:"
-            f" {error}"
+            f"{change.path} has dtype {array.dtype} and cannot become {given}: {error}"
         ) from None
     line = f"{change.path} ({array.dtype}): {before!r} -> {_plain(after)!r}"
     if isinstance(number, jax.Array):
@@ -115,7 +115,7 @@ def _changed(change: Edit, number: Any) -> tuple[Any, str]:
 
 def _plain(array: np.ndarray) -> Any:
     value = array.reshape(()).item()
-    # ml_dtypes numbers, such as bfloat16, are objects of its own classes.
+    # Numbers of ml_dtypes types, such as bfloat16, are not Python numbers.
     return value if isinstance(value, bool | int | float) else float(value)
 
 

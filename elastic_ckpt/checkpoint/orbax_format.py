@@ -5,7 +5,7 @@
     <part>/_sharding                  shardings of its JAX arrays
     <part>/_strings.json              its strings
     <part>/array_metadatas/process_0  chunks of its JAX arrays, kinds of random keys
-    metrics/metrics                   what policies rank steps by
+    metrics/metrics                   the metrics by which policies rank steps
 
 Orbax neither documents these files nor offers a function that writes them. The tests
 compare them with Orbax's own files, tree by tree, and load them with stock Orbax.
@@ -42,8 +42,8 @@ class SavedArray(jax.ShapeDtypeStruct):
     """An abstract array of a saved step; its devices may no longer exist.
 
     Args:
-      shape: the shape of the whole array.
-      dtype: the dtype of its elements.
+      shape: the global shape.
+      dtype: the dtype of the elements.
       saved_sharding: the sharding, as `sharding_metadata` describes it; None if the
         array was on one device.
     """
@@ -60,14 +60,14 @@ class SavedArray(jax.ShapeDtypeStruct):
 
 
 def entries(tree: Any) -> list[tuple[KeyPath, Any]]:
-    """A tree's leaves, and its empty nodes, which Orbax records too."""
+    """A tree's leaves and its empty nodes, which Orbax also records."""
     return jax.tree.leaves_with_path(
         tree, is_leaf=lambda node: jax.tree.structure(node).num_nodes == 1
     )
 
 
 def key_name(key: Any) -> tuple[bool, str]:
-    """Whether a key is an index in a sequence, and its name in Orbax."""
+    """Returns whether a key is an index in a sequence, and the key's name in Orbax."""
     is_item = isinstance(
         key, jax.tree_util.SequenceKey | jax.tree_util.FlattenedIndexKey
     )
@@ -89,20 +89,20 @@ def metadata_files(
     metrics: Mapping[str, Any] | None = None,
     custom: Mapping[str, Any] | None = None,
 ) -> dict[str, bytes]:
-    """The files that Orbax adds to a step's values, by path.
+    """Returns a dict from path to content of the files that Orbax adds to a step.
 
     Args:
       checkpointables: pytrees by name. A `jax.ShapeDtypeStruct` with a sharding may
         replace a JAX array.
-      components: the names of other parts, which Orbax sees as
+      components: the names of other parts, which Orbax treats as
         `StatefulCheckpointable`s.
-      chunks: the chunk shape of each leaf, by path; for typed random keys, the chunk
+      chunks: a dict from leaf path to chunk shape; for typed random keys, the chunk
         shape of their data.
       init_timestamp_nsecs: when the save began, in nanoseconds since 1970.
       commit_timestamp_nsecs: when the step was committed, in nanoseconds since 1970.
-      metrics: the metrics, for policies that rank steps; None if the step was not
+      metrics: the metrics by which policies rank steps; None if the step was not
         evaluated.
-      custom: the user's metadata, as JSON.
+      custom: the user's metadata, as JSON values.
 
     Raises:
       CheckpointError: if a leaf has a type that Orbax does not save.
@@ -146,7 +146,7 @@ def handler_name(name: str) -> str:
 def tree_files(
     checkpointable: str, tree: Any, chunks: Mapping[str, Sequence[int]]
 ) -> dict[str, bytes]:
-    """The files that Orbax adds to a tree's values, by path in its directory.
+    """Returns a dict from path to content of the files that Orbax adds to a tree.
 
     Raises:
       CheckpointError: see `metadata_files`.
@@ -198,7 +198,7 @@ def tree_files(
 
 
 def strings_file(named: Mapping[str, str]) -> dict[str, Any]:
-    """The content of `_strings.json`: a name is a JSON pointer to its string.
+    """The content of `_strings.json`, where each name is a JSON pointer to its string.
 
     Raises:
       CheckpointError: if a string would be inside another string.
@@ -214,7 +214,7 @@ def strings_file(named: Mapping[str, str]) -> dict[str, Any]:
         if not isinstance(node, dict) or last in node:
             raise errors.CheckpointError(
                 f"the string {name!r} would be saved inside another string in Orbax's"
-                " _strings.json; rename a key with a '/' or '~'"
+                " _strings.json; rename a key that contains '/' or '~'"
             )
         node[last] = text
     return content
@@ -244,8 +244,8 @@ def leaf_kind(leaf: Any, path: str) -> str:
         return "scalar"
     if jax.tree.structure(leaf).num_leaves:
         raise errors.CheckpointError(
-            f"{path} is a {type(leaf).__name__}, which Orbax does not save; make it a"
-            " jax.Array, a NumPy array, an int, a float or a str"
+            f"{path} is a {type(leaf).__name__}, which Orbax does not save; convert it"
+            " to a jax.Array, a NumPy array, an int, a float or a str"
         )
     if isinstance(leaf, Mapping):
         return _EMPTY[dict]
@@ -273,6 +273,6 @@ def _sharding(leaf: Any) -> dict[str, Any] | None:
 
 
 def sharding_metadata(sharding: NamedSharding) -> dict[str, Any]:
-    """A sharding as Orbax describes it."""
+    """Describes a sharding in Orbax's form."""
     metadata = v0.metadata.NamedShardingMetadata.from_jax_sharding(sharding)
     return json.loads(metadata.to_serialized_string())

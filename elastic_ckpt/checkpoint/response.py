@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Response(Generic[T]):
-    """The result of a call in the background, like Orbax's `AsyncResponse`.
+    """The result of a background call, like Orbax's `AsyncResponse`.
 
     Args:
       doing: a future that completes when the call is done.
@@ -25,11 +25,11 @@ class Response(Generic[T]):
         """Waits for the call to finish and returns its result.
 
         Args:
-          timeout: the maximum number of seconds to wait; None sets no limit.
+          timeout: the maximum time to wait, in seconds; None sets no limit.
 
         Raises:
           Exception: the error of the call, if it failed.
-          TimeoutError: if the call has not finished in time; it continues.
+          TimeoutError: if the call does not finish in time; the call continues.
         """
         if timeout is None:
             background.wait([self._doing])
@@ -50,7 +50,7 @@ class SaveResponse(Response[bool]):
 
     With a local tier, a step is committed once it is in the RAM of all hosts; without a
     local tier, once it is in persistent storage. The result is False if the save was
-    abandoned after an error, which an event describes.
+    abandoned after an error; an event describes the error.
 
     Args:
       committed: a future that completes when the step is committed or abandoned.
@@ -65,7 +65,7 @@ class SaveResponse(Response[bool]):
         self._is_stored = is_stored
 
     def durable(self) -> bool:
-        """Waits for copies and the backup, if the step gets them.
+        """Waits for the step's copies and backup, if they are due.
 
         Every process of the run must call this.
 

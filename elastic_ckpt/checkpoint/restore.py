@@ -1,17 +1,17 @@
 """Restore: all hosts read the newest readable step.
 
-    find          finds the newest step that hosts and storage have completely
-    open_step     gives all hosts the table of the step
-    describe      describes its content, without values
+    find          finds the newest step that is complete in RAM and storage together
+    open_step     sends the step's table to all hosts
+    describe      describes the step's content, without values
     Restorer      checks the request; makes hosts read and repair; loads components;
                   builds the arrays
 
-No value is returned, and no component is loaded, before every host has read and
-verified its whole part: if one host cannot, all hosts read the step before. If a
+Values are returned and components are loaded only after every host has read and
+verified its whole part: if one host cannot, all hosts read the step before it. If a
 component cannot be loaded on one host, the restore fails on all hosts.
 
-Trees that were saved in a different layout are read by `Relayout`, which comes from a
-higher room.
+Trees that were saved in a different layout are read by a `Relayout` function, which the
+caller passes.
 """
 
 from __future__ import annotations
@@ -60,14 +60,17 @@ class StepAlreadyExistsError(
 
 
 class StepNotFoundError(errors.CheckpointError, ocp.training.errors.StepNotFoundError):
-    """The step is in no tier."""
+    """The step is not in any tier."""
 
 
 def step_number(step: Any) -> int:
-    """A step's number: an integer of any type, or the `step` of an object.
+    """Returns a step number as an int.
+
+    Args:
+      step: an integer of any type, or an object whose `step` is one.
 
     Raises:
-      CheckpointError: if the number is not an integer of at least 0.
+      CheckpointError: if the number is negative or not an integer.
     """
     number = getattr(step, "step", step)
     try:
@@ -76,8 +79,8 @@ def step_number(step: Any) -> int:
         index = -1
     if index < 0:
         raise errors.CheckpointError(
-            f"{number!r} ({type(number).__name__}) is not a step; pass an integer of"
-            " at least 0"
+            f"{number!r} ({type(number).__name__}) is not a step number; pass an"
+            " integer that is 0 or greater"
         )
     return index
 
@@ -87,8 +90,9 @@ class SearchOutcome:
     """The outcome of a search for a complete step.
 
     Attributes:
-      checkpoint: the step found; None if no step is complete.
+      checkpoint: the step that was found; None if no step is complete.
       newest_save: the newest save of any step; empty if there are no saves.
+      problem: the error that `required` raises if no step was found.
     """
 
     checkpoint: CheckpointMetadata | None = None
@@ -97,10 +101,10 @@ class SearchOutcome:
 
     @property
     def required(self) -> CheckpointMetadata:
-        """The step.
+        """The step that was found.
 
         Raises:
-          CheckpointError: if there is no step.
+          CheckpointError: if no step was found.
         """
         if self.checkpoint is None:
             raise self.problem or StepNotFoundError("no step was searched for")
@@ -119,9 +123,10 @@ def find(
 
     Args:
       hosts: the hosts of the world.
-      step: the step number; None for the newest.
-      emit: a function called when newer steps are skipped, and for peers that refuse.
-      without: steps and saves that turned out to be unreadable, and why.
+      step: the step number; None means the newest complete step.
+      emit: a function called with events about skipped steps, peers that refuse
+        requests, and unreachable storage.
+      without: a dict from unreadable step to the reason.
       own_line: the line that the caller has saved to.
 
     Raises:
@@ -215,7 +220,7 @@ def describe(hosts: Hosts, checkpoint: CheckpointMetadata) -> CheckpointMetadata
 
 
 def _held(contents: Contents) -> dict[str, Any]:
-    # A step's contents, as Orbax describes them.
+    # A step's contents, described as in Orbax.
     trees = structure.saved_trees(contents)
     described = jax.tree.map(
         lambda leaf: "string" if isinstance(leaf, str) else leaf, trees
@@ -224,8 +229,8 @@ def _held(contents: Contents) -> dict[str, Any]:
 
 
 # Matches a user's layout with a saved tree before values are read (implemented by
-# `elastic_ckpt.universal.loading`). Takes the step's contents (None for another
-# program's step), the tree's name, the requested tree and the layout. Returns a
+# `elastic_ckpt.universal.loading`). Takes the step's contents (None if stock Orbax
+# saved the step), the tree's name, the requested tree and the layout. Returns a
 # function that reads the tree into its shardings, from the open step's boxes or from
 # the saved tree's path in persistent storage. Raises a ConfigError if the layout does
 # not match.
@@ -239,8 +244,9 @@ class Restored(NamedTuple):
 
     Attributes:
       search: the outcome of the search for the step.
-      components: all components of the step, whether requested or not; none if stock
-        Orbax saved it.
+      components: the names of all components of the step, requested or not; empty if
+        stock Orbax saved the step.
+      parts: a dict from name to the restored pytree or component.
     """
 
     search: SearchOutcome
@@ -252,12 +258,13 @@ class Restorer:
     """Restores pytrees and components of a step; all hosts make the same calls.
 
     Args:
-      relayout: the reader for trees whose saved layout differs.
-      emit: a function called with the values' sources and with problems.
-      wanted: abstract trees and components, by name.
+      hosts: the hosts of the world.
+      relayout: a function that reads trees whose saved layout differs; see `Relayout`.
+      emit: a function called with events about the values' sources and any problems.
+      wanted: the requested abstract trees and components, keyed by name.
       partial: whether the requested trees may omit saved leaves.
-      layout: a layout that maps saved leaves to requested leaves; None if no tree may
-        differ.
+      layout: a layout that maps saved leaves to requested leaves; None if the saved
+        trees must have the requested leaves.
     """
 
     def __init__(
@@ -282,13 +289,13 @@ class Restorer:
         """Restores a step.
 
         Args:
-          step: the step number; None takes the newest complete step or, if that turns
-            out to be unreadable, the step before it.
+          step: the step number; None means the newest complete step or, if that step
+            turns out to be unreadable, the step before it.
           newest: the outcome of the last search for the newest step, if still valid.
 
         Raises:
-          CheckpointError: if there is no such step, it belongs to a different model, or
-            no good copy of one of its parts is left.
+          CheckpointError: if there is no such step, the step belongs to a different
+            model, or no good copy of one of its parts is left.
           ConfigError: if the layout does not match.
         """
         with metrics.CHECKPOINT_LOAD.timed():
@@ -307,7 +314,7 @@ class Restorer:
                     # All drivers get this error; hosts drop the values that they have
                     # read.
                     self._hosts.all(HostReader.close_step)
-                    # Otherwise the request is wrong, also for an older step.
+                    # Any other error is in the request, and an older step cannot help.
                     fits = isinstance(error, errors.HostsFailedError)
                     if not fits or step is not None:
                         raise
@@ -318,8 +325,8 @@ class Restorer:
     def _read(
         self, checkpoint: CheckpointMetadata
     ) -> tuple[frozenset[str], Callable[[], dict[str, Any]]]:
-        # Makes all hosts read and verify the wanted values. Returns all components of
-        # the step, and a function that builds the wanted values.
+        # Makes all hosts read and verify the requested values. Returns all components
+        # of the step, and a function that builds the requested values.
         hosts = self._hosts
         hosts.all(HostReader.open_step, checkpoint.step_id)
         contents = hosts.opened()
@@ -337,7 +344,7 @@ class Restorer:
         try:
             read_here = hosts.check(asked.read, stateful, others)
         except errors.HostsFailedError as error:
-            # The request is wrong, also for an older step.
+            # The error is in the request, so an older step cannot help.
             raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
         answers = hosts.read(stateful)
         num_bytes = {
@@ -374,7 +381,7 @@ class Restorer:
         made = hosts.arrays(asked.read)
         parts = {**made, **asked.filled(made), **self._stateful}
         if hosts.own == 0:
-            # One host records for all.
+            # Only one host records the values.
             for near, metric in metrics.CHECKPOINT_READ.items():
                 metric.record(fields[f"{near}_bytes"])
             metrics.CHECKPOINT_BAD_COPIES.record(fields["bad_copies"])
@@ -430,7 +437,7 @@ class Restorer:
     def _of_layout(
         self, saved: Mapping[str, Any], make: Callable[[str, Any], T]
     ) -> dict[str, T]:
-        # The trees whose saved layout differs, by name.
+        # The result of `make` for each tree whose saved layout differs, keyed by name.
         if self._layout is None:
             return {}
         return self._on_all(
@@ -458,14 +465,14 @@ class Restorer:
             raise errors.CheckpointError(
                 f"step {checkpoint.step} was saved in a different layout and is only in"
                 " the RAM of other processes; under one controller, only steps in"
-                " persistent storage can be read through a layout. Restore it as it was"
-                " saved, then save it with force=True"
+                " persistent storage can be read through a layout. Restore the step as"
+                " it was saved, then save it with force=True"
             )
         return read(checkpoint.path / name)
 
     def _on_all(self, name: str, work: Callable[[], T]) -> T:
-        # Makes an error fail all hosts, which would otherwise wait. An older step would
-        # not help.
+        # Makes an error fail all hosts, which would otherwise wait. An older step
+        # cannot help.
         try:
             result = work()
         except Exception as error:

@@ -1,8 +1,8 @@
 """Saves and restores a run's state and data state.
 
-A step's number is the number of completed steps. A step contains the checkpointables
-`state` (weights, optimizer, step counter), `data` (the data state), and, if the run has
-callbacks, `callbacks` (their states).
+A step number is the number of completed training steps. A step contains the
+checkpointables `state` (weights, optimizer state, step counter), `data` (the data
+state), and, if the run has callbacks, `callbacks` (their states).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic_ckpt.steps import layout
 from elastic_ckpt.steps.retention import BestN
 from elastic_ckpt.tiers import preserved
 
-# The directory of the steps, inside the run directory.
+# The steps directory, inside the run directory.
 DIRECTORY = layout.STEPS
 STATE = "state"
 DATA = "data"
@@ -33,13 +33,13 @@ class Callbacks(Protocol):
     """A run's callbacks, whose states are saved as a component."""
 
     def get_state(self) -> Any:
-        """The states to save."""
+        """Returns the states to save."""
 
     def set_state(self, state: Any) -> None:
         """Restores the states."""
 
     def begin_anew(self) -> None:
-        """Starts over, because the step has no callback states."""
+        """Resets the states, because the step has no callback states."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,8 @@ class Saved:
 
     Attributes:
       at_end: whether to save the last step.
-      best: the ranking of evaluations; a step that is better than all before is saved
-        to storage. None disables this.
+      best: the ranking of evaluations: a step that ranks above all earlier ones is
+        saved to storage. None disables this.
       in_background: whether training continues before a step is committed.
     """
 
@@ -63,9 +63,12 @@ class RunSaver:
     """Saves and restores a run; all hosts must make the same calls.
 
     Attributes:
+      checkpointer: the run's checkpointer.
       saved: the steps to save in addition to steps that are due.
+      data: the data iterator.
+      callbacks: the run's callbacks, if any.
       last_step: the run's last step, once it is saved.
-      best_step: the step whose evaluation was better than all before.
+      best_step: the step whose evaluation was better than all earlier ones.
     """
 
     checkpointer: HostsCheckpointer
@@ -91,9 +94,9 @@ class RunSaver:
         """Restores a step: returns its state, and sets the data and the callbacks.
 
         Args:
-          abstract_state: the shapes, dtypes and shardings of the state.
-          step: a complete step; by default the newest.
-          data: the object that receives the data state instead of the data iterator.
+          abstract_state: the state as a tree of shapes, dtypes and shardings.
+          step: a complete step; None means the newest.
+          data: the object that receives the data state; None means the data iterator.
 
         Raises:
           CheckpointError: if the step belongs to a different model, or no step can be
@@ -117,7 +120,7 @@ class RunSaver:
         )
 
     def restore_data(self, step: int) -> bool:
-        """Restores the data and the callbacks, but not the state, from `step`.
+        """Restores the data and the callbacks from `step`, but not the state.
 
         Returns:
           Whether the step could be read.
@@ -130,7 +133,7 @@ class RunSaver:
         return True
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records an evaluation of `step`, which is also saved if it is the best."""
+        """Records an evaluation of `step`; a step that ranks best is also saved."""
         best = self.saved.best
         before = None if best is None else self._evaluations()
         if best is not None and before is not None:
@@ -146,9 +149,9 @@ class RunSaver:
             self.callbacks.begin_anew()
 
     def save_again(self, step: int, state: Any) -> None:
-        """Saves the step that the run rolled back to in every tier and waits.
+        """Saves the step that the run rolled back to, to every tier, and waits.
 
-        From now on, a restart continues from this step, with the current data state.
+        A restart will then continue from this step, with the current data state.
 
         Raises:
           CheckpointError: if the step could not be saved.
@@ -168,12 +171,12 @@ class RunSaver:
         )
         if saving is None or not saving.result():
             raise errors.CheckpointError(
-                f"step {step}, which the run has rolled back to, could not be saved,"
-                " so a restart would continue from a later step; find the reason in the"
-                " run's `degraded` events, make room, and restart the run"
+                f"the run rolled back to step {step} but could not save it, so a"
+                " restart would continue from a later step; find the reason in the"
+                " run's `degraded` events, correct it, and restart the run"
             )
         if evaluated is not None:
-            # The evaluation also holds for the new save, which has the same state.
+            # The evaluation also applies to the new save, which has the same state.
             self.checkpointer.record_metrics(step, evaluated)
         self.checkpointer.wait()
 
@@ -186,7 +189,7 @@ class RunSaver:
     def save(self, step: int, state: Any, *, last: bool) -> None:
         """Saves `state` and the data state as `step`; the last step to every tier."""
         self.last_step = step if last else None
-        # A run that had ended before saves its last step again.
+        # A run that has ended before saves its last step again.
         overwrite = last and self.latest_step == step
         with metrics.CHECKPOINT_SAVE_BLOCK.timed():
             if self._is_kept(step):
@@ -235,7 +238,7 @@ def close(checkpointer: HostsCheckpointer, *, last_step: int | None) -> None:
     """Waits for all tiers, including a late backup, and releases the hosts.
 
     Args:
-      checkpointer: the checkpointer of the run.
+      checkpointer: the run's checkpointer.
       last_step: the run's last step; None if the run did not save it.
 
     Raises:
@@ -244,19 +247,20 @@ def close(checkpointer: HostsCheckpointer, *, last_step: int | None) -> None:
     """
     with checkpointer:
         is_stored = last_step is None or checkpointer.is_durable(last_step)
-        # Leaving the block raises the cause if a step that was due is missing.
+        # If a step that was due is missing, leaving the block raises the cause.
     if not is_stored:
         raise errors.CheckpointError(
-            f"step {last_step}, the last of the run, is not in persistent storage and"
-            " would be lost with the hosts; find the reason in the messages above or"
-            " in the run's `degraded` events, and restart the run to save it"
+            f"the run's last step, {last_step}, is not in persistent storage and would"
+            " be lost with the hosts; find the reason in the messages above or in the"
+            " run's `degraded` events, and restart the run to save the step"
         )
 
 
 def preserve_newest(checkpointer: HostsCheckpointer, *, up_to: int) -> int | None:
-    """Pins the newest step up to `up_to` in persistent storage; all hosts call it.
+    """Pins the newest step in persistent storage that is not after `up_to`.
 
-    Waits for a backup in progress, which may be of that step.
+    All hosts must call this. It waits for a backup in progress, which may be of that
+    step.
 
     Returns:
       The pinned step, on the primary host; None if no step was pinned.
@@ -275,7 +279,7 @@ def preserve_newest(checkpointer: HostsCheckpointer, *, up_to: int) -> int | Non
 def stored_before(
     checkpointer: HostsCheckpointer, step: int
 ) -> CheckpointMetadata | None:
-    """The newest complete step before `step` that persistent storage has."""
+    """The newest complete step before `step` in persistent storage."""
     checkpointer.wait()
     complete = checkpointer.checkpoints
     stored = [each for each in complete if each.path and each.step < step]

@@ -1,4 +1,4 @@
-"""What a checkpointer must know about an elastic run's world."""
+"""The facts about an elastic run's world that a checkpointer needs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ class RunWorld:
     """A world of a run.
 
     Attributes:
-      number: the number of the world; 0 if the run does not count its worlds.
-      claimant: the start that claims the world in persistent storage, at the latest
-        before the first save; None if nothing claims it.
+      number: the world number; 0 if the run does not count its worlds.
+      claimant: the claimant of the world in persistent storage, which must claim it
+        before the first save; None if the world is not claimed.
       is_left: a function that returns whether the run continues in another world after
-        the save that begins, or after the checkpointer is closed; the same on all
-        hosts. Then a save goes only to RAM, and the next world makes its copies and its
-        backup.
-      loses_memory: whether any host's RAM is lost with this world; then the last save
-        gets its copies before the world ends.
-      await_check: a function called on each host when a save begins; raises an error if
-        this host's results must not be saved.
+        the current save or after the checkpointer is closed. The result is the same on
+        all hosts. If it is true, a save goes only to RAM, and the next world makes the
+        step's copies and backup.
+      loses_memory: a function that returns whether any host's RAM is lost with this
+        world. If it is true, copies of the last save are made before the world ends.
+      await_check: a function called on each host when a save begins; it raises an error
+        if this host's results must not be saved.
     """
 
     number: int = 0
@@ -33,5 +33,5 @@ class RunWorld:
     await_check: Callable[[], object] = lambda: None
 
 
-# The world of a run that has no other worlds, or does not count them.
+# The world of a run that has only one world or does not count its worlds.
 ALONE = RunWorld()

@@ -24,17 +24,19 @@ class Saving:
     """A captured step.
 
     Attributes:
-      description: the description for retention and persistent storage.
-      began_secs: when the save began, on the monotonic clock.
+      step_id: the step number and the name of the save.
+      description: the step's description, for retention and persistent storage.
+      began_secs: the time on the monotonic clock at which the save began.
       back_up: whether the step goes to persistent storage.
       overwrite: whether the save replaces other saves of the step there.
       write_components: a function that makes the components write their files.
       path: the step directory in persistent storage; None without that tier.
       is_last_of_world: whether the run continues in another world, which makes the
         step's copies and backup.
-      is_copied_at_once: whether the save is done only once its copies are made.
-      stateful: the step's components, by name; none if an earlier world saved it.
-      stored: set when the step is in persistent storage.
+      is_copied_at_once: whether the save is done only after its copies have been made.
+      stateful: the step's components, keyed by name; empty if an earlier world saved
+        the step.
+      stored: an event that is set when the step is in persistent storage.
     """
 
     step_id: StepId
@@ -61,7 +63,7 @@ class Saving:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """The kinds of values that this host saves, by leaf path or component name."""
+        """A dict from leaf path or component name to the kind of value to save."""
         kinds = {
             name: str(each) if isinstance(each, Component) else "component"
             for name, each in self.stateful.items()
@@ -69,7 +71,7 @@ class Saving:
         return self.description.kinds(kinds)
 
     def difference(self, hosts: Hosts, notes: Sequence[HostNotes]) -> str | None:
-        """A message about the first part that hosts save differently; None if none."""
+        """Describes the first part that hosts save differently, if any."""
         if len({each.parts_digest for each in notes}) == 1:
             return None
         path, kinds = _differing(hosts.share("parts", self.kinds), missing="nothing")
@@ -79,15 +81,16 @@ class Saving:
             for kind, numbers in kinds.items()
         )
         return (
-            f"hosts save different things as {path!r} ({each}); pass the same"
-            " checkpointables on every host"
+            f"the hosts save different kinds of values as {path!r} ({each}); pass the"
+            " same checkpointables on every host"
         )
 
     def complete(self, hosts: Hosts) -> tuple[Saving, dict[str, str]]:
         """Omits, on all hosts, optional components that any of the hosts cannot save.
 
         Returns:
-          The step without those components, and why each was omitted, by name.
+          The step without those components, and a dict from the name of each to the
+          reason.
         """
         why: dict[str, str] = {}
         optional = {
@@ -96,7 +99,7 @@ class Saving:
             if isinstance(each, Component) and not each.required
         }
         problems = {n: c.save_problem or "" for n, c in optional.items()}
-        # If several hosts cannot save a component, the message names the first.
+        # If multiple hosts cannot save a component, the message names the first.
         of_hosts = [*enumerate(hosts.share("left_out", problems) if problems else ())]
         for number, of_host in reversed(of_hosts):
             why |= {n: f"host {number}: {each}" for n, each in of_host.items() if each}
@@ -108,9 +111,12 @@ class Saving:
         return dataclasses.replace(self, description=description), why
 
     def write_files(self) -> str | None:
-        """Makes the components write their files; returns why they could not, or None.
+        """Makes the components write their files.
 
         Any error must fail all hosts, which would otherwise wait for this one.
+
+        Returns:
+          The error message if the components could not be written; None otherwise.
         """
         try:
             self.write_components()
@@ -131,7 +137,7 @@ class Saving:
         )
 
     def diverged(self, hosts: Hosts, written: Sequence[Written]) -> str | None:
-        """A message about the first part that hosts wrote differently; None if none.
+        """Describes the first part that hosts wrote differently, if any.
 
         Raises:
           HostsFailedError: if a host does not report its digests.
@@ -143,16 +149,16 @@ class Saving:
         part, holders = _differing(of_hosts)
         numbers = sorted(number for some in holders.values() for number in some)
         return (
-            f"{part} has different values at the hosts"
-            f" {', '.join(map(str, numbers))}: a device or the memory of one of them is"
-            " faulty, or hosts computed different values; the step is not saved"
+            f"{part} has different values on hosts {', '.join(map(str, numbers))}: one"
+            " of them has a faulty device or faulty memory, or the hosts computed"
+            " different values; the step was not saved"
         )
 
 
 def _differing(
     of_hosts: Sequence[Mapping[str, str]], missing: str | None = None
 ) -> tuple[str, dict[str, list[int]]]:
-    # The first name for which hosts have different strings, with each string's hosts.
+    # The first name for which hosts have different strings, and the hosts by string.
     for name in sorted(set().union(*of_hosts)):
         hosts: dict[str, list[int]] = {}
         for number, of_host in enumerate(of_hosts):

@@ -13,7 +13,7 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.core import clock, preemption
 from elastic_ckpt.tiers.choices import Chosen
 
-# The maximum number of steps between two clock comparisons.
+# The maximum number of steps between comparisons of the clock.
 _MOST_STEPS = 16
 
 
@@ -21,9 +21,10 @@ class BackupClock:
     """Decides when a backup is due by time.
 
     Args:
-      every_minutes: the minutes between two backups; None if only steps count.
-      since_secs: the seconds since the last backup, which an earlier world may have
-        made.
+      every_minutes: the time between backups, in minutes; None if backups are not due
+        by time.
+      since_secs: the time since the last backup, in seconds; an earlier world may have
+        made that backup.
     """
 
     def __init__(
@@ -33,11 +34,11 @@ class BackupClock:
         self._began_secs = clock.monotonic() - since_secs
 
     def begin_again(self) -> None:
-        """Restarts the clock when a backup begins."""
+        """Restarts the clock, at the beginning of a backup."""
         self._began_secs = clock.monotonic()
 
     def passed_secs(self) -> float:
-        """The seconds since the last backup."""
+        """The time since the last backup, in seconds."""
         return clock.monotonic() - self._began_secs
 
     def is_due(self) -> bool:
@@ -47,12 +48,14 @@ class BackupClock:
 
 @dataclasses.dataclass(kw_only=True)
 class Schedule:
-    """Decides which tiers are due at a step, the same in every process of a world.
+    """Decides which tiers are due at a step; all processes of a world decide the same.
 
     Attributes:
-      agree: a function that returns host 0's values in every process.
-      stored: the steps that a policy sees, ascending: the step that the run resumed
-        from, if any, and all steps due in storage since then.
+      chosen: the tiers.
+      clock: the clock for backups that are due by time.
+      agree: a function that returns host 0's arguments in every process.
+      stored: the steps that a policy sees, in ascending order: the step that the run
+        resumed from, if any, and all steps due in storage since then.
     """
 
     chosen: Chosen
@@ -60,7 +63,7 @@ class Schedule:
     agree: Callable[[bool, int], tuple[bool, int]]
     stored: list[Any] = dataclasses.field(default_factory=list)
     _is_time: bool = False
-    # The step at which hosts compare clocks next.
+    # The next step at which hosts check host 0's clock.
     _next_look: int = 0
 
     def note_save(self, step: Any, *, back_up: bool) -> None:
@@ -85,17 +88,17 @@ class Schedule:
     ) -> bool:
         """Whether a saved step goes to persistent storage.
 
-        It does if a backup became due since the last one, at this step or before: the
-        caller need not save every step at which a backup is due. Each step also does
-        when the job is about to be preempted.
+        It does if a backup became due at this step or at any step since the last
+        backup, because the caller need not save every step at which a backup is due. It
+        also does if the job is about to be preempted.
 
-        With a local tier, the stages of a save count the minutes.
+        With a local tier, backups that are due by time are decided by `SaveStages`.
 
         Args:
           step: the step, with its number, time and metrics.
           is_saving: whether a save is in progress.
-          is_left: whether the run continues in another world, so that a signal to
-            terminate is not a preemption.
+          is_left: whether the run continues in another world, so that a termination
+            signal does not mean preemption.
         """
         persistent = self.chosen.persistent
         if persistent is None:
@@ -128,7 +131,7 @@ class Schedule:
         if not self._is_time and step >= self._next_look:
             passed_secs = self.clock.passed_secs()
             step_secs = passed_secs / max(1, step - self._backed_up())
-            # Only half of the remaining time, because the time per step may change.
+            # Uses half of the remaining time, because the time per step may change.
             left = (self.clock.every_secs - passed_secs) / (2 * max(step_secs, 1e-6))
             skipped = int(min(_MOST_STEPS, max(1, left)))
             self._is_time, skipped = self.agree(self.clock.is_due(), skipped)

@@ -9,12 +9,13 @@ from the captured memory, and the step exists once all have written their shares
 
 A save waits until the previous one is committed. Late copies and backups never delay
 training; they skip steps instead. The newest waiting step replaces earlier ones and is
-processed when another step is saved or the run ends. Failures are reported and retried
-in the same way. A step that is due in storage but does not fit into RAM is uploaded
-from the captured memory; no other step is committed until that is done.
+processed when another step is saved or the run ends. After a failure, which is
+reported, a step is retried at the same times. A step that is due in storage but does
+not fit into RAM is uploaded from the captured memory; until that is done, no other step
+is committed.
 
 After a restore, the stages first make the copies and the backup of the restored step,
-unless earlier worlds did.
+unless earlier worlds already did.
 
 Every process of a world runs the same stages in the same order. When a save begins,
 hosts exchange all facts that depend on time, such as whether a stage is idle.
@@ -67,8 +68,10 @@ class Readiness:
     """A process's report to the other processes when a save begins.
 
     Attributes:
-      can_copy: whether no copies are being made; a stage begins when all hosts can.
-      can_back_up: whether no backup is being made.
+      notes: the host's notes about the step.
+      can_copy: whether the process can begin to make copies, because none are being
+        made; a stage begins when all processes can begin it.
+      can_back_up: whether the process can begin a backup, because none is being made.
       is_time: whether a backup is due by the clock; host 0 decides.
       is_behind: whether storage lacks a step that was due; host 0 decides.
     """
@@ -83,10 +86,11 @@ class Readiness:
 class Stage:
     """Runs one piece of work at a time, in a thread.
 
-    The thread is a daemon: at exit, a program must not wait for hosts that are gone.
+    The thread is a daemon, so that a process does not wait for lost hosts when it
+    exits.
 
     Attributes:
-      doing: the last work, unless `wait` has waited for it.
+      doing: the future of the last work; empty after `wait`.
     """
 
     def __init__(self, name: str) -> None:
@@ -95,7 +99,7 @@ class Stage:
 
     @property
     def idle(self) -> bool:
-        """Whether the stage has no work."""
+        """Whether the stage has finished all of its work."""
         return all(each.done() for each in self.doing)
 
     def start(self, work: Callable[[], T]) -> futures.Future[T]:
@@ -121,12 +125,16 @@ class SaveStages:
     """Takes captured steps through their stages.
 
     Args:
+      hosts: the hosts of the world.
+      chosen: the tiers.
+      clock: the clock for backups that are due by time.
+      world: this world's place in the run.
       emit: a function called for each event, in the stages' threads.
-      writer: the writer to storage; None if this program does not write there.
+      writer: the writer to storage; None if this process does not write to storage.
 
     Attributes:
-      committed: the newest step committed here; None before the first, and after a
-        restore.
+      committed: the newest step that these stages have committed; None before the first
+        commit and after a restore.
     """
 
     def __init__(
@@ -149,41 +157,41 @@ class SaveStages:
         self._makes_copies = hosts.num_hosts > 1 and bool(peers and peers.copies)
         self.committing = Stage("commit")
         self._copy_stage, self._backup_stage = Stage("replicate"), Stage("back-up")
-        # The first save does not wait for the removal of leftovers, but it waits until
-        # it is known whether earlier worlds left copies or a backup undone.
+        # The first save does not wait for the removal of leftovers, but it does wait
+        # until it is known whether earlier worlds left copies or a backup undone.
         self._cleaning, self._looking = Stage("clean"), Stage("look")
-        # The steps that are due in storage but not there. RAM keeps only the newest:
-        # its backup, or any later step's, settles the earlier ones.
+        # The steps that are due in storage but not there. RAM keeps only the newest: if
+        # it or a later step is backed up, the earlier ones are no longer due.
         self._lock = threading.Lock()
         self._due: set[StepId] = set()
         self._newest: Saving | None = None
-        # Why a step is not in storage; the newest failure of storage itself, and when
-        # storage began to fail.
+        # Why each step is not in storage; the newest failure of storage itself; and
+        # when storage began to fail.
         self._why: dict[int, str] = {}
         self._failure = ""
         self._failing_secs: float | None = None
         self._uploading: StepId | None = None
-        # The newest step if its copies have not begun, and the newest step with copies.
+        # The newest step, if copying it has not begun; and the newest step with copies.
         self._uncopied: CheckpointMetadata | None = None
         self._covered: StepId | None = None
         # The steps that are pinned or being read on any machine.
         self._preserved: tuple[int, ...] = ()
-        # The copy shortfalls last reported, and a count that each save lowers: saves
-        # without copies are reported only while it is 0.
+        # The copy shortfalls that were last reported; and a countdown by saves: a save
+        # without copies is reported only while it is 0.
         self._lacking: set[str] = set()
         self._num_uncopied = 0
         # Removes leftovers of crashed worlds; None once done.
         self._clean: Callable[[], None] | None = None
-        # Set once another start of the run has continued the run.
+        # Set once a later launch has continued the run.
         self._replaced: errors.ReplacedError | None = None
-        # Whether a stage failed in a way that hosts do not report, and no save has
-        # succeeded since.
+        # Whether a stage failed with an error that did not come from a host's report,
+        # and no save has succeeded since.
         self._is_broken = False
         # Whether the next committed step is the first of a line.
         self._begins_line = False
 
     def go_on_from(self, restored: StepId | None) -> None:
-        """Notes that a step was restored; keeps it until a newer step has copies."""
+        """Records that a step was restored; retains it until a newer one has copies."""
         self.committed = self._uncopied = None
         self._covered, self._begins_line = restored, True
         step = 0 if restored is None else restored.step
@@ -193,13 +201,13 @@ class SaveStages:
             self._newest = None
 
     def claim(self, line: Line) -> int:
-        """Records the line for later saves; returns the number of the world."""
+        """Records the line for later saves; returns the world number."""
         number = 0 if self._writer is None else self._writer.claim(line)
         self._begins_line = False
         return number
 
     def check(self) -> None:
-        """Raises a ReplacedError if another start has continued the run."""
+        """Raises a ReplacedError if a later launch has continued the run."""
         if self._replaced is not None:
             raise self._replaced
 
@@ -207,7 +215,8 @@ class SaveStages:
         """Starts to commit a step once the previous one is done.
 
         Returns:
-          A future of whether the step was committed; False if the save was abandoned.
+          A future whose result is True if the step was committed and False if the save
+          was abandoned.
         """
         return self._start(
             self.committing,
@@ -222,8 +231,8 @@ class SaveStages:
         If storage is unreachable, the next backup does this.
 
         Args:
-          step_id: the step that the world resumes from, with the save of the world's
-            own steps.
+          step_id: the number of the step that the world resumes from, with the name of
+            the save to which the world saves its own steps.
         """
         step, restored = step_id.step, self._covered
 
@@ -239,16 +248,16 @@ class SaveStages:
             self._start(self._cleaning, "persistent", step, clean, what)
 
     def catch_up(self, restored: CheckpointMetadata) -> None:
-        """Starts to finish the work that earlier worlds could not.
+        """Starts the work that earlier worlds left unfinished.
 
-        The restored step may lack copies, and steps that were due in storage may lack
-        their backup, because an earlier world ended or was killed. This world makes the
-        restored step's copies, then its backup.
+        The restored step may lack copies, and steps that were due in storage may not
+        have been backed up, because an earlier world ended or was killed. This world
+        makes the restored step's copies, then its backup.
         """
         step_id = restored.step_id
 
         def look() -> None:
-            # Hosts without a part of the step learn which hosts have its parts.
+            # Hosts that lack a part of the step learn which hosts have it.
             if not all(self._hosts.all(HostReader.hold, step_id)):
                 return
             self._start(
@@ -275,24 +284,28 @@ class SaveStages:
                 "peer",
                 restored.step,
                 look,
-                "the work that earlier worlds left is not done: ",
+                "work that earlier worlds left undone was not finished: ",
             )
 
     def end(self) -> None:
-        """Waits; raises a NotStoredError if storage lacks a step that was due."""
+        """Waits for all stages.
+
+        Raises:
+          NotStoredError: if storage lacks a step that was due.
+        """
         self.wait()
-        # A second call finds none.
+        # Clears the due steps, so that a second call does not raise an error.
         late, due, self._due = self._newest, sorted(self._due), set()
         if not due:
             return
         newest, several = due[-1], ""
         if due[1:]:
-            several = f", like {len(due) - 1} before it since step {due[0].step}"
-        remedy = "restart the run while the hosts' RAM has the step"
+            several = f" (like {len(due) - 1} before it, from step {due[0].step} on)"
+        remedy = "restart the run while the step is still in the hosts' RAM"
         if late is None or late.step_id < newest:
             remedy = (
-                "save it again: no tier has it, and a restart resumes from the newest"
-                " step that was saved"
+                "save the step again, because no tier has it, and a restarted run would"
+                " resume from the newest saved step"
             )
         why = self._why.get(newest.step, self._failure) or "its backup was not made"
         advice = storage_cause.advice(why)
@@ -329,7 +342,7 @@ class SaveStages:
 
     @property
     def _late(self) -> Saving | None:
-        # The step in RAM that waits for its backup or is being uploaded.
+        # The step in RAM that is waiting for its backup or is being uploaded.
         late = self._newest
         if late is None or not any(each <= late.step_id for each in [*self._due]):
             return None
@@ -341,7 +354,7 @@ class SaveStages:
         self._record(metrics.CHECKPOINT_BACKLOG, len(self._due))
 
     def _copy(self) -> None:
-        # Starts the newest step's copies, unless they were started before.
+        # Starts to copy the newest step, unless that was started before.
         committed, self._uncopied = self._uncopied, None
         if committed is None:
             return
@@ -356,7 +369,8 @@ class SaveStages:
     def _start(
         self, stage: Stage, tier: str, step: int, work: Callable[[], T], what: str = ""
     ) -> futures.Future[T]:
-        # Training sees a stage's error only as an event and in the save's response.
+        # Reports a stage's error in an event and in the save's response; training does
+        # not get it.
         def guarded() -> T:
             try:
                 return work()
@@ -378,7 +392,8 @@ class SaveStages:
     def _commit(self, saving: Saving) -> bool:
         self._looking.wait()
         hosts = self._hosts
-        # Also a barrier: while a host still captures, others on its machine wait.
+        # Also serves as a barrier: while a host is capturing, others on its machine
+        # wait.
         of_hosts = hosts.share(
             "ready",
             Readiness(
@@ -411,7 +426,7 @@ class SaveStages:
             for name, why in left_out.items():
                 why = f"it is saved without the optional component {name!r}: {why}"
                 self._degraded(self._tier, saving.step, why)
-        # A difference is the same for all hosts, so one host reports it.
+        # All hosts find the same difference, so only one host reports it.
         problem = saving.write_files() or (None if hosts.own else difference)
         try:
             components = tuple(saving.description.contents.components)
@@ -423,7 +438,8 @@ class SaveStages:
     def _keep(
         self, saving: Saving, written: Sequence[Written], ready: Readiness
     ) -> bool:
-        # Commits the parts that hosts have written; returns whether it did.
+        # Commits the parts that hosts have written; returns whether the step is
+        # committed.
         self._preserved = tuple({n for each in written for n in each.preserved})
         contents = saving.contents(written, is_due=saving.back_up or ready.is_behind)
         differing = saving.diverged(self._hosts, written)
@@ -444,8 +460,7 @@ class SaveStages:
                 self._collect(self.committed)
             why = errors.HostsFailedError(full)
             is_last = saving.is_last_of_world and self._has_storage
-            # The step replaces earlier steps that are due, unless one is being
-            # uploaded.
+            # The step replaces earlier due steps, unless one of them is being uploaded.
             is_late = ready.is_behind and ready.can_back_up
             if not (saving.back_up or is_last or is_late):
                 return self._give_up(saving, f"it was not saved: {why}")
@@ -471,8 +486,7 @@ class SaveStages:
     def _store(
         self, saving: Saving, contents: Contents, hold: Callable[[], object]
     ) -> bool:
-        # Uploads a step from the captured memory, which `hold` keeps; one step at a
-        # time.
+        # Uploads one step at a time from the captured memory, which `hold` retains.
         self._backup_stage.wait()
         self._cleaning.wait()
         self._add_due(saving.step_id)
@@ -493,7 +507,7 @@ class SaveStages:
             custom_metadata=saving.description.custom_metadata,
             commit_timestamp_nsecs=1_000_000 * contents.time_ms,
         )
-        # The step may not be in RAM; then there is nothing to copy.
+        # If the step is not in RAM, there is nothing to copy.
         self._uncopied, self._is_broken = None, False
         secs = clock.monotonic() - saving.began_secs
         metrics.CHECKPOINT_SAVE.record(secs)
@@ -505,19 +519,22 @@ class SaveStages:
             self._attempt(
                 "persistent",
                 saving.step,
-                "steps that the run rolled back may still count",
+                "steps that the run abandoned may still be used",
                 functools.partial(self.claim, saving.line),
             )
 
     def _begin_others(self, saving: Saving, ready: Readiness) -> None:
-        # Copies that are slower than saves are reported once, and again only after two
-        # successive saves got their copies.
+        # Slow copies are reported once, and then again only after copies of two
+        # successive saves were started in time.
         self._num_uncopied = max(self._num_uncopied - 1, 0)
         if ready.can_copy:
             self._copy()
         elif self._makes_copies:
             if not self._num_uncopied:
-                why = "copies of an earlier step are not done, so it gets no copies yet"
+                why = (
+                    "copies of an earlier step are not done, so this step is not copied"
+                    " yet"
+                )
                 self._degraded("peer", saving.step, why)
             self._num_uncopied = 3
         if ready.can_back_up and (saving.back_up or ready.is_behind):
@@ -526,8 +543,8 @@ class SaveStages:
             self._newest = saving
             self._not_taken(
                 saving.step,
-                "the backup of an earlier step is not done; this step is next; save"
-                " less often, or use faster storage",
+                "the backup of an earlier step is not done; this step is backed up"
+                " next. Save less often, or use faster storage",
             )
 
     def _make_copies(self, committed: CheckpointMetadata) -> bool:
@@ -541,7 +558,7 @@ class SaveStages:
             self._degraded("peer", step, str(error))
             return False
         problems = [why for each in taken for why in each.problems]
-        # A persistent shortfall is reported only once.
+        # A lasting shortfall is reported only once.
         reasons = dict.fromkeys([*itertools.chain(*shortfalls), *problems])
         fresh = [why for why in reasons if why not in self._lacking]
         for why in fresh[: errors.MOST_NAMED]:
@@ -554,8 +571,8 @@ class SaveStages:
         self._record(metrics.CHECKPOINT_COPY, num_bytes)
         self._record(metrics.CHECKPOINT_COPY_SECS, secs)
         copies = sum(each.copies for each in taken)
-        # Emits no event that calls a step without copies safe, or that reports copies
-        # that a restored step already had.
+        # Does not emit `replicated` for a step without copies, or for copies that a
+        # restored step already had.
         is_safe = not problems and min(num_machines) >= 2
         if is_safe and (copies or self.committed is not None):
             self._emit(
@@ -564,7 +581,8 @@ class SaveStages:
         return not problems
 
     def _collect(self, committed: CheckpointMetadata) -> None:
-        # Removes older steps, except the newest step with copies if this one has none.
+        # Removes older steps; if this step has no copies, keeps the newest step that
+        # has.
         late = self._late
         needed = (self._covered, self._uploading, late.step_id if late else None)
         in_flight = tuple(each for each in needed if each is not None)
@@ -597,7 +615,7 @@ class SaveStages:
     def _upload(
         self, saving: Saving, hold: Callable[[], object] = lambda: None
     ) -> bool:
-        # Uploads a step from RAM, or as captured; returns whether it is stored.
+        # Uploads a step from RAM or from captured memory; returns whether it is stored.
         hosts, step_id, step = self._hosts, saving.step_id, saving.step
         began_secs = clock.monotonic()
         try:
@@ -633,7 +651,7 @@ class SaveStages:
         return True
 
     def _note_stored(self, step_id: StepId) -> None:
-        # Storage has recovered, unless it has failed to store newer steps.
+        # Storage has recovered, unless newer steps could not be stored.
         with self._lock:
             stored = {each for each in self._due if each <= step_id}
             self._due -= stored
@@ -671,6 +689,6 @@ class SaveStages:
         storage_cause.report(self._emit, tier, step, why)
 
     def _record(self, metric: metrics.Metric, value: float) -> None:
-        # Only one host records a value that all share.
+        # Only one host records a value that is the same on all hosts.
         if self._hosts.own == 0:
             metric.record(value)

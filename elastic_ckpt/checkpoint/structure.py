@@ -1,14 +1,14 @@
 """The structure of a step's trees, without values.
 
-Manifests have the structure as text:
+Manifests store the structure as text:
 
     {"shardings": [...], "trees": {"state": {"w": "array 0", "opt": ["int", null]}}}
 
 An object is a dict, named tuple or dataclass; a list is a list or tuple; null is None;
 and a string is a leaf: its kind, and any details needed to create it.
 
-    array, array 3              a JAX array, with the number of its sharding
-    key threefry2x32            a typed random key, which may also have a sharding
+    array, array 3              a JAX array, with the index of its sharding, if any
+    key threefry2x32            a typed random key, also with the index of a sharding
     numpy                       a NumPy array
     bool, int, float            a number
     text hello                  a string
@@ -17,14 +17,14 @@ and a string is a leaf: its kind, and any details needed to create it.
 FORMAT.md in `steps` describes the format.
 
 `resolve` matches the tree that a restore requests with the saved tree. In place of each
-leaf, the request has the form to restore it in: an abstract array, a number or its
-type, or `str`; `...` or None, which stay and for which nothing is read; or an array
-type, for an array as it was saved.
+leaf, the request has the form in which to restore the leaf: an abstract array, a number
+or a number type, or `str`; an array type, to restore an array as it was saved; or `...`
+or None, to skip the leaf, which then stays in the result.
 
-A step that RAM can hold but Orbax rejects could never be backed up. So before anything
-is captured, a save rejects everything that Orbax rejects: leaves of other types, and
-trees without a leaf. It also rejects two leaves that Orbax would write under one name,
-because one would be lost, and trees that manifests cannot describe.
+A step that fits into RAM but that Orbax rejects could never be backed up. So before
+anything is captured, a save rejects everything that Orbax rejects: leaves of other
+types, and trees without leaves. It also rejects two leaves that Orbax would write under
+the same name, because one would be lost, and trees that manifests cannot describe.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ from elastic_ckpt.tiers.ram import ram_disk
 T = TypeVar("T")
 Chunks = Mapping[str, Sequence[int]]
 
-# The restored form of leaves without values; a number may have any value.
+# The abstract form of leaves without saved arrays; the value of a number is arbitrary.
 _NUMBERS = (bool, int, float)
 _PLAIN = {"bool": False, "int": 0, "float": 0.0, "()": ()}
-# How manifests write the empty nodes that Orbax records.
+# How manifests represent the empty nodes that Orbax records.
 _EMPTY = {"List": [], "Tuple": "()", "Dict": {}, "None": None}
-# Errors that parsing raises for text that is not a structure.
+# The errors that are raised when text that is not a structure is parsed.
 _NO_STRUCTURE = (
     AttributeError,
     IndexError,
@@ -73,7 +73,7 @@ _NO_STRUCTURE = (
 )
 
 
-# Names that Orbax reserves, and files next to checkpointable directories.
+# Names that Orbax reserves, and names of files next to checkpointable directories.
 _RESERVED = frozenset(
     {
         "AUTO",
@@ -86,20 +86,21 @@ _RESERVED = frozenset(
         ram_disk.RESERVED,
     }
 )
-# Caches the text of checked trees, by structure and leaves: a run's states mostly
-# differ only in their values.
+# Caches the text of checked trees, keyed by structure and leaves, because a run's
+# states usually differ only in their values.
 _MOST_KNOWN = 64
 _known: dict[Any, str] = {}
 
 
 @dataclasses.dataclass(frozen=True)
 class HostNotes:
-    """Notes that may differ between hosts; host 0's take precedence.
+    """A host's notes about a step; host 0's metrics and metadata are saved.
 
     Attributes:
       metrics: the step's metrics, as JSON; None if there are none.
       custom_metadata: the user's metadata, as JSON; None if there is none.
-      parts_digest: the digest of `StepDescription.kinds`, which must not differ.
+      parts_digest: the digest of `StepDescription.kinds`, which must be the same on all
+        hosts.
     """
 
     metrics: str | None
@@ -112,8 +113,8 @@ class StepDescription:
     """A step without its values.
 
     Attributes:
-      trees: pytrees by name, with abstract arrays, and any value for a number.
-      contents: the contents, as in the step's manifests; without leaves before the step
+      trees: pytrees by name, with abstract arrays; the values of numbers are arbitrary.
+      contents: the contents, as in the step's manifests; without leaves until the step
         is written.
       init_timestamp_nsecs: when the save began, in nanoseconds since 1970.
     """
@@ -132,11 +133,11 @@ class StepDescription:
         custom_metadata: Mapping[str, Any] | None,
         parents: Sequence[StepId] = (),
     ) -> StepDescription:
-        """Describes trees and components, without references to arrays.
+        """Describes trees and components without keeping references to arrays.
 
         Raises:
-          CheckpointError: if a leaf cannot be saved, or metrics or custom metadata are
-            not JSON.
+          CheckpointError: if a leaf cannot be saved, or the metrics or custom metadata
+            cannot be encoded as JSON.
         """
         if not (checkpointables or components):
             raise errors.CheckpointError(
@@ -190,17 +191,17 @@ class StepDescription:
         return HostNotes(contents.metrics, contents.custom_metadata, parts_digest)
 
     def kinds(self, components: Mapping[str, str]) -> dict[str, str]:
-        """The kinds of values that this host saves, by leaf path or component name."""
+        """A dict from leaf path or component name to the kind of value to save."""
         leaves = _with_none(self.trees).items()
         return {path: _kind(leaf) for path, leaf in leaves} | dict(components)
 
     def changed(self, **fields: Any) -> StepDescription:
-        """This step with some fields of its contents changed."""
+        """Returns a copy with some fields of the contents changed."""
         contents = dataclasses.replace(self.contents, **fields)
         return dataclasses.replace(self, contents=contents)
 
     def files(self, chunks: Chunks) -> dict[str, str]:
-        """The files that Orbax adds to the values, by path, committed now."""
+        """A dict from path to content of Orbax's metadata files, committed now."""
         files = orbax_format.metadata_files(
             self.trees,
             self.contents.components,
@@ -217,21 +218,22 @@ def json_of_user(what: str, value: Mapping[str, Any]) -> str:
     """Encodes a user's metrics or metadata as JSON.
 
     Raises:
-      CheckpointError: if the value is not JSON; the message begins with `the <what>`.
+      CheckpointError: if the value cannot be encoded; the message begins with
+        `the <what>`.
     """
     try:
         text = storage.canonical_json(dict(value)).decode()
         json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise errors.CheckpointError(
-            f"the {what} {str(value)[:200]} are not JSON ({error}); pass plain numbers,"
-            " such as float(loss), strings, lists and dicts"
+            f"the {what} {str(value)[:200]} cannot be encoded as JSON ({error}); pass"
+            " only plain numbers, such as float(loss), strings, lists and dicts"
         ) from None
     return text
 
 
 def to_json(checkpointables: Mapping[str, Any]) -> str:
-    """The structure of trees, whose leaves may be abstract."""
+    """Encodes the structure of trees, whose leaves may be abstract, as JSON."""
     shardings: dict[NamedSharding, int] = {}
     structures = {
         name: _structure(tree, shardings) for name, tree in checkpointables.items()
@@ -262,10 +264,10 @@ def _checked_json(abstract: Mapping[str, Any]) -> str:
 
 
 def saved_trees(contents: Contents) -> dict[str, Any]:
-    """The saved trees, by name, with abstract leaves.
+    """The saved trees with abstract leaves, keyed by name.
 
     Arrays have their saved sharding, if all of its devices exist. Strings have their
-    values, and numbers have any value of their type.
+    values; numbers have an arbitrary value of their type.
 
     Raises:
       CheckpointError: if the manifests describe the trees in an unsupported way.
@@ -303,9 +305,9 @@ def _trees(
         return jax.tree_util.tree_map_with_path(made, dict(of_name))
     except _NO_STRUCTURE as error:
         raise errors.CheckpointError(
-            "the manifest of a step has trees that cannot be read"
-            f" ({type(error).__name__}: {error}); continue with the program that wrote"
-            " it, or restore a different step"
+            "a step's manifest describes trees that cannot be read here"
+            f" ({type(error).__name__}: {error}); use the version of elastic_ckpt that"
+            " saved the step, or restore a different step"
         ) from error
 
 
@@ -329,7 +331,8 @@ def _sharding(described: Mapping[str, Any]) -> NamedSharding | None:
 
 
 def _structure(node: Any, shardings: dict[NamedSharding, int]) -> Any:
-    # Recurses node by node, with keys named as in Orbax. Adds to `shardings`.
+    # Recurses node by node, with keys named as in Orbax. Adds new shardings to
+    # `shardings`.
     below = jax.tree.leaves_with_path(node, is_leaf=lambda each: each is not node)
     if not below or not below[0][0]:
         return _leaf(node, shardings)
@@ -347,8 +350,9 @@ def _check_name(name: str) -> None:
     refused = name in ("", ".", "..") or "/" in name or name in _RESERVED
     if refused or is_manifest_name(name) or not _is_unicode(name):
         raise errors.CheckpointError(
-            f"the name {name!r} cannot be used for a checkpointable: it would name a"
-            f" directory, and {sorted(_RESERVED)} are reserved; choose a different name"
+            f"{name!r} cannot be the name of a checkpointable: the name must be a valid"
+            f" directory name and none of the reserved names {sorted(_RESERVED)};"
+            " choose a different name"
         )
 
 
@@ -365,8 +369,8 @@ def _check_tree(checkpointable: str, tree: Any) -> None:
         name = orbax_format.array_name(key_path)
         if not _is_unicode(f"{name}{leaf}" if kind == "string" else name):
             raise errors.CheckpointError(
-                f"the name or string of the leaf {path!r} is not Unicode, so no tier"
-                " can store it; change it"
+                f"the name or the value of leaf {path!r} is not valid Unicode, so no"
+                " tier can store it; remove the invalid characters"
             )
         if kind in _EMPTY:
             continue
@@ -374,7 +378,8 @@ def _check_tree(checkpointable: str, tree: Any) -> None:
         if prefix in paths:
             raise errors.CheckpointError(
                 f"the leaves {paths[prefix]!r} and {path!r} would both be saved as"
-                f" {name!r} in Orbax, so one would be lost; rename a key with a '.'"
+                f" {name!r} in Orbax, so one would be lost; rename a key that contains"
+                " '.'"
             )
         paths[prefix] = path
         if kind == "string":
@@ -382,7 +387,7 @@ def _check_tree(checkpointable: str, tree: Any) -> None:
     orbax_format.strings_file(texts)
 
 
-# An array mostly has the same sharding in every step.
+# Cached, because an array usually has the same sharding in every step.
 _struct = functools.lru_cache(maxsize=2**17)(jax.ShapeDtypeStruct)
 
 
@@ -415,7 +420,7 @@ def _leaf(leaf: Any, shardings: dict[NamedSharding, int]) -> Any:
 
 
 def _is_of_all_hosts(sharding: Any) -> bool:
-    # The sharding of an array on a single host's devices differs between hosts.
+    # If an array is only on one host's devices, its sharding differs between hosts.
     return isinstance(sharding, NamedSharding) and (
         topology.num_hosts() == 1 or not sharding.is_fully_addressable
     )
@@ -434,11 +439,12 @@ def _is_unicode(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AskedTrees:
-    """Requested trees, by name.
+    """Requested trees.
 
     Attributes:
-      read: the leaves that hosts read; None in place of others.
-      given: all requested leaves.
+      read: a dict from name to the tree of leaves that hosts read; None in place of
+        other leaves.
+      given: a dict from name to the tree of all requested leaves.
     """
 
     read: Mapping[str, Any]
@@ -470,8 +476,8 @@ def resolve(
       contents: the step's contents.
       step: the step number.
       partial: whether the request may omit saved leaves.
-      may_add: whether, with `partial`, requested leaves that were not saved stay
-        unchanged.
+      may_add: whether, if `partial` is set, the request may have leaves that were not
+        saved; they stay unchanged.
 
     Raises:
       CheckpointError: if the step lacks a leaf, or has it in a different form; the
@@ -483,7 +489,8 @@ def resolve(
         there = sorted({*saved, *contents.components})
         raise errors.CheckpointError(
             f"step {step} contains no pytrees named {missing}; it contains {there}."
-            " Request those, and for each component an object that can load it"
+            " Request only these, and for each component pass an object that can load"
+            " it"
         )
     abstract = {n: saved[n] if tree is None else tree for n, tree in asked.items()}
     leaves = _with_none(saved)
@@ -516,7 +523,7 @@ def _is_none(node: Any) -> bool:
 
 
 def _with_none(named: Mapping[str, Any]) -> dict[str, Any]:
-    # The leaves by path, including None.
+    # The leaves, including None, keyed by path.
     leaves = jax.tree.leaves_with_path(dict(named), is_leaf=_is_none)
     return {trees.leaf_path(keys[0].key, keys[1:]): leaf for keys, leaf in leaves}
 
@@ -528,7 +535,7 @@ def _resolved(
     *,
     may_add: bool,
 ) -> tuple[Any, Any]:
-    # The placeholder of a leaf until hosts have read it, and the leaf that they read.
+    # The leaf's placeholder until hosts have read it, and the leaf that they read.
     if leaf is None or leaf is ...:
         return leaf, None
     if was is None:
@@ -562,8 +569,8 @@ def _form(path: str, leaf: Any, was: Any) -> Any:
     if trees.is_key(leaf) and trees.is_key(was) and leaf.dtype != was.dtype:
         raise errors.CheckpointError(
             f"{path} is a random key that was saved as {was.dtype} but requested"
-            f" as {leaf.dtype}, which yields different numbers; request it with the"
-            " saved implementation (jax_default_prng_impl)"
+            f" as {leaf.dtype}, which yields different numbers; request the saved"
+            " implementation (see jax_default_prng_impl)"
         )
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
         # Without a requested sharding, an array keeps the saved one.

@@ -176,7 +176,7 @@ def test_an_integer_of_any_type_is_a_step_and_nothing_else(make):
     refused |= {r"array\(\[3\]\)": np.array([3]), r"Array\(3., dtype": jnp.float32(3)}
     for name, step in refused.items():
         for call in calls:
-            message = f"^{name}.* is not a step; pass"
+            message = f"^{name}.* is not a step number; pass"
             with pytest.raises(errors.CheckpointError, match=message):
                 call(step)
     for number, kind in enumerate((np.int64, np.uint8, np.array, jnp.int32), start=3):

@@ -149,7 +149,7 @@ def test_a_component_that_fails_is_not_blamed_on_storage(name, ram, make):
     assert told.startswith("step 2 was due in persistent storage but is not there: it")
     assert "fix the component" in told
     assert "no tier has it" in told
-    for elsewhere in ("storage back", "faster storage", "RAM has", "bring it"):
+    for elsewhere in ("storage back", "faster storage", "hosts' RAM", "bring it"):
         assert elsewhere not in told
     assert [each["cause"] for each in recorded.named("degraded")] == ["component"]
     with make(ram=ram, emit=recorded) as checkpointer:

@@ -194,7 +194,7 @@ def test_a_run_without_storage_is_followed_by_its_directory_in_ram(tmp_path):
         tiered_steps.save(checkpointer, 1)
         step = next(steps)
         check(step, 1)
-        with pytest.raises(errors.CheckpointError, match="belong in persistent stor"):
+        with pytest.raises(errors.CheckpointError, match="recorded in persistent st"):
             ec.record_metrics(step, {"loss": 0.5})
         assert list(steps) == []
     assert list(ec.watch_steps(tmp_path / "ram", timeout_secs=0)) == []

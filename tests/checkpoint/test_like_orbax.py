@@ -254,7 +254,7 @@ def test_a_tree_that_orbax_does_not_save_is_refused_in_the_call(checkpointer):
             {"a": {"b": "x"}, "a.b": "y"},
         ],
         "'state/a/' and 'state/a/~1'": [{"a": {"": 1, "/": 2}}],
-        "is not Unicode": [{"\ud800": 1}, {"a": "\ud800"}],
+        "is not valid Unicode": [{"\ud800": 1}, {"a": "\ud800"}],
         "'state' is empty": [{}, [], None],
     }.items():
         for tree in trees:
@@ -268,7 +268,7 @@ def test_a_tree_that_orbax_does_not_save_is_refused_in_the_call(checkpointer):
 def test_names_that_cannot_be_directories_and_what_is_no_json_are_refused(checkpointer):
     number = save_next(checkpointer, {"w": 1}) + 1
     names = ["", ".", "..", "a/b", "metrics", "AUTO", "manifest-a.json", "\ud800"]
-    refused = [({name: {"w": 1}}, "cannot be used for a check") for name in names]
+    refused = [({name: {"w": 1}}, "cannot be the name of a check") for name in names]
     mapping = "a mapping from names to values.* not "
     refused += [
         ({}, "no checkpointables were passed"),
@@ -282,7 +282,7 @@ def test_names_that_cannot_be_directories_and_what_is_no_json_are_refused(checkp
     with pytest.raises(errors.CheckpointError, match=f"{mapping}a list"):
         checkpointer.load_checkpointables(number, [jnp.ones(2)])
     for options in ({"metrics": {"loss": jnp.ones(2)}}, {"custom_metadata": object()}):
-        with pytest.raises(errors.CheckpointError, match=r"are not JSON.* float\(loss"):
+        with pytest.raises(errors.CheckpointError, match=r"encoded as JSON.* float\(l"):
             checkpointer.save(number, {"w": 1}, **options)
 
 

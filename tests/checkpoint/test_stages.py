@@ -124,7 +124,7 @@ def test_a_step_whose_replicas_differ_is_given_up(sim, monkeypatch):
     assert in_ram(sim) == in_ram(sim, 1) == [1]
     assert steps(sim, "backed_up") == [1]
     ((_, why),) = told(sim, "local")
-    assert why.startswith("state/b[0:3] has different values at the hosts 0, 1")
+    assert why.startswith("state/b[0:3] has different values on hosts 0, 1")
     with pytest.raises(errors.NotStoredError, match="step 2 was due"):
         sim.world.close()
 
@@ -171,7 +171,7 @@ def test_a_step_that_came_while_copies_were_made_gets_them_at_the_end(sim):
     # Copies keep up with saves again.
     save(sim, 4, 5)
     assert steps(sim, "replicated") == [1, 3, 4, 5]
-    why = "copies of an earlier step are not done, so it gets no copies yet"
+    why = "copies of an earlier step are not done, so this step is not copied yet"
     assert told(sim, "peer") == [(2, why)]
 
 
@@ -181,7 +181,7 @@ def test_storage_that_is_late_is_slow_until_it_has_taken_all_that_is_due(sim):
     begin(sim, 1, 2, 3)
     late = told(sim, "persistent")
     assert [step for step, _ in late] == [2, 3]
-    assert all("this step is next; save less often, or use" in why for _, why in late)
+    assert all("is backed up next. Save less often, or use" in why for _, why in late)
     sim.threads.late = frozenset()
     sim.threads.catch_up()
     sim.world._events.flush()
@@ -238,7 +238,7 @@ def test_what_a_world_owes_to_storage_the_next_ones_store(sim, monkeypatch):
         reopen(sim, 21, store_every=1, keep_local=keep)
         assert [step for step, _ in told(sim, "persistent")] == [21]
         assert steps(sim, "replicated") == [21]
-        remedy = "restart the run while the hosts' RAM has the step"
+        remedy = "restart the run while the step is still in the hosts' RAM"
         with pytest.raises(errors.NotStoredError, match=remedy):
             sim.world.close()
         reopen(sim, 21, store_every=1, keep_local=keep)
@@ -278,10 +278,10 @@ def test_a_host_that_is_missing_is_named_at_the_end(sim):
     ((step, why), *_) = told(sim, "local")
     assert step == 1
     assert why.startswith("HostSaver.write")
-    missing = f"step 1 was due in persistent storage but is not there: {why}; save it"
+    missing = f"step 1 was due in persistent storage but is not there: {why}; save the"
     with pytest.raises(errors.NotStoredError) as caught:
         sim.world.close()
-    assert str(caught.value).startswith(f"{missing} again: no tier has it")
+    assert str(caught.value).startswith(f"{missing} step again, because no tier has it")
 
 
 def test_a_save_takes_6_rounds_or_10_with_storage_and_a_restore_5(sim):

@@ -51,8 +51,8 @@ def test_an_end_with_a_backlog_is_an_error_that_names_it(make, tmp_path, breaks)
         save(checkpointer, step)
         checkpointer.wait()
     message = (
-        "^step 6 was due in persistent storage but is not there, like 1 before it since"
-        " step 4.*No space left on device; make room there"
+        r"^step 6 was due in persistent storage but is not there \(like 1 before it,"
+        r" from step 4 on\).*No space left on device; make room there"
     )
     with pytest.raises(errors.CheckpointError, match=message):
         checkpointer.close()

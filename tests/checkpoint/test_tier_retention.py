@@ -146,7 +146,7 @@ def test_metrics_need_a_step_in_storage_and_json(tmp_path):
     for path in (tmp_path / "steps" / "2", tmp_path / "steps", tmp_path / "ram"):
         with pytest.raises(errors.CheckpointError, match="has committed"):
             ec.record_metrics(path, {"loss": 0.5})
-    with pytest.raises(errors.CheckpointError, match="are not JSON"):
+    with pytest.raises(errors.CheckpointError, match="encoded as JSON"):
         ec.record_metrics(tmp_path / "steps" / "1", {"loss": object()})
     with (
         tiered_steps.checkpointer(tmp_path / "alone") as checkpointer,

@@ -98,21 +98,21 @@ REFUSED = [
         "has no pytree 'schedule'",
     ),
     (["--set", "step=1.5"], "cannot become 1.5"),
-    (["--set", "nothing=1"], "its numbers are"),
-    (["--set", "w=1"], "no number 'state/w'"),
-    (["--scale", "step=0.3"], "cannot become times 0.3"),
-    (["--scale", "opt/lr=1e300"], "is not a number of float32"),
+    (["--set", "nothing=1"], "paths of its numeric values: "),
+    (["--set", "w=1"], "no numeric value at 'state/w'"),
+    (["--scale", "step=0.3"], "cannot become 0.3 times its value"),
+    (["--scale", "opt/lr=1e300"], "float32 cannot represent the result"),
     (["--set", "opt/on=2"], "cannot become 2"),
     (["--set", "step=1", "--tree", "other"], "has no pytree 'other'"),
     ([], "list each number to edit exactly once"),
-    (["--scale", "step=x"], "cannot become times x"),
+    (["--scale", "step=x"], "cannot become x times its value"),
 ]
 
 
 def test_edit_that_cannot_be_made_is_refused_and_nothing_is_written(steps):
     for edit, why in REFUSED:
         assert why in modify(steps / "2", *edit, code=1)
-    assert "only the newest step can" in modify(steps / "1", *SET, code=1)
+    assert "only the newest step, 2, can" in modify(steps / "1", *SET, code=1)
     assert "state/step (int64): 2 -> 3\nnothing was written" in modify(
         steps / "2", *SET, "--dry-run"
     )

@@ -172,7 +172,7 @@ def test_a_failure_has_a_cause_by_what_systems_and_clients_write():
         "UNAUTHENTICATED: HTTP response code: 401": "refused",
         "gcsfs: Forbidden, 403": "refused",
         "An error occurred (AccessDenied) when calling PutObject": "refused",
-        "the backup of an earlier step is not done; this step is next": "slow",
+        "the backup of an earlier step is not done; this step is backed up": "slow",
         "http://a does not take the secret in /ram/secret": "refused",
         "the backup of step 3 is not done: Connection reset": "unreachable",
         "UNAVAILABLE: HTTP response code: 503": "unreachable",

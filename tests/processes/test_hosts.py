@@ -394,10 +394,11 @@ def test_a_step_that_hosts_save_differently_says_which_host_has_what(world):
         if each["event"] == "degraded" and each["step"] in whys:
             whys[each["step"]] += each["why"] + "\n"
     for step, part in DIFFERENT.items():
-        assert f"hosts save different things as {part}" in whys[step], whys[step]
+        said = f"hosts save different kinds of values as {part}"
+        assert said in whys[step], whys[step]
     for step, leaf in UNEQUAL.items():
         assert any(
-            f"{leaf}[" in line and "different values at" in line
+            f"{leaf}[" in line and "different values on" in line
             for line in whys[step].splitlines()
         ), whys[step]
 

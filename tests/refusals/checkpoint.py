@@ -60,22 +60,22 @@ REFUSALS = {
         "x='rack=r7;zone': 'zone' is not `kind=name`", "rack=r7;zone", what="x"
     ),
     "an unknown sharing": component(
-        "sharing='per_rank' of a component: pass one of", {}, "per_rank"
+        "sharing='per_rank' is not a component sharing; pass one of", {}, "per_rank"
     ),
     "an unknown sharing that is computed": Refusal(
         lambda _: Component({}, lambda: None).present(),
-        "sharing= of a component returned",
+        "a component's sharing= function returned",
     ),
     "validation of a state per host": component(
-        r"sharing='per_host' takes \[\] .* given {'validation': 'quick'}",
+        r"sharing='per_host' accepts only .* \[\] .* got {'validation': 'quick'}",
         *({}, "per_host"),
         validation="quick",
     ),
     "nodes of no processes": component(
-        "processes_per_node from 1", {}, "per_node", processes_per_node=0
+        "must be at least 1", {}, "per_node", processes_per_node=0
     ),
     "a group without a mesh": component(
-        r"takes \['axis', 'mesh'\] .* given {'axis': 'data'}",
+        r"only the options \['axis', 'mesh'\] .* got {'axis': 'data'}",
         *({}, "per_group"),
         axis="data",
     ),
@@ -84,14 +84,16 @@ REFUSALS = {
         "are in 2 groups",
     ),
     "a group that cuts a host": group(
-        r"share it over another axis of \('data', 'model', 'pipe'\), or",
+        r"along another axis of \('data', 'model', 'pipe'\), too, or",
         ["data"],
         **{"hosts": CUBE // 2, "host": 1},
     ),
     "an unknown axis": group("does not match the mesh", ["rows"]),
     "an axis twice": group("does not match the mesh", ["data", "data"]),
     "a host outside of the mesh": group("host 9 are in 0 groups", ["data"], host=9),
-    "an unknown rule": component("on_resize='keep' is not a rule", 0, on_resize="keep"),
+    "an unknown rule": component(
+        "on_resize='keep' is not a known rule", 0, on_resize="keep"
+    ),
     "a seed that is a text": row(rng.Rng)("one typed key", "7"),
     "a seed of two keys": Refusal(
         lambda _: rng.Rng(jax.random.split(jax.random.key(0))), "one typed key"

@@ -3,13 +3,13 @@
 | sharing | states | written by | loaded by |
 |---|---|---|---|
 | `global` | one | host 0 | all hosts |
-| `replicated` | one, which is equal on all hosts | host 0 | all hosts |
-| `per_host` | one for each host (process) | each host | the host with its number |
+| `replicated` | one, equal on all hosts | host 0 | all hosts |
+| `per_host` | one for each host (process) | each host | the host with its index |
 | `per_node` | one for each node (machine) | the first host on it | the hosts on it |
 | `per_group` | one for each group along mesh axes | its first host | its hosts |
 
-States are found by number or coordinates: a host whose number has changed loads the
-state for its place in the world or mesh, not the file that it wrote.
+States are found by index or coordinates: a host whose index has changed loads the state
+for its new place in the world or mesh, not the file that it wrote.
 
 A component wraps a pytree, or an object with `get_state` and `set_state`, or with
 `state_dict` and `load_state_dict`. It is an Orbax `StatefulCheckpointable` and goes
@@ -21,9 +21,10 @@ own.
     checkpointer.load_checkpointables(None, {"state": abstract, "schedule": step})
     step.state["lr"]
 
-Saving and loading need no collectives or barriers: which host writes which file depends
-only on host numbers and the mesh, so a missing host delays no other. (Only the first
-use of `per_node` without `processes_per_node` makes hosts exchange their machine IDs.)
+Saving and loading do not need collectives or barriers: which host writes which file
+depends only on host indices and the mesh, so a missing host does not delay the others.
+(The exception is the first use of `per_node` without `processes_per_node`, when hosts
+exchange their machine IDs.)
 """
 
 from __future__ import annotations
@@ -70,20 +71,22 @@ FILE = "component.json"
 VERSION = 1
 _WHAT = "description of a component"
 ERROR, RESET, FROM_FIRST = "error", "reset", "from_first"
-# Maps the old states and the number of new states to the new states.
+# A rule's name, or a function from the old states and the number of new states to the
+# new states.
 Rule = str | Callable[[list[Any], int], Sequence[Any]]
 _CHOICES = (
-    "choose on_resize='reset' (the initial state), 'from_first' (the first old state"
-    " for all), or a function (old_states, new_count) -> new states"
+    "choose on_resize='reset' (use the initial state), 'from_first' (use the first"
+    " old state everywhere), or a function (old_states, new_count) -> new states"
 )
-# Linux's boot ID of a machine, which containers share.
+# The machine's boot ID on Linux, which its containers share.
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
-# How long hosts wait for each other's machines.
+# How long hosts wait for each other's machine IDs.
 _PATIENCE_SECS = 60.0
 
 # The methods that get and set an object's state, in order of preference.
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
-# The options for each sharing, and for a function, whose states are not compared.
+# The options for each sharing, and for a sharing function, whose states are not
+# compared.
 _TAKES = {
     GLOBAL: (),
     REPLICATED: ("validation",),
@@ -99,10 +102,10 @@ class Description:
     """The content of `component.json`, which host 0 writes next to the states.
 
     Attributes:
-      pattern: how the component was shared.
-      axes: the mesh axes of a group.
+      pattern: the sharing with which the component was saved.
+      axes: the mesh axes that the hosts of a group share.
       states: the names of all states, in order; their files are `<name>.npz`.
-      hosts: how many hosts saved the component.
+      hosts: the number of hosts that saved the component.
       kind: the class of the state, only for messages.
       on_resize: the declared rule, only for messages.
       required: whether the component was declared as required, only for messages.
@@ -144,9 +147,10 @@ class Sharing:
     Attributes:
       pattern: see `Pattern`.
       names: the names of all states, ordered by host or by mesh coordinates.
-      own: the index in `names` of this host's state.
-      is_writer: whether this host is the first that has its state.
-      axes: the mesh axes of a group.
+      own: the index of this host's state in `names`.
+      is_writer: whether this host writes its state: the first of the hosts that share
+        it does.
+      axes: the mesh axes that the hosts of a group share.
     """
 
     pattern: str
@@ -180,19 +184,20 @@ class Component:
         * `"replicated"`: none; all hosts have the same state, and a difference between
           them is a fault, which `validation` finds
         * `"per_host"`: each host
-        * `"per_node"`: each machine, whose hosts share it
+        * `"per_node"`: each machine, whose hosts share its state
         * `"per_group"`: each group of devices along `axis` of `mesh`
 
-        Or a function that returns one of these, the same on all hosts, at each save and
-        load.
-      axis: for `"per_group"`, the name of a mesh axis, or several names. Devices that
-        differ only in their places on these axes share a state, just as they share the
-        result of `jax.lax.psum` over them: on a mesh of `data` and `model`, the state
-        for `axis="data"` belongs to one place on `model`. Axes of size 1 are ignored.
-      mesh: for `"per_group"`, the mesh; each host must have devices of only one group.
-      processes_per_node: for `"per_node"`, how many consecutive hosts are on a machine.
-        Without it, the hosts exchange their machine IDs, so all hosts must create the
-        component.
+        Or a function that returns one of these, called at each save and load; it must
+        return the same value on all hosts.
+      axis: for `"per_group"`, the name of a mesh axis, or a tuple of names. Devices
+        that differ only in their positions on these axes share a state, just as they
+        share the result of `jax.lax.psum` over them: on a mesh of `data` and `model`,
+        `axis="data"` creates one state for each position on `model`. Axes of size 1
+        are ignored.
+      mesh: for `"per_group"`, the mesh; all devices of a host must be in one group.
+      processes_per_node: for `"per_node"`, the number of consecutive hosts on each
+        machine. Without it, the hosts exchange their machine IDs, so all hosts must
+        create the component.
       validation: for `"replicated"`, the level of `validate` at which a save compares
         all hosts' states: `"quick"`, `"tensor"` or `"full"`. The event
         `replicas_differ` reports a difference, but the step is saved. Only
@@ -203,26 +208,26 @@ class Component:
         * `"error"`: nothing; the error lists these choices
         * `"reset"`: the state that the component was created with
         * `"from_first"`: the first of the saved states, on every host
-        * a function `(old_states, new_count) -> new_states`, with lists in the order of
-          hosts, machines or groups; all hosts call it with the same arguments
+        * a function `(old_states, new_count) -> new_states`, with lists ordered by
+          host, machine or group; all hosts call it with the same arguments
       required: whether a step without this component is an error. If an optional
-        component raises an error in a save, the step omits it, with a warning in the
-        log; `ec.Checkpointer` omits it on all hosts and emits an event.
+        component raises an error in a save, the step omits the component and a warning
+        is logged; `ec.Checkpointer` omits it on all hosts and emits an event.
 
     Attributes:
-      state: the object, or the pytree to save next or loaded last.
+      state: the object, or the pytree that was loaded last or will be saved next.
       sharing: see above.
       on_resize: see above.
       required: see above.
       validation: see above.
       save_problem: why the last save omitted the component; None if it did not.
-      save_timeout_secs: how long, in seconds, `ec.Checkpointer` waits for the component
-        in a save, at most 240; then the save fails. A load waits as long, then fails on
-        all hosts.
+      save_timeout_secs: the time, in seconds, that `ec.Checkpointer` allows the
+        component in a save, at most 240; a component that takes longer fails the save.
+        The same limit applies to a load, which then fails on all hosts.
 
     Raises:
-      ConfigError: if the sharing, rule, level or mesh axis does not exist, or this host
-        is in several groups.
+      ConfigError: if the sharing, rule, level or mesh axis does not exist, or this
+        host's devices are not all in one group.
     """
 
     save_timeout_secs: float = 240.0
@@ -241,8 +246,8 @@ class Component:
     ) -> None:
         if not callable(on_resize) and on_resize not in (ERROR, RESET, FROM_FIRST):
             raise errors.ConfigError(
-                f"on_resize={on_resize!r} is not a rule; omit it ('error'), or"
-                f" {_CHOICES}"
+                f"on_resize={on_resize!r} is not a known rule; omit it to get 'error',"
+                f" or {_CHOICES}"
             )
         check_level(validation)
         self.state = state
@@ -270,7 +275,6 @@ class Component:
                 (axis,) if isinstance(axis, str) else axis,
                 host=topology.this_host(),
             )
-        # Only this rule needs it.
         is_reset = on_resize == RESET
         self._initial: Any = encoding.encode(self.get()) if is_reset else None
 
@@ -288,10 +292,10 @@ class Component:
         return f"{kind}, {sharing}{compared}"
 
     def present(self) -> Sharing:
-        """The states that the hosts have now, and which one is this host's.
+        """The current world's states, and which of them is this host's.
 
         Raises:
-          ConfigError: if `sharing` is a function that does not return a sharing.
+          ConfigError: if `sharing` is a function that returns an unknown sharing.
         """
         given, each = self.sharing, self._processes_per_node
         pattern = given() if callable(given) else given
@@ -308,8 +312,9 @@ class Component:
             nodes = _nodes() if each is None else [n // each for n in range(num_hosts)]
         if nodes is None:
             raise errors.ConfigError(
-                f"the function sharing= of a component returned {pattern!r}; return one"
-                f" of {[*_TAKES]}, and for per_group pass axis and mesh"
+                f"a component's sharing= function returned {pattern!r}; it must return"
+                f" one of {[*_TAKES]}. For 'per_group', also pass axis and mesh to the"
+                " component"
             )
         return of_nodes(pattern, nodes, host=topology.this_host())
 
@@ -342,7 +347,7 @@ class Component:
 
         async def write() -> None:
             path = await directory.await_creation()
-            # Releases each state once it is written. Another host may have a problem.
+            # Releases each state once it is written. Stops if any host had a problem.
             while writes and self.save_problem is None:
                 writes.pop()(path)
 
@@ -351,7 +356,7 @@ class Component:
     async def load(self, directory: epath.Path) -> Awaitable[None]:
         """Loads the state in `directory` before returning the awaitable.
 
-        Otherwise Orbax would wrap errors in an error about a different handler.
+        Orbax would wrap an error from the awaitable in one about a different handler.
         """
         self.put(self.read(directory))
         return asyncio.sleep(0)
@@ -382,14 +387,14 @@ class Component:
         *,
         read: Callable[[int], Any],
     ) -> Any:
-        """Chooses this host's values from any program's saved states.
+        """Chooses this host's values from states that any program has saved.
 
         Args:
-          name: the name of the component, for messages.
+          name: the component name, for messages.
           pattern: the saved sharing, for messages.
           states: the names of the saved states, in order; if the hosts now have
             different states, `on_resize` decides.
-          read: a function that reads the state at an index of `states`.
+          read: a function that takes an index of `states` and reads that state.
 
         Raises:
           CheckpointError: see `read`.
@@ -399,22 +404,23 @@ class Component:
         try:
             if sorted(states) == sorted(now.names):
                 return read(states.index(now.name))
-            # A single state belongs to all hosts under any pattern.
+            # All hosts share a single state, regardless of the pattern.
             if len(states) == count == 1 or rule == FROM_FIRST:
                 return read(0)
             if rule == RESET:
                 return encoding.decode(copy.deepcopy(self._initial), self.get())
             if not callable(rule):
                 raise errors.CheckpointError(
-                    f"it was saved {pattern} with {len(states)} states"
-                    f" ({errors.first_of(states)}), but there are {count} now"
+                    f"it was saved as {pattern!r} with {len(states)} states"
+                    f" ({errors.first_of(states)}), but this world needs {count}"
                     f" ({errors.first_of(now.names)}); {_CHOICES}"
                 )
             new = rule([read(n) for n in range(len(states))], count)
             if len(new) != count:
                 raise errors.CheckpointError(
-                    f"the function on_resize= returned {len(new)} states for {count}"
-                    " places; return a list with one state for each"
+                    f"the on_resize= function returned {len(new)} states, but {count}"
+                    " are needed; it must return a list with one state for each host,"
+                    " machine or group"
                 )
             return new[now.own]
         except errors.CheckpointError as error:
@@ -423,7 +429,7 @@ class Component:
     def _take(self) -> list[Callable[[epath.Path], None]]:
         # Captures the state and returns functions that write this host's files.
         sharing = self.present()
-        # On all hosts: a user's object may need all hosts to get its state.
+        # All hosts get the state: a user's object may need collectives for that.
         values = self.get()
         writes: list[Callable[[epath.Path], None]] = []
         if sharing.is_writer or self.is_compared:
@@ -436,7 +442,7 @@ class Component:
         if topology.this_host() == 0:
             rule: Any = self.on_resize
             if not isinstance(rule, str):
-                # For a partial function, its class name.
+                # A partial function has only a class name.
                 name = getattr(rule, "__qualname__", type(rule).__qualname__)
                 rule = f"{rule.__module__}.{name}"
             content = Description(
@@ -457,8 +463,8 @@ def _check_given(sharing: Any, **options: Any) -> None:
     takes = _OF_FUNCTION if callable(sharing) else _TAKES.get(sharing)
     if takes is None:
         raise errors.ConfigError(
-            f"sharing={sharing!r} of a component: pass one of {[*_TAKES]}, or a"
-            " function that returns one of them"
+            f"sharing={sharing!r} is not a component sharing; pass one of"
+            f" {[*_TAKES]}, or a function that returns one of them"
         )
     needs_mesh = "axis" in given or sharing == PER_GROUP
     is_whole = "mesh" in given or not needs_mesh
@@ -468,8 +474,9 @@ def _check_given(sharing: Any, **options: Any) -> None:
         or not is_whole
     ):
         raise errors.ConfigError(
-            f"a component with sharing={sharing!r} takes {[*takes]} (axis with mesh,"
-            f" processes_per_node from 1), but was given {given}"
+            f"a component with sharing={sharing!r} accepts only the options"
+            f" {[*takes]} (axis requires mesh, and processes_per_node must be at least"
+            f" 1), but it got {given}"
         )
 
 
@@ -485,12 +492,13 @@ def _nodes() -> tuple[str, ...]:
 
 
 def of_nodes(pattern: str, nodes: Sequence[object], *, host: int) -> Sharing:
-    """One state per node, in the order of each node's first host.
+    """One state per node, ordered by each node's first host.
 
     Args:
-      pattern: any pattern but PER_GROUP. A node is all hosts, a host, or a machine.
+      pattern: any pattern except PER_GROUP. Depending on it, a node is all hosts, one
+        host, or one machine.
       nodes: the node of each host.
-      host: the number of this host.
+      host: the index of this host.
     """
     first = {node: nodes.index(node) for node in nodes}
     order = sorted(first.values())
@@ -515,11 +523,11 @@ def per_group(
     """One state per group of hosts along some mesh axes.
 
     Args:
-      mesh_hosts: the host of each device of the mesh.
-      axis_names: the axes of the mesh.
+      mesh_hosts: the host index of each device in the mesh.
+      axis_names: the mesh axes.
       axes: the axes along which devices share a state, just as they share the result of
         `jax.lax.psum` over them.
-      host: the number of this host.
+      host: the index of this host.
 
     Raises:
       ConfigError: if the mesh lacks an axis, or this host is not in exactly one group.
@@ -527,8 +535,8 @@ def per_group(
     unknown = [axis for axis in axes if axis not in axis_names]
     if unknown or not axes or len(set(axes)) < len(axes):
         raise errors.ConfigError(
-            f"per_group with axis={tuple(axes)!r} does not match the mesh with axes"
-            f" {tuple(axis_names)}; list mesh axes, each once"
+            f"axis={tuple(axes)!r} of a per_group component does not match the mesh"
+            f" axes {tuple(axis_names)}; list one or more mesh axes, each once"
         )
     others = [
         number
@@ -547,9 +555,10 @@ def per_group(
         raise errors.ConfigError(
             f"the devices of host {host} are in {len(groups)} groups of"
             f" axis={tuple(axes)!r} ({errors.first_of(names[n] for n, _ in groups)}),"
-            " but a host can have only one state: also share it over another axis of"
-            f" {tuple(axis_names)}, or make a mesh of the devices of all hosts in which"
-            " each host's devices are in one group"
+            " but they must be in exactly one, because a host has one state. Either"
+            f" share the state along another axis of {tuple(axis_names)}, too, or"
+            " create a mesh of all hosts' devices in which each host's devices are in"
+            " one group"
         )
     ((own, is_writer),) = groups
     return Sharing(

@@ -1,16 +1,16 @@
 """Digests of each device's parts of arrays, computed on the devices themselves.
 
-The parts on the devices of this process are treated as the replicas of an array on a
-mesh of these devices, and a program runs on all of them (`jax.shard_map`), so that each
-part is read in place. One program digests all arrays. It is compiled once for their
-shapes and involves no other process.
+The parts on this process's devices are treated as replicas of one array on a mesh of
+these devices, so that `jax.shard_map` reads each part in place. A single computation
+digests all arrays. It is compiled once for their shapes and does not involve other
+processes.
 
-A digest is a sum modulo 2**32 over the words of a part. A number that depends on its
-position is added to each word, and the result goes through a bijection of 32 bits (a
+A digest is a sum modulo 2**32 over the words of a part. A number that depends on the
+word's position is added to each word, and the result goes through a 32-bit bijection (a
 multiplication by an odd number between two xor-shifts, as in MurmurHash3's finalizer).
-So a change of one word, for example of one bit, always changes the digest; changes of
-several words, such as a swap, are missed with a probability of about 2**-32. Only
-integers are added, so the order of a sum does not matter.
+So a change in a single word, even of one bit, always changes the digest; changes in
+more than one word, such as a swap, are missed with a probability of about 2**-32. Only
+integers are added, so the order of summation does not matter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax.sharding import Mesh, PartitionSpec
 from elastic_ckpt.core import topology
 
 _SAMPLE = 1024
-# Odd numbers: the second is a multiplier of MurmurHash3's finalizer (Appleby 2008).
+# Odd numbers; the second is a multiplier in MurmurHash3's finalizer (Appleby 2008).
 _STRIDE = 0x9E3779B1
 _MULTIPLIER = 0x85EBCA6B
 
@@ -48,11 +48,11 @@ def look(
     """Digests the parts of arrays on this process's devices.
 
     Args:
-      arrays: arrays of any dtypes and shardings, by number.
+      arrays: arrays of any dtypes and shardings, keyed by an index.
       is_sample: whether to digest only about a thousand elements of each part.
 
     Returns:
-      For each array, the digests in hex, by device ID.
+      A dict from array index to a dict from device ID to digest, in hex.
     """
     groups: dict[tuple[jax.Device, ...], dict[int, list[Any]]] = {}
     for number, array in arrays.items():
@@ -76,18 +76,18 @@ def look(
 
 
 def host_sample(values: np.ndarray) -> np.ndarray:
-    """A sample of the elements of `values`."""
+    """Returns evenly spaced elements of `values`, about a thousand."""
     return np.ascontiguousarray(values[_sample(values.shape)])
 
 
 def differing(leaf: Any) -> Mapping[int, int]:
-    """Counts the elements of each device's part of an array that differ from replicas.
+    """Counts the elements in each device's part that differ between replicas.
 
     All processes that share the array must call this.
 
     Returns:
-      The count, by ID of each mesh device; empty unless the leaf is on a mesh that all
-      hosts share.
+      A dict from device ID to the count, for each mesh device; empty unless the leaf is
+      on a mesh that all hosts share.
     """
     is_on_mesh = is_readable(leaf) and hasattr(leaf.sharding, "mesh")
     if not is_on_mesh or (leaf.is_fully_addressable and topology.num_hosts() > 1):
@@ -99,7 +99,7 @@ def differing(leaf: Any) -> Mapping[int, int]:
         differ = jnp.zeros(part.shape, bool)
         for words in _bits(part):
             unequal = lax.pmin(words, axes) != lax.pmax(words, axes)
-            # A 64-bit element has two words.
+            # A 64-bit element consists of two words.
             differ |= unequal.reshape((*part.shape, -1)).any(axis=-1)
         return lax.all_gather(differ.sum(dtype=jnp.uint32), mesh.axis_names)
 
@@ -120,7 +120,7 @@ def _on_mesh(
 
 @functools.lru_cache(maxsize=2**6)
 def _compiled(mesh: Mesh, *, is_sample: bool) -> Callable[[Any], jax.Array]:
-    # Returns uint32 `[devices, arrays]`.
+    # Returns a function with a uint32 result, `[devices, arrays]`.
     def of_device(parts: list[jax.Array]) -> jax.Array:
         if is_sample:
             parts = [part[_sample(part.shape)] for part in parts]
@@ -130,7 +130,7 @@ def _compiled(mesh: Mesh, *, is_sample: bool) -> Callable[[Any], jax.Array]:
 
 
 def part_digest(part: jax.Array) -> jax.Array:
-    """The digest of an array on one device, a uint32; runs traced."""
+    """The uint32 digest of an array on one device; called under tracing."""
     digest = jnp.uint32(0)
     for number, words in enumerate(_bits(part)):
         words = words + _positions(words.shape, number)
@@ -150,7 +150,7 @@ def _positions(shape: tuple[int, ...], number: int) -> jax.Array | np.uint32:
 
 
 def _bits(part: jax.Array) -> list[jax.Array]:
-    # The bits of an array as uint32; 64-bit elements are two, in one more dim.
+    # An array's bits as uint32; a 64-bit element becomes two words in an extra dim.
     if jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key):
         part = jax.random.key_data(part)
     if jnp.issubdtype(part.dtype, jnp.complexfloating):
@@ -164,6 +164,6 @@ def _bits(part: jax.Array) -> list[jax.Array]:
 
 
 def _sample(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    # About equally many elements in each dim, evenly spaced.
+    # Takes about the same number of elements in each dim, evenly spaced.
     most = max(1, int(_SAMPLE ** (1 / max(1, len(shape)))))
     return tuple(slice(None, None, -(-size // most) or 1) for size in shape)

@@ -1,24 +1,24 @@
-"""A component's state as JSON and arrays, and its file.
+"""Encodes a component's state as JSON and arrays, and reads and writes its file.
 
-    null, true, 3, 0.5, "text"              as they are
+    null, true, 3, 0.5, "text"              the same value
     [..]                                    a list
     {"tuple": [..]}, {"dict": [[key, value], ..]}
-    {"float": "7ff8000000000000"}           a float that JSON lacks, as its bits
-    {"bytes": "AAE="}                       in base64
+    {"float": "7ff8000000000000"}           a non-finite float, as its bits
+    {"bytes": "AAE="}                       bytes, in base64
     {"numpy": 0}, {"scalar": 0}             a NumPy array or scalar
     {"array": 0}                            a JAX array
     {"key": 0, "impl": "threefry2x32"}      an array of typed random keys
     {"node": "module.Class", "children": [[name, value], ..]}
-                                            another node of a pytree
+                                            any other pytree node
 
-The numbers refer to arrays. A node of any other class, such as an optax named tuple, is
-built from the node at the same place in the current state: nothing is imported or
-unpickled by name.
+The integers are indices of arrays. A node of any other class, such as an optax named
+tuple, is built from the node at the same place in the current state: nothing is
+imported or unpickled by name.
 
 The file is an npz archive. Its entry `state` is a `checked_json` file as bytes; the
 entries `0`, `1`, ... are the arrays. Types that NumPy's format lacks, such as bfloat16,
-are stored as unsigned integers of their size. The comment at the end of the archive is
-the digest of all bytes before it. FORMAT.md describes the format.
+are stored as unsigned integers of the same size. The comment at the end of the archive
+is the digest of all bytes before it. FORMAT.md describes the format.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Encoded(NamedTuple):
 
 
 def encode(state: Any) -> Encoded:
-    """Encodes a copy of a state, which later changes do not affect.
+    """Encodes a copy of a state; later changes to the state do not affect the copy.
 
     Raises:
       CheckpointError: if a value cannot be saved; the message names its path.
@@ -70,12 +70,12 @@ def encode(state: Any) -> Encoded:
 
 
 def decode(encoded: Encoded, current: Any = None) -> Any:
-    """Decodes a state, which may share the arrays of `encoded`.
+    """Decodes a state; the result may share arrays with `encoded`.
 
     Args:
       encoded: the result of `encode`.
-      current: a state of the same structure, which provides nodes of other classes and
-        array shardings.
+      current: a state of the same structure, from which array shardings and pytree
+        nodes of other classes are taken.
 
     Raises:
       CheckpointError: if `current` lacks a node.
@@ -91,7 +91,7 @@ def write(path: epath.Path, encoded: Encoded) -> None:
 
 def dump(encoded: Encoded, file: IO[bytes]) -> None:
     """Writes the file's content; equal states have equal bytes."""
-    # The names of other packages' types, which NumPy would not store.
+    # Names of dtypes from other packages, which NumPy would not store.
     dtypes = [
         each.dtype.name if each.dtype.isbuiltin == 2 else "" for each in encoded.arrays
     ]
@@ -137,8 +137,8 @@ def read(path: epath.Path, parse: Callable[[IO[bytes]], Any] = load) -> Any:
     """Reads a component file.
 
     Args:
-      path: the file.
-      parse: a function that parses the file; by default as a state.
+      path: the file path.
+      parse: a function that parses the open file; the default, `load`, reads a state.
 
     Raises:
       CheckpointError: if the file is missing or `parse` rejects it; the message names
@@ -152,8 +152,8 @@ def read(path: epath.Path, parse: Callable[[IO[bytes]], Any] = load) -> Any:
     except ValueError as error:
         problem = str(error)
     raise errors.CheckpointError(
-        f"{_WHAT} {path} {problem}; restore the file from a copy, load another step, or"
-        " load without the component (strict=False)"
+        f"component file {path} {problem}; restore the file from a good copy, load a"
+        " different step, or load without this component (strict=False)"
     )
 
 
@@ -165,7 +165,7 @@ def type_name(value: Any) -> str:
 def on_host(value: Any) -> Any:
     """Copies an array or random key to host memory; returns any other value."""
     if isinstance(value, jax.Array):
-        # Every host has the whole replicated array, so no other host is needed.
+        # Every host has the whole replicated array, so it does not need other hosts.
         local = value if value.is_fully_addressable else value.addressable_data(0)
         is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
         value = np.asarray(jax.random.key_data(local) if is_key else local)
@@ -173,7 +173,7 @@ def on_host(value: Any) -> Any:
 
 
 def _file_digest(file: IO[bytes]) -> bytes:
-    # Of all bytes before the digest.
+    # The digest of all bytes before the stored digest.
     left = file.seek(0, os.SEEK_END) - _DIGEST_LENGTH
     file.seek(0)
     hashed = digest.values_hash()
@@ -184,8 +184,8 @@ def _file_digest(file: IO[bytes]) -> bytes:
 
 
 def _entry(archive: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    # NumPy uses Python's parser for shape and dtype, which sometimes fails in CPython
-    # 3.11 while another thread is using it (python/cpython#106905).
+    # NumPy parses shape and dtype with Python's parser, which sometimes fails in
+    # CPython 3.11 while another thread is using it (python/cpython#106905).
     for _ in range(_MOST_ATTEMPTS):
         with contextlib.suppress(SystemError):
             return archive[name]
@@ -230,8 +230,8 @@ def _array(value: Any, path: str, number: int) -> dict[str, storage.Json]:
         return {"numpy" if type(value) is np.ndarray else "scalar": number}
     if not (value.is_fully_addressable or value.is_fully_replicated):
         raise errors.CheckpointError(
-            f"the state{path} is an array whose parts are on several hosts, which"
-            " belongs to the weights: save it in a pytree, not in a component"
+            f"the state{path} is an array spread across hosts, so it belongs with the"
+            " weights: save it in a pytree, not in a component"
         )
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         return {"key": number, "impl": str(jax.random.key_impl(value))}
@@ -253,9 +253,10 @@ def _below(path: str, name: str) -> str:
 
 def _refused(path: str, what: str) -> errors.CheckpointError:
     return errors.CheckpointError(
-        f"the state{path} is {what}, which a component cannot save; its values may be"
-        " arrays, numbers, strings, bytes, None, and dicts, lists, tuples or pytrees of"
-        " them; add get_state and set_state to the object that return and take these"
+        f"the state{path} is {what}, which a component cannot save. Use arrays,"
+        " numbers, strings, bytes, None, and dicts, lists, tuples or other pytrees of"
+        " these; or define get_state, which returns such values, and set_state, which"
+        " accepts them, on the object"
     )
 
 
@@ -291,8 +292,8 @@ def _decoded(node: Any, current: Any, path: str, arrays: Sequence[np.ndarray]) -
                 now = "nothing" if current is _NOTHING else f"a {type_name(current)}"
                 raise errors.CheckpointError(
                     f"the state{path} was saved as a {node['node']} with {names}, but"
-                    f" the current state has {now} with {list(children)} there; create"
-                    " the state with the same classes and fields before loading it"
+                    f" the current state has {now} with {list(children)} in its place;"
+                    " before loading, create the state with the same classes and fields"
                 )
             made = [
                 below(child, children, name, _below(path, name))
@@ -313,8 +314,8 @@ def _decoded(node: Any, current: Any, path: str, arrays: Sequence[np.ndarray]) -
 def _placed(array: np.ndarray, current: Any, path: str, *, is_key: bool) -> jax.Array:
     if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
         raise errors.CheckpointError(
-            f"the state{path} was saved as an array of {array.dtype}, which JAX narrows"
-            " in this process; set jax_enable_x64"
+            f"the state{path} was saved as an array of {array.dtype}, which JAX would"
+            " narrow in this process; to keep the dtype, set jax_enable_x64"
         )
     if (
         isinstance(current, jax.Array)

@@ -1,6 +1,6 @@
-"""Loads the components of a step, strictly or not, with a summary.
+"""Loads a step's components, strictly or not, and summarizes the outcome.
 
-Every component is read and decoded, and the hosts compare the outcomes, before any
+Every component is read and decoded, and the hosts exchange any errors, before any
 component is set. So if one host cannot read a component, a strict load fails on all
 hosts with the same error and changes nothing.
 """
@@ -27,13 +27,14 @@ _MOST_CHARACTERS = 2000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The components that `load` has loaded, skipped and failed to load.
+    """The components that `load` loaded, skipped or could not load.
 
     Attributes:
       step: the training step.
-      loaded: the loaded components and trees, by name.
-      skipped: why other components were left unchanged, by name.
-      failed: why other components could not be loaded, by name.
+      loaded: a dict from name to loaded component or tree.
+      skipped: a dict from the name of each skipped component to the reason.
+      failed: a dict from the name of each component that could not be loaded to the
+        reason.
     """
 
     step: int
@@ -52,10 +53,10 @@ class Summary:
 
 
 def named(components: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Makes a dict of components.
+    """Builds a dict of components.
 
     Raises:
-      ConfigError: if names occur twice; the message lists all of them.
+      ConfigError: if a name occurs more than once; the message lists all such names.
     """
     given: Any = components.items() if isinstance(components, Mapping) else components
     pairs = list(given)
@@ -63,7 +64,8 @@ def named(components: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
         raise errors.ConfigError(
-            f"several components are called {doubled}; choose a different name for each"
+            f"the names {doubled} are used for more than one component; choose a"
+            " different name for each component"
         )
     return dict(pairs)
 
@@ -76,27 +78,28 @@ def load(
     strict: bool = True,
     ignore: Collection[str] = (),
 ) -> Summary:
-    """Loads components, and trees with them, from a step: all or none.
+    """Loads components, and any trees requested with them, from a step: all or none.
 
-    Components are set once all of them were read on all hosts. Objects of other
-    classes, such as batches, set themselves as they are read. Every process must call
-    this.
+    Components are set only after all of them have been read on all hosts. Objects of
+    other classes, such as batches, set themselves as they are read. Every process must
+    call this.
 
     Args:
       checkpointer: this library's checkpointer or Orbax's.
       components: components by name, or pairs of a name and a component; also abstract
         trees and other checkpointables, as in `load_checkpointables`.
-      step: the number of the step; None takes the newest step.
+      step: the step number; None means the newest step.
       strict: whether to raise an error if a required component is missing or cannot be
         loaded on any host, or if the step has a component that is not requested.
-        Otherwise, only that host's summary lists the component.
-      ignore: names of the step's components that need not be requested.
+        If False, only the summary on the affected host lists the component.
+      ignore: names of components in the step that need not be requested.
 
     Raises:
       ConfigError: if a name occurs twice.
       CheckpointError: if there is no such step, a tree cannot be restored, or `strict`
-        is violated; raised on all hosts, with all names and the differing hosts.
-      RunError: if a host did not finish its load in time.
+        is set and a component is missing, unreadable or not requested; raised on all
+        hosts, and the message lists the components and hosts.
+      RunError: if a host does not finish its load in time.
     """
     wanted = named(components)
     held = checkpointer.checkpointables_metadata(step)
@@ -105,7 +108,7 @@ def load(
         name: _Read(
             each.read
             if isinstance(each, Component)
-            # A checkpointer waits longer than this for all components of a host.
+            # A checkpointer waits longer than this for all of a host's components.
             else functools.partial(
                 component_io.load, each, limit_secs=component_io.SAVE_TIMEOUT_SECS
             )
@@ -114,18 +117,21 @@ def load(
         if isinstance(each, ocp.StatefulCheckpointable)
     }
     skipped = {
-        name: "the step has it: request it, or list it in ignore="
+        name: "the step contains it; request it, or list it in ignore="
         for name, tree in held.metadata.items()
         if tree is None and name not in wanted and name not in ignore
     }
     unknown = [f"{name!r} was not requested: {why}" for name, why in skipped.items()]
     failed: dict[str, str] = {}
     for name in [name for name in wanted if name not in there]:
-        why = f"step {held.step} has no such part; it has {sorted(held.metadata)}"
+        why = (
+            f"step {held.step} has no part with this name; its parts are"
+            f" {sorted(held.metadata)}"
+        )
         (failed if getattr(wanted[name], "required", True) else skipped)[name] = why
 
     def check() -> None:
-        # Raises an error with all hosts' problems.
+        # Raises an error that lists all hosts' problems.
         failed.update({n: each.problem for n, each in stateful.items() if each.problem})
         problems = [
             f"{name!r} cannot be loaded: {why}"
@@ -137,8 +143,8 @@ def load(
         of_host = {host: each for host, each in enumerate(of_hosts) if each}
         if of_host:
             raise errors.CheckpointError(
-                f"step {held.step}: {errors.HostsFailedError(of_host)}; or load what"
-                " is possible with strict=False"
+                f"step {held.step}: {errors.HostsFailedError(of_host)}; to load only"
+                " the parts that can be loaded, pass strict=False"
             )
 
     check()
@@ -165,15 +171,15 @@ def load(
 
 @dataclasses.dataclass(eq=False)
 class _Read:
-    # Reads a component without setting it, or makes any other object set itself. Stores
-    # an error, so that the other parts are still read.
+    # Reads a component without setting it; any other object sets itself. An error is
+    # stored, so that the other parts are still read.
 
     read: Callable[[epath.Path], Any]
     problem: str | None = None
     values: Any = None
 
     async def save(self, directory: Any) -> Awaitable[None]:
-        """Never called; Orbax also recognizes a checkpointable by this method."""
+        """Never called; Orbax requires this method in a checkpointable."""
         raise NotImplementedError
 
     async def load(self, directory: epath.Path) -> Awaitable[None]:

@@ -10,7 +10,7 @@ import jax
 from elastic_ckpt.checkpoint.components.component import Component
 from elastic_ckpt.core import digest, errors
 
-# The first number folded into the key, so that kinds of keys never coincide.
+# The first number folded into a key, so that different kinds of keys never coincide.
 _NEXT, _SHARD, _NAME = range(3)
 _LOW = 2**32 - 1
 
@@ -19,7 +19,7 @@ class Rng(Component):
     """A component with a global random key, from which all other keys are derived.
 
     The derived keys depend on a name, a logical shard or a count, never on a host
-    number, so a run continues with the same keys on any number of hosts.
+    index, so a run continues with the same keys on any number of hosts.
 
         rng = ec.components.Rng(seed=0)
         dropout = rng.for_name("dropout", step)
@@ -27,11 +27,11 @@ class Rng(Component):
         key = rng.next()
 
     Args:
-      seed: a number, or a typed key of `jax.random.key`.
+      seed: an integer, or a typed key from `jax.random.key`.
       required: see `Component`.
 
     Raises:
-      ConfigError: if `seed` is neither a number nor a typed key.
+      ConfigError: if `seed` is neither an integer nor a single typed key.
     """
 
     def __init__(self, seed: int | jax.Array = 0, *, required: bool = True) -> None:
@@ -40,11 +40,12 @@ class Rng(Component):
             key.dtype, jax.dtypes.prng_key
         )
         if not is_key or key.shape:
-            # An array's repr has several lines.
+            # An array's repr may have multiple lines.
             shown = " ".join(repr(seed).split())
             raise errors.ConfigError(
-                f"Rng takes a number or one typed key, not {shown}; make a key with"
-                " jax.random.key, or from an old key with jax.random.wrap_key_data"
+                f"Rng takes an integer or one typed key, not {shown}; create a key with"
+                " jax.random.key, or convert an old-style key with"
+                " jax.random.wrap_key_data"
             )
         super().__init__({"key": key, "taken": 0}, "global", required=required)
 
@@ -56,18 +57,18 @@ class Rng(Component):
     def next(self) -> jax.Array:
         """A key that no earlier call returned; all hosts must make the same calls.
 
-        The number of calls is saved.
+        The number of calls is part of the saved state.
         """
         taken = self.state["taken"]
         self.state = {**self.state, "taken": taken + 1}
         return _folded(self.key, _NEXT, taken & _LOW, taken >> 32)
 
     def for_shard(self, shard: int, step: Any = 0) -> jax.Array:
-        """The key for a logical shard at `step`, a 32-bit number that may be traced."""
+        """The key for a logical shard and `step`, a 32-bit integer, maybe traced."""
         return _folded(self.key, _SHARD, shard, step)
 
     def for_name(self, name: str, step: Any = 0) -> jax.Array:
-        """The key for a name at `step`, a 32-bit number that may be traced."""
+        """The key for a name and `step`, a 32-bit integer, maybe traced."""
         number = digest.name_hash(name)
         return _folded(self.key, _NAME, number & _LOW, number >> 32, step)
 

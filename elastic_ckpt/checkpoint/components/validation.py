@@ -1,18 +1,19 @@
 """Validation of values that should be equal: device replicas and host values.
 
 A copy in device memory can change without an error (silent corruption). Then one
-replica trains on different weights than the others, and which of them is saved is a
+replica trains with different weights than the others, and which of them is saved is a
 matter of chance. `validate` compares the copies of each leaf of a tree:
 
-* for a JAX array, between the devices that have the same box of its sharding
-* for an array on a single process's devices in a world of several, and for NumPy and
-  Python values, between the hosts, which all have the whole value
+* for a JAX array, between the devices that store the same box of its sharding
+* for NumPy and Python values, and in a multi-process world for arrays on a single
+  process's devices, between the hosts, each of which stores the whole value
 
 Each device digests its parts (`device_digests`), and hosts exchange digests through
-JAX's coordination service: first one digest for all boxes that the same hosts hold,
-then, if those differ, one per box. So equal copies cost only a few bytes.
+JAX's coordination service: first one digest for all boxes that are stored on the same
+hosts, then, if those differ, one per box. So if all copies are equal, hosts exchange
+only a few bytes.
 
-A box with a single holder is not read. Devices count differing elements only in arrays
+A box with a single copy is not read. Devices count differing elements only in arrays
 that differ.
 """
 
@@ -50,7 +51,7 @@ class Holder(NamedTuple):
     """The memory that holds a copy.
 
     Attributes:
-      host: the number of the host.
+      host: the index of the host.
       device: JAX's device ID; -1 for host memory.
     """
 
@@ -62,8 +63,8 @@ class Holder(NamedTuple):
         return f"{device}host {self.host}"
 
 
-# A copy of a box: the number of its leaf in the tree, the box, its holder, and a digest
-# of its content.
+# A copy of a box: the index of the leaf in the tree, the box, the copy's holder, and a
+# digest of its content.
 _Copy: TypeAlias = tuple[int, boxes.Box, Holder, str]
 
 
@@ -76,7 +77,7 @@ class Finding:
       box: the part of the leaf, such as `[0:64, 0:32]`; empty for the whole value.
       groups: the holders, grouped by equal copies; the largest group comes first.
       differing: the number of elements that differ; None if they were not counted.
-      why: how the copies differ, unless in their values.
+      why: a description of the difference, if copies differ in more than their values.
     """
 
     leaf: str
@@ -87,12 +88,12 @@ class Finding:
 
     @property
     def is_certain(self) -> bool:
-        """Whether a single group is the largest, so the others are suspects."""
+        """Whether one group is larger than all others, so that those are suspects."""
         return len(self.groups[0]) > len(self.groups[1])
 
     @property
     def suspects(self) -> tuple[Holder, ...]:
-        """The holders outside the largest group; all if several groups are largest."""
+        """The holders outside the largest group; all holders if there is a tie."""
         return tuple(sorted(itertools.chain(*self.groups[self.is_certain :])))
 
     @property
@@ -123,14 +124,14 @@ def validate(
     level: Level = "tensor",
     timeout_secs: float = 600.0,
 ) -> list[Finding]:
-    """Compares the copies of each leaf of a tree; every process of the world calls it.
+    """Compares the copies of each leaf of a tree; all processes must call this.
 
     Levels: none: compares nothing. quick: compares the structure of the tree and about
       a thousand elements of each part. tensor: compares the structure and a digest of
-      each part. Always finds a single changed bit. full: like tensor, but if copies of
-      an array on a mesh differ, also counts the differing elements. The values cross
-      the network between the devices, one array at a time, and each device needs memory
-      for two more copies of its part.
+      each part, which always finds a single changed bit. full: like tensor, but if
+      copies of an array on a mesh differ, also counts the differing elements. For the
+      count, devices exchange values over the network, one array at a time, and each
+      device needs memory for two more copies of its part.
 
     Args:
       tree: a pytree of JAX and NumPy arrays, numbers, strings and bytes.
@@ -138,12 +139,12 @@ def validate(
       timeout_secs: how long hosts wait for each other.
 
     Returns:
-      The findings, in the order of leaves, the same on all hosts; at most a hundred.
+      At most a hundred findings, in leaf order, the same on all hosts.
 
     Raises:
       CheckpointError: if a leaf cannot be compared.
       ConfigError: if there is no such level.
-      RunError: if a host did not answer in time.
+      RunError: if a host does not answer in time.
     """
     return compared(tree, level=level, timeout_secs=timeout_secs, kind="validation")
 
@@ -155,12 +156,12 @@ def compared(
     kind: str,
     timeout_secs: float = 600.0,
 ) -> list[Finding]:
-    """Like `validate`, for calls from different threads.
+    """Like `validate`, but may be called from different threads.
 
     Args:
       tree: see `validate`.
       level: see `validate`.
-      kind: the name of the exchange; calls of one kind must come from one thread.
+      kind: the name of the exchange; calls of the same kind must come from one thread.
       timeout_secs: see `validate`.
     """
     check_level(level)
@@ -215,12 +216,14 @@ def compared(
 def check_level(level: str) -> None:
     """Raises a ConfigError unless `level` is a level of `validate`."""
     if level not in LEVELS:
-        raise errors.ConfigError(f"level={level!r}; choose one of {', '.join(LEVELS)}")
+        raise errors.ConfigError(
+            f"level={level!r} is not a validation level; choose one of"
+            f" {', '.join(LEVELS)}"
+        )
 
 
 def _structure_finding(of_hosts: Sequence[Mapping[str, str]]) -> Finding:
-    # The first leaf that some hosts lack, or have with a different type, shape or
-    # dtype.
+    # The first leaf that some hosts lack or whose type, shape or dtype differs.
     listed = {
         path: [kinds.get(path, "missing") for kinds in of_hosts]
         for path in sorted(set().union(*of_hosts))
@@ -248,13 +251,14 @@ def _kind(path: str, leaf: Any) -> str:
     if isinstance(leaf, bool | int | float | complex | str | bytes):
         return type(leaf).__name__
     raise errors.CheckpointError(
-        f"leaf {path!r} is a {type(leaf).__name__}, which cannot be compared; take it"
-        " out of the tree, or replace it with arrays, numbers or strings"
+        f"leaf {path!r} is a {type(leaf).__name__}, which cannot be compared; remove"
+        " the leaf from the tree, or replace it with arrays, numbers or strings"
     )
 
 
 def _copies(leaves: list[Any], *, is_sample: bool) -> Mapping[str, list[_Copy]]:
-    # This host's copies of boxes with several holders, by the hosts of all holders.
+    # This host's copies of boxes with more than one holder, keyed by the hosts of the
+    # holders.
     held = [
         _held(leaf.sharding, leaf.shape)
         if isinstance(leaf, jax.Array)
@@ -278,8 +282,8 @@ def _copies(leaves: list[Any], *, is_sample: bool) -> Mapping[str, list[_Copy]]:
 
 
 def _digests(copies: Sequence[_Copy]) -> list[str]:
-    # Digests of the least and the greatest content of each box, which differ if copies
-    # differ on this host.
+    # Digests of each box's least and greatest content, which differ if copies on this
+    # host differ.
     ordered = sorted((f"{leaf} {box}", content) for leaf, box, _, content in copies)
     return [digest.json_digest(dict(each)) for each in (ordered, ordered[::-1])]
 
@@ -288,8 +292,9 @@ def _digests(copies: Sequence[_Copy]) -> list[str]:
 def _held(
     sharding: Sharding | None, shape: tuple[int, ...]
 ) -> tuple[tuple[Holder, boxes.Box, str], ...]:
-    # This host's holders of boxes with several holders, with the hosts of each box.
-    # Every host holds values without a sharding, and arrays on only its own devices.
+    # This host's holders of boxes with more than one holder, with the hosts of each
+    # box. Values without a sharding, and arrays on one process's devices, are on every
+    # host.
     num_hosts = topology.num_hosts()
     if sharding is None:
         own = Holder(topology.this_host(), -1), boxes.whole(()), "hosts"
@@ -306,7 +311,7 @@ def _held(
 
 
 def _in_host_memory(value: Any, *, is_sample: bool) -> dict[int, str]:
-    # The digests of a value in host memory, by device.
+    # The digests of a value in host memory, keyed by device.
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         value = np.frombuffer(repr(value).encode(), np.uint8)
     shards = value.addressable_shards if isinstance(value, jax.Array) else ()

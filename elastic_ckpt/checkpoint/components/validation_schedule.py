@@ -1,9 +1,9 @@
 """Decides when to compare copies, and reports differences.
 
-The state is compared before saves and at intervals. Replicated components are compared
-in each save: host 0 writes the state for all hosts, so a host with a different state
-would silently lose it, and all hosts would continue from a state that possibly only
-host 0 had.
+The run's state is compared before saves and at intervals. Replicated components are
+compared in each save: host 0 writes the state for all hosts, so a host with a different
+state would silently lose it, and all hosts would continue from a state that perhaps
+only host 0 had.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from elastic_ckpt.core import errors, events, metrics, topology
 class ValidationSchedule:
     """Validates a run's state before saves, at intervals, or both.
 
-    The first finding pins the newest step saved before it, so that retention does not
-    leave only steps whose copies differed.
+    The first finding pins the newest saved step at which all copies were equal, so that
+    retention does not leave only steps whose copies differed.
 
     Attributes:
-      level: how closely to compare copies.
+      level: the level at which copies are compared; see `validate`.
       at_saves: whether to compare before each save.
-      interval: steps between additional comparisons; 0 disables them.
-      stops: whether a finding ends the run, before the step is saved.
+      interval: the number of steps between additional comparisons; 0 disables them.
+      stops: whether a finding stops the run, before the step is saved.
       emit: a function called for each finding and after each validation.
-      preserve: a function called on all hosts with the step after which all copies were
-        equal; it pins the newest saved step up to that step and returns it, if any.
+      preserve: a function called on all hosts with the last step after which all copies
+        were equal; it pins the newest saved step up to that step and returns the pinned
+        step, if any.
       equal_step: the last step after which all copies were equal, such as a restored
-        step; None once it is preserved.
+        step; None once that step is preserved.
     """
 
     level: validation.Level
@@ -55,12 +56,12 @@ class ValidationSchedule:
     def run(
         self, step: int, state: Any, *, components: Any = None
     ) -> list[validation.Finding]:
-        """Validates the state after `step` steps; all hosts call it.
+        """Validates the state after `step` steps; all hosts must call this.
 
         Args:
-          step: the number of steps done.
-          state: the tree of weights and optimizer.
-          components: values that are the same on all hosts, by name.
+          step: the number of completed steps.
+          state: the tree of weights and optimizer state.
+          components: values that must be the same on all hosts, keyed by name.
 
         Raises:
           RunError: if copies differ and `stops` is set.
@@ -86,10 +87,11 @@ class ValidationSchedule:
         if findings and self.stops:
             raise errors.RunError(
                 f"after step {step}, copies that should be equal differ:"
-                f" {findings[0]} ({len(findings)} in all, see `replicas_differ` in the"
-                " run's events); the step is not saved. Check the memory of these"
-                " hosts, and restart the run without them: it resumes from the"
-                " newest saved step. replica_validation_action=warn continues instead"
+                f" {findings[0]} ({len(findings)} findings in all; see the run's"
+                " `replicas_differ` events). The step was not saved. Restart the run"
+                " without these hosts, and check their memory: the run resumes from the"
+                " newest saved step. To continue in spite of differences, set"
+                " replica_validation_action=warn"
             )
         before = self.equal_step if findings else None
         kept = None if before is None else self.preserve(before)
@@ -103,7 +105,7 @@ class ValidationSchedule:
 def report(
     step: int, findings: Sequence[validation.Finding], *, emit: events.Emit
 ) -> None:
-    """Reports the findings after a step: to the log, as events, and as a metric."""
+    """Reports the findings after a step in the log, as events, and in a metric."""
     if findings:
         metrics.VALIDATION_FINDINGS.record(len(findings))
     for finding in findings:
@@ -125,7 +127,7 @@ def compare(step: int, components: Mapping[str, Any], *, emit: events.Emit) -> N
     All hosts must call this.
 
     Raises:
-      RunError: if a host did not answer in time.
+      RunError: if a host does not answer in time.
     """
     compared = {
         name: each
@@ -135,7 +137,7 @@ def compare(step: int, components: Mapping[str, Any], *, emit: events.Emit) -> N
     if not compared:
         return
     level = max((e.validation for e in compared.values()), key=validation.LEVELS.index)
-    # If a host could not capture its state, the save fails on all hosts.
+    # The placeholder of a state that a host could not capture; its save fails anyway.
     lacking = {"problem": "its state could not be captured"}
     states = {n: lacking if e.taken is None else e.taken for n, e in compared.items()}
     for component in compared.values():

@@ -122,14 +122,15 @@ def test_a_resize_follows_the_declared_rule(saved, turns, pattern):
             continue
         with pytest.raises(errors.CheckpointError) as raised:
             loaded(*place)
-        now = f"was saved {pattern} with {len(old)} states", f"are {own[-1] + 1} now"
+        saved_as = f"was saved as {pattern!r} with {len(old)} states"
+        now = saved_as, f"this world needs {own[-1] + 1}"
         for said in (*now, "reset", "from_first", "(old_states, new_count)"):
             assert said in str(raised.value)
         assert loaded(*place, on_resize="reset") == [-n for n in range(num_hosts)]
         assert loaded(*place, on_resize="from_first") == [old[0]] * num_hosts
         last_first = [old[-1 - each % len(old)] for each in own]
         assert loaded(*place, on_resize=rotated) == last_first
-        with pytest.raises(errors.CheckpointError, match=r"returned \d states for"):
+        with pytest.raises(errors.CheckpointError, match=r"returned \d states, but"):
             loaded(*place, on_resize=lambda *_: [0] * 5)
 
 

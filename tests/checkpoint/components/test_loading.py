@@ -56,7 +56,7 @@ def test_one_error_has_all_names_and_strict_false_loads_the_rest(checkpointer):
     assert sorted(summary.skipped) == ["maybe", "schedule"]
     lines = str(summary).splitlines()
     assert lines[0] == "step 4: loaded cache"
-    assert lines[-1].startswith("failed missing: step 4 has no such part; it has")
+    assert lines[-1].startswith("failed missing: step 4 has no part with this name; ")
 
 
 def test_a_component_that_fails_leaves_the_others_as_they_were(checkpointer):
