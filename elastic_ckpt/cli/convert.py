@@ -137,8 +137,8 @@ def run(arguments: argparse.Namespace) -> int:
         rows, lines = _checked(job, arguments.check)
     elif arguments.target is None:
         raise errors.ConfigError(
-            "the checkpoint to write is missing: specify DST after SRC, or use --list"
-            " or --check to look at SRC"
+            "DST, the checkpoint to write, is missing; specify it after SRC, or use"
+            " --list or --check to inspect SRC"
         )
     elif arguments.dry_run:
         rows, lines = _planned(job)
@@ -186,7 +186,7 @@ def _listed(source: str) -> _Shown:
 
 def _checked(job: convert.Job, given: str) -> _Shown:
     if job.rules is None:
-        raise errors.ConfigError("--check needs a layout: specify --rules")
+        raise errors.ConfigError("--check needs a layout; specify one with --rules")
     checkpoint = opening.open_checkpoint(job.source)
     layout = convert.given_layout(job, checkpoint)
     tree = listing.tree(given) if given else None

@@ -45,14 +45,13 @@ def run(arguments: argparse.Namespace) -> int:
     is_any = report.known or report.leftovers or report.problems
     if not (is_any or any(map(run_files.is_run, paths))):
         raise errors.RunError(
-            f"{', '.join(paths)}: this is neither a run directory (it contains"
-            f" no {run_files.RECORD}) nor a directory with steps of any tier;"
-            " specify base_output_directory/run_name, or the directory with the"
-            " steps"
+            f"{', '.join(paths)}: found neither a run directory (one that contains"
+            f" {run_files.RECORD}) nor a directory with steps of any tier; specify"
+            " base_output_directory/run_name, or the directory with the steps"
         )
     if step is not None and step not in report.known:
         raise errors.CheckpointError(
-            f"there is no step {step} in these locations; they contain the steps"
+            f"there is no step {step} in these locations; they contain steps"
             f" {list(report.known)}"
         )
     content = {"run": name, **dataclasses.asdict(report)}

@@ -15,8 +15,7 @@ from elastic_ckpt.elastic import termination
 
 # One line of help per verb; the module of that name has `add_arguments` and `run`.
 VERBS = {
-    "train": "train a model, or continue a run, on the hosts that the configuration"
-    " names",
+    "train": "train a model, or continue a run, on the configured hosts",
     "scale": "ask a live run to continue on a different number of slices",
     "config": "print the configuration that would run, and where each key is set",
     "data": "write a directory of text files as one file of training data",
@@ -32,8 +31,8 @@ VERBS = {
     "inspect": "show the steps of a run: their arrays, their data state, and the tiers"
     " that have them",
     "verify": "read every copy of a checkpoint in every tier, and check its digests",
-    "convert": "convert a checkpoint of this or another program to a different layout",
-    "modify": "change numbers in the newest step, such as the learning rate",
+    "convert": "convert a checkpoint of this or another library to a different layout",
+    "modify": "change values in the newest step, such as the learning rate",
     "pin": "keep steps that would otherwise be deleted",
 }
 _IS_SETTING = re.compile(r"\w+=").match

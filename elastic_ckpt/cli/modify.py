@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     edits += [_edit(name, each, is_factor=True) for each in arguments.scale]
     if not edits or len({each.path for each in edits}) < len(edits):
         raise errors.ConfigError(
-            "list each number to edit exactly once: --set PATH=VALUE or --scale"
+            "specify each value to edit exactly once, with --set PATH=VALUE or --scale"
             " PATH=FACTOR"
         )
     path = storage.absolute(arguments.path)
@@ -89,9 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
         if saved.metadata.get(name) is None:
             trees = [part for part, tree in saved.metadata.items() if tree is not None]
             raise errors.CheckpointError(
-                f"step {number} has no pytree {name!r}; it has {sorted(trees)}. Load a"
-                " component in Python, change its state, and save it with"
-                " overwrite=True"
+                f"step {number} has no pytree {name!r}; its pytrees are"
+                f" {sorted(trees)}. To edit a component, load it in Python, change its"
+                " state, and save it with overwrite=True"
             )
         for each in edits:
             parts[name], line = modified_step.edit(name, parts[name], each)
@@ -114,7 +114,7 @@ def _edit(tree: str, given: str, *, is_factor: bool) -> modified_step.Edit:
     path, _, number = given.rpartition("=")
     if not (path and number):
         raise errors.ConfigError(
-            f"{given!r}: write PATH={'FACTOR' if is_factor else 'VALUE'}"
+            f"{given!r} is not an edit; use PATH={'FACTOR' if is_factor else 'VALUE'}"
         )
     whole = tree if path == "." else f"{tree}/{path}"
     return modified_step.Edit(whole, number, is_factor)

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not known or not set(steps) <= set(known):
             _, problems = tiers.look(steps[0] if steps else 0)
             raise errors.CheckpointError(
-                "there is no such step in these locations; they contain the steps"
+                "the steps to verify are not in these locations, which contain steps"
                 f" {'; '.join([str(known), *problems])}"
             )
         progress = progress_line.ProgressLine("read")

@@ -222,13 +222,14 @@ def decide(
             return decided
         objections.append(decided)
     missing = (
-        f"{_count(usable)} usable, but min_slices={policy.min_slices}"
+        f"{_count(usable)} are usable, but min_slices={policy.min_slices}"
         if most < policy.min_slices
-        else f"no number of {_count(usable)} works: {'; '.join(objections)}"
+        else f"no subset of {_count(usable)} can divide a batch:"
+        f" {'; '.join(objections)}"
     )
     excluded = slices.quarantined(policy) & slices.present_secs.keys()
     if excluded:
-        missing += f"; {_count(excluded)} quarantined after repeated failures"
+        missing += f"; {_count(excluded)} are quarantined after repeated failures"
     return Wait(why=missing, within_secs=max(0.0, policy.wait_secs - waited_secs))
 
 
@@ -239,14 +240,17 @@ def _train(usable: list[int], number: int, policy: Policy, work: Work) -> Train 
         rows, indivisible = divmod(work.rows * number, work.num_slices)
         if indivisible:
             return (
-                f"{work.rows} rows on {work.num_slices} slices are not a whole number"
-                f" on {number}"
+                f"{work.rows} rows on {work.num_slices} slices would not be a whole"
+                f" number of rows on {number}"
             )
     else:
         rows = work.rows
     rows_per_device, indivisible = divmod(rows, devices)
     if indivisible:
-        return f"{rows} rows cannot be split over the {devices} devices of {number}"
+        return (
+            f"{rows} rows cannot be split over the {devices} devices of a"
+            f" {number}-slice world"
+        )
     if why := work.objection(number, rows):
         return why
     # The fewest equal parts that fit in a device's memory.
@@ -265,4 +269,4 @@ def _train(usable: list[int], number: int, policy: Policy, work: Work) -> Train 
 
 
 def _count(slices: Collection[int]) -> str:
-    return f"slices {sorted(slices)}" if slices else "no slice"
+    return f"slices {sorted(slices)}" if slices else "no slices"

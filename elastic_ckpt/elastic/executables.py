@@ -148,7 +148,7 @@ class Executables:
             name = _digest((code, settings))
         except Exception as error:
             # Pickling calls methods of all objects that the function refers to.
-            logging.warning("the executable of %r is not kept: %r", jitted, error)
+            logging.warning("cannot keep the executable of %r: %r", jitted, error)
             return None
         return pathlib.Path(self._kept.directory, f"{_place()}-{name}")
 
@@ -186,7 +186,7 @@ class Executables:
             jax.errors.JaxRuntimeError,
         ) as error:
             # Not every operation can be serialized; the next world compiles again.
-            logging.warning("an executable is not kept: %s", error)
+            logging.warning("cannot keep an executable: %s", error)
 
     def _mac(self, path: pathlib.Path, payload: bytes) -> bytes:
         return hmac.digest(self._kept.key, path.name.encode() + payload, "sha256")
@@ -315,7 +315,7 @@ class _Pickler(cloudpickle.Pickler):
             ids = mesh.device_ids.tolist() if isinstance(mesh, of.Mesh) else []
             return _number(f"{obj!r} {ids}")
         if isinstance(obj, jax.Array):
-            raise pickle.PicklingError("it closes over an array")
+            raise pickle.PicklingError("the function closes over an array")
         if isinstance(obj, type) and "<locals>" not in obj.__qualname__:
             # cloudpickle would assign a random name to a class that cannot be imported.
             return ("class", obj.__module__, obj.__qualname__)

@@ -73,9 +73,10 @@ def parse(text: str) -> tuple[Fault, ...]:
         return tuple(sorted(map(_fault, listed), key=lambda fault: fault.at_step))
     except ValueError as error:
         raise errors.ConfigError(
-            f"faults={text!r} is not a list of faults ({error}); write it as"
-            " [{kill_slice: 1, at_step: 40}, {return_slice: 1, at_step: 80}], with one"
-            f" of {[each.value for each in Kind]} and at_step in each entry"
+            f"faults={text!r} is not a list of faults ({error}); use the"
+            " form [{kill_slice: 1, at_step: 40}, {return_slice: 1, at_step: 80}],"
+            " where each entry has at_step and one of"
+            f" {[each.value for each in Kind]}"
         ) from None
 
 

@@ -515,8 +515,9 @@ def joined(
         except OSError as error:
             if time.monotonic() > until_secs:
                 raise errors.RunError(
-                    f"host {member.host} has not reached host 0 at {member.address} in"
-                    f" {_JOIN_SECS} s ({error}); check the network between them"
+                    f"host {member.host} could not reach host 0 at {member.address}"
+                    f" within {_JOIN_SECS} s ({error}); check the network between the"
+                    " two hosts"
                 ) from error
             time.sleep(_REACH_SECS)
     begin(watch.JOIN)
@@ -561,7 +562,7 @@ def check_guarded(what: str) -> None:
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise errors.ConfigError(
-            f"{what} starts processes, and each of them runs this script again; put"
+            f"{what} starts processes that each run this script again; put"
             ' all code except definitions under `if __name__ == "__main__":`'
         )
 
@@ -573,14 +574,14 @@ def check_sent(train: Callable[..., object]) -> None:
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise errors.ConfigError(
             f"the training function cannot be sent to host processes ({error}); define"
-            " it with `def` at the top of a module, and pass it values with"
-            " functools.partial"
+            " it with `def` at the top level of a module, and use functools.partial to"
+            " pass values to it"
         ) from None
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None) or ""
     if b"__main__" in sent and not os.path.exists(path) and main.__spec__ is None:
         raise errors.ConfigError(
-            "the training function is defined in an interactive session, or in a"
-            " program without a file, which host processes cannot import; move it into"
-            " a file"
+            "the training function is defined in an interactive session or in a program"
+            " without a file, so host processes cannot import it; move the function"
+            " into a file"
         )

@@ -73,7 +73,7 @@ class Link:
         except ValueError as error:
             raise LinkLostError(f"it sent something other than JSON: {error}") from None
         if time.monotonic() - self._heard_secs > self._lost_secs:
-            raise LinkLostError("it shows no sign of life")
+            raise LinkLostError("it stopped responding")
         return [each for each in messages if each]
 
     def close(self) -> None:

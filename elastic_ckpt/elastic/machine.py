@@ -105,8 +105,8 @@ class MachineSupervisor:
                 why = str(error)
             if time.monotonic() - self._since_secs > self._policy.wait_secs:
                 raise errors.RunError(
-                    f"machine {self._own.number} could not reach, for"
-                    f" {self._policy.wait_secs:g} s, {why}"
+                    f"for {self._policy.wait_secs:g} s, machine {self._own.number}"
+                    f" could not reach {why}"
                 )
             time.sleep(random.uniform(0, _POLL_SECS))
 
@@ -123,9 +123,9 @@ class MachineSupervisor:
             if not (is_refused and self._followed == leader.term):
                 raise _UnreachableError(
                     f"machine {leader.machine}, which leads the run, at"
-                    f" {leader.address} ({error}). It still renews its claim,"
-                    f" {leader.claim}: let the machines reach each other on all ports,"
-                    " or stop that supervisor so that another machine leads"
+                    f" {leader.address} ({error}). The leader still renews its claim,"
+                    f" {leader.claim}; let the machines reach each other on all ports,"
+                    " or stop the leader's supervisor so that another machine can lead"
                 ) from error
         # This machine has followed that leader, which listened there while it lived.
         lost = f"nothing listens at {leader.address} anymore"
@@ -138,8 +138,9 @@ class MachineSupervisor:
             yield
         except (errors.CheckpointError, *bucket_clients.failures()) as error:
             raise _UnreachableError(
-                f"the claims of the run's leaders, {self._claims.directory}"
-                f" ({error}); restore access to the storage, then restart the machine"
+                f"the run's leader claims in {self._claims.directory} ({error});"
+                " restore access to the storage, then run the same command on this"
+                " machine again"
             ) from error
 
     def _lead(self, before: leader_claim.Leader | None) -> bool | None:

@@ -34,7 +34,7 @@ try:
     from pathwaysutils.test import mock_fault_injection
 except ImportError:
     raise errors.ConfigError(
-        "a run under one controller needs the extra `pathways`; install it,"
+        "a run under a single controller needs the `pathways` extra; install it"
         f" {extras.hint('pathways')}"
     ) from None
 
@@ -91,14 +91,14 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
         if injected and self._simulated is None:
             raise errors.ConfigError(
                 "faults can only be injected into SimulatedSlices (hardware=cpu in a"
-                " configuration); remove them"
+                " configuration); remove the faults"
             )
         for fault in injected:
             if fault.kind not in (faults.Kind.KILL_SLICE, faults.Kind.RETURN_SLICE):
                 raise errors.ConfigError(
-                    f"faults contains {fault.kind}, but the only host is"
-                    " the process that trains; use kill_slice and return_slice,"
-                    " or set `hosts` to the number of slices"
+                    f"faults contains {fault.kind}, which needs host processes, but"
+                    " this run has only the process that trains; use only kill_slice"
+                    " and return_slice, or set `hosts` to the number of slices"
                 )
         self._faults = list(injected)
         self._grace_secs = grace_secs
@@ -302,10 +302,9 @@ class SimulatedSlices(manager.Manager):
         each, left = divmod(len(devices), num_slices)
         if left:
             raise errors.ConfigError(
-                f"slices={num_slices}: {len(devices)} devices cannot be divided evenly"
-                " among that many slices; set"
-                " jax_num_cpu_devices (devices_per_host in a configuration) to a"
-                " multiple of slices"
+                f"{len(devices)} devices cannot be divided evenly among {num_slices}"
+                " slices; set jax_num_cpu_devices (devices_per_host in a configuration)"
+                " to a multiple of the number of slices"
             )
         groups = {
             number: devices[number * each : (number + 1) * each]

@@ -191,8 +191,8 @@ class Machines:
         if accepted.hello.get("configured") != self._configured:
             failure = (
                 f"machine {number} has a different configuration from machine"
-                f" {self.number}, which leads; start all machines with the same"
-                " configuration"
+                f" {self.number}, which leads; use the same configuration on all"
+                " machines"
             )
             accepted.send(over=True, is_stopped=False, failure=failure)
         elif number in self.connected:
@@ -288,7 +288,7 @@ class HostsOfWorld:
     def unfit(self) -> dict[int, str]:
         """Why slices' hosts prevent the preparation of the world, by slice."""
         hosts: Collection[int] = ()
-        why = "its hosts do not join the others in time"
+        why = "its hosts did not join the others in time"
         if self.failures:
             # Blames only the hosts that caused the other failures.
             cause = failures.first_failure(self.failures)
@@ -421,8 +421,8 @@ class HostsOfWorld:
             lost = WorldLostError(self.failures, num_hosts=len(self.slices))
             if self.is_stopping and not lost.is_of_program:
                 raise errors.StoppedError(
-                    f"{lost}\nafter {termination.cause()} to the run, so its last step"
-                    " may not have been saved"
+                    f"{lost}\nthis happened after {termination.cause()} had asked the"
+                    " run to stop, so the run's last step may not have been saved"
                 )
             raise lost
         if self.alive and self.is_stopping:
@@ -432,9 +432,9 @@ class HostsOfWorld:
                 if not self.is_running
                 else f"hosts {hosts} did not save and stop within"
                 f" {self._limits.grace_secs:g} s of {termination.cause()} and were"
-                " killed; raise Limits.grace_secs (in a configuration"
-                " termination_grace_period_seconds) if saving takes longer and the"
-                " launcher waits for it"
+                " killed; raise Limits.grace_secs (termination_grace_period_seconds in"
+                " a configuration) if saving takes longer and the launcher waits that"
+                " long"
             )
         # The training may have ended before the hosts could leave.
         has_left = not self.is_stopping and "world_left" in self._ends

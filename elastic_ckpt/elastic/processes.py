@@ -63,8 +63,8 @@ def place(
     of_all, of_this = names
     if slices % num_machines:
         raise errors.ConfigError(
-            f"slices={slices} cannot be divided evenly among {of_all}={num_machines};"
-            " set slices to a multiple of the number of machines"
+            f"slices={slices} cannot be divided evenly among {num_machines} machines;"
+            f" set slices to a multiple of {of_all}"
         )
     given = {name: environment.get(name) for name in _NUMBER_VARIABLES}
     if number is not None:
@@ -72,14 +72,14 @@ def place(
     name, text = next((each for each in given.items() if each[1]), ("", ""))
     if not text:
         raise errors.ConfigError(
-            f"{of_this} is not set, and the environment has none of"
-            f" {', '.join(_NUMBER_VARIABLES)}; set it to this machine's number,"
+            f"{of_this} is not set, and the environment sets none of"
+            f" {', '.join(_NUMBER_VARIABLES)}; set {of_this} to this machine's index,"
             f" from 0 to {num_machines - 1}"
         )
     if not text.isdecimal() or int(text) >= num_machines:
         raise errors.ConfigError(
-            f"{name}={text} is not the number of one of the {num_machines} machines of"
-            f" {of_all}; set it to a number from 0 to {num_machines - 1}"
+            f"{name}={text} is not the index of one of the {num_machines} machines"
+            f" ({of_all}); set {name} to an index from 0 to {num_machines - 1}"
         )
     each = slices // num_machines
     return Place(
@@ -164,8 +164,8 @@ class Processes(ProcessCluster):
                 )
         if hardware not in ("cpu", "gpu"):
             raise errors.ConfigError(
-                f"Processes(hardware={hardware!r}): host processes are started on 'cpu'"
-                " and 'gpu'; for TPUs use ec.elastic.Pathways"
+                f"Processes(hardware={hardware!r}): Processes supports only 'cpu' and"
+                " 'gpu'; for TPUs, use ec.elastic.Pathways"
             )
         for fault in injected:
             if fault.kind not in faults.OF_HOSTS and fault.target >= slices:
@@ -179,16 +179,16 @@ class Processes(ProcessCluster):
             )
         if ram is not None and run is None:
             raise errors.ConfigError(
-                f"Processes(ram={os.fspath(ram)!r}) needs the run name for the run's"
-                " directories there; add run='my_run'"
+                f"Processes(ram={os.fspath(ram)!r}) needs a run name for the run's"
+                " directories there; pass run='my_run'"
             )
         own = Place(slices=range(slices), interface=station.LOOPBACK)
         if machines > 1:
             if shared is None:
                 raise errors.ConfigError(
-                    f"Processes(machines={machines}) needs a directory that all of them"
-                    " share, in which the machine that leads holds a claim; add"
-                    " shared='gs://bucket/my_run', or a directory on a shared disk"
+                    f"Processes(machines={machines}) needs a directory that all its"
+                    " machines share, where the leading machine stores its claim; pass"
+                    " shared='gs://bucket/my_run' or a directory on a shared disk"
                 )
             own = place(
                 *(machines, machine),
@@ -280,15 +280,15 @@ def supervise(
 def _check_writable(name: str, path: str) -> None:
     if not storage.is_local(path):
         raise errors.ConfigError(
-            f"{name}={path!r} is not a directory on this machine, where host processes"
-            f" can append to files; set {name} to a local one (ec.Persistent saves"
-            " steps to a bucket)"
+            f"{name}={path!r} is not on this machine, but host processes append to"
+            f" files there; set {name} to a local directory (to save steps to a bucket,"
+            " use ec.Persistent)"
         )
     try:
         storage.make_directory(os.path.abspath(path))
         if not os.access(path, os.W_OK):
-            raise PermissionError("it is not writable")
+            raise PermissionError("the directory is not writable")
     except OSError as error:
         raise errors.ConfigError(
-            f"Processes({name}={path!r}): {error}; pass a directory that is writable"
+            f"Processes({name}={path!r}): {error}; pass a writable directory"
         ) from None

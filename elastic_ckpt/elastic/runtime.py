@@ -188,9 +188,9 @@ class _Run:
                 return now
             if not now.within_secs:
                 raise errors.RunError(
-                    f"{now.why}, for {waited_secs:.0f} s; bring slices back and restart"
-                    " the run, or lower min_slices (elastic_min_slice_count in a"
-                    " configuration)"
+                    f"after a wait of {waited_secs:.0f} s, {now.why}; bring slices back"
+                    " and restart the run, or lower min_slices (elastic_min_slice_count"
+                    " in a configuration)"
                 )
             if now.why != waiting_for:
                 waiting_for = now.why
@@ -295,7 +295,7 @@ class _Run:
             end = errors.RunError(
                 f"{len(self._lost)} worlds in a row were lost without a new step, more"
                 " than max_retries (elastic_max_retries in a configuration) allows;"
-                " fix the cause of the first loss and restart the run:"
+                " fix the cause of the first loss, then restart the run. First loss:"
                 f" {self._lost[0]}"
             )
         if end is not None:

@@ -62,5 +62,7 @@ class ScaledPolicy:
         except FileNotFoundError:
             pass
         except (checked_json.UnreadableError, *bucket_clients.failures()) as error:
-            logging.warning("%s cannot be read: %s", self._path, error)
+            logging.warning(
+                "%s cannot be read, so it is ignored: %s", self._path, error
+            )
         return self._policy

@@ -57,7 +57,7 @@ def ending(program: str) -> Iterator[None]:
             # Processes that this one started exit with it.
             os._exit(exit_code())
         _interrupted.set()
-        _say("elastic-ckpt: saving and stopping; Ctrl-C again exits immediately")
+        _say("elastic-ckpt: saving and stopping; press Ctrl-C again to exit now")
         os.kill(os.getpid(), signal.SIGTERM)
 
     _interrupted.clear()

@@ -63,7 +63,9 @@ class DeviceState:
             moved = [jax.device_put(leaves.pop(), each.sharding) for each in wanted]
             jax.block_until_ready(moved)
         except jax.errors.JaxRuntimeError as error:
-            logging.warning("step %d cannot be read from the devices: %s", step, error)
+            logging.warning(
+                "the state of step %d cannot be read from the devices: %s", step, error
+            )
             return None
         emit(
             "state_kept",
@@ -246,10 +248,10 @@ class World:
                 and os.path.abspath(tier.directory) != served
             ):
                 raise errors.ConfigError(
-                    f"Local({os.fspath(tier.directory)!r}) is not where the agent of"
-                    f" slice {self.slice_name} serves ({self.ram_directory}), so other"
-                    " hosts would not find its steps; use"
-                    " ec.Local(world.ram_directory, ...)"
+                    f"Local({os.fspath(tier.directory)!r}) is not the directory that"
+                    f" the agent of slice {self.slice_name} serves"
+                    f" ({self.ram_directory}), so other hosts would not find the steps"
+                    " in it; use ec.Local(world.ram_directory, ...)"
                 )
         return frontend.Checkpointer(
             tiers,

@@ -56,7 +56,7 @@ def serving(*, port: int, interface: str = "127.0.0.1") -> Iterator[int]:
     except (OSError, OverflowError) as error:
         raise errors.ConfigError(
             f"cannot serve metrics on {interface}, port {port} ({error}); set"
-            " prometheus_port to a free port, or to 0 to disable it"
+            " prometheus_port to a free port, or to 0 to turn Prometheus off"
         ) from None
     try:
         with summaries.subscribed(receive):

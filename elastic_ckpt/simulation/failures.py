@@ -101,9 +101,10 @@ def of_log(
             known = world if kind == "host" else range(slices)
             if place >= len(known) or known[place] >= slices:
                 raise errors.ConfigError(
-                    f"--trace: {name} of {kind} {line[kind]}, but the configured slices"
-                    f" are 0 to {slices - 1}, of {hosts_per_slice} hosts each; set"
-                    " hosts and slices as in the run"
+                    f"--trace has a {name} event for {kind} {line[kind]}, but the"
+                    f" configuration has only slices 0 to {slices - 1}, with"
+                    f" {hosts_per_slice} hosts each; set hosts and slices as in that"
+                    " run"
                 )
             if name == "slice_returned":
                 events.append(Event(time, name, known[place]))

@@ -64,8 +64,8 @@ class Costs:
         for name, value in values.items():
             if name not in vars(self) or value <= 0:
                 raise errors.ConfigError(
-                    f"--cost {name}={value:g}: assign a value above 0 to one of"
-                    f" {', '.join(vars(self))}"
+                    f"--cost {name}={value:g}: the value must be above 0, and the name"
+                    f" must be one of {', '.join(vars(self))}"
                 )
         return dataclasses.replace(self, **values)
 
@@ -103,7 +103,7 @@ def measured(
     }
     if not paid["step"][1]:
         raise errors.RunError(
-            "the run of --costs has recorded no step; specify a run that has trained"
+            "the run in --costs has not recorded a step; specify a run that has trained"
         )
     return Costs(
         **{f"{cost}_secs": total / n for cost, (total, n) in paid.items() if n}
@@ -150,8 +150,9 @@ def of_config(
     """
     if not config.checkpoint.enable_checkpointing:
         raise errors.ConfigError(
-            "enable_checkpointing=false: such a run restarts from step 0 after each"
-            " failure; set it to true to simulate the benefit of saves"
+            "enable_checkpointing=false, so the run would restart from step 0 after"
+            " each failure; set enable_checkpointing=true to simulate the benefit of"
+            " saves"
         )
     groups = configured.groups(config)
     tiers = Chosen.from_choices(
