@@ -19,9 +19,9 @@ class Assignment:
     """The world that a cluster runs next.
 
     Attributes:
-      number: the world number, which restarts from 1 at each start of a run.
+      number: the world number; each launch of the run counts from 1.
       work: the slices and the rows of a batch.
-      claimant: claims the world in storage for this start of the run; set by the
+      claimant: claims the world in storage for this launch of the run; set by the
         cluster.
     """
 
@@ -31,7 +31,7 @@ class Assignment:
 
 
 def leaving_for(decided: Decision | None) -> list[storage.Json]:
-    """The next world's slices, for the event `world_leaving`; none if the run waits."""
+    """The next world's slices, for the event `world_leaving`; [] if the run waits."""
     return list(decided.slices) if isinstance(decided, Train) else []
 
 
@@ -65,7 +65,7 @@ class Cluster(Protocol):
         Args:
           train: the training loop.
           assignment: the world's slices and rows.
-          emit: called with each event of the hosts.
+          emit: called with each event from the hosts.
           has_changed: called often; returns a decision to continue on other slices or
             to wait for more, or None while the world should continue. After a decision,
             the cluster may prepare the next world. It then asks the hosts to leave,

@@ -5,9 +5,9 @@ the live slices, calls `decide`, and acts.
 
 Two batch policies, both exact:
 
-* `keep_global`: a batch has the same rows on any number of slices. Fewer slices compute
-  it in several equal parts and sum the gradients (gradient accumulation), so that no
-  device holds more rows at a time than fit in its memory.
+* `keep_global`: a batch has the same rows on any number of slices. On fewer slices,
+  each device computes its rows in equal parts and sums the gradients (gradient
+  accumulation), so that no device holds more rows at a time than fit in its memory.
 * `keep_per_device`: each device has the same number of rows, so a batch grows and
   shrinks with the number of slices, as in MaxText.
 """
@@ -39,12 +39,13 @@ class Policy:
         None uses all.
       batch: what stays the same when the number of slices changes: the rows of the
         global batch (`"keep_global"`) or the rows of each device (`"keep_per_device"`).
-      wait_secs: how long to wait for `min_slices` before the run ends with an error.
-      settle_secs: how long a new slice must be alive before the run expands onto it.
-      max_retries: how many worlds in a row may be lost without a new step before the
-        run ends with an error.
-      quarantine_failures: a slice with this many failures within `quarantine_secs` is
-        not used again; 0 disables the quarantine.
+      wait_secs: the time to wait for `min_slices` before the run ends with an error.
+      settle_secs: the time that a new slice must be alive before the run expands onto
+        it.
+      max_retries: the number of worlds in a row that may be lost without a new step
+        before the run ends with an error.
+      quarantine_failures: the number of failures within `quarantine_secs` after which a
+        slice is not used again; 0 disables the quarantine.
       quarantine_secs: the time window in which failures count.
       leave_out_slow: whether to exclude slices with slow hosts if enough others remain.
     """
@@ -78,8 +79,8 @@ class Work:
       max_rows_per_device: the maximum number of rows that a device computes at a time;
         a device splits more rows into microbatches.
       objection: called with a number of slices and a number of rows; returns why the
-        data cannot be divided that way, or None. A world with an objection is not
-        formed.
+        data cannot be split that way, or None if it can. The run does not form a world
+        that has an objection.
     """
 
     devices_per_slice: int
@@ -94,7 +95,7 @@ class Failure:
     """A failure of a slice: it was lost, or failed its check when it rejoined.
 
     Attributes:
-      at_secs: the time, on the monotonic clock.
+      at_secs: the time of the failure, on the monotonic clock.
     """
 
     slice: int
@@ -106,8 +107,8 @@ class Slices:
     """The slices that a run may use.
 
     Attributes:
-      current: the slices of the current or last world, without the lost ones; empty at
-        the start.
+      current: the slices of the current or last world, except the lost ones; empty
+        before the first world.
       present_secs: how long each live slice has been alive.
       failures: all failures in this run, in any order.
       slow: the slices that have slow hosts.
@@ -142,7 +143,8 @@ class Slices:
         """The slices to train on, best first: the current world's slices, then others.
 
         A slice that has just rejoined is usable only once it has settled, unless no
-        training would be disturbed: at the start, or below `min_slices`.
+        training would be disturbed: before the first world, or with fewer than
+        `min_slices` slices.
         """
         healthy = self.present_secs.keys() - self.quarantined(policy)
         settled = {
@@ -160,8 +162,8 @@ class Train:
     """Train on these slices.
 
     Attributes:
-      slices: in mesh order.
-      spares: usable slices that the world does not need.
+      slices: the slices, in mesh order.
+      spares: the usable slices that the world does not need.
       rows: the rows of a global batch.
       accumulated: the number of equal parts in which a device computes its rows.
     """
@@ -195,10 +197,10 @@ def decide(
     *,
     waited_secs: float = 0.0,
 ) -> Decision:
-    """Chooses as many slices as are usable and can divide the batch, or waits.
+    """Chooses the largest number of usable slices that can divide the batch, or waits.
 
-    A spare replaces a lost slice, so that the mesh keeps its shape and its program.
-    Slices of the current world are preferred.
+    A spare replaces a lost slice, so that the mesh shape and the compiled program stay
+    the same. Slices of the current world are preferred.
     """
     if slices.slow and policy.leave_out_slow:
         others = dataclasses.replace(

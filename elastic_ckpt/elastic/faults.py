@@ -43,9 +43,9 @@ class Fault:
     """A fault to inject into a run, or the return of a slice.
 
     Attributes:
-      kind: what happens: `"kill_slice"`, `"return_slice"`, `"break_slice"`,
+      kind: the kind of fault: `"kill_slice"`, `"return_slice"`, `"break_slice"`,
         `"kill_host"` or `"hang_host"`.
-      target: the number of the slice or host.
+      target: the slice number, or the host's index in the current world.
       at_step: the number of completed steps at which the fault happens.
     """
 
@@ -63,7 +63,7 @@ class Fault:
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """Parses the value of the key `faults`, a JSON list; returns the faults by step.
+    """Parses the key `faults`, a JSON list; returns the faults in step order.
 
     Raises:
       ConfigError: if an entry is not a fault; the message quotes the entry.

@@ -38,7 +38,7 @@ except ImportError:
         f" {extras.hint('pathways')}"
     ) from None
 
-# The longest pause between two checks of the slices while there are too few.
+# The longest pause between checks of the slices while there are too few.
 _LOOK_SECS = 0.1
 
 
@@ -62,18 +62,17 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
 
     Args:
       manager: pathwaysutils' `Manager` of the slices, or `SimulatedSlices`.
-      injected: faults to inject, in the order of their steps; only for
-        `SimulatedSlices`.
-      poll_secs: the time between two checks of slices that are not in use.
-      grace_secs: how long the run may take to save and stop after SIGTERM before the
+      injected: faults to inject, in step order; only for `SimulatedSlices`.
+      poll_secs: the time between checks of unused slices.
+      grace_secs: the time that the run has to save and stop after SIGTERM before the
         process exits.
-      ended: called before the process exits because of this limit.
+      ended: called before the process exits because `grace_secs` is over.
       emit: called when a slice is lost or rejoins before the first world; `run` uses
         its own `emit` afterwards.
 
     Raises:
       ConfigError: if there are faults but the slices are not simulated, or if a fault
-        targets a host.
+        needs host processes.
     """
 
     def __init__(
@@ -285,13 +284,14 @@ class SimulatedSlices(manager.Manager):
 
     For tests and demonstrations: pathwaysutils' manager with its simulator of lost
     slices. Reading an array on a lost slice raises the error that Pathways would raise.
-    The simulator replaces JAX functions: call these methods in the thread that trains.
+    The simulator replaces JAX functions, so call these methods in the thread that
+    trains.
 
     Args:
       num_slices: the number of groups.
 
     Attributes:
-      alive: the numbers of the live slices.
+      alive: the live slice numbers.
 
     Raises:
       ConfigError: if the devices cannot be divided evenly among the slices.
@@ -320,7 +320,7 @@ class SimulatedSlices(manager.Manager):
         """Does nothing: `lose` and `give_back` update the slices."""
 
     def lose(self, number: int) -> None:
-        """Loses a slice; a world on it fails when it reads an array."""
+        """Simulates the loss of a slice; a world on it fails when it reads an array."""
         self.alive.discard(number)
         if number in self.active_slice_indices:
             # A new one each time: it tracks arrays by address, and addresses recur.

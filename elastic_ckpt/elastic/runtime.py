@@ -30,7 +30,7 @@ from elastic_ckpt.elastic.decision import (
 from elastic_ckpt.elastic.failures import ProgramFailedError, WorldLostError
 from elastic_ckpt.monitoring import goodput, progress
 
-# Steps between two progress lines where standard output is not a terminal.
+# Steps between progress lines if standard output is not a terminal.
 _LOG_PERIOD = 10
 
 
@@ -64,9 +64,10 @@ def run(
     Args:
       train: the training function, picklable. It returns at the end of the run or when
         `world.leaving` says so.
-      cluster: the slices.
-      policy: when to train, wait and stop; or a function that returns the current
-        policy. The function is called often, and a different object is a new policy.
+      cluster: the slices to train on.
+      policy: when to train, wait and stop, or a function that returns the current
+        policy. The function is called often; to change the policy, it returns a
+        different object.
       work: the rows of a batch; None if `train` chooses them.
       emit: called with each event of the run; by default events are printed.
 
@@ -178,7 +179,7 @@ class _Run:
         self._how, self._failed = "", 0
 
     def choose(self) -> Train:
-        """Waits for the slices of the next world."""
+        """Waits until the next world's slices can be chosen, and returns them."""
         began_secs = self._clock()
         waiting_for = ""
         while True:
@@ -229,7 +230,7 @@ class _Run:
         return slices, decided
 
     def emit(self, name: str, **fields: Any) -> None:
-        """Passes an event on; adds the whole run's seconds to `run_finished`."""
+        """Passes an event on; adds the run's total seconds to `run_finished`."""
         now = self._clock()
         if name == "run_finished":
             fields["secs"] = now - self._began_secs
@@ -271,7 +272,7 @@ class _Run:
         """Notes that a world was lost.
 
         Raises:
-          RunError: if the run ends with the loss.
+          RunError: if the loss ends the run.
         """
         self.begin_recovery(min(each.at_secs for each in error.failures))
         self._lost.append(error)
@@ -324,6 +325,7 @@ class _Run:
         """Notes that a world has ended.
 
         Args:
-          since: when the first host failed, or all were asked to leave.
+          since: the time at which the first host failed or all hosts were asked to
+            leave.
         """
         self._account = goodput.lost(self._account, since=since, time=self._clock())

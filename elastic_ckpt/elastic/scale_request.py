@@ -18,7 +18,7 @@ from elastic_ckpt.elastic.decision import Policy
 
 FILE = "scale.json"
 _VERSION = 1
-# The time between two checks of the file.
+# The time between checks of the file.
 _LOOK_SECS = 2.0
 
 
@@ -29,7 +29,7 @@ def write(run_directory: epath.PathLike, slices: int) -> None:
 
 
 def remove(run_directory: epath.PathLike) -> None:
-    """Removes a request from an earlier start; called when a run is started."""
+    """Removes an earlier launch's request; called whenever a run is launched."""
     storage.remove(storage.absolute(run_directory) / FILE)
 
 
