@@ -32,7 +32,7 @@ class Place(NamedTuple):
     """This machine's place among the machines of the run.
 
     Attributes:
-      slices: the numbers of the slices on this machine.
+      slices: the slice numbers on this machine.
       interface: the address at which the other machines reach this one.
     """
 
@@ -51,11 +51,11 @@ def place(
 ) -> Place:
     """This machine's place among the machines of the run.
 
-    The environment supplies a missing `number` or `interface`. `names` are the terms
-    for the number of machines and the number of this machine in messages.
+    The environment supplies a missing `number` or `interface`. `names` are the names of
+    `num_machines` and `number` in messages.
 
     Raises:
-      ConfigError: if the numbers are missing or contradict each other.
+      ConfigError: if the values are missing or contradict each other.
     """
     # Imports JAX.
     from elastic_ckpt.core import addresses
@@ -84,7 +84,7 @@ def place(
     each = slices // num_machines
     return Place(
         slices=range(int(text) * each, (int(text) + 1) * each),
-        # Not the pod name, which DNS knows only some time after the start.
+        # Not the pod name, which DNS resolves only some time after the pod starts.
         interface=interface or environment.get("POD_IP") or addresses.of_the_head(),
     )
 
@@ -103,24 +103,24 @@ class Processes(ProcessCluster):
       hardware: `"cpu"` or `"gpu"`.
       ram: the RAM disk of the machine, such as `/dev/shm`. Each slice has a directory
         in it, `world.ram_directory`, which an agent that outlives the hosts serves.
-        None if hosts keep no checkpoints in RAM.
+        None if hosts do not store checkpoints in RAM.
       run: the run name, also used for the run's directories in `ram`.
       logs: the directory for the hosts' output; by default `logs/<run>`.
-      jax_cache_dir: the directory of JAX's compilation cache; empty for none.
-      machines: the number of machines. Start the same program on each; the slices are
+      jax_cache_dir: the directory of JAX's compilation cache; empty disables the cache.
+      machines: the number of machines. Run the same program on each; the slices are
         assigned to the machines in order.
-      machine: the number of this machine, from 0; by default `NODE_RANK`,
-        `SLURM_NODEID` or `JOB_COMPLETION_INDEX` in the environment.
-      shared: for a run on several machines, a directory that all of them can reach, on
-        a shared disk or in a bucket, such as the directory of `ec.Persistent`. The
-        machine that leads holds a claim there, `leaders/<number>.json`, with its
+      machine: the index of this machine, from 0; by default `NODE_RANK`, `SLURM_NODEID`
+        or `JOB_COMPLETION_INDEX` in the environment.
+      shared: for a run on multiple machines, a directory that all of them can access,
+        on a shared disk or in a bucket, such as the directory of `ec.Persistent`. The
+        machine that leads stores its claim there, in `leaders/<number>.json`, with its
         address.
       interface: the address at which the other machines reach this one; by default
         `POD_IP`, or the address of its default route.
-      machine_timeout_secs: a machine that is silent for this long is lost; if it leads,
+      machine_timeout_secs: the time after which a silent machine is lost; if it leads,
         its claim lapses.
-      injected: faults to inject, in the order of their steps.
-      limits: how long hosts may take.
+      injected: faults to inject, in step order.
+      limits: the time limits of the hosts; by default `ec.elastic.Limits()`.
       emit: called when a slice is lost or rejoins before the first world; `run` uses
         its own `emit` afterwards.
 
@@ -224,7 +224,7 @@ class Processes(ProcessCluster):
             injected=injected,
             emit=emit or events.nobody,
         )
-        # Used only with several machines.
+        # Used only with multiple machines.
         self._supervisor = functools.partial(
             machine_supervisor.MachineSupervisor,
             self._station,
@@ -251,7 +251,7 @@ def supervise(
     """Supervises one of several machines until the run has ended.
 
     Returns:
-      Whether the cluster has several machines; with only one, this does nothing.
+      Whether the cluster has multiple machines; with only one, this does nothing.
 
     Raises:
       ConfigError: if `train` cannot be sent to hosts.
