@@ -15,8 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     backup.add_argument(
         "--backup",
         metavar="URLS",
-        help="also keep a share of each step of a run; URLS are the agents of all its"
-        " backup hosts, including this one, as in peer_backup_urls",
+        help="also keep a share of each step of a run; URLS lists the agents of all"
+        " backup hosts of the run, including this one, as in peer_backup_urls",
     )
     backup.add_argument(
         "--follow",

@@ -1,6 +1,6 @@
 """`elastic-ckpt inspect PATH...`: the steps of a run, and in which tiers they are.
 
-It takes a run directory, RAM disks and directories of steps. It shows steps and their
+It accepts a run directory, RAM disks and directories of steps. It shows steps and their
 holders, and the arrays and data state of steps in storage. By default, it shows the
 newest complete step in brief; with --step, it shows one step with all of its arrays;
 with --all, every step. The JSON has all steps unless --step selects one.

@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
       0 on success, 1 if there was an error or an audit or verification failed, 78 if
-      the configuration of a run is invalid, 130 on Ctrl-C, 143 on SIGTERM, 141 if the
-      reader of the output closed the pipe.
+      the configuration of a run is invalid, 130 on Ctrl-C, 143 on SIGTERM, or 141 if
+      the reader of the output closed the pipe.
     """
     words = sys.argv[1:] if arguments is None else arguments
     parsed = _parsed(words)
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    # argparse accepts no more `key=value` once an option has followed the file.
+    # argparse does not accept `key=value` after an option that follows the file.
     parser = build_parser(words[:1])
     parsed, rest = parser.parse_known_args(words)
     if rest and not (hasattr(parsed, "overrides") and all(map(_IS_SETTING, rest))):
@@ -89,8 +89,8 @@ def build_parser(verbs: Collection[str] = VERBS.keys()) -> argparse.ArgumentPars
     """The command-line parser.
 
     Args:
-      verbs: the verbs whose arguments to add. This imports their modules, and many of
-        them import JAX and Orbax.
+      verbs: the verbs whose arguments to add. Adding them imports the verbs' modules,
+        many of which import JAX and Orbax.
     """
     parser = argparse.ArgumentParser(
         prog="elastic-ckpt", description="Elastic data and checkpoints for JAX."
