@@ -193,7 +193,7 @@ def _checked(job: convert.Job, given: str) -> _Shown:
     matched = matching.moves(layout, checkpoint.tensors, checkpoint.axes, tree)
     uses = _rule_uses(matched, len(checkpoint.tensors))
     rows = [dataclasses.asdict(each) for each in uses]
-    return rows, [f"{layout.place} fits:", *map(_described, uses)]
+    return rows, [f"{layout.place} matches:", *map(_described, uses)]
 
 
 def _planned(job: convert.Job) -> _Shown:

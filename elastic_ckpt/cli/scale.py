@@ -46,5 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
             " instead"
         )
     scale_request.write(directory, slices)
-    print(f"requested {slices} slices: the run changes after a step its hosts agree on")
+    print(
+        f"requested {slices} slices; the run changes after a step that its hosts agree"
+        " on"
+    )
     return 0

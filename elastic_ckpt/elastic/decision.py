@@ -78,9 +78,9 @@ class Work:
         the rows on any other number of slices. 0 lets the training function choose.
       max_rows_per_device: the maximum number of rows that a device computes at a time;
         a device splits more rows into microbatches.
-      objection: called with a number of slices and a number of rows; returns why the
-        data cannot be split that way, or None if it can. The run does not form a world
-        that has an objection.
+      objection: a function of a number of slices and a number of rows. It returns why
+        the data cannot be split that way, or None if it can. The run does not form a
+        world that has an objection.
     """
 
     devices_per_slice: int
@@ -109,7 +109,7 @@ class Slices:
     Attributes:
       current: the slices of the current or last world, except the lost ones; empty
         before the first world.
-      present_secs: how long each live slice has been alive.
+      present_secs: the time for which each live slice has been alive, by slice number.
       failures: all failures in this run, in any order.
       slow: the slices that have slow hosts.
     """

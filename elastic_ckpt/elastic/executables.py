@@ -65,7 +65,7 @@ _Compiled = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeptExecutables:
-    """Where a supervisor's worlds keep their executables.
+    """The storage for the executables of a supervisor's worlds.
 
     Attributes:
       directory: a private directory on this machine's RAM disk.

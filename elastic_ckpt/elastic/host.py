@@ -351,7 +351,7 @@ def run_host(
     os.environ[documents.LOCAL_HOSTS_VARIABLE] = str(
         min(member.num_hosts, owned.most_hosts)
     )
-    # One host may simulate several mesh slices.
+    # One host may simulate multiple mesh slices.
     parts = max(1, hardware.slices // hardware.hosts)
 
     def ask(step: int) -> Leaving | None:

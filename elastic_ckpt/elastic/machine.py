@@ -47,16 +47,17 @@ class MachineSupervisor:
 
     Args:
       own: this machine's station; the caller closes it.
-      lead: see `Lead`.
+      lead: the function that trains while this machine leads; see `Lead`.
       shared: a directory that all machines share.
       injected: faults to inject, in step order.
       limits: the time limits of the hosts.
       lost_secs: the time after which a silent machine is lost.
-      kept: called to open the run's journal while this machine leads.
-      begin: called on the machine where the run begins, not where it continues.
+      kept: a function that opens the run's journal while this machine leads.
+      begin: a function called on the machine where the run begins, not where it
+        continues.
       configured: a digest of the configuration, which must be equal on all machines.
       policy: the run's initial policy.
-      show: called with an event when this machine follows a leader.
+      show: a function called with an event when this machine follows a leader.
     """
 
     def __init__(

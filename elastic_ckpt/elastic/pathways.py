@@ -66,9 +66,9 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
       poll_secs: the time between checks of unused slices.
       grace_secs: the time that the run has to save and stop after SIGTERM before the
         process exits.
-      ended: called before the process exits because `grace_secs` is over.
-      emit: called when a slice is lost or rejoins before the first world; `run` uses
-        its own `emit` afterwards.
+      ended: a function called before the process exits because `grace_secs` is over.
+      emit: a function called with an event when a slice is lost or rejoins before the
+        first world; `run` uses its own `emit` afterwards.
 
     Raises:
       ConfigError: if there are faults but the slices are not simulated, or if a fault

@@ -219,7 +219,7 @@ class HostsOfWorld:
       limits: the time limits of the hosts.
 
     Attributes:
-      emit: called for the hosts' events once the world has begun.
+      emit: a function called with the hosts' events once the world has begun.
       slices: the slice of each host.
       alive: the hosts that have not exited.
       failures: the failures that were reported or detected.
@@ -523,8 +523,8 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
       machines: this machine and its followers; the caller closes it.
       limits: the time limits of the hosts.
       injected: faults to inject, in step order.
-      emit: called for events before the first world; `run` uses its own `emit`
-        afterwards.
+      emit: a function called with events before the first world; `run` uses its own
+        `emit` afterwards.
     """
 
     def __init__(
@@ -556,7 +556,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         # When the last world began.
         self._began_secs = math.inf
         self._failures: list[Failure] = []
-        # How many worlds in a row were abandoned, and how many steps are done.
+        # The number of worlds abandoned in a row, and the number of steps done.
         self._num_abandoned = self._step = 0
         # Whether this machine was asked to stop, and whether others may continue.
         self._is_ending = self._hands_over = False

@@ -1,4 +1,4 @@
-"""`ec.elastic.Processes`: slices of host processes, on this machine or on several."""
+"""`ec.elastic.Processes`: slices of host processes, on one or more machines."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def place(
 
 
 class Processes(ProcessCluster):
-    """Slices of host processes, on this machine or on several.
+    """Slices of host processes, on one or more machines.
 
     Each host process imports the script that creates the cluster, so create it and call
     `run` under `if __name__ == "__main__":`.
@@ -121,8 +121,8 @@ class Processes(ProcessCluster):
         its claim lapses.
       injected: faults to inject, in step order.
       limits: the time limits of the hosts; by default `ec.elastic.Limits()`.
-      emit: called when a slice is lost or rejoins before the first world; `run` uses
-        its own `emit` afterwards.
+      emit: a function called with an event when a slice is lost or rejoins before the
+        first world; `run` uses its own `emit` afterwards.
 
     Raises:
       ConfigError: if the arguments contradict each other, or the script creates the
@@ -248,7 +248,7 @@ def supervise(
     policy: Policy,
     emit: events.Emit,
 ) -> bool:
-    """Supervises one of several machines until the run has ended.
+    """Supervises this machine, in a run on multiple machines, until the run ends.
 
     Returns:
       Whether the cluster has multiple machines; with only one, this does nothing.

@@ -65,11 +65,12 @@ def run(
       train: the training function, picklable. It returns at the end of the run or when
         `world.leaving` says so.
       cluster: the slices to train on.
-      policy: when to train, wait and stop, or a function that returns the current
-        policy. The function is called often; to change the policy, it returns a
-        different object.
+      policy: the rules for training, waiting and stopping, or a function that returns
+        the current policy. The function is called often; to change the policy, it
+        returns a different object.
       work: the rows of a batch; None if `train` chooses them.
-      emit: called with each event of the run; by default events are printed.
+      emit: a function called with each event of the run; by default, events are
+        printed.
 
     Raises:
       ConfigError: if `train` cannot be sent to the hosts of the cluster.
@@ -148,7 +149,7 @@ class _Run:
     than the previous world: steps may be lost and retrained.
 
     Attributes:
-      asked_secs: when a world's hosts were last asked to leave.
+      asked_secs: the time at which a world's hosts were last asked to leave.
     """
 
     def __init__(

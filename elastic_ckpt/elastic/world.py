@@ -82,14 +82,16 @@ class BetweenWorlds:
     """State that a world shares with the worlds before and after it.
 
     Attributes:
-      emit: called with each of the world's events.
-      ask: called with the number of steps done; returns how the hosts leave the world,
-        or None to stay. The result is the same on all hosts. Once it is not None, `ask`
-        is not called again.
-      await_check: waits until this host's devices have passed their check; until then,
-        no step counts or is saved.
-      compiled: compiles a jitted function, or loads what an earlier world compiled.
-      claimant: claims the world for this launch of the run; None disables claims.
+      emit: a function called with each of the world's events.
+      ask: a function called with the number of steps done. It returns how the hosts
+        leave the world, or None to stay. The result is the same on all hosts. Once it
+        is not None, `ask` is not called again.
+      await_check: a function that waits until this host's devices have passed their
+        check; until then, steps neither count nor are saved.
+      compiled: a function that compiles a jitted function, or loads what an earlier
+        world compiled.
+      claimant: the claimant of the world for this launch of the run; None disables
+        claims.
       device_state: state that stays on the devices if the process continues.
       answer: the first answer of `ask`; None until the hosts leave.
       step: the number of steps done when `ask` was last called; 0 before the first
@@ -236,8 +238,9 @@ class World:
         Args:
           tiers: as for `ec.Checkpointer`; `ec.Local` needs `world.ram_directory`.
           run: the run name, as for `ec.Checkpointer`.
-          emit: called with the checkpointer's events; by default `world.emit`. A custom
-            function must also pass the events on to `world.emit`.
+          emit: a function called with the checkpointer's events; by default
+            `world.emit`. A custom function must also pass the events on to
+            `world.emit`.
 
         Raises:
           ConfigError: if `ec.Local` has a directory other than `ram_directory`.

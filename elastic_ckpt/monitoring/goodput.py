@@ -2,10 +2,10 @@
 
     goodput percent = 100 * productive / (productive + all losses)
 
-Everything is computed from a run's events and their times. The time between two events
-has one cause, so the parts add up to the total. The total begins when the process that
-writes the journal starts, and excludes time without such a process. Until the first
-step of a world, the cause is the last phase that began (`core.events`).
+Everything is computed from a run's events and their times. The time between consecutive
+events has one cause, so the parts add up to the total. The total begins when the
+process that writes the journal starts, and excludes time without such a process. Until
+the first step of a world, the cause is the last phase that began (`core.events`).
 
 productive  from one logged step to the next, if no earlier world had trained that step
 again       the same, for a step that an earlier world had trained: a lost step
@@ -47,7 +47,7 @@ _CAUSES = {
     "compiling": "compile",
     "training": "first_step",
 }
-# Phases that may begin between two steps of a world.
+# Phases that may begin between steps of a world.
 _OF_STEPS = (
     *("", "training", "compiling", "reading the first batch"),
     *("leaving for other slices", "saving before the end"),
@@ -159,7 +159,7 @@ class RunMetrics:
     series continues when slices are lost or rejoin.
 
     Args:
-      emit: called for each event, before its metrics are recorded.
+      emit: a function called with each event, before its metrics are recorded.
       newest_step: the number of steps that earlier launches of the run have done.
     """
 

@@ -46,7 +46,7 @@ def subscribed(callback: Callable[[metrics.Metric, float], None]) -> Iterator[No
     """Calls `callback` with each value that is recorded while the block runs.
 
     Args:
-      callback: called in the thread that records, so it must be quick.
+      callback: a function called in the thread that records, so it must be quick.
     """
 
     def take(event: str, value: float, **_: Any) -> None:
