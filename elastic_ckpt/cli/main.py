@@ -21,15 +21,15 @@ VERBS = {
     "data": "write a directory of text files as one file of training data",
     "audit": "prove that a run trained on each batch of a one-host run exactly once",
     "plan": "show which host would read which shards of the data",
-    "simulate": "show what failures would cost a run, and what one more spare slice or"
-    " different save periods would gain",
+    "simulate": "show what failures would cost a run, and how much a spare slice or"
+    " different save periods would help",
     "maxtext": "run MaxText with elastic data, on any number of hosts",
     "agent": "serve a machine's RAM disk to the other machines of a run",
     "status": "show a run's progress, hosts and newest steps, and what a loss would"
     " cost",
     "report": "write an HTML page about a run, with plots",
     "inspect": "show the steps of a run: their arrays, their data state, and the tiers"
-    " that have them",
+    " that contain them",
     "verify": "read every copy of a checkpoint in every tier, and check its digests",
     "convert": "convert a checkpoint of this or another library to a different layout",
     "modify": "change values in the newest step, such as the learning rate",

@@ -14,7 +14,7 @@ Two rules take precedence over the table:
 * A host that lost its connection to another host does not show the cause: such errors
   count only if nothing else was recorded.
 
-Sources of the patterns: the names of CUDA's driver API (`CUresult`), NVIDIA's catalogue
+Sources of the patterns: the names of CUDA's driver API (`CUresult`), NVIDIA's catalog
 of Xid errors, `ncclResult_t`, and gRPC's status codes as XLA prints them.
 """
 
@@ -323,7 +323,7 @@ KINDS = (
     Kind("device_wrong", "device", LEAVE_OUT, "computes wrong values",
          "DeviceWrongError", advice="drain its machine, and have the device tested"),
     # Our own errors, whose messages have the remedy.
-    Kind("replaced", "program", STOP, "was replaced by another start", "ReplacedError"),
+    Kind("replaced", "program", STOP, "was replaced by another launch", "ReplacedError"),
     Kind("grace_exceeded", "program", STOP, "was killed before it had saved",
          "StoppedError"),
     Kind("diverged", "program", STOP, "was stopped by a callback", "DivergedError"),

@@ -68,7 +68,7 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
         process exits.
       ended: a function called before the process exits because `grace_secs` is over.
       emit: a function called with an event when a slice is lost or rejoins before the
-        first world; `run` uses its own `emit` afterwards.
+        first world; `run` uses its own `emit` afterward.
 
     Raises:
       ConfigError: if there are faults but the slices are not simulated, or if a fault

@@ -6,7 +6,7 @@ the next world, prepared before a planned change so that its hosts have already 
 when the current world's hosts are asked to leave; and worlds being killed, which nobody
 waits for.
 
-When one host fails, the others are killed soon afterwards, because they would hang in a
+When one host fails, the others are killed soon afterward, because they would hang in a
 collective, and the world ends with the first failure. If only a host's process died, it
 is restarted on the same slice. A slice that hung must settle first. A slice whose
 devices compute wrong values is excluded for some time.
@@ -524,7 +524,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
       limits: the time limits of the hosts.
       injected: faults to inject, in step order.
       emit: a function called with events before the first world; `run` uses its own
-        `emit` afterwards.
+        `emit` afterward.
     """
 
     def __init__(

@@ -122,7 +122,7 @@ class Processes(ProcessCluster):
       injected: faults to inject, in step order.
       limits: the time limits of the hosts; by default `ec.elastic.Limits()`.
       emit: a function called with an event when a slice is lost or rejoins before the
-        first world; `run` uses its own `emit` afterwards.
+        first world; `run` uses its own `emit` afterward.
 
     Raises:
       ConfigError: if the arguments contradict each other, or the script creates the

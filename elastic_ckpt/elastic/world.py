@@ -209,7 +209,7 @@ class World:
 
         Args:
           step: the number of steps done.
-          state: a pytree of arrays, which must not be donated afterwards.
+          state: a pytree of arrays, which must not be donated afterward.
         """
         if self._between.resumes():
             self._between.device_state.put(step, state)
