@@ -14,7 +14,7 @@ class ProgressLine:
     """Prints progress to standard error; call it with the bytes done and the total.
 
     Args:
-      verb: the past-tense verb: `read`, `wrote`.
+      verb: a past-tense verb, such as `read` or `wrote`.
     """
 
     def __init__(self, verb: str) -> None:

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Requests that number of slices."""
+    """Requests the number of slices unless the run cannot change it."""
     directory, slices = arguments.run, arguments.slices
     record, config = run_files.read(directory), journal.read_config(directory)
     if record.program == "loop" or not config.elastic.elastic_enabled:

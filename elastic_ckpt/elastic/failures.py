@@ -323,7 +323,8 @@ KINDS = (
     Kind("device_wrong", "device", LEAVE_OUT, "computes wrong values",
          "DeviceWrongError", advice="drain its machine, and have the device tested"),
     # Our own errors, whose messages have the remedy.
-    Kind("replaced", "program", STOP, "was replaced by another launch", "ReplacedError"),
+    Kind("replaced", "program", STOP, "was replaced by another launch",
+         "ReplacedError"),
     Kind("grace_exceeded", "program", STOP, "was killed before it had saved",
          "StoppedError"),
     Kind("diverged", "program", STOP, "was stopped by a callback", "DivergedError"),
@@ -417,8 +418,8 @@ class Verdict:
       how: the manner and step of the world's failure, for comparing worlds.
       step: the number of steps that the world had done.
       action: what the run does.
-      hosts: the lost hosts, which died or whose devices failed.
-      evidence: the recorded facts.
+      hosts: the lost hosts: those that died or whose devices failed.
+      evidence: the recorded facts that support the verdict.
     """
 
     kind: Kind

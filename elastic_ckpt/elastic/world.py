@@ -45,7 +45,7 @@ class DeviceState:
         self._kept = (None, [])
 
     def take(self, step: int, abstract_state: Any, emit: events.Emit) -> Any:
-        """Takes the state out, moved to the shardings of `abstract_state`.
+        """Moves the stored state to the shardings of `abstract_state` and forgets it.
 
         Returns:
           The state; None if no state is stored for this step and these shapes, or if it
@@ -117,7 +117,8 @@ class BetweenWorlds:
         self.emit(name, **fields)
 
     def leaving(self, step: int) -> Leaving | None:
-        """See `World.leaving`; emits `step_done` for programs that emit no steps."""
+        """See `World.leaving`; emits `step_done` for programs that do not emit
+        steps."""
         self.await_check()
         if not self._emits_steps:
             self.emit("step_done", step=step)

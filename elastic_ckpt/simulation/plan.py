@@ -76,7 +76,7 @@ def measured(
 ) -> Costs:
     """The costs of a run, from its events and metrics lines.
 
-    The costs are means, because a run pays their sum.
+    Each cost is a mean, because a run pays the sum.
 
     Raises:
       RunError: if the run has not trained a step.
