@@ -161,7 +161,7 @@ def of_hang(host: int, hang: watch.Hang, *, now_secs: float) -> HostFailure:
 
 
 def oom_kills() -> int:
-    """How many processes on this machine the kernel has killed to free memory.
+    """The number of processes that this machine's kernel has killed to free memory.
 
     Source: `oom_kill` in /proc/vmstat (proc_vmstat(5)); 0 if there is no such field.
     """

@@ -347,7 +347,7 @@ def run_host(
         # A host uses the same slot in all worlds.
         slot=(own * per_slice + member.host % per_slice) % owned.most_hosts,
     )
-    # The hosts of a machine share its cores, but no devices.
+    # The hosts of a machine share its cores but not its devices.
     os.environ[documents.LOCAL_HOSTS_VARIABLE] = str(
         min(member.num_hosts, owned.most_hosts)
     )

@@ -85,7 +85,7 @@ class MachineSupervisor:
         # The machines to wait for if this one leads, and the term of the last leader
         # that it followed; -1 if it has led since.
         self._expected, self._followed = {*range(own.num_machines)}, 0
-        # Since when no leader could be reached.
+        # The time since which no leader could be reached.
         self._since_secs = time.monotonic()
         # When this leader gives the claim back because slices are missing: another
         # machine may reach more. A leader does so only once before it has run a world.

@@ -107,7 +107,8 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
         self._phase = watch.TRAIN
         self._device_state = DeviceState()
         self._claimant = claims.Claimant(owner=process.this())
-        # Since when each live slice has been alive, and when the last world began.
+        # The time since which each live slice has been alive; the last world's
+        # beginning.
         self._since = dict.fromkeys(manager.active_slice_indices, time.monotonic())
         self._began_secs = math.inf
         self._failures: list[Failure] = []

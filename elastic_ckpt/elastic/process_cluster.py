@@ -69,7 +69,7 @@ class LeadershipLostError(errors.StoppedError):
 
 
 class HandedOverError(LeadershipLostError):
-    """This machine was asked to stop, and another one leads the run."""
+    """This machine was asked to stop, and another machine leads the run."""
 
 
 class Machines:
@@ -399,7 +399,7 @@ class HostsOfWorld:
                 self._end(host, -signal.SIGKILL)
 
     def look(self) -> None:
-        """Finds hosts that hang; called often."""
+        """Finds hosts that hang; must be called often."""
         now_secs = time.monotonic()
         self.watch.look(now_secs=now_secs)
         hang = self.watch.hang()
@@ -409,7 +409,7 @@ class HostsOfWorld:
             time.sleep(_STACKS_SECS)
             for host in hang.hosts or [0]:
                 self._fail(failures.of_hang(host, hang, now_secs=now_secs))
-            # Hosts that hang report nothing more.
+            # Hung hosts report nothing more.
             self.deadline_secs = now_secs
 
     def result(self) -> bool:
@@ -622,8 +622,9 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
                     if notice.is_coming() and notice.received():
                         self._terminate(world)
                     self._look(world)
-                    # A SIGTERM to this process may also have been sent to the hosts:
-                    # then they do not leave for a world without this machine.
+                    # If this process received a SIGTERM, the hosts may have received
+                    # it, too. In that case, they do not leave for a world without this
+                    # machine.
                     if not notice.is_coming() and world.deadline_secs == math.inf:
                         self._preempt(world.preempted)
                         self._change(world, has_changed())

@@ -51,8 +51,8 @@ def place(
 ) -> Place:
     """This machine's place among the machines of the run.
 
-    The environment supplies a missing `number` or `interface`. `names` are the names of
-    `num_machines` and `number` in messages.
+    The environment supplies a missing `number` or `interface`. `names` are what
+    messages call `num_machines` and `number`.
 
     Raises:
       ConfigError: if the values are missing or contradict each other.

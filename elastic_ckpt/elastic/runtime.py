@@ -202,7 +202,7 @@ class _Run:
             self._cluster.wait(now.within_secs)
 
     def change(self) -> Decision | None:
-        """The decision for which a world must end; None while it should continue."""
+        """The decision that ends the world; None while the world should continue."""
         slices, now = self._decide()
         if isinstance(now, Train):
             return None if [*now.slices] == self._slices else now

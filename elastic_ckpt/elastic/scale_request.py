@@ -29,7 +29,7 @@ def write(run_directory: epath.PathLike, slices: int) -> None:
 
 
 def remove(run_directory: epath.PathLike) -> None:
-    """Removes an earlier launch's request; called whenever a run is launched."""
+    """Removes an earlier launch's request; called at each launch of a run."""
     storage.remove(storage.absolute(run_directory) / FILE)
 
 

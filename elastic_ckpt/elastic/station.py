@@ -299,7 +299,7 @@ class Station:
             run_files.forget_agent(self._memory.root(number), url)
 
     def _end_all(self) -> None:
-        # Terminates the processes that stand by, like hosts.
+        # Kills the processes on standby as it kills hosts.
         self.hosts |= {(0, -n): each for n, each in enumerate(self._standing_by)}
         self.end_hosts()
         while self._agents:

@@ -130,7 +130,7 @@ class Watch:
         self._hosts = {host: _Host() for host in range(hosts)}
 
     def look(self, *, now_secs: float) -> None:
-        """Advances the clock; to be called often, whenever messages are received."""
+        """Advances the clock; must be called often, whenever messages are received."""
         self._secs += min(now_secs - self._looked_secs, _LOOK_SECS)
         self._looked_secs = now_secs
 

@@ -117,8 +117,7 @@ class BetweenWorlds:
         self.emit(name, **fields)
 
     def leaving(self, step: int) -> Leaving | None:
-        """See `World.leaving`; emits `step_done` for programs that do not emit
-        steps."""
+        """See `World.leaving`; emits `step_done` if the program emits no steps."""
         self.await_check()
         if not self._emits_steps:
             self.emit("step_done", step=step)
