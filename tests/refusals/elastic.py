@@ -34,7 +34,8 @@ RAM = {"slices": 2, "run": "x"}
 
 REFUSALS = {
     "faults: a word": Refusal(
-        listed("kill_slice"), r"'kill_slice' is not a list .*write it as \[\{kill_slice"
+        listed("kill_slice"),
+        r"'kill_slice' is not a list .*use the form \[\{kill_slice",
     ),
     "faults: no step": Refusal(
         listed('[{"kill_slice": 1, "step": 2}]'), "is not a fault"
