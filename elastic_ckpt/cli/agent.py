@@ -15,8 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     backup.add_argument(
         "--backup",
         metavar="URLS",
-        help="also keep a share of each step of a run; URLS are the agents of all its"
-        " backup hosts, including this one, as in peer_backup_urls",
+        help="also keep a share of each step of a run; URLS lists the agents of all"
+        " backup hosts of the run, including this one, as in peer_backup_urls",
     )
     backup.add_argument(
         "--follow",
@@ -40,9 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
         return agent_server.run(arguments)
     if not (arguments.backup and arguments.follow and arguments.secret_file):
         raise errors.ConfigError(
-            "a backup host needs --backup URLS, --follow STEPS and --secret-file: it"
-            " finds the run by its steps in storage and uses the run's secret"
-            " (peer_secret_file)"
+            "a backup host needs --backup URLS, --follow STEPS and --secret-file,"
+            " because it finds the run through the run's steps in storage and uses the"
+            " run's secret (peer_secret_file)"
         )
     backups = arguments.backup.split(";")
     for url in backups:

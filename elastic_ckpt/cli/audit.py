@@ -25,7 +25,7 @@ _LIMITS = (
 _OUTCOMES = {
     "used": "used",
     "left_out": "skipped when the run rolled back to an older step",
-    "too_short": "makes no example because it has fewer than two tokens",
+    "too_short": "skipped because it has fewer than two tokens",
     "filtered": "dropped by the pipeline",
     "corrupt": "skipped because it is corrupt",
     "read_ahead": "read ahead, not in a step yet",
@@ -40,14 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data",
         metavar="MODULE:NAME",
         help="for your own training loop: the data that it passes to ec.batches, or a"
-        " function that returns this data, in a module that can be imported",
+        " function that returns this data; MODULE must be importable",
     )
     question = parser.add_mutually_exclusive_group()
     question.add_argument(
         "--find",
         metavar="FILE:RECORD",
         help="show which steps used a document: the end of its file path and its record"
-        " number, from 0",
+        " index, from 0",
     )
     question.add_argument(
         "--step",
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Audits the run or answers a question about its documents; 1 if this fails."""
+    """Audits the run or answers a question about its documents; 1 if it fails."""
     recorded = audit.RunAudit(arguments.run, data=arguments.data)
     if arguments.find is not None or arguments.step is not None:
         _answer(recorded, arguments)
@@ -115,8 +115,8 @@ def _document_of(asked: str) -> tuple[str, int]:
     file, _, record = asked.rpartition(":")
     if not file or not record.isdecimal():
         raise errors.ConfigError(
-            f"--find {asked}: write FILE:RECORD, the end of the file path and the"
-            " record number, from 0, such as a.parquet:17"
+            f"--find {asked} is not FILE:RECORD; specify the end of the file path and"
+            " the record index, from 0, such as a.parquet:17"
         )
     return file, int(record)
 

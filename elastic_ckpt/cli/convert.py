@@ -28,10 +28,10 @@ class RuleUse:
     """The tensors that a rule copies.
 
     Attributes:
-      rule: the rule's place in the layout.
-      sources: how many stored tensors the rule reads.
-      targets: how many tensors the rule makes, in whole or in part.
-      num_bytes: the size of the copied elements, in the dtypes of the targets.
+      rule: the rule's location in the layout.
+      sources: the number of stored tensors that the rule reads.
+      targets: the number of tensors that the rule creates, in whole or in part.
+      num_bytes: the size of the copied elements in the target dtypes.
     """
 
     rule: str
@@ -64,15 +64,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         help="show the tensors that each rule of --rules copies from SRC, or the"
-        " missing tensors and the nearest rule. TREE, the tensors to make, is a"
-        " checkpoint or a JSON file of shapes by name; by default, all tensors that"
-        " the rules make",
+        " missing tensors and the nearest rule. TREE, the tensors to create, is a"
+        " checkpoint or a JSON file that maps names to shapes; by default, all tensors"
+        " that the rules create",
     )
     parser.add_argument(
         "--rules",
         metavar="LAYOUT",
         help="the layout: a YAML file, or the name of a layout in the package. By"
-        " default, the layout that DeepSpeed wrote into SRC; otherwise, tensors keep"
+        " default, the layout that DeepSpeed wrote into SRC; without one, tensors keep"
         " their names, and an adapter is merged",
     )
     parser.add_argument(
@@ -81,19 +81,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=option_numbers.named_positive_count,
         default=[],
         metavar="NAME=NUMBER",
-        help="the size of a dim of the layout; may be repeated",
+        help="the size of a dimension of the layout; may be repeated",
     )
     parser.add_argument(
         "--reverse",
         action="store_true",
-        help="apply the layout in reverse; the layout describes DST to SRC",
+        help="apply the layout in reverse, because it describes DST to SRC",
     )
     parser.add_argument(
         "--to",
         choices=("orbax", "safetensors", "hf"),
         default="orbax",
-        help="the format to write; by default orbax. hf is safetensors and everything"
-        " else that Hugging Face's from_pretrained needs",
+        help="the format to write; by default orbax. hf writes safetensors and"
+        " everything else that Hugging Face's from_pretrained needs",
     )
     parser.add_argument(
         "--config",
@@ -137,8 +137,8 @@ def run(arguments: argparse.Namespace) -> int:
         rows, lines = _checked(job, arguments.check)
     elif arguments.target is None:
         raise errors.ConfigError(
-            "the checkpoint to write is missing: specify DST after SRC, or use --list"
-            " or --check to look at SRC"
+            "DST, the checkpoint to write, is missing; specify it after SRC, or use"
+            " --list or --check to inspect SRC"
         )
     elif arguments.dry_run:
         rows, lines = _planned(job)
@@ -186,14 +186,14 @@ def _listed(source: str) -> _Shown:
 
 def _checked(job: convert.Job, given: str) -> _Shown:
     if job.rules is None:
-        raise errors.ConfigError("--check needs a layout: specify --rules")
+        raise errors.ConfigError("--check needs a layout; specify one with --rules")
     checkpoint = opening.open_checkpoint(job.source)
     layout = convert.given_layout(job, checkpoint)
     tree = listing.tree(given) if given else None
     matched = matching.moves(layout, checkpoint.tensors, checkpoint.axes, tree)
     uses = _rule_uses(matched, len(checkpoint.tensors))
     rows = [dataclasses.asdict(each) for each in uses]
-    return rows, [f"{layout.place} fits:", *map(_described, uses)]
+    return rows, [f"{layout.place} matches:", *map(_described, uses)]
 
 
 def _planned(job: convert.Job) -> _Shown:

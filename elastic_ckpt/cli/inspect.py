@@ -1,6 +1,6 @@
 """`elastic-ckpt inspect PATH...`: the steps of a run, and in which tiers they are.
 
-It takes a run directory, RAM disks and directories of steps. It shows steps and their
+It accepts a run directory, RAM disks and directories of steps. It shows steps and their
 holders, and the arrays and data state of steps in storage. By default, it shows the
 newest complete step in brief; with --step, it shows one step with all of its arrays;
 with --all, every step. The JSON has all steps unless --step selects one.
@@ -45,14 +45,13 @@ def run(arguments: argparse.Namespace) -> int:
     is_any = report.known or report.leftovers or report.problems
     if not (is_any or any(map(run_files.is_run, paths))):
         raise errors.RunError(
-            f"{', '.join(paths)}: this is neither a run directory (it contains"
-            f" no {run_files.RECORD}) nor a directory with steps of any tier;"
-            " specify base_output_directory/run_name, or the directory with the"
-            " steps"
+            f"{', '.join(paths)}: found neither a run directory (one that contains"
+            f" {run_files.RECORD}) nor a directory with steps of any tier; specify"
+            " base_output_directory/run_name, or the directory with the steps"
         )
     if step is not None and step not in report.known:
         raise errors.CheckpointError(
-            f"there is no step {step} in these locations; they contain the steps"
+            f"there is no step {step} in these locations; they contain steps"
             f" {list(report.known)}"
         )
     content = {"run": name, **dataclasses.asdict(report)}

@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="PATH",
         help="a run directory (with its steps in this machine's RAM), a RAM disk, a"
-        " directory of steps, or one step; several are searched together",
+        " directory of steps, or one step; multiple paths are searched together",
     )
     parser.add_argument(
         "--secret-file",

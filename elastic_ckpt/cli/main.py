@@ -15,25 +15,24 @@ from elastic_ckpt.elastic import termination
 
 # One line of help per verb; the module of that name has `add_arguments` and `run`.
 VERBS = {
-    "train": "train a model, or continue a run, on the hosts that the configuration"
-    " names",
+    "train": "train a model, or continue a run, on the configured hosts",
     "scale": "ask a live run to continue on a different number of slices",
     "config": "print the configuration that would run, and where each key is set",
     "data": "write a directory of text files as one file of training data",
     "audit": "prove that a run trained on each batch of a one-host run exactly once",
     "plan": "show which host would read which shards of the data",
-    "simulate": "show what failures would cost a run, and what one more spare slice or"
-    " different save periods would gain",
+    "simulate": "show what failures would cost a run, and how much a spare slice or"
+    " different save periods would help",
     "maxtext": "run MaxText with elastic data, on any number of hosts",
     "agent": "serve a machine's RAM disk to the other machines of a run",
     "status": "show a run's progress, hosts and newest steps, and what a loss would"
     " cost",
     "report": "write an HTML page about a run, with plots",
     "inspect": "show the steps of a run: their arrays, their data state, and the tiers"
-    " that have them",
+    " that contain them",
     "verify": "read every copy of a checkpoint in every tier, and check its digests",
-    "convert": "convert a checkpoint of this or another program to a different layout",
-    "modify": "change numbers in the newest step, such as the learning rate",
+    "convert": "convert a checkpoint of this or another library to a different layout",
+    "modify": "change values in the newest step, such as the learning rate",
     "pin": "keep steps that would otherwise be deleted",
 }
 _IS_SETTING = re.compile(r"\w+=").match
@@ -46,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
       0 on success, 1 if there was an error or an audit or verification failed, 78 if
-      the configuration of a run is invalid, 130 on Ctrl-C, 143 on SIGTERM, 141 if the
-      reader of the output closed the pipe.
+      the configuration of a run is invalid, 130 on Ctrl-C, 143 on SIGTERM, or 141 if
+      the reader of the output closed the pipe.
     """
     words = sys.argv[1:] if arguments is None else arguments
     parsed = _parsed(words)
@@ -76,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
-    # argparse accepts no more `key=value` once an option has followed the file.
+    # argparse does not accept `key=value` after an option that follows the file.
     parser = build_parser(words[:1])
     parsed, rest = parser.parse_known_args(words)
     if rest and not (hasattr(parsed, "overrides") and all(map(_IS_SETTING, rest))):
@@ -90,8 +89,8 @@ def build_parser(verbs: Collection[str] = VERBS.keys()) -> argparse.ArgumentPars
     """The command-line parser.
 
     Args:
-      verbs: the verbs whose arguments to add. This imports their modules, and many of
-        them import JAX and Orbax.
+      verbs: the verbs whose arguments to add. Adding them imports the verbs' modules,
+        many of which import JAX and Orbax.
     """
     parser = argparse.ArgumentParser(
         prog="elastic-ckpt", description="Elastic data and checkpoints for JAX."

@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "arguments",
         nargs=argparse.REMAINDER,
         metavar="ARGS",
-        help="as for MaxText's trainer: a YAML file and key=value, which may set our"
-        " keys, too",
+        help="as for MaxText's trainer: a YAML file and key=value settings, which may"
+        " include elastic_ckpt's keys",
     )
 
 

@@ -1,8 +1,8 @@
-"""`elastic-ckpt modify STEP_PATH --set PATH=VALUE`: edits numbers in the newest step.
+"""`elastic-ckpt modify STEP_PATH --set PATH=VALUE`: edits values in the newest step.
 
 It loads the step and saves it again, so the host needs memory for the whole step, and
-no run may be writing to the directory. The next start of the run continues from the new
-save, which replaces the old one: to keep the old save, copy the step directory first.
+no run may be writing to the directory. A restarted run continues from the new save,
+which replaces the old one. To keep the old save, copy the step directory first.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tree",
         default="state",
         metavar="NAME",
-        help="the pytree with the numbers; by default state",
+        help="the pytree to edit; by default state",
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="PATH=VALUE",
-        help="set a number, such as step=100; may be repeated",
+        help="set a value, such as step=100; may be repeated",
     )
     parser.add_argument(
         "--scale",
         action="append",
         default=[],
         metavar="PATH=FACTOR",
-        help="multiply a number; may be repeated",
+        help="multiply a value; may be repeated",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="show the changes without writing them"
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     edits += [_edit(name, each, is_factor=True) for each in arguments.scale]
     if not edits or len({each.path for each in edits}) < len(edits):
         raise errors.ConfigError(
-            "list each number to edit exactly once: --set PATH=VALUE or --scale"
+            "specify each value to edit exactly once, with --set PATH=VALUE or --scale"
             " PATH=FACTOR"
         )
     path = storage.absolute(arguments.path)
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     number = int(path.name)
     tiers = [Persistent(path.parent, every=1)]
     with contextlib.ExitStack() as stack:
-        # An elastic run's supervisor holds the run's lock even between two worlds.
+        # An elastic run's supervisor holds the run's lock even between worlds.
         lock = path.parent.parent / run_files.LOCK
         if run_files.is_run(lock.parent) and not arguments.dry_run:
             stack.enter_context(storage.exclusive_lock(lock))
@@ -89,9 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
         if saved.metadata.get(name) is None:
             trees = [part for part, tree in saved.metadata.items() if tree is not None]
             raise errors.CheckpointError(
-                f"step {number} has no pytree {name!r}; it has {sorted(trees)}. Load a"
-                " component in Python, change its state, and save it with"
-                " overwrite=True"
+                f"step {number} has no pytree {name!r}; its pytrees are"
+                f" {sorted(trees)}. To edit a component, load it in Python, change its"
+                " state, and save it with overwrite=True"
             )
         for each in edits:
             parts[name], line = modified_step.edit(name, parts[name], each)
@@ -114,7 +114,7 @@ def _edit(tree: str, given: str, *, is_factor: bool) -> modified_step.Edit:
     path, _, number = given.rpartition("=")
     if not (path and number):
         raise errors.ConfigError(
-            f"{given!r}: write PATH={'FACTOR' if is_factor else 'VALUE'}"
+            f"{given!r} is not an edit; use PATH={'FACTOR' if is_factor else 'VALUE'}"
         )
     whole = tree if path == "." else f"{tree}/{path}"
     return modified_step.Edit(whole, number, is_factor)

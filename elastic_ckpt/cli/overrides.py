@@ -1,4 +1,4 @@
-"""The arguments `CONFIG key=value...`, which several verbs take."""
+"""The arguments `CONFIG key=value...`, which multiple verbs accept."""
 
 from __future__ import annotations
 

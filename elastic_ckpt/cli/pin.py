@@ -18,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a step directory in persistent storage, or on any host's RAM disk, which"
         " pins the step on all hosts",
     )
-    parser.add_argument("--undo", action="store_true", help="let them be deleted again")
+    parser.add_argument(
+        "--undo", action="store_true", help="let the steps be deleted again"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

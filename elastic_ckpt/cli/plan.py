@@ -19,11 +19,11 @@ _SHOWN_RANGES = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """How some number of hosts would load batches of one size.
+    """The shards that hosts would read, for a number of hosts and a batch size.
 
     Attributes:
-      num_hosts: the number of hosts, H.
-      global_batch_size: the rows of a batch, B.
+      num_hosts: the number of hosts.
+      global_batch_size: the number of rows in a batch.
       host_shards: the shards that each host reads.
       shard_reads: the mean number of hosts that read a shard.
     """
@@ -57,13 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shards",
         type=option_numbers.count,
         default=0,
-        help="number of logical shards; by default the smallest that fits",
+        help="number of logical shards; by default the smallest number for which each"
+        " shard is read only once",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the outlook of every combination."""
+    """Prints the outlook for every combination."""
     hosts, batches = arguments.hosts, arguments.batches
     num_shards = arguments.shards
     if arguments.config:
@@ -83,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def outlook(num_shards: int, num_hosts: int, global_batch_size: int) -> Outlook:
-    """The outlook if hosts load equal parts of every batch, in order."""
+    """The outlook if hosts load equal, consecutive parts of every batch."""
     row_hosts = np.arange(global_batch_size) * num_hosts // global_batch_size
     runs = [
         rows.host_shards(
@@ -110,6 +111,7 @@ def describe(num_shards: int, outlooks: Sequence[Outlook]) -> str:
         if each.global_batch_size % each.num_hosts:
             line += (
                 f"; JAX needs a mesh that shards rows over fewer than {each.num_hosts}"
+                " hosts"
             )
         lines.append(line)
         for host in sorted({0, each.num_hosts - 1}):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-# The period of updates on a terminal, and of lines in a log.
+# The time between updates on a terminal, and between lines in a log.
 _MOVES_SECS, _LOG_SECS = 0.2, 10.0
 _GIB = 2**30
 
@@ -14,7 +14,7 @@ class ProgressLine:
     """Prints progress to standard error; call it with the bytes done and the total.
 
     Args:
-      verb: the past-tense verb: `read`, `wrote`.
+      verb: a past-tense verb, such as `read` or `wrote`.
     """
 
     def __init__(self, verb: str) -> None:

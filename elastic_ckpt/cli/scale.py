@@ -28,22 +28,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Requests that number of slices."""
+    """Requests the number of slices unless the run cannot change it."""
     directory, slices = arguments.run, arguments.slices
     record, config = run_files.read(directory), journal.read_config(directory)
     if record.program == "loop" or not config.elastic.elastic_enabled:
         raise errors.RunError(
-            f"{directory} was not started with elastic_enabled=true; restart it with a"
-            " different number of slices. Your own training loop changes its slices"
-            " where it calls ec.elastic.run"
+            f"the run in {directory} was not started with elastic_enabled=true; restart"
+            " it with a different number of slices. In your own training loop, change"
+            " the slices where it calls ec.elastic.run"
         )
     configured.check_slices(config, slices)
     events, is_alive = run_files.read_events(directory), run_files.is_alive(directory)
     phase = status.phase(events, is_alive=is_alive, program=record.program)
     if is_alive is False or phase in ENDS:
         raise errors.RunError(
-            f"{directory} is not running; start it with slices={slices} instead"
+            f"the run in {directory} is not running; start it with slices={slices}"
+            " instead"
         )
     scale_request.write(directory, slices)
-    print(f"requested {slices} slices: the run changes after a step its hosts agree on")
+    print(
+        f"requested {slices} slices; the run changes after a step that its hosts agree"
+        " on"
+    )
     return 0

@@ -44,17 +44,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--machine-hours",
         type=option_numbers.positive_number,
         default=6300.0,
-        help="the mean hours between failures of one machine; each failure loses its"
-        " slice",
+        help="the mean number of hours between failures of a machine; each failure"
+        " takes down its slice",
     )
     parser.add_argument(
         "--repair-hours",
         type=option_numbers.positive_number,
         default=4.0,
-        help="the mean hours until a lost slice is back",
+        help="the mean number of hours until a lost slice is back",
     )
     parser.add_argument(
-        "--seed", type=option_numbers.count, default=0, help="the seed of the failures"
+        "--seed",
+        type=option_numbers.count,
+        default=0,
+        help="the random seed of the failures",
     )
     parser.add_argument(
         "--trace",
@@ -62,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--costs",
-        help="a run directory; this run shows how long steps and changes take",
+        help="a run directory; use the times that this run's steps and changes took",
     )
     parser.add_argument(
         "--cost",
@@ -70,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=option_numbers.named_number,
         default=[],
         metavar="NAME=VALUE",
-        help="set one of these times, such as step_secs=10; may be repeated",
+        help="set one cost, such as step_secs=10; may be repeated",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -145,7 +148,7 @@ def of_run(directory: str) -> plan.Costs:
     """The costs of the run in `directory`.
 
     Raises:
-      RunError: if there is no run, or it has not trained a step.
+      RunError: if the run does not exist or has not trained a step.
     """
     run_files.read(directory)
     measured = run_files.read_metrics(os.path.join(directory, run_files.METRICS))

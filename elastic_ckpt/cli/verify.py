@@ -1,7 +1,7 @@
 """`elastic-ckpt verify PATH...`: reads every copy of every part and compares digests.
 
-The run may continue meanwhile. Steps that it removes during the verification count as
-missing, so specify the newest step with --step.
+The run may continue in the meantime. Steps that it removes during the verification
+count as missing, so specify the newest step with --step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from elastic_ckpt.cli import locations, progress_line
 from elastic_ckpt.core import errors, option_numbers
 from elastic_ckpt.inspect import tier_locations, verification
 
-# How many problems are printed; the JSON has all.
+# The maximum number of problems printed; the JSON has all.
 _SHOWN = 100
 
 
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not known or not set(steps) <= set(known):
             _, problems = tiers.look(steps[0] if steps else 0)
             raise errors.CheckpointError(
-                "there is no such step in these locations; they contain the steps"
+                "the steps to verify are not in these locations, which contain steps"
                 f" {'; '.join([str(known), *problems])}"
             )
         progress = progress_line.ProgressLine("read")

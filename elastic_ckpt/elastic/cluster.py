@@ -19,9 +19,9 @@ class Assignment:
     """The world that a cluster runs next.
 
     Attributes:
-      number: the world number, which restarts from 1 at each start of a run.
+      number: the world number; each launch of the run counts from 1.
       work: the slices and the rows of a batch.
-      claimant: claims the world in storage for this start of the run; set by the
+      claimant: the claimant of the world for this launch of the run; set by the
         cluster.
     """
 
@@ -31,7 +31,7 @@ class Assignment:
 
 
 def leaving_for(decided: Decision | None) -> list[storage.Json]:
-    """The next world's slices, for the event `world_leaving`; none if the run waits."""
+    """The next world's slices, for the event `world_leaving`; [] if the run waits."""
     return list(decided.slices) if isinstance(decided, Train) else []
 
 
@@ -65,11 +65,12 @@ class Cluster(Protocol):
         Args:
           train: the training loop.
           assignment: the world's slices and rows.
-          emit: called with each event of the hosts.
-          has_changed: called often; returns a decision to continue on other slices or
-            to wait for more, or None while the world should continue. After a decision,
-            the cluster may prepare the next world. It then asks the hosts to leave,
-            with the event `world_leaving`; they leave after a step that they agree on.
+          emit: a function to call with each event from the hosts.
+          has_changed: a function to call often. It returns a decision to continue on
+            other slices or to wait for more, or None while the world should continue.
+            After a decision, the cluster may prepare the next world. It then asks the
+            hosts to leave, with the event `world_leaving`; they leave after a step that
+            they agree on.
 
         Returns:
           Whether the run is over; False if the hosts left for the next world.
@@ -78,8 +79,8 @@ class Cluster(Protocol):
           WorldLostError: if hosts failed or `train` raised; `slices` then omits the
             lost slices.
           StoppedError: if the run was asked to stop but did not stop in time.
-          RunError: if `train` raised under a single controller; the error that `train`
-            raised is the cause.
+          RunError: if `train` raised under a single controller; its cause is the error
+            that `train` raised.
         """
 
     def wait(self, secs: float) -> None:

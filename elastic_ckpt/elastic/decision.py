@@ -5,9 +5,9 @@ the live slices, calls `decide`, and acts.
 
 Two batch policies, both exact:
 
-* `keep_global`: a batch has the same rows on any number of slices. Fewer slices compute
-  it in several equal parts and sum the gradients (gradient accumulation), so that no
-  device holds more rows at a time than fit in its memory.
+* `keep_global`: a batch has the same rows on any number of slices. On fewer slices,
+  each device computes its rows in equal parts and sums the gradients (gradient
+  accumulation), so that no device holds more rows at a time than fit in its memory.
 * `keep_per_device`: each device has the same number of rows, so a batch grows and
   shrinks with the number of slices, as in MaxText.
 """
@@ -39,12 +39,13 @@ class Policy:
         None uses all.
       batch: what stays the same when the number of slices changes: the rows of the
         global batch (`"keep_global"`) or the rows of each device (`"keep_per_device"`).
-      wait_secs: how long to wait for `min_slices` before the run ends with an error.
-      settle_secs: how long a new slice must be alive before the run expands onto it.
-      max_retries: how many worlds in a row may be lost without a new step before the
-        run ends with an error.
-      quarantine_failures: a slice with this many failures within `quarantine_secs` is
-        not used again; 0 disables the quarantine.
+      wait_secs: the time to wait for `min_slices` before the run ends with an error.
+      settle_secs: the time that a new slice must be alive before the run expands onto
+        it.
+      max_retries: the number of worlds in a row that may be lost without a new step
+        before the run ends with an error.
+      quarantine_failures: the number of failures within `quarantine_secs` after which a
+        slice is not used again; 0 disables the quarantine.
       quarantine_secs: the time window in which failures count.
       leave_out_slow: whether to exclude slices with slow hosts if enough others remain.
     """
@@ -77,9 +78,9 @@ class Work:
         the rows on any other number of slices. 0 lets the training function choose.
       max_rows_per_device: the maximum number of rows that a device computes at a time;
         a device splits more rows into microbatches.
-      objection: called with a number of slices and a number of rows; returns why the
-        data cannot be divided that way, or None. A world with an objection is not
-        formed.
+      objection: a function of a number of slices and a number of rows. It returns why
+        the data cannot be split that way, or None if it can. The run does not form a
+        world that has an objection.
     """
 
     devices_per_slice: int
@@ -94,7 +95,7 @@ class Failure:
     """A failure of a slice: it was lost, or failed its check when it rejoined.
 
     Attributes:
-      at_secs: the time, on the monotonic clock.
+      at_secs: the time of the failure, on the monotonic clock.
     """
 
     slice: int
@@ -106,9 +107,9 @@ class Slices:
     """The slices that a run may use.
 
     Attributes:
-      current: the slices of the current or last world, without the lost ones; empty at
-        the start.
-      present_secs: how long each live slice has been alive.
+      current: the slices of the current or last world, except the lost ones; empty
+        before the first world.
+      present_secs: the time for which each live slice has been alive, by slice number.
       failures: all failures in this run, in any order.
       slow: the slices that have slow hosts.
     """
@@ -142,7 +143,8 @@ class Slices:
         """The slices to train on, best first: the current world's slices, then others.
 
         A slice that has just rejoined is usable only once it has settled, unless no
-        training would be disturbed: at the start, or below `min_slices`.
+        training would be disturbed: before the first world, or with fewer than
+        `min_slices` slices.
         """
         healthy = self.present_secs.keys() - self.quarantined(policy)
         settled = {
@@ -160,8 +162,8 @@ class Train:
     """Train on these slices.
 
     Attributes:
-      slices: in mesh order.
-      spares: usable slices that the world does not need.
+      slices: the slices, in mesh order.
+      spares: the usable slices that the world does not need.
       rows: the rows of a global batch.
       accumulated: the number of equal parts in which a device computes its rows.
     """
@@ -195,10 +197,10 @@ def decide(
     *,
     waited_secs: float = 0.0,
 ) -> Decision:
-    """Chooses as many slices as are usable and can divide the batch, or waits.
+    """Chooses the largest number of usable slices that can divide the batch, or waits.
 
-    A spare replaces a lost slice, so that the mesh keeps its shape and its program.
-    Slices of the current world are preferred.
+    A spare replaces a lost slice, so that the mesh shape and the compiled program stay
+    the same. Slices of the current world are preferred.
     """
     if slices.slow and policy.leave_out_slow:
         others = dataclasses.replace(
@@ -222,13 +224,14 @@ def decide(
             return decided
         objections.append(decided)
     missing = (
-        f"{_count(usable)} usable, but min_slices={policy.min_slices}"
+        f"{_count(usable)} are usable, but min_slices={policy.min_slices}"
         if most < policy.min_slices
-        else f"no number of {_count(usable)} works: {'; '.join(objections)}"
+        else f"no subset of {_count(usable)} can divide a batch:"
+        f" {'; '.join(objections)}"
     )
     excluded = slices.quarantined(policy) & slices.present_secs.keys()
     if excluded:
-        missing += f"; {_count(excluded)} quarantined after repeated failures"
+        missing += f"; {_count(excluded)} are quarantined after repeated failures"
     return Wait(why=missing, within_secs=max(0.0, policy.wait_secs - waited_secs))
 
 
@@ -239,14 +242,17 @@ def _train(usable: list[int], number: int, policy: Policy, work: Work) -> Train 
         rows, indivisible = divmod(work.rows * number, work.num_slices)
         if indivisible:
             return (
-                f"{work.rows} rows on {work.num_slices} slices are not a whole number"
-                f" on {number}"
+                f"{work.rows} rows on {work.num_slices} slices would not be a whole"
+                f" number of rows on {number}"
             )
     else:
         rows = work.rows
     rows_per_device, indivisible = divmod(rows, devices)
     if indivisible:
-        return f"{rows} rows cannot be split over the {devices} devices of {number}"
+        return (
+            f"{rows} rows cannot be split over the {devices} devices of a"
+            f" {number}-slice world"
+        )
     if why := work.objection(number, rows):
         return why
     # The fewest equal parts that fit in a device's memory.
@@ -265,4 +271,4 @@ def _train(usable: list[int], number: int, policy: Policy, work: Work) -> Train 
 
 
 def _count(slices: Collection[int]) -> str:
-    return f"slices {sorted(slices)}" if slices else "no slice"
+    return f"slices {sorted(slices)}" if slices else "no slices"

@@ -1,17 +1,17 @@
 """Keeps compiled steps on this machine's RAM disk for the next world.
 
-If a world of the same shape ran before, a world loads its executables and traces
-nothing: a change of slices then costs milliseconds instead of the seconds that XLA
-takes. Loading begins in the background while the world finds and restores its state.
-JAX's compilation cache cannot do that for several processes on CPU: its key depends on
+If an earlier world had the same shape, a world loads that world's executables without
+tracing. Getting a compiled step then takes milliseconds instead of the seconds that XLA
+needs. Loading begins in the background while the world finds and restores its state.
+JAX's compilation cache cannot do that for multiple processes on CPU: its key depends on
 the process, and only process 0 writes.
 
 Loading an executable unpickles it, which runs code. Executables are therefore read only
 from a private directory on this machine's RAM disk, never from peers or storage, and
 only after checking a MAC (HMAC-SHA-256) under a key that the supervisor never writes to
 a file. The directory and the key are gone once the supervisor exits. An executable's
-name covers the program, the mesh, the arguments, the host and the versions. An altered
-executable is rejected, with an event, and compiled again.
+name is derived from the program, the mesh, the arguments, the host and the versions. An
+altered executable is rejected and recompiled, and an event reports it.
 
 Importing this module does not import JAX, so the launcher starts fast.
 """
@@ -65,13 +65,13 @@ _Compiled = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeptExecutables:
-    """Where a supervisor's worlds keep their executables.
+    """The storage for the executables of a supervisor's worlds.
 
     Attributes:
       directory: a private directory on this machine's RAM disk.
       key: the MAC key for all files, which exists only in the memory of the supervisor
         and its hosts.
-      began_ns: when the directory was created, in nanoseconds since 1970.
+      began_ns: the creation time of the directory, in nanoseconds since 1970.
     """
 
     directory: str
@@ -148,7 +148,7 @@ class Executables:
             name = _digest((code, settings))
         except Exception as error:
             # Pickling calls methods of all objects that the function refers to.
-            logging.warning("the executable of %r is not kept: %r", jitted, error)
+            logging.warning("cannot keep the executable of %r: %r", jitted, error)
             return None
         return pathlib.Path(self._kept.directory, f"{_place()}-{name}")
 
@@ -186,7 +186,7 @@ class Executables:
             jax.errors.JaxRuntimeError,
         ) as error:
             # Not every operation can be serialized; the next world compiles again.
-            logging.warning("an executable is not kept: %s", error)
+            logging.warning("cannot keep an executable: %s", error)
 
     def _mac(self, path: pathlib.Path, payload: bytes) -> bytes:
         return hmac.digest(self._kept.key, path.name.encode() + payload, "sha256")
@@ -195,7 +195,7 @@ class Executables:
 def compile_now(
     jitted: Any, *arguments: Any, step: int = 0, emit: events.Emit = events.nobody
 ) -> _Compiled:
-    """Compiles without keeping the executable; see `Executables.compiled`."""
+    """Compiles without storing the executable; see `Executables.compiled`."""
     return _compiled(jitted, *arguments, step=step, emit=emit)[0]
 
 
@@ -269,7 +269,7 @@ def _place() -> str:
 
 
 def changed_modules(since_ns: int) -> list[tuple[str, int, int]]:
-    """The module files changed since a time, each with the version seen first.
+    """The module files changed since a time, each with the first version seen.
 
     A module's functions are pickled by name, but the code of a module that is imported
     later may have changed.
@@ -296,7 +296,7 @@ def _digest(value: Any) -> str:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles functions by their code and closures, and devices by their numbers.
+    """Pickles functions by their code and closures, and devices by their IDs.
 
     A pickle refers back to an object that it already contains, but repeats an object
     that is merely equal. Which shardings of a program are the same object depends on
@@ -315,7 +315,7 @@ class _Pickler(cloudpickle.Pickler):
             ids = mesh.device_ids.tolist() if isinstance(mesh, of.Mesh) else []
             return _number(f"{obj!r} {ids}")
         if isinstance(obj, jax.Array):
-            raise pickle.PicklingError("it closes over an array")
+            raise pickle.PicklingError("the function closes over an array")
         if isinstance(obj, type) and "<locals>" not in obj.__qualname__:
             # cloudpickle would assign a random name to a class that cannot be imported.
             return ("class", obj.__module__, obj.__qualname__)

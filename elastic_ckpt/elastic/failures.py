@@ -14,7 +14,7 @@ Two rules take precedence over the table:
 * A host that lost its connection to another host does not show the cause: such errors
   count only if nothing else was recorded.
 
-Sources of the patterns: the names of CUDA's driver API (`CUresult`), NVIDIA's catalogue
+Sources of the patterns: the names of CUDA's driver API (`CUresult`), NVIDIA's catalog
 of Xid errors, `ncclResult_t`, and gRPC's status codes as XLA prints them.
 """
 
@@ -55,7 +55,8 @@ class HostFailure:
       is_of_devices: whether JAX raised the error because devices failed or disappeared.
       is_signal: whether a signal killed the process.
       is_silent: whether the host exited without reporting a failure.
-      is_consequence: whether the host died the way hosts do when host 0 is gone.
+      is_consequence: whether the host died in the way that hosts do when host 0 is
+        gone.
       is_hang: whether the host was killed because it hung.
       at_secs: the time of the failure, on the machine's monotonic clock.
       since_secs: the time of the host's last progress; None if that is `at_secs`.
@@ -160,7 +161,7 @@ def of_hang(host: int, hang: watch.Hang, *, now_secs: float) -> HostFailure:
 
 
 def oom_kills() -> int:
-    """How many processes on this machine the kernel has killed to free memory.
+    """The number of processes that this machine's kernel has killed to free memory.
 
     Source: `oom_kill` in /proc/vmstat (proc_vmstat(5)); 0 if there is no such field.
     """
@@ -180,7 +181,7 @@ class WorldLostError(errors.RunError):
       hosts: the hosts whose slices are lost; empty if the program or network failed.
       is_of_program: whether the program failed and would fail again.
       gone: the slices that were lost with their memory.
-      machines: the lost machines, if the run has several.
+      machines: the lost machines, if the run has more than one.
     """
 
     def __init__(
@@ -269,9 +270,11 @@ class Kind(NamedTuple):
         `storage`, `data` or `program`.
       action: what the run does after losing a world; a run that has ended stops.
       meaning: a predicate that says what happened, after a subject such as "host 1".
-      words: words that must all describe the failure; of words joined by `|`, one must.
-      says: a pattern in the host's message, or in its log if it sent no message.
-      advice: what a person can do.
+      words: the words that must all describe the failure; of words joined by `|`, at
+        least one must.
+      says: a pattern to find in the host's message, or in its log if it did not send a
+        message.
+      advice: the user's remedy.
     """
 
     name: str
@@ -320,7 +323,8 @@ KINDS = (
     Kind("device_wrong", "device", LEAVE_OUT, "computes wrong values",
          "DeviceWrongError", advice="drain its machine, and have the device tested"),
     # Our own errors, whose messages have the remedy.
-    Kind("replaced", "program", STOP, "was replaced by another start", "ReplacedError"),
+    Kind("replaced", "program", STOP, "was replaced by another launch",
+         "ReplacedError"),
     Kind("grace_exceeded", "program", STOP, "was killed before it had saved",
          "StoppedError"),
     Kind("diverged", "program", STOP, "was stopped by a callback", "DivergedError"),
@@ -409,13 +413,13 @@ class Verdict:
     """The verdict on one interruption.
 
     Attributes:
-      which: the numbers, path or line that identify what failed; empty if unknown.
+      which: the indices, path or line that identify the failed part; empty if unknown.
       lead: the failure that caused the others.
-      how: how and after which step the world failed, for comparing worlds.
+      how: the manner and step of the world's failure, for comparing worlds.
       step: the number of steps that the world had done.
       action: what the run does.
-      hosts: the lost hosts, which died or whose devices failed.
-      evidence: the recorded facts.
+      hosts: the lost hosts: those that died or whose devices failed.
+      evidence: the recorded facts that support the verdict.
     """
 
     kind: Kind
@@ -486,7 +490,7 @@ def judge(
       gone: the slices that were lost with their memory.
       machines: the machines that were lost.
       step: the number of steps that the world had done.
-      before: how the previous world failed (its `Verdict.how`); empty if it did not.
+      before: the previous world's `Verdict.how`; empty if that world did not fail.
       is_lost: whether a world was lost and the next may continue; if False, the run has
         ended.
     """
@@ -536,7 +540,7 @@ def judge(
     facts = {
         f"lost with their memory: slices {_listed(gone)}": gone,
         f"no answer from machines {_listed(machines)}": machines,
-        f"the world before failed in the same way after step {step}": how == before,
+        f"the previous world failed in the same way after step {step}": how == before,
     }
     per_slice = num_hosts // len(slices) if slices else 0
     which = {

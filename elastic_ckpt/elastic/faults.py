@@ -43,9 +43,9 @@ class Fault:
     """A fault to inject into a run, or the return of a slice.
 
     Attributes:
-      kind: what happens: `"kill_slice"`, `"return_slice"`, `"break_slice"`,
+      kind: the kind of fault: `"kill_slice"`, `"return_slice"`, `"break_slice"`,
         `"kill_host"` or `"hang_host"`.
-      target: the number of the slice or host.
+      target: the slice number, or the host's index in the current world.
       at_step: the number of completed steps at which the fault happens.
     """
 
@@ -63,7 +63,7 @@ class Fault:
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """Parses the value of the key `faults`, a JSON list; returns the faults by step.
+    """Parses the key `faults`, a JSON list; returns the faults in step order.
 
     Raises:
       ConfigError: if an entry is not a fault; the message quotes the entry.
@@ -73,9 +73,10 @@ def parse(text: str) -> tuple[Fault, ...]:
         return tuple(sorted(map(_fault, listed), key=lambda fault: fault.at_step))
     except ValueError as error:
         raise errors.ConfigError(
-            f"faults={text!r} is not a list of faults ({error}); write it as"
-            " [{kill_slice: 1, at_step: 40}, {return_slice: 1, at_step: 80}], with one"
-            f" of {[each.value for each in Kind]} and at_step in each entry"
+            f"faults={text!r} is not a list of faults ({error}); use the"
+            " form [{kill_slice: 1, at_step: 40}, {return_slice: 1, at_step: 80}],"
+            " where each entry has at_step and one of"
+            f" {[each.value for each in Kind]}"
         ) from None
 
 

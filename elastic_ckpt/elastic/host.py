@@ -65,13 +65,13 @@ LEAVE = b"leave"
 LOSE_MEMORY = b"lose memory"
 STOP = b"stop"
 
-# Between two heartbeats a host measures how late it wakes up.
+# Between heartbeats, a host measures how late it wakes up.
 _TICKS, _TICK_SECS = 10, 0.1
 # Time until JAX aborts a process that has lost the coordination service.
 _ABORT_SECS = 2.0
 # The time that other hosts have to report their failures.
 _REPORT_SECS = 10.0
-# How long hosts that got SIGTERM wait for the supervisor's order, and for each other.
+# How long hosts wait after SIGTERM for the supervisor's order, and for each other.
 _ORDER_SECS = 20.0
 _AGREE_SECS = 60.0
 # The time limit for joining, unless the supervisor kills the hosts earlier. After that,
@@ -97,12 +97,12 @@ class DeviceWrongError(errors.RunError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """All hosts that a run may have, and the devices of each.
+    """All hosts that a run may use, and each host's devices.
 
     Attributes:
       hosts: the total number of hosts in all slices.
-      devices_per_host: the devices of each host, on CPUs and GPUs.
-      jax_cache_dir: the directory of JAX's compilation cache; empty for none.
+      devices_per_host: the number of devices of each host, for CPUs and GPUs.
+      jax_cache_dir: the directory of JAX's compilation cache; empty disables the cache.
       hardware: `cpu`, `gpu` or `tpu`.
     """
 
@@ -115,7 +115,7 @@ class Hardware:
     def gpus(self, slot: int) -> range | None:
         """A host's GPUs, numbered among those that CUDA_VISIBLE_DEVICES allows.
 
-        None means all GPUs of the machine; `slot` is the host's number on the machine.
+        None means all GPUs of the machine; `slot` is the host's index on the machine.
         """
         return range(slot * self.devices_per_host, (slot + 1) * self.devices_per_host)
 
@@ -164,7 +164,7 @@ class Owned:
     """What a supervisor shares with the hosts of all its worlds.
 
     Attributes:
-      memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
+      memory: the RAM disks of the slices; None if hosts do not store checkpoints there.
       most_hosts: the maximum number of hosts that this machine can have in a world.
       broken: the slices whose devices compute wrong values, as an injected fault.
     """
@@ -179,7 +179,7 @@ class HostChannel:
     """A host's channel to its supervisor; an `Emit` that sends it events.
 
     Attributes:
-      phase: the phase that the program began last.
+      phase: the last phase that the program began.
     """
 
     def __init__(self, pipe: connection.Connection) -> None:
@@ -197,7 +197,7 @@ class HostChannel:
         self.send({"event": name, "fields": fields})
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends a message, as JSON; from any thread."""
+        """Sends a message as JSON; may be called from any thread."""
         with self._lock:
             self._pipe.send_bytes(json.dumps(message).encode())
 
@@ -318,7 +318,7 @@ def run(
         traceback.print_exc()
         failure = failures.of_exception(member.host, error)
         if failure.is_of_devices:
-            # JAX aborts this host meanwhile if it has lost all others.
+            # Gives JAX time to abort this host if it has lost all others.
             time.sleep(_ABORT_SECS)
         channel.send({"failure": dataclasses.asdict(failure)})
         sys.stdout.flush()
@@ -347,11 +347,11 @@ def run_host(
         # A host uses the same slot in all worlds.
         slot=(own * per_slice + member.host % per_slice) % owned.most_hosts,
     )
-    # The hosts of a machine share its cores, but no devices.
+    # The hosts of a machine share its cores but not its devices.
     os.environ[documents.LOCAL_HOSTS_VARIABLE] = str(
         min(member.num_hosts, owned.most_hosts)
     )
-    # One host may simulate several mesh slices.
+    # One host may simulate multiple mesh slices.
     parts = max(1, hardware.slices // hardware.hosts)
 
     def ask(step: int) -> Leaving | None:
@@ -452,7 +452,7 @@ def _compute(rows: jax.Array, columns: jax.Array) -> jax.Array:
 def configure(world: Hardware, *, slot: int | None = None) -> None:
     """Chooses the devices; must be called before any other use of JAX.
 
-    A host uses the GPUs of its slot (its number on the machine); None uses all GPUs.
+    A host uses the GPUs of its slot (its index on the machine); None uses all GPUs.
     """
     jax.config.update("jax_platforms", _PLATFORMS[world.hardware])
     gpus = None if slot is None else world.gpus(slot)
@@ -515,8 +515,9 @@ def joined(
         except OSError as error:
             if time.monotonic() > until_secs:
                 raise errors.RunError(
-                    f"host {member.host} has not reached host 0 at {member.address} in"
-                    f" {_JOIN_SECS} s ({error}); check the network between them"
+                    f"host {member.host} could not reach host 0 at {member.address}"
+                    f" within {_JOIN_SECS} s ({error}); check the network between the"
+                    " two hosts"
                 ) from error
             time.sleep(_REACH_SECS)
     begin(watch.JOIN)
@@ -561,7 +562,7 @@ def check_guarded(what: str) -> None:
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise errors.ConfigError(
-            f"{what} starts processes, and each of them runs this script again; put"
+            f"{what} starts processes that each run this script again; put"
             ' all code except definitions under `if __name__ == "__main__":`'
         )
 
@@ -573,14 +574,14 @@ def check_sent(train: Callable[..., object]) -> None:
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise errors.ConfigError(
             f"the training function cannot be sent to host processes ({error}); define"
-            " it with `def` at the top of a module, and pass it values with"
-            " functools.partial"
+            " it with `def` at the top level of a module, and use functools.partial to"
+            " pass values to it"
         ) from None
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None) or ""
     if b"__main__" in sent and not os.path.exists(path) and main.__spec__ is None:
         raise errors.ConfigError(
-            "the training function is defined in an interactive session, or in a"
-            " program without a file, which host processes cannot import; move it into"
-            " a file"
+            "the training function is defined in an interactive session or in a program"
+            " without a file, so host processes cannot import it; move the function"
+            " into a file"
         )

@@ -52,9 +52,9 @@ class LeaderClaims:
 
     Args:
       shared: a directory that all machines share, local or in an object store.
-      lost_secs: the time after which a claim that is not renewed lapses.
+      lost_secs: the time without a renewal after which a claim lapses.
       owner: the process whose death immediately frees the claim for others on its
-        machine; by default this process.
+        machine; this process by default.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class LeaderClaims:
         if asked_secs - self._since_secs >= there.secs:
             lost = f"its claim was not renewed for {there.secs:g} s"
         elif there.process.is_dead:
-            lost = f"{there.process} has ended"
+            lost = f"{there.process} has exited"
         return Leader(
             **there.fields,
             term=term,
@@ -141,7 +141,7 @@ class LeaderClaims:
         return self.has_lead
 
     def check(self) -> bool:
-        """Whether this machine holds the claim; asks storage if it can be reached."""
+        """Whether this machine holds the claim; asks storage if it is reachable."""
         return self._held is not None and self._held.check()
 
     def give_back(self) -> None:

@@ -2,8 +2,8 @@
 
 The machine that leads listens on a port and writes its address and a new key into its
 claim; the others connect and identify themselves first. Messages are JSON, so nothing
-is unpickled. Each side sends four empty messages within the time after which a silent
-peer is lost.
+is unpickled. Each side sends four empty messages per `lost_secs`, the time after which
+a silent peer is lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from multiprocessing import connection
 from typing import Any
 
 _BEATS = 4
-# The pause between two attempts to accept a peer.
+# The pause between attempts to accept a peer.
 _PAUSE_SECS = 0.1
 
 
@@ -73,7 +73,7 @@ class Link:
         except ValueError as error:
             raise LinkLostError(f"it sent something other than JSON: {error}") from None
         if time.monotonic() - self._heard_secs > self._lost_secs:
-            raise LinkLostError("it shows no sign of life")
+            raise LinkLostError("it stopped responding")
         return [each for each in messages if each]
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""The supervisor of one of several machines, which leads the run or follows.
+"""The supervisor of one machine of a run on multiple machines: it leads or follows.
 
-The same program is started on each machine. The supervisor that holds the claim in
-storage leads (`leader_claim`): it decides, and it sends orders to the stations of all
-machines, which carry them out (`station`). If the leader is lost, the others kill their
-hosts, and one of them takes the claim and continues the run as a new start would.
+The same command runs on each machine. The supervisor that holds the claim in storage
+leads (`leader_claim`): it decides, and it sends orders to the stations of all machines,
+which carry them out (`station`). If the leader is lost, the others kill their hosts,
+and one of them takes the claim and continues the run as a restart would.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from elastic_ckpt.elastic.process_cluster import (
 from elastic_ckpt.elastic.station import Station
 
 _LOOK_SECS = 0.1
-# The longest pause between two checks of the claim; random, so that machines differ.
+# The longest pause between checks of the claim; pauses are random, so that machines do
+# not check at the same time.
 _POLL_SECS = 0.3
 # Trains on a cluster until the run has ended, and emits its events.
 Lead = Callable[[ProcessCluster, events.Emit], None]
@@ -46,16 +47,17 @@ class MachineSupervisor:
 
     Args:
       own: this machine's station; the caller closes it.
-      lead: see `Lead`.
+      lead: the function that trains while this machine leads; see `Lead`.
       shared: a directory that all machines share.
-      injected: faults, by their steps.
-      limits: how long hosts may take.
+      injected: faults to inject, in step order.
+      limits: the time limits of the hosts.
       lost_secs: the time after which a silent machine is lost.
-      kept: opens the run's journal while this machine leads.
-      begin: called on the machine where the run begins, not where it continues.
-      configured: a digest that must be equal on all machines.
-      policy: the run's policy at its start.
-      show: called when this machine follows a leader.
+      kept: a function that opens the run's journal while this machine leads.
+      begin: a function called on the machine where the run begins, not where it
+        continues.
+      configured: a digest of the configuration, which must be equal on all machines.
+      policy: the run's initial policy.
+      show: a function called with an event when this machine follows a leader.
     """
 
     def __init__(
@@ -83,10 +85,10 @@ class MachineSupervisor:
         # The machines to wait for if this one leads, and the term of the last leader
         # that it followed; -1 if it has led since.
         self._expected, self._followed = {*range(own.num_machines)}, 0
-        # Since when no leader could be reached.
+        # The time since which no leader could be reached.
         self._since_secs = time.monotonic()
         # When this leader gives the claim back because slices are missing: another
-        # machine may reach more. It does so once, until it has run a world.
+        # machine may reach more. A leader does so only once before it has run a world.
         self._gives_way_secs, self._may_give_way = math.inf, True
 
     def run(self) -> bool:
@@ -105,8 +107,8 @@ class MachineSupervisor:
                 why = str(error)
             if time.monotonic() - self._since_secs > self._policy.wait_secs:
                 raise errors.RunError(
-                    f"machine {self._own.number} could not reach, for"
-                    f" {self._policy.wait_secs:g} s, {why}"
+                    f"for {self._policy.wait_secs:g} s, machine {self._own.number}"
+                    f" could not reach {why}"
                 )
             time.sleep(random.uniform(0, _POLL_SECS))
 
@@ -123,9 +125,9 @@ class MachineSupervisor:
             if not (is_refused and self._followed == leader.term):
                 raise _UnreachableError(
                     f"machine {leader.machine}, which leads the run, at"
-                    f" {leader.address} ({error}). It still renews its claim,"
-                    f" {leader.claim}: let the machines reach each other on all ports,"
-                    " or stop that supervisor so that another machine leads"
+                    f" {leader.address} ({error}). The leader still renews its claim,"
+                    f" {leader.claim}; let the machines reach each other on all ports,"
+                    " or stop the leader's supervisor so that another machine can lead"
                 ) from error
         # This machine has followed that leader, which listened there while it lived.
         lost = f"nothing listens at {leader.address} anymore"
@@ -138,8 +140,9 @@ class MachineSupervisor:
             yield
         except (errors.CheckpointError, *bucket_clients.failures()) as error:
             raise _UnreachableError(
-                f"the claims of the run's leaders, {self._claims.directory}"
-                f" ({error}); restore access to the storage, then restart the machine"
+                f"the run's leader claims in {self._claims.directory} ({error});"
+                " restore access to the storage, then run the same command on this"
+                " machine again"
             ) from error
 
     def _lead(self, before: leader_claim.Leader | None) -> bool | None:
@@ -180,10 +183,10 @@ class MachineSupervisor:
                 left = machines.slices(machines.connected - {self._own.number})
                 is_exit = isinstance(error, SystemExit)
                 if is_exit and len(left) >= self._policy.min_slices:
-                    # SIGTERM arrived between two worlds; the other machines continue.
+                    # SIGTERM arrived between worlds; the other machines continue.
                     return True
                 if isinstance(error, errors.ReplacedError) and not self._claims.check():
-                    # The next leader replaced this one, not another start.
+                    # The next leader replaced this one; the run was not launched again.
                     return None
                 is_stopped = isinstance(
                     error, (errors.StoppedError, SystemExit, KeyboardInterrupt)
@@ -267,7 +270,7 @@ class MachineSupervisor:
                 own.do({"forget": agents})
                 self._since_secs = time.monotonic()
                 own.end_hosts()
-                # SIGTERM may have arrived meanwhile.
+                # SIGTERM may have arrived in the meantime.
                 is_sent = notice.is_coming() and notice.received()
                 return True if is_sent or until_secs < math.inf else None
             finally:

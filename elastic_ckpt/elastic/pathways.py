@@ -34,11 +34,11 @@ try:
     from pathwaysutils.test import mock_fault_injection
 except ImportError:
     raise errors.ConfigError(
-        "a run under one controller needs the extra `pathways`; install it,"
+        "a run under a single controller needs the `pathways` extra; install it"
         f" {extras.hint('pathways')}"
     ) from None
 
-# The longest pause between two checks of the slices while there are too few.
+# The longest pause between checks of the slices while there are too few.
 _LOOK_SECS = 0.1
 
 
@@ -62,18 +62,17 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
 
     Args:
       manager: pathwaysutils' `Manager` of the slices, or `SimulatedSlices`.
-      injected: faults to inject, in the order of their steps; only for
-        `SimulatedSlices`.
-      poll_secs: the time between two checks of slices that are not in use.
-      grace_secs: how long the run may take to save and stop after SIGTERM before the
+      injected: faults to inject, in step order; only for `SimulatedSlices`.
+      poll_secs: the time between checks of unused slices.
+      grace_secs: the time that the run has to save and stop after SIGTERM before the
         process exits.
-      ended: called before the process exits because of this limit.
-      emit: called when a slice is lost or rejoins before the first world; `run` uses
-        its own `emit` afterwards.
+      ended: a function called before the process exits because `grace_secs` is over.
+      emit: a function called with an event when a slice is lost or rejoins before the
+        first world; `run` uses its own `emit` afterward.
 
     Raises:
       ConfigError: if there are faults but the slices are not simulated, or if a fault
-        targets a host.
+        needs host processes.
     """
 
     def __init__(
@@ -91,14 +90,14 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
         if injected and self._simulated is None:
             raise errors.ConfigError(
                 "faults can only be injected into SimulatedSlices (hardware=cpu in a"
-                " configuration); remove them"
+                " configuration); remove the faults"
             )
         for fault in injected:
             if fault.kind not in (faults.Kind.KILL_SLICE, faults.Kind.RETURN_SLICE):
                 raise errors.ConfigError(
-                    f"faults contains {fault.kind}, but the only host is"
-                    " the process that trains; use kill_slice and return_slice,"
-                    " or set `hosts` to the number of slices"
+                    f"faults contains {fault.kind}, which needs host processes, but"
+                    " this run has only the process that trains; use only kill_slice"
+                    " and return_slice, or set `hosts` to the number of slices"
                 )
         self._faults = list(injected)
         self._grace_secs = grace_secs
@@ -108,7 +107,8 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
         self._phase = watch.TRAIN
         self._device_state = DeviceState()
         self._claimant = claims.Claimant(owner=process.this())
-        # Since when each live slice has been alive, and when the last world began.
+        # The time since which each live slice has been alive; the last world's
+        # beginning.
         self._since = dict.fromkeys(manager.active_slice_indices, time.monotonic())
         self._began_secs = math.inf
         self._failures: list[Failure] = []
@@ -285,13 +285,14 @@ class SimulatedSlices(manager.Manager):
 
     For tests and demonstrations: pathwaysutils' manager with its simulator of lost
     slices. Reading an array on a lost slice raises the error that Pathways would raise.
-    The simulator replaces JAX functions: call these methods in the thread that trains.
+    The simulator replaces JAX functions, so call these methods in the thread that
+    trains.
 
     Args:
       num_slices: the number of groups.
 
     Attributes:
-      alive: the numbers of the live slices.
+      alive: the live slice numbers.
 
     Raises:
       ConfigError: if the devices cannot be divided evenly among the slices.
@@ -302,10 +303,9 @@ class SimulatedSlices(manager.Manager):
         each, left = divmod(len(devices), num_slices)
         if left:
             raise errors.ConfigError(
-                f"slices={num_slices}: {len(devices)} devices cannot be divided evenly"
-                " among that many slices; set"
-                " jax_num_cpu_devices (devices_per_host in a configuration) to a"
-                " multiple of slices"
+                f"{len(devices)} devices cannot be divided evenly among {num_slices}"
+                " slices; set jax_num_cpu_devices (devices_per_host in a configuration)"
+                " to a multiple of the number of slices"
             )
         groups = {
             number: devices[number * each : (number + 1) * each]
@@ -321,7 +321,7 @@ class SimulatedSlices(manager.Manager):
         """Does nothing: `lose` and `give_back` update the slices."""
 
     def lose(self, number: int) -> None:
-        """Loses a slice; a world on it fails when it reads an array."""
+        """Simulates the loss of a slice; a world on it fails when it reads an array."""
         self.alive.discard(number)
         if number in self.active_slice_indices:
             # A new one each time: it tracks arrays by address, and addresses recur.

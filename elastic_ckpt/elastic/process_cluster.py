@@ -6,7 +6,7 @@ the next world, prepared before a planned change so that its hosts have already 
 when the current world's hosts are asked to leave; and worlds being killed, which nobody
 waits for.
 
-When one host fails, the others are killed soon afterwards, because they would hang in a
+When one host fails, the others are killed soon afterward, because they would hang in a
 collective, and the world ends with the first failure. If only a host's process died, it
 is restarted on the same slice. A slice that hung must settle first. A slice whose
 devices compute wrong values is excluded for some time.
@@ -41,7 +41,7 @@ from elastic_ckpt.elastic.host import (
 from elastic_ckpt.elastic.station import Station
 from elastic_ckpt.tiers.persistent import claims
 
-# The longest pause between two checks of the hosts and slices.
+# The longest pause between checks of the hosts and slices.
 _LOOK_SECS = 0.1
 # After a failure, other hosts may fail or report the cause. The time to wait for them
 # if a host was killed or hangs; if it raised; if devices failed or JAX aborted it.
@@ -69,17 +69,18 @@ class LeadershipLostError(errors.StoppedError):
 
 
 class HandedOverError(LeadershipLostError):
-    """This machine was asked to stop, and another one leads the run."""
+    """This machine was asked to stop, and another machine leads the run."""
 
 
 class Machines:
-    """This machine and the machines that follow it, by number.
+    """This machine and the machines that follow it.
 
     Args:
       own: this machine's station; every machine has the same number of slices.
-      listener: where the others connect; None if there is only one machine.
-      has_lead: returns whether this machine still leads.
-      configured: a digest that must be equal on all machines.
+      listener: the listener to which the others connect; None if there is only one
+        machine.
+      has_lead: a function that returns whether this machine still leads.
+      configured: a digest of the configuration, which must be equal on all machines.
 
     Attributes:
       lost_secs: the time after which a silent machine is lost.
@@ -110,7 +111,7 @@ class Machines:
         return number // len(self.own.slices)
 
     def slices(self, machines: Iterable[int]) -> set[int]:
-        """The slices on some machines."""
+        """The slices on the given machines."""
         each = len(self.own.slices)
         return {n * each + slice_ for n in machines for slice_ in range(each)}
 
@@ -134,7 +135,7 @@ class Machines:
             each.send(**message)
 
     def wait(self, secs: float, *extra: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Waits for messages; yields each with the number of its machine.
+        """Waits for messages; yields each with its machine's index.
 
         The last message from a lost machine is `{"lost": True}`. The machine may rejoin
         immediately, but its hosts are gone. A readable object in `extra` also ends the
@@ -191,8 +192,8 @@ class Machines:
         if accepted.hello.get("configured") != self._configured:
             failure = (
                 f"machine {number} has a different configuration from machine"
-                f" {self.number}, which leads; start all machines with the same"
-                " configuration"
+                f" {self.number}, which leads; use the same configuration on all"
+                " machines"
             )
             accepted.send(over=True, is_stopped=False, failure=failure)
         elif number in self.connected:
@@ -209,20 +210,21 @@ class Machines:
 class HostsOfWorld:
     """Starts the hosts of one world, sends them orders, and tracks their state.
 
-    The only input and output are messages from hosts and orders to machines.
+    Its only input is messages from hosts; its only output is orders to machines.
 
     Args:
-      key: the world's number among all worlds that were started.
+      key: the world's sequence number among all worlds that were started.
       assignment: the world's slices and rows.
       machines: the machines that have the world's slices.
-      limits: how long hosts may take.
+      limits: the time limits of the hosts.
 
     Attributes:
-      emit: called for the hosts' events once the world has begun.
+      emit: a function called with the hosts' events once the world has begun.
       slices: the slice of each host.
       alive: the hosts that have not exited.
       failures: the failures that were reported or detected.
-      deadline_secs: when the hosts are killed; infinite while they may continue.
+      deadline_secs: the time at which the hosts are killed; infinite while they may
+        continue.
       is_running: whether a host has done more than join; until then, there is nothing
         to save.
       has_stepped: whether a host has done a step.
@@ -259,7 +261,7 @@ class HostsOfWorld:
         self._join_until_secs = now_secs + _PREPARE_SECS
         self.watch = watch.Watch(limits, len(self.slices), now_secs=now_secs)
         self._oom_kills = failures.oom_kills()
-        # Unique, because an earlier start of the run may still be alive.
+        # Unique, because an earlier launch of the run may still be alive.
         self._logs = storage.make_unique_directory(machines.own.log_directory)
         address = machines.address(machines.of_slice(self.slices[0]))
         for number in range(len(self.slices)):
@@ -286,9 +288,9 @@ class HostsOfWorld:
         return not self._missing or bool(self.failures) or is_late
 
     def unfit(self) -> dict[int, str]:
-        """Why slices' hosts prevent the preparation of the world, by slice."""
+        """The slices whose hosts prevent the world's preparation, with the reasons."""
         hosts: Collection[int] = ()
-        why = "its hosts do not join the others in time"
+        why = "its hosts did not join the others in time"
         if self.failures:
             # Blames only the hosts that caused the other failures.
             cause = failures.first_failure(self.failures)
@@ -323,8 +325,8 @@ class HostsOfWorld:
         """Asks the hosts to leave for the next world.
 
         They agree on a step, save after it, and leave. With `may_abandon`, hosts that
-        have done no step are killed immediately instead: they have nothing to save and
-        may be about to compile for a long time.
+        have not done a step are killed immediately instead: they have nothing to save
+        and may be about to compile for a long time.
 
         Args:
           step: the step that the run has reached.
@@ -336,7 +338,7 @@ class HostsOfWorld:
         """
         is_abandoned = may_abandon and not self.has_stepped
         if self._asked == LEAVE and loses_memory:
-            # A machine must leave meanwhile: the newest order takes precedence.
+            # A machine must leave, too, and the newest order takes precedence.
             self._ask(LOSE_MEMORY)
         if self._asked or not (is_abandoned or self.is_running):
             return False
@@ -397,7 +399,7 @@ class HostsOfWorld:
                 self._end(host, -signal.SIGKILL)
 
     def look(self) -> None:
-        """Finds hosts that hang; called often."""
+        """Finds hosts that hang; must be called often."""
         now_secs = time.monotonic()
         self.watch.look(now_secs=now_secs)
         hang = self.watch.hang()
@@ -407,7 +409,7 @@ class HostsOfWorld:
             time.sleep(_STACKS_SECS)
             for host in hang.hosts or [0]:
                 self._fail(failures.of_hang(host, hang, now_secs=now_secs))
-            # Hosts that hang report nothing more.
+            # Hung hosts report nothing more.
             self.deadline_secs = now_secs
 
     def result(self) -> bool:
@@ -421,8 +423,8 @@ class HostsOfWorld:
             lost = WorldLostError(self.failures, num_hosts=len(self.slices))
             if self.is_stopping and not lost.is_of_program:
                 raise errors.StoppedError(
-                    f"{lost}\nafter {termination.cause()} to the run, so its last step"
-                    " may not have been saved"
+                    f"{lost}\nthis happened after {termination.cause()} had asked the"
+                    " run to stop, so the run's last step may not have been saved"
                 )
             raise lost
         if self.alive and self.is_stopping:
@@ -432,9 +434,9 @@ class HostsOfWorld:
                 if not self.is_running
                 else f"hosts {hosts} did not save and stop within"
                 f" {self._limits.grace_secs:g} s of {termination.cause()} and were"
-                " killed; raise Limits.grace_secs (in a configuration"
-                " termination_grace_period_seconds) if saving takes longer and the"
-                " launcher waits for it"
+                " killed; raise Limits.grace_secs (termination_grace_period_seconds in"
+                " a configuration) if saving takes longer and the launcher waits that"
+                " long"
             )
         # The training may have ended before the hosts could leave.
         has_left = not self.is_stopping and "world_left" in self._ends
@@ -496,7 +498,7 @@ class _Slice:
     """The state of a slice.
 
     Attributes:
-      since_secs: when the slice became available; infinite if it is not available.
+      since_secs: the time at which the slice became available; infinite if it is not.
       is_away: whether the slice is unused until its machine rejoins.
       is_leaving: whether the current world must soon do without the slice.
       is_slow: whether the slice has slow hosts.
@@ -519,9 +521,10 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
 
     Args:
       machines: this machine and its followers; the caller closes it.
-      limits: how long hosts may take.
-      injected: faults, by their steps.
-      emit: called for events before the first world; `run` uses its own afterwards.
+      limits: the time limits of the hosts.
+      injected: faults to inject, in step order.
+      emit: a function called with events before the first world; `run` uses its own
+        `emit` afterward.
     """
 
     def __init__(
@@ -535,7 +538,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         self._machines, self._limits = machines, limits
         self._faults = list(injected)
         self._emit = emit
-        # With several machines there is no owner: any of them may continue the run.
+        # With multiple machines, there is no owner: any of them may continue the run.
         owner = None if machines.own.num_machines > 1 else process.this()
         self._claimant = claims.Claimant(owner=owner)
         self._keys = itertools.count(1)
@@ -544,7 +547,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         self._worlds: dict[int, HostsOfWorld] = {}
         self._training: HostsOfWorld | None = None
         self._next: HostsOfWorld | None = None
-        # Slices of machines that follow at the start are available from the start.
+        # Slices of machines that already follow are available immediately.
         there, now_secs = machines.slices(machines.connected), time.monotonic()
         self._slices = {
             number: _Slice(since_secs=now_secs if number in there else math.inf)
@@ -553,7 +556,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         # When the last world began.
         self._began_secs = math.inf
         self._failures: list[Failure] = []
-        # How many worlds in a row were abandoned, and how many steps are done.
+        # The number of worlds abandoned in a row, and the number of steps done.
         self._num_abandoned = self._step = 0
         # Whether this machine was asked to stop, and whether others may continue.
         self._is_ending = self._hands_over = False
@@ -619,8 +622,9 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
                     if notice.is_coming() and notice.received():
                         self._terminate(world)
                     self._look(world)
-                    # A SIGTERM to this process may also have been sent to the hosts:
-                    # then they do not leave for a world without this machine.
+                    # If this process received a SIGTERM, the hosts may have received
+                    # it, too. In that case, they do not leave for a world without this
+                    # machine.
                     if not notice.is_coming() and world.deadline_secs == math.inf:
                         self._preempt(world.preempted)
                         self._change(world, has_changed())
@@ -673,7 +677,8 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
             self._discard()
         world = self._training = self._next or self._world(assignment)
         self._next = None
-        # Old hosts use their slices' memory until they exit. Meanwhile, new hosts join.
+        # Old hosts use their slices' memory until they exit. New hosts join in the
+        # meantime.
         self._await_end([each for each in self._worlds.values() if each is not world])
         world.begin(functools.partial(self._receive, assignment.number))
         return world
@@ -731,7 +736,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         elif name == "world_claimed":
             self._claimant = dataclasses.replace(self._claimant, has_claimed=True)
         elif name == "run_started" and world == 1:
-            # Earlier faults happened in an earlier start of the run.
+            # Earlier faults happened in an earlier launch of the run.
             start = int(fields["start_step"])
             self._faults = [each for each in self._faults if each.at_step >= start]
 
@@ -805,7 +810,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
 
     def _lose_memory(self) -> None:
         # Removes the memory of this machine's leaving slices, unless the machine itself
-        # was asked to stop: then its next start may find the memory.
+        # was asked to stop: the memory may still be there when it restarts.
         for number, each in self._slices.items():
             is_own = number in self._machines.own.slices
             if each.is_leaving and is_own and not self._is_ending:

@@ -1,4 +1,4 @@
-"""`ec.elastic.Processes`: slices of host processes, on this machine or on several."""
+"""`ec.elastic.Processes`: slices of host processes, on one or more machines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Place(NamedTuple):
     """This machine's place among the machines of the run.
 
     Attributes:
-      slices: the numbers of the slices on this machine.
+      slices: the slice numbers on this machine.
       interface: the address at which the other machines reach this one.
     """
 
@@ -51,11 +51,11 @@ def place(
 ) -> Place:
     """This machine's place among the machines of the run.
 
-    The environment supplies a missing `number` or `interface`. `names` are the terms
-    for the number of machines and the number of this machine in messages.
+    The environment supplies a missing `number` or `interface`. `names` are what
+    messages call `num_machines` and `number`.
 
     Raises:
-      ConfigError: if the numbers are missing or contradict each other.
+      ConfigError: if the values are missing or contradict each other.
     """
     # Imports JAX.
     from elastic_ckpt.core import addresses
@@ -63,8 +63,8 @@ def place(
     of_all, of_this = names
     if slices % num_machines:
         raise errors.ConfigError(
-            f"slices={slices} cannot be divided evenly among {of_all}={num_machines};"
-            " set slices to a multiple of the number of machines"
+            f"slices={slices} cannot be divided evenly among {num_machines} machines;"
+            f" set slices to a multiple of {of_all}"
         )
     given = {name: environment.get(name) for name in _NUMBER_VARIABLES}
     if number is not None:
@@ -72,25 +72,25 @@ def place(
     name, text = next((each for each in given.items() if each[1]), ("", ""))
     if not text:
         raise errors.ConfigError(
-            f"{of_this} is not set, and the environment has none of"
-            f" {', '.join(_NUMBER_VARIABLES)}; set it to this machine's number,"
+            f"{of_this} is not set, and the environment sets none of"
+            f" {', '.join(_NUMBER_VARIABLES)}; set {of_this} to this machine's index,"
             f" from 0 to {num_machines - 1}"
         )
     if not text.isdecimal() or int(text) >= num_machines:
         raise errors.ConfigError(
-            f"{name}={text} is not the number of one of the {num_machines} machines of"
-            f" {of_all}; set it to a number from 0 to {num_machines - 1}"
+            f"{name}={text} is not the index of one of the {num_machines} machines"
+            f" ({of_all}); set {name} to an index from 0 to {num_machines - 1}"
         )
     each = slices // num_machines
     return Place(
         slices=range(int(text) * each, (int(text) + 1) * each),
-        # Not the pod name, which DNS knows only some time after the start.
+        # Not the pod name, which DNS resolves only some time after the pod starts.
         interface=interface or environment.get("POD_IP") or addresses.of_the_head(),
     )
 
 
 class Processes(ProcessCluster):
-    """Slices of host processes, on this machine or on several.
+    """Slices of host processes, on one or more machines.
 
     Each host process imports the script that creates the cluster, so create it and call
     `run` under `if __name__ == "__main__":`.
@@ -103,26 +103,26 @@ class Processes(ProcessCluster):
       hardware: `"cpu"` or `"gpu"`.
       ram: the RAM disk of the machine, such as `/dev/shm`. Each slice has a directory
         in it, `world.ram_directory`, which an agent that outlives the hosts serves.
-        None if hosts keep no checkpoints in RAM.
+        None if hosts do not store checkpoints in RAM.
       run: the run name, also used for the run's directories in `ram`.
       logs: the directory for the hosts' output; by default `logs/<run>`.
-      jax_cache_dir: the directory of JAX's compilation cache; empty for none.
-      machines: the number of machines. Start the same program on each; the slices are
+      jax_cache_dir: the directory of JAX's compilation cache; empty disables the cache.
+      machines: the number of machines. Run the same program on each; the slices are
         assigned to the machines in order.
-      machine: the number of this machine, from 0; by default `NODE_RANK`,
-        `SLURM_NODEID` or `JOB_COMPLETION_INDEX` in the environment.
-      shared: for a run on several machines, a directory that all of them can reach, on
-        a shared disk or in a bucket, such as the directory of `ec.Persistent`. The
-        machine that leads holds a claim there, `leaders/<number>.json`, with its
+      machine: the index of this machine, from 0; by default `NODE_RANK`, `SLURM_NODEID`
+        or `JOB_COMPLETION_INDEX` in the environment.
+      shared: for a run on multiple machines, a directory that all of them can access,
+        on a shared disk or in a bucket, such as the directory of `ec.Persistent`. The
+        machine that leads stores its claim there, in `leaders/<number>.json`, with its
         address.
       interface: the address at which the other machines reach this one; by default
         `POD_IP`, or the address of its default route.
-      machine_timeout_secs: a machine that is silent for this long is lost; if it leads,
+      machine_timeout_secs: the time after which a silent machine is lost; if it leads,
         its claim lapses.
-      injected: faults to inject, in the order of their steps.
-      limits: how long hosts may take.
-      emit: called when a slice is lost or rejoins before the first world; `run` uses
-        its own `emit` afterwards.
+      injected: faults to inject, in step order.
+      limits: the time limits of the hosts; by default `ec.elastic.Limits()`.
+      emit: a function called with an event when a slice is lost or rejoins before the
+        first world; `run` uses its own `emit` afterward.
 
     Raises:
       ConfigError: if the arguments contradict each other, or the script creates the
@@ -164,8 +164,8 @@ class Processes(ProcessCluster):
                 )
         if hardware not in ("cpu", "gpu"):
             raise errors.ConfigError(
-                f"Processes(hardware={hardware!r}): host processes are started on 'cpu'"
-                " and 'gpu'; for TPUs use ec.elastic.Pathways"
+                f"Processes(hardware={hardware!r}): Processes supports only 'cpu' and"
+                " 'gpu'; for TPUs, use ec.elastic.Pathways"
             )
         for fault in injected:
             if fault.kind not in faults.OF_HOSTS and fault.target >= slices:
@@ -179,16 +179,16 @@ class Processes(ProcessCluster):
             )
         if ram is not None and run is None:
             raise errors.ConfigError(
-                f"Processes(ram={os.fspath(ram)!r}) needs the run name for the run's"
-                " directories there; add run='my_run'"
+                f"Processes(ram={os.fspath(ram)!r}) needs a run name for the run's"
+                " directories there; pass run='my_run'"
             )
         own = Place(slices=range(slices), interface=station.LOOPBACK)
         if machines > 1:
             if shared is None:
                 raise errors.ConfigError(
-                    f"Processes(machines={machines}) needs a directory that all of them"
-                    " share, in which the machine that leads holds a claim; add"
-                    " shared='gs://bucket/my_run', or a directory on a shared disk"
+                    f"Processes(machines={machines}) needs a directory that all its"
+                    " machines share, where the leading machine stores its claim; pass"
+                    " shared='gs://bucket/my_run' or a directory on a shared disk"
                 )
             own = place(
                 *(machines, machine),
@@ -224,7 +224,7 @@ class Processes(ProcessCluster):
             injected=injected,
             emit=emit or events.nobody,
         )
-        # Used only with several machines.
+        # Used only with multiple machines.
         self._supervisor = functools.partial(
             machine_supervisor.MachineSupervisor,
             self._station,
@@ -248,10 +248,10 @@ def supervise(
     policy: Policy,
     emit: events.Emit,
 ) -> bool:
-    """Supervises one of several machines until the run has ended.
+    """Supervises this machine, in a run on multiple machines, until the run ends.
 
     Returns:
-      Whether the cluster has several machines; with only one, this does nothing.
+      Whether the cluster has multiple machines; with only one, this does nothing.
 
     Raises:
       ConfigError: if `train` cannot be sent to hosts.
@@ -280,15 +280,15 @@ def supervise(
 def _check_writable(name: str, path: str) -> None:
     if not storage.is_local(path):
         raise errors.ConfigError(
-            f"{name}={path!r} is not a directory on this machine, where host processes"
-            f" can append to files; set {name} to a local one (ec.Persistent saves"
-            " steps to a bucket)"
+            f"{name}={path!r} is not on this machine, but host processes append to"
+            f" files there; set {name} to a local directory (to save steps to a bucket,"
+            " use ec.Persistent)"
         )
     try:
         storage.make_directory(os.path.abspath(path))
         if not os.access(path, os.W_OK):
-            raise PermissionError("it is not writable")
+            raise PermissionError("the directory is not writable")
     except OSError as error:
         raise errors.ConfigError(
-            f"Processes({name}={path!r}): {error}; pass a directory that is writable"
+            f"Processes({name}={path!r}): {error}; pass a writable directory"
         ) from None

@@ -30,7 +30,7 @@ from elastic_ckpt.elastic.decision import (
 from elastic_ckpt.elastic.failures import ProgramFailedError, WorldLostError
 from elastic_ckpt.monitoring import goodput, progress
 
-# Steps between two progress lines where standard output is not a terminal.
+# Steps between progress lines if standard output is not a terminal.
 _LOG_PERIOD = 10
 
 
@@ -64,11 +64,13 @@ def run(
     Args:
       train: the training function, picklable. It returns at the end of the run or when
         `world.leaving` says so.
-      cluster: the slices.
-      policy: when to train, wait and stop; or a function that returns the current
-        policy. The function is called often, and a different object is a new policy.
+      cluster: the slices to train on.
+      policy: the rules for training, waiting and stopping, or a function that returns
+        the current policy. The function is called often; to change the policy, it
+        returns a different object.
       work: the rows of a batch; None if `train` chooses them.
-      emit: called with each event of the run; by default events are printed.
+      emit: a function called with each event of the run; by default, events are
+        printed.
 
     Raises:
       ConfigError: if `train` cannot be sent to the hosts of the cluster.
@@ -147,7 +149,7 @@ class _Run:
     than the previous world: steps may be lost and retrained.
 
     Attributes:
-      asked_secs: when a world's hosts were last asked to leave.
+      asked_secs: the time at which a world's hosts were last asked to leave.
     """
 
     def __init__(
@@ -178,7 +180,7 @@ class _Run:
         self._how, self._failed = "", 0
 
     def choose(self) -> Train:
-        """Waits for the slices of the next world."""
+        """Waits until the next world's slices can be chosen, and returns them."""
         began_secs = self._clock()
         waiting_for = ""
         while True:
@@ -188,9 +190,9 @@ class _Run:
                 return now
             if not now.within_secs:
                 raise errors.RunError(
-                    f"{now.why}, for {waited_secs:.0f} s; bring slices back and restart"
-                    " the run, or lower min_slices (elastic_min_slice_count in a"
-                    " configuration)"
+                    f"after a wait of {waited_secs:.0f} s, {now.why}; bring slices back"
+                    " and restart the run, or lower min_slices (elastic_min_slice_count"
+                    " in a configuration)"
                 )
             if now.why != waiting_for:
                 waiting_for = now.why
@@ -200,7 +202,7 @@ class _Run:
             self._cluster.wait(now.within_secs)
 
     def change(self) -> Decision | None:
-        """The decision for which a world must end; None while it should continue."""
+        """The decision that ends the world; None while the world should continue."""
         slices, now = self._decide()
         if isinstance(now, Train):
             return None if [*now.slices] == self._slices else now
@@ -229,7 +231,7 @@ class _Run:
         return slices, decided
 
     def emit(self, name: str, **fields: Any) -> None:
-        """Passes an event on; adds the whole run's seconds to `run_finished`."""
+        """Passes an event on; adds the run's total seconds to `run_finished`."""
         now = self._clock()
         if name == "run_finished":
             fields["secs"] = now - self._began_secs
@@ -271,7 +273,7 @@ class _Run:
         """Notes that a world was lost.
 
         Raises:
-          RunError: if the run ends with the loss.
+          RunError: if the loss ends the run.
         """
         self.begin_recovery(min(each.at_secs for each in error.failures))
         self._lost.append(error)
@@ -295,7 +297,7 @@ class _Run:
             end = errors.RunError(
                 f"{len(self._lost)} worlds in a row were lost without a new step, more"
                 " than max_retries (elastic_max_retries in a configuration) allows;"
-                " fix the cause of the first loss and restart the run:"
+                " fix the cause of the first loss, then restart the run. First loss:"
                 f" {self._lost[0]}"
             )
         if end is not None:
@@ -324,6 +326,7 @@ class _Run:
         """Notes that a world has ended.
 
         Args:
-          since: when the first host failed, or all were asked to leave.
+          since: the time at which the first host failed or all hosts were asked to
+            leave.
         """
         self._account = goodput.lost(self._account, since=since, time=self._clock())

@@ -18,7 +18,7 @@ from elastic_ckpt.elastic.decision import Policy
 
 FILE = "scale.json"
 _VERSION = 1
-# The time between two checks of the file.
+# The time between checks of the file.
 _LOOK_SECS = 2.0
 
 
@@ -29,7 +29,7 @@ def write(run_directory: epath.PathLike, slices: int) -> None:
 
 
 def remove(run_directory: epath.PathLike) -> None:
-    """Removes a request from an earlier start; called when a run is started."""
+    """Removes an earlier launch's request; called at each launch of a run."""
     storage.remove(storage.absolute(run_directory) / FILE)
 
 
@@ -62,5 +62,7 @@ class ScaledPolicy:
         except FileNotFoundError:
             pass
         except (checked_json.UnreadableError, *bucket_clients.failures()) as error:
-            logging.warning("%s cannot be read: %s", self._path, error)
+            logging.warning(
+                "%s cannot be read, so it is ignored: %s", self._path, error
+            )
         return self._policy

@@ -39,7 +39,7 @@ from elastic_ckpt.tiers.peers import agent
 from elastic_ckpt.tiers.persistent import run_files
 from elastic_ckpt.tiers.ram import machine
 
-# The number of a world and of a host in it.
+# A world number, and a host's index in that world.
 Key: TypeAlias = tuple[int, int]
 LOOPBACK = "127.0.0.1"
 # The number of ports that stay reserved until a world's service has bound its own.
@@ -66,8 +66,8 @@ class HostProcess:
         immediately.
 
     Attributes:
-      channel: receives the process's messages; closes when the process and its forks
-        have exited.
+      channel: the connection that receives the process's messages; it closes when the
+        process and its forks have exited.
       ended: a descriptor that becomes readable when the process has exited.
     """
 
@@ -110,15 +110,15 @@ class Station:
 
     Args:
       hardware: the slices and hosts of the run, and the devices of each host. A host
-        that simulates several slices is one slice here.
-      slices: the numbers of this machine's slices; None if it has all slices.
-      memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
+        that simulates multiple slices is one slice here.
+      slices: this machine's slice numbers; None if it has all slices.
+      memory: the RAM disks of the slices; None if hosts do not store checkpoints there.
       log_directory: the directory for the hosts' output.
       interface: the address at which other machines reach this one.
 
     Attributes:
       train: the training function; must be set before hosts start.
-      number: the number of this machine; all machines have the same number of slices.
+      number: this machine's index; all machines have the same number of slices.
       hosts: the hosts that have not exited.
     """
 
@@ -241,13 +241,13 @@ class Station:
         self._resources.close()
 
     def program(self, assignment: Assignment) -> host.Program:
-        """The program of each host of this machine in a world."""
+        """The program that each host of this machine runs in a world."""
         return functools.partial(
             host.run_host, self.train, self.hardware, assignment, self._owned
         )
 
     def _start(self, key: Key, order: Mapping[str, Any]) -> None:
-        # Writes logs to the directory that is configured on this machine.
+        # Logs go to the directory that is configured on this machine.
         directory = f"{self.log_directory}/{os.path.basename(order['log'])}"
         storage.make_directory(directory)
         assignment = codec.decode(Assignment, order["assignment"])
@@ -299,7 +299,7 @@ class Station:
             run_files.forget_agent(self._memory.root(number), url)
 
     def _end_all(self) -> None:
-        # Terminates the processes that stand by, like hosts.
+        # Kills the processes on standby as it kills hosts.
         self.hosts |= {(0, -n): each for n, each in enumerate(self._standing_by)}
         self.end_hosts()
         while self._agents:

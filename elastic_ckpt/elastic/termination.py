@@ -1,6 +1,6 @@
 """SIGTERM or Ctrl-C: the run saves and stops after a step that all hosts agree on.
 
-Launchers send SIGTERM and, some time later, SIGKILL. In a world of several processes,
+Launchers send SIGTERM and, some time later, SIGKILL. In a world of multiple processes,
 JAX's preemption service handles the signal on any host and chooses the step. A single
 process has a `Notice` and exits without saving when the time is up. A world's
 supervisor also has a `Notice`: it forwards the signal and kills the hosts when the time
@@ -38,13 +38,13 @@ def cause() -> str:
 
 @contextlib.contextmanager
 def ending(program: str) -> Iterator[None]:
-    """Stops this program at SIGTERM while the block runs; treats Ctrl-C as SIGTERM.
+    """Stops this program on SIGTERM while the block runs; treats Ctrl-C as SIGTERM.
 
-    Training inside the block opens a `Notice` in order to save first. Only for the main
-    thread.
+    Training inside the block opens a `Notice` in order to save first. Works only in the
+    main thread.
 
     Raises:
-      SystemExit: with `exit_code`, at the signal.
+      SystemExit: with `exit_code`, on the signal.
     """
 
     def end(*_: object) -> None:
@@ -57,7 +57,7 @@ def ending(program: str) -> Iterator[None]:
             # Processes that this one started exit with it.
             os._exit(exit_code())
         _interrupted.set()
-        _say("elastic-ckpt: saving and stopping; Ctrl-C again exits immediately")
+        _say("elastic-ckpt: saving and stopping; press Ctrl-C again to exit now")
         os.kill(os.getpid(), signal.SIGTERM)
 
     _interrupted.clear()
@@ -164,7 +164,7 @@ def held() -> Iterator[None]:
 def agreed() -> Iterator[Callable[[int], bool]]:
     """Yields a function that returns whether the hosts leave after a number of steps.
 
-    For a world of several processes. Every host calls the function after each step and
+    For a world of multiple processes. Every host calls the function after each step and
     gets the same result. A signal before the first call ends the run after that call.
     """
     from jax.experimental import multihost_utils
@@ -186,7 +186,7 @@ def in_this_process(
 
     The process exits without saving if the block takes longer than `grace_secs` after
     the signal. On a signal before the first call, it exits immediately: there is
-    nothing to save. Calls `emit` at the signal and `ended` before the exit, both in
+    nothing to save. Calls `emit` on the signal and `ended` before the exit, both in
     another thread.
     """
     has_trained, is_over = threading.Event(), threading.Event()

@@ -1,23 +1,23 @@
-"""Finds the hosts of a world that hang or are slow although their processes live.
+"""Finds hosts that hang or are slow although their processes are alive.
 
 A thread on each host sends a heartbeat every second and a message whenever the program
-begins another phase.
+begins a new phase.
 
 *Hangs.* A host whose heartbeats stop is stopped, frozen or out of memory. If heartbeats
 continue but no host begins anything new within its time limit, the world hangs: in a
 collective, a restore, a compilation. The culprits are the hosts behind the others, if
-any. A host's limit for a phase is `_PATIENCE` times the longest time that this host has
-taken for the phase in this world, at least `_LEAST_SECS` and at most a configured
+any. A host's limit for a phase is `_PATIENCE` times the longest time that this host
+has taken for the phase in this world, at least `_LEAST_SECS` and at most a configured
 bound. The bound itself applies to a phase that the host has not finished before or
 whose length varies (`_UNLIKE`). Other hosts' times are not evidence: a host may have
 found its program in a cache. As long as one host is within its limit, the others wait
-for it, and nothing hangs. In `CLOSE`, hosts wait for uploads without limit. A host that
-does not reach host 0 (`REACH`) within `_REACH_SECS` of host 0's start is lost; if most
-hosts do not reach host 0, host 0 is lost.
+for it, and nothing hangs. In `CLOSE`, hosts wait for uploads without limit. A host
+that does not reach host 0 (`REACH`) within `_REACH_SECS` after host 0 starts
+listening is lost; if most hosts cannot reach host 0, host 0 is lost.
 
 *Slow hosts.* All hosts wait for the slowest one in the same collectives, so a step
 takes equally long on each. A heartbeat therefore reports the time that only its own
-host spent: `late` waking up (the host was stopped or got no processor), waiting for
+host spent: `late` waking up (the host was stopped or got no CPU time), waiting for
 `data`, or blocked in a `save`. A host is slow if such a time is at least
 `LEAST_PERCENT` of a window and more than `RATIO` times the median of the other hosts,
 in `WINDOWS` windows in a row. A host with slow devices shows none of these times.
@@ -35,7 +35,7 @@ from collections.abc import Iterator, Mapping
 _PATIENCE = 10
 _LEAST_SECS = 60.0
 _REACH_SECS = 30.0
-# At most this much of the time between two checks of the hosts counts.
+# Time between checks of the hosts counts up to this limit.
 _LOOK_SECS = 1.0
 # A host first reaches host 0; it joins when all hosts have reached host 0.
 REACH = "reach"
@@ -54,7 +54,7 @@ WINDOWS = 3
 LEAST_PERCENT = 30.0
 RATIO = 3.0
 _MEANINGS = {
-    LATE: "it was stopped, or had no processor,",
+    LATE: "it was stopped or got no CPU time",
     "data": "it waited for its data",
     "save": "it was blocked while capturing its data state",
 }
@@ -66,9 +66,10 @@ class Limits:
 
     Attributes:
       most_secs: the time limit for a step or another phase, such as a restore. Once a
-        host has done steps, a multiple of its longest step is the limit, if shorter.
-      heartbeat_secs: a host that sends no heartbeat for this long is lost.
-      grace_secs: how long hosts have to save and stop after SIGTERM.
+        host has done steps, its limit for a step is a multiple of its longest step, if
+        that is shorter.
+      heartbeat_secs: the time without a heartbeat after which a host is lost.
+      grace_secs: the time that hosts have to save and stop after SIGTERM.
     """
 
     most_secs: float = 600.0
@@ -82,7 +83,7 @@ class Hang:
 
     Attributes:
       hosts: the culprits; empty if no host is behind the others.
-      why: what is missing and for how long.
+      why: the symptom and how long it has lasted.
     """
 
     hosts: frozenset[int]
@@ -92,7 +93,7 @@ class Hang:
 
 @dataclasses.dataclass(kw_only=True)
 class _Host:
-    """A host's reports: its phase, since when, and how many phases it has begun.
+    """A host's current phase, its start time, and the count of phases begun.
 
     Attributes:
       spent_secs: by kind, the time that only this host spent in the current window.
@@ -129,7 +130,7 @@ class Watch:
         self._hosts = {host: _Host() for host in range(hosts)}
 
     def look(self, *, now_secs: float) -> None:
-        """Advances the clock: messages are received now; called often."""
+        """Advances the clock; must be called often, whenever messages are received."""
         self._secs += min(now_secs - self._looked_secs, _LOOK_SECS)
         self._looked_secs = now_secs
 
@@ -142,7 +143,7 @@ class Watch:
 
         Args:
           host: the host that sent it.
-          begun: how many phases the host has begun.
+          begun: the number of phases that the host has begun.
           spent_secs: by kind, the time that only this host spent since its last
             heartbeat.
         """
@@ -153,7 +154,7 @@ class Watch:
             self.begin(host, told.phase, begun)
 
     def begin(self, host: int, phase: str, begun: int) -> None:
-        """Notes that a host begins a phase, or the same phase again, its `begun`-th."""
+        """Notes that a host begins its `begun`-th phase, maybe the same one again."""
         told = self._hosts[host]
         longest_secs = told.longest_secs.get(told.phase, 0.0)
         told.longest_secs[told.phase] = max(longest_secs, self._secs - told.since_secs)
@@ -228,8 +229,8 @@ class Watch:
             told.slow[kind] = told.slow[kind] + 1 if is_slow else 0
             if told.slow[kind] == WINDOWS:
                 why = (
-                    f"{_MEANINGS[kind]} {percent:.0f} % of the time, other hosts"
-                    f" {median:.0f} %"
+                    f"{_MEANINGS[kind]} {percent:.0f} % of the time; the median of the"
+                    f" other hosts is {median:.0f} %"
                 )
                 # A host can be late in any phase; other kinds are themselves phases.
                 yield host, told.phase if kind == LATE else kind, why

@@ -31,11 +31,11 @@ Leaving = Literal["stop", "resume"]
 class DeviceState:
     """State that a world leaves on the devices until the next world takes it."""
 
-    # What identifies the state, and its leaves.
+    # The state's step, structure and shapes, and its leaves.
     _kept: tuple[object, list[jax.Array]] = (None, [])
 
     def put(self, step: int, state: Any) -> None:
-        """Keeps the state after `step` steps, a pytree of arrays."""
+        """Stores `state`, a pytree of arrays, as the state after `step` steps."""
         leaves, structure = jax.tree.flatten(state)
         shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
         self._kept = (step, structure, shapes), leaves
@@ -45,10 +45,11 @@ class DeviceState:
         self._kept = (None, [])
 
     def take(self, step: int, abstract_state: Any, emit: events.Emit) -> Any:
-        """Moves the state to other shardings and no longer keeps it.
+        """Moves the stored state to the shardings of `abstract_state` and forgets it.
 
         Returns:
-          The state; None if there is no such state or it cannot be read.
+          The state; None if no state is stored for this step and these shapes, or if it
+          cannot be read.
         """
         began_secs = time.monotonic()
         wanted, structure = jax.tree.flatten(abstract_state)
@@ -63,7 +64,9 @@ class DeviceState:
             moved = [jax.device_put(leaves.pop(), each.sharding) for each in wanted]
             jax.block_until_ready(moved)
         except jax.errors.JaxRuntimeError as error:
-            logging.warning("step %d cannot be read from the devices: %s", step, error)
+            logging.warning(
+                "the state of step %d cannot be read from the devices: %s", step, error
+            )
             return None
         emit(
             "state_kept",
@@ -79,15 +82,18 @@ class BetweenWorlds:
     """State that a world shares with the worlds before and after it.
 
     Attributes:
-      emit: called for each event of the world.
-      ask: returns how hosts leave the world after a number of steps, with the same
-        result on all hosts; None to stay. Not called again after an answer.
-      await_check: waits until this host's devices have passed their check; until then,
-        no step counts or is saved.
-      compiled: compiles a jitted function, or loads what an earlier world compiled.
-      claimant: claims the world for this start of the run; None claims no worlds.
+      emit: a function called with each of the world's events.
+      ask: a function called with the number of steps done. It returns how the hosts
+        leave the world, or None to stay. The result is the same on all hosts. Once it
+        is not None, `ask` is not called again.
+      await_check: a function that waits until this host's devices have passed their
+        check; until then, steps neither count nor are saved.
+      compiled: a function that compiles a jitted function, or loads what an earlier
+        world compiled.
+      claimant: the claimant of the world for this launch of the run; None disables
+        claims.
       device_state: state that stays on the devices if the process continues.
-      answer: the first answer of `ask`; None until hosts leave.
+      answer: the first answer of `ask`; None until the hosts leave.
       step: the number of steps done when `ask` was last called; 0 before the first
         call.
       loses_memory: whether a host loses its memory when it leaves, so that copies must
@@ -111,7 +117,7 @@ class BetweenWorlds:
         self.emit(name, **fields)
 
     def leaving(self, step: int) -> Leaving | None:
-        """See `World.leaving`; emits `step_done` for programs that emit no steps."""
+        """See `World.leaving`; emits `step_done` if the program emits no steps."""
         self.await_check()
         if not self._emits_steps:
             self.emit("step_done", step=step)
@@ -134,23 +140,24 @@ class World:
     `run` passes one to the training function on each host.
 
     Attributes:
-      number: the world number, which restarts from 1 at each start of the run.
-      slices: the numbers of the world's slices, in mesh order.
+      number: the world number; each launch of the run counts from 1.
+      slices: the world's slice numbers, in mesh order.
       slice_name: the name of this host's slice.
       rows: the rows of a global batch; 0 if the training function chooses them.
-      devices: the world's devices, if a single controller has more; None means all
-        devices.
-      ram_directory: the directory of the run on this slice's RAM disk, for
+      devices: the world's devices if a single controller has more than these; None
+        means all devices.
+      ram_directory: the run directory on this slice's RAM disk, for
         `ec.Local(world.ram_directory)`; None if the cluster has no RAM disk.
-      microbatches: the number of equal parts into which a device divides its rows so
-        that each part fits in its memory; sum the gradients of the parts.
-      emit: reports an event.
-      leaving: call it after each step, on all hosts, with the number of steps that are
-        done. Returns the same value on all hosts: None to continue, `"stop"` to save
-        and return because the run ends, or `"resume"` to save and return because the
-        run continues in the next world.
-      begin: call it with a phase name (`restore`, `step`, `evaluate`) whenever a phase
-        begins, so that a hang in that phase is found sooner.
+      microbatches: the number of equal parts into which a device splits its rows so
+        that each part fits in device memory. The training function sums the gradients
+        of the parts.
+      emit: a function that reports an event.
+      leaving: a function to call after each step, on all hosts, with the number of
+        steps done. It returns the same value on all hosts: None to continue, `"stop"`
+        to save and return because the run ends, or `"resume"` to save and return
+        because the run continues in the next world.
+      begin: a function to call with a phase name (`restore`, `step`, `evaluate`)
+        whenever a phase begins, so that a hang in that phase is found sooner.
     """
 
     number: int
@@ -201,8 +208,8 @@ class World:
         Call this method before the training function returns.
 
         Args:
-          step: the number of steps that are done.
-          state: a pytree of arrays, which must not be donated afterwards.
+          step: the number of steps done.
+          state: a pytree of arrays, which must not be donated afterward.
         """
         if self._between.resumes():
             self._between.device_state.put(step, state)
@@ -231,11 +238,12 @@ class World:
         Args:
           tiers: as for `ec.Checkpointer`; `ec.Local` needs `world.ram_directory`.
           run: the run name, as for `ec.Checkpointer`.
-          emit: called with the checkpointer's events; by default `world.emit`, which
-            must receive them in any case.
+          emit: a function called with the checkpointer's events; by default
+            `world.emit`. A custom function must also pass the events on to
+            `world.emit`.
 
         Raises:
-          ConfigError: if `ec.Local` has a different directory.
+          ConfigError: if `ec.Local` has a directory other than `ram_directory`.
           Exception: see `ec.Checkpointer`.
         """
         served = os.path.abspath(self.ram_directory or "")
@@ -246,10 +254,10 @@ class World:
                 and os.path.abspath(tier.directory) != served
             ):
                 raise errors.ConfigError(
-                    f"Local({os.fspath(tier.directory)!r}) is not where the agent of"
-                    f" slice {self.slice_name} serves ({self.ram_directory}), so other"
-                    " hosts would not find its steps; use"
-                    " ec.Local(world.ram_directory, ...)"
+                    f"Local({os.fspath(tier.directory)!r}) is not the directory that"
+                    f" the agent of slice {self.slice_name} serves"
+                    f" ({self.ram_directory}), so other hosts would not find the steps"
+                    " in it; use ec.Local(world.ram_directory, ...)"
                 )
         return frontend.Checkpointer(
             tiers,

@@ -1,11 +1,11 @@
-"""Goodput: the share of a run's time that trained new steps, and the other causes.
+"""Goodput: the share of a run's time spent on new steps, and where the rest went.
 
     goodput percent = 100 * productive / (productive + all losses)
 
-Everything is computed from a run's events and their times. The time between two events
-has one cause, so the parts add up to the total. The total begins when the process that
-keeps the journal starts and excludes time without such a process. Until the first step
-of a world, the cause is the last phase that began (`core.events`).
+Everything is computed from a run's events and their times. The time between consecutive
+events has one cause, so the parts add up to the total. The total begins when the
+process that writes the journal starts, and excludes time without such a process. Until
+the first step of a world, the cause is the last phase that began (`core.events`).
 
 productive  from one logged step to the next, if no earlier world had trained that step
 again       the same, for a step that an earlier world had trained: a lost step
@@ -47,7 +47,7 @@ _CAUSES = {
     "compiling": "compile",
     "training": "first_step",
 }
-# Phases that may begin between two steps of a world.
+# Phases that may begin between steps of a world.
 _OF_STEPS = (
     *("", "training", "compiling", "reading the first batch"),
     *("leaving for other slices", "saving before the end"),
@@ -72,8 +72,8 @@ class Account:
       newest_step: the highest step ever reached.
       phase: the last phase to begin before a world's first step; empty after that step.
       within: by cause, the seconds since `time` that do not belong to a step.
-      before: the value of `secs` when the current recovery began; None if there is
-        none.
+      before: the value of `secs` when the current recovery began; None outside
+        recoveries.
     """
 
     time: float
@@ -87,7 +87,7 @@ class Account:
 
     @property
     def percent(self) -> float:
-        """The goodput."""
+        """The goodput, in percent."""
         return 100 * self.secs["productive"] / max(sum(self.secs.values()), 1e-9)
 
     def recovered(self) -> dict[str, Any] | None:
@@ -155,12 +155,12 @@ def _ended(account: Account, cause: str, time: float) -> Account:
 class RunMetrics:
     """An `Emit` that passes events on and records the run's metrics.
 
-    The process that keeps the journal records the metrics. It outlives worlds, so each
+    The process that writes the journal records the metrics. It outlives worlds, so each
     series continues when slices are lost or rejoin.
 
     Args:
-      emit: called for each event, before its metrics are recorded.
-      newest_step: the number of steps that earlier starts of the run have done.
+      emit: a function called with each event, before its metrics are recorded.
+      newest_step: the number of steps that earlier launches of the run have done.
     """
 
     def __init__(

@@ -69,8 +69,8 @@ class Progress:
     """A human-readable `Emit`; while it is open, a thread breaks long silences.
 
     Args:
-      log_period: steps between two lines if `stream` is not a terminal.
-      stream: where to write; None uses the current standard output.
+      log_period: the number of steps between lines if `stream` is not a terminal.
+      stream: the stream to write to; None uses the current standard output.
     """
 
     def __init__(

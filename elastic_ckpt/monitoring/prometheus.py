@@ -1,11 +1,11 @@
-"""Metrics served to Prometheus; needs the extra `prometheus`.
+"""Metrics served to Prometheus; requires the `prometheus` extra.
 
 Names follow Prometheus conventions: `secs` becomes `seconds`, and counters end in
 `_total`. `/elastic_ckpt/data/wait_secs` is the histogram
 `elastic_ckpt_data_wait_seconds`, and `/elastic_ckpt/data/rows` is the counter
 `elastic_ckpt_data_rows_total`. A gauge is served only once it is recorded: a process
-that does not know a run's goodput must not report 0. Values count from the start of
-this process, as Prometheus expects. Anyone who can reach the port can read the metrics.
+that does not know a run's goodput must not report 0. Counts begin at 0 in each process,
+as Prometheus expects. Anyone who can reach the port can read the metrics.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def serving(*, port: int, interface: str = "127.0.0.1") -> Iterator[int]:
     except (OSError, OverflowError) as error:
         raise errors.ConfigError(
             f"cannot serve metrics on {interface}, port {port} ({error}); set"
-            " prometheus_port to a free port, or to 0 to disable it"
+            " prometheus_port to a free port, or to 0 to turn Prometheus off"
         ) from None
     try:
         with summaries.subscribed(receive):
@@ -68,7 +68,7 @@ def serving(*, port: int, interface: str = "127.0.0.1") -> Iterator[int]:
 
 
 def spelling(metric: metrics.Metric) -> str:
-    """The name of `metric` in Prometheus, without a counter's suffix `_total`."""
+    """The Prometheus name of `metric`, without a counter's `_total` suffix."""
     name = metric.name.removeprefix("/").replace("/", "_")
     return f"{name.removesuffix('secs')}seconds" if metric.unit == "secs" else name
 

@@ -3,7 +3,7 @@
 The first `NUM_SINGLE` values of a metric are kept individually. Later values are
 aggregated over intervals of ten seconds or a thousandth of the elapsed time, whichever
 is longer. A short run thus keeps every value, and a long run keeps a few thousand
-summaries per metric and start: about 9,000 in four months. A line is one summary;
+summaries per metric and launch: about 9,000 in four months. A line is one summary;
 `count` is usually 1:
 
     {"time":1795168800.25,"metric":"/elastic_ckpt/data/rows","count":1,"sum":16.0,
@@ -46,7 +46,7 @@ def subscribed(callback: Callable[[metrics.Metric, float], None]) -> Iterator[No
     """Calls `callback` with each value that is recorded while the block runs.
 
     Args:
-      callback: called in the thread that records, so it must be quick.
+      callback: a function called in the thread that records, so it must be quick.
     """
 
     def take(event: str, value: float, **_: Any) -> None:
@@ -158,7 +158,7 @@ class _Pending:
         self._counts: collections.Counter[str] = collections.Counter()
         # The number of steps done, and the claimed world.
         self._at: dict[str, int] = {}
-        # By metric and number of the value.
+        # Keyed by metric and the value's position.
         self._summaries: dict[tuple[str, int], Summary] = {}
 
     def add(self, metric: metrics.Metric, value: float) -> None:
@@ -166,7 +166,7 @@ class _Pending:
         with self._lock:
             if metric is metrics.TRAIN_STEPS:
                 if value == self._at.get("step"):
-                    # Recorded twice if a process trains and keeps the journal.
+                    # Recorded twice if a process trains and writes the journal.
                     return
                 self._at["step"] = int(value)
             elif metric is metrics.TRAIN_CLAIM:

@@ -1,12 +1,12 @@
-"""Metrics as scalars for TensorBoard; needs the extra `tensorboard`.
+"""Metrics as scalars for TensorBoard; requires the `tensorboard` extra.
 
 A metric's tag is its name, such as `elastic_ckpt/data/wait_secs`. A point is the mean
 of a summary's values, usually a single value. The point's step is the number of
 training steps done; in a process that does not record steps, it is the number of values
 so far.
 
-Each start and each world adds a file to the directory. The file begins with a mark that
-makes TensorBoard drop points from retrained steps, so that the series continues.
+Each launch and each world adds a file to the directory. The file begins with a mark
+that makes TensorBoard drop points from retrained steps, so that the series continues.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def event_file(directory: epath.PathLike) -> Iterator[summaries.Write]:
     make_writer = _module("event_file_writer").EventsWriter
     event, proto = _module("proto.event_pb2"), _module("proto.summary_pb2").Summary
     writer: Any = None
-    # The number of values so far, by metric.
+    # The number of values so far of each metric.
     counts: collections.Counter[str] = collections.Counter()
 
     def write(batch: Sequence[summaries.Summary]) -> None:
@@ -50,7 +50,7 @@ def event_file(directory: epath.PathLike) -> Iterator[summaries.Write]:
             path = storage.make_directory(directory) / "events"
             writer = make_writer(str(path))
             mark = event.SessionLog(status=event.SessionLog.START)
-            # TensorBoard drops points from other starts from this step on.
+            # TensorBoard drops points from other launches from this step on.
             first = min((each["step"] for each in batch if "step" in each), default=1)
             writer.write_event(event.Event(step=first, session_log=mark))
         for summary in batch:

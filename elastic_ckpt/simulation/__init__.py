@@ -1,1 +1,1 @@
-"""Simulates what failures cost a run, with the decisions of real runs."""
+"""Simulates what failures cost a run, using the decision logic of real runs."""

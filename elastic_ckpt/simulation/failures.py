@@ -26,7 +26,7 @@ class Event(NamedTuple):
       time: the seconds since the run began.
       name: `slice_lost` (with its memory), `slice_returned` (with empty memory) or
         `host_lost` (only a process, while its machine and memory remain).
-      slice: the slice, or the host's slice.
+      slice: the slice number; for `host_lost`, the number of the host's slice.
     """
 
     time: float
@@ -45,9 +45,9 @@ def draw(
 ) -> list[Event]:
     """Random losses of slices within `secs`, and their returns, ordered by time.
 
-    Times are exponentially distributed. `machine_hours` is the mean time between two
-    failures of one machine, each of which costs the machine's slice; `repair_hours` is
-    the mean time until a lost slice is back.
+    Times are exponentially distributed. `machine_hours` is the mean time between
+    failures of a machine, each of which takes down the machine's slice; `repair_hours`
+    is the mean time until a lost slice is back.
     """
     random = np.random.default_rng(seed)
     expected = secs * slices * hosts_per_slice / (machine_hours * 3600.0)
@@ -71,11 +71,11 @@ def of_log(
 ) -> list[Event]:
     """The failures in the log of a run, with times since its first event.
 
-    Uses the three kinds of failures and `world_started`, which maps hosts to slices: a
-    lost slice that is in the next world without a return has lost only a process.
+    Reads the three failure events and `world_started`, which maps hosts to slices. A
+    lost slice that is in the next world without having returned lost only a process.
 
     Raises:
-      ConfigError: if an event is about a slice that the cluster lacks.
+      ConfigError: if an event is about a slice that the cluster does not have.
     """
     events: list[Event] = []
     world: Sequence[int] = range(slices)
@@ -87,7 +87,7 @@ def of_log(
         name, time = line["event"], line["time"] - log[0]["time"]
         if name == "world_started":
             world = line["slices"]
-            # A slice that is there without having returned has lost only a process.
+            # A slice in this world that has not returned lost only a process.
             back = {e.slice for e in events if e.time > lost.get(e.slice, math.inf)}
             kept = {*world, *line["spares"]} - back
             events += [
@@ -101,9 +101,10 @@ def of_log(
             known = world if kind == "host" else range(slices)
             if place >= len(known) or known[place] >= slices:
                 raise errors.ConfigError(
-                    f"--trace: {name} of {kind} {line[kind]}, but the configured slices"
-                    f" are 0 to {slices - 1}, of {hosts_per_slice} hosts each; set"
-                    " hosts and slices as in the run"
+                    f"--trace has a {name} event for {kind} {line[kind]}, but the"
+                    f" configuration has only slices 0 to {slices - 1}, with"
+                    f" {hosts_per_slice} hosts each; set hosts and slices as in that"
+                    " run"
                 )
             if name == "slice_returned":
                 events.append(Event(time, name, known[place]))

@@ -32,10 +32,11 @@ class Costs:
       start_secs: time until the processes of the next world have joined.
       prepare_secs: time until the job is assembled and the newest step is found.
       restore_secs: time for a restore, except for reading the state.
-      compile_secs: time to compile the step in the first world with a number of slices.
+      compile_secs: time to compile the step in the first world of each size.
       load_secs: time to read the first batch and load the executable.
       first_step_secs: time for the first step of a world.
-      block_secs: how long a save blocks the loop, in addition to copying the state.
+      block_secs: time for which a save blocks the loop, in addition to copying the
+        state.
       capture_mib_per_sec: rate of copying the state while a save blocks the loop.
       ram_mib_per_sec: rate of writing to RAM and of reading from the host's own RAM or
         a peer's.
@@ -56,16 +57,16 @@ class Costs:
     storage_mib_per_sec: float = 1040.0
 
     def with_values(self, values: Mapping[str, float]) -> Costs:
-        """The costs with some values replaced, by name.
+        """The costs with the named values replaced.
 
         Raises:
-          ConfigError: if there is no cost with a name, or a value is not above 0.
+          ConfigError: if a name is not the name of a cost or a value is not above 0.
         """
         for name, value in values.items():
             if name not in vars(self) or value <= 0:
                 raise errors.ConfigError(
-                    f"--cost {name}={value:g}: assign a value above 0 to one of"
-                    f" {', '.join(vars(self))}"
+                    f"--cost {name}={value:g}: the value must be above 0, and the name"
+                    f" must be one of {', '.join(vars(self))}"
                 )
         return dataclasses.replace(self, **values)
 
@@ -75,10 +76,10 @@ def measured(
 ) -> Costs:
     """The costs of a run, from its events and metrics lines.
 
-    The costs are means, because a run pays their sum.
+    Each cost is a mean, because a run pays the sum.
 
     Raises:
-      RunError: if the run has trained no step.
+      RunError: if the run has not trained a step.
     """
     names = collections.Counter(event["event"] for event in events)
     compiled = [event["secs"] for event in events if event["event"] == "compiled"]
@@ -91,7 +92,7 @@ def measured(
     )
     secs["load"] = max(0.0, secs["compile"] - sum(compiled))
     phases = ("start", "prepare", "restore", "load", "first_step")
-    # By cost, the sum and how often the run has paid it.
+    # By cost, the sum and the number of times that the run has paid it.
     paid = {
         "step": (
             secs["productive"] + secs["again"],
@@ -103,7 +104,7 @@ def measured(
     }
     if not paid["step"][1]:
         raise errors.RunError(
-            "the run of --costs has recorded no step; specify a run that has trained"
+            "the run in --costs has not recorded a step; specify a run that has trained"
         )
     return Costs(
         **{f"{cost}_secs": total / n for cost, (total, n) in paid.items() if n}
@@ -115,11 +116,11 @@ class RunPlan:
     """A simulated run.
 
     Attributes:
-      copies: how RAM saves are copied to peers.
-      host_mib: the MiB that each host saves.
-      period: the number of steps between two saves.
-      in_ram: whether there is a local tier.
-      backup_steps: the number of steps between two saves that go to storage.
+      copies: the policy for copying RAM saves to peers.
+      host_mib: the size of each host's part of a save, in MiB.
+      period: the number of steps between saves.
+      in_ram: whether the plan has a local tier.
+      backup_steps: the number of steps between saves that go to storage.
       secs: the time to simulate; if infinite, the run stops when all steps are done.
       steps: the number of steps; if infinite, the run stops when the time is up.
     """
@@ -141,7 +142,7 @@ class RunPlan:
 def of_config(
     config: schema.Config, *, costs: Costs, state_bytes: int, secs: float = math.inf
 ) -> RunPlan:
-    """The run of a configuration, whose state takes `state_bytes` in each slice.
+    """The run that a configuration describes; each slice has `state_bytes` of state.
 
     If `secs` is infinite, the run continues until the configured steps are done.
 
@@ -150,8 +151,9 @@ def of_config(
     """
     if not config.checkpoint.enable_checkpointing:
         raise errors.ConfigError(
-            "enable_checkpointing=false: such a run restarts from step 0 after each"
-            " failure; set it to true to simulate the benefit of saves"
+            "enable_checkpointing=false, so the run would restart from step 0 after"
+            " each failure; set enable_checkpointing=true to simulate the benefit of"
+            " saves"
         )
     groups = configured.groups(config)
     tiers = Chosen.from_choices(
@@ -186,7 +188,7 @@ def of_config(
 
 
 def alternatives(planned: RunPlan) -> dict[str, RunPlan]:
-    """The plan, one with an extra spare, and two with different periods, by name."""
+    """Plans by name: as configured, with an extra spare, and with different periods."""
     plans = {"as configured": planned}
     fewer = planned.work.num_slices - 1
     policy = dataclasses.replace(

@@ -2,7 +2,7 @@
 
 The clock advances from event to event: a slice is lost or rejoins, a phase of a world
 ends, a step is saved. The cluster emits the events that a real world's hosts would
-emit, and `monitoring.goodput` divides the time as for a real run.
+emit, and `monitoring.goodput` accounts for the time as in a real run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from elastic_ckpt.simulation.plan import RunPlan
 from elastic_ckpt.steps import owners
 from elastic_ckpt.steps.manifest import Host
 
-# Times are floating-point sums: this much later they have certainly passed.
+# Times are floating-point sums, which have certainly passed this much later.
 _MOMENT_SECS = 1e-6
 
 
@@ -37,11 +37,11 @@ class Outcome:
     """The outcome of a simulated run.
 
     Attributes:
-      goodput_percent: the percentage of the run's time that trained new steps.
+      goodput_percent: the percentage of the run's time that was spent on new steps.
       secs: the seconds by cause, as in `monitoring.goodput`.
       steps_lost: the number of steps retrained.
       losses: the number of worlds lost.
-      restarts: how often the run ended with an error and was restarted.
+      restarts: the number of times that the run ended with an error and was restarted.
       restores: the number of restores by tier, `ram` or `storage`; `none` counts
         restarts from step 0.
     """
@@ -109,7 +109,7 @@ def simulate(plan: RunPlan, trace: Sequence[Event]) -> Outcome:
 def holders(
     slices: int, hosts_per_slice: int, policy: owners.Policy
 ) -> frozenset[frozenset[int]]:
-    """The sets of slices that store the same part of a step, by place in the world.
+    """The sets of slices (positions in the world) that store the same part of a step.
 
     All slices store the state. Each host also has a part of the data state, which only
     the host's copies protect.
@@ -134,7 +134,8 @@ class Save:
     Attributes:
       step: the step number; 0 for the beginning of a run.
       holders: the sets of slices that store the same part in RAM.
-      done_at: when the save is complete in each tier, perhaps in the future.
+      done_at: the time at which the save is complete in each tier, perhaps in the
+        future.
     """
 
     step: int = 0
@@ -258,7 +259,7 @@ class SimulatedCluster(cluster.Cluster):
         self._advance(min(secs, moment - self.now) + _MOMENT_SECS)
 
     def restart(self) -> None:
-        """Prepares the next start of the run, which forgets its failures.
+        """Prepares a restart of the run, which forgets past failures.
 
         Waits for the slices to change if there are too few.
         """

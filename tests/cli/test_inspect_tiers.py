@@ -90,8 +90,7 @@ def test_of_a_run_it_shows_one_step_briefly_one_that_is_asked_for_and_all(tmp_pa
     assert of_step["known"] == [1, 2, 3]
     output = runs.verb("inspect", tmp_path, "--step", 7, code=1)
     assert (
-        "there is no step 7 in these locations; they contain the steps [1, 2, 3]"
-        in output
+        "there is no step 7 in these locations; they contain steps [1, 2, 3]" in output
     )
 
 

@@ -93,8 +93,8 @@ def test_the_reason_names_slices_that_are_quarantined():
     slices = decision.Slices(present_secs=present(0, 1), failures=failed(1, 2))
     decided = decide(slices, min_slices=2, quarantine_failures=1)
     assert decided.why == (
-        "slices [0] usable, but min_slices=2; slices [1] quarantined after repeated"
-        " failures"
+        "slices [0] are usable, but min_slices=2; slices [1] are quarantined after"
+        " repeated failures"
     )
 
 
@@ -123,7 +123,7 @@ def test_too_few_slices_are_waited_for_and_then_the_run_stops():
     slices = decision.Slices(current=frozenset((0, 1)), present_secs=present(1))
     waiting = decide(slices, min_slices=2, wait_secs=60, waited_secs=20)
     assert waiting == decision.Wait(
-        why="slices [1] usable, but min_slices=2", within_secs=40
+        why="slices [1] are usable, but min_slices=2", within_secs=40
     )
     stopped = decide(slices, min_slices=2, wait_secs=60, waited_secs=60)
     assert stopped.within_secs == 0
@@ -141,8 +141,8 @@ def test_an_objection_of_the_data_is_part_of_the_reason():
     decided = decide(slices, work=work)
     assert asked == [(2, 24), (1, 24)]
     assert decided.why == (
-        "no number of slices [0, 1] works: 2 do not divide the shards; 1 do not"
-        " divide the shards"
+        "no subset of slices [0, 1] can divide a batch: 2 do not divide the shards;"
+        " 1 do not divide the shards"
     )
 
 

@@ -192,6 +192,6 @@ def test_what_fails_alike_at_one_step_of_two_worlds_is_the_program(kind, says):
     first, second = recorded.named("verdict")
     assert first["kind"] == kind
     assert (second["what"], second["action"]) == ("program", "stop")
-    assert any("the world before" in fact for fact in second["evidence"])
+    assert any("the previous world" in fact for fact in second["evidence"])
     # The last line names the cause, unless the log of a host that said nothing has it.
     assert ("\n" in str(ended.value)) == (kind == "host_crashed")

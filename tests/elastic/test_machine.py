@@ -290,7 +290,7 @@ def test_a_leader_that_cannot_be_reached_is_named_with_its_claim(machines):
     assert f"machine 0, which leads the run, at {listener.address}" in said
     assert "Connection refused" in said
     claim = machines.directory / leader_claim.DIRECTORY / "1.json"
-    assert f"It still renews its claim, {claim}" in said
+    assert f"The leader still renews its claim, {claim}" in said
     assert "let the machines reach each other on all ports" in said
 
 

@@ -63,7 +63,7 @@ def test_a_training_function_that_hosts_cannot_get_is_refused_in_one_line(tmp_pa
     assert ended.stderr.count("Traceback") == 1
     assert "the training function cannot be sent to host processes" in last_line(ended)
     assert "<lambda>" in last_line(ended)
-    assert "define it with `def` at the top of a module" in last_line(ended)
+    assert "define it with `def` at the top level of a module" in last_line(ended)
 
 
 class Worlds:

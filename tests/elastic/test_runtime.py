@@ -182,15 +182,15 @@ QUARANTINE = {"min_slices": 2, "quarantine_failures": 1, "wait_secs": 0}
 ENDS = {
     "no slice comes": (
         *(2, [loses(0)], {"min_slices": 2, "wait_secs": 0.02}, 1),
-        r"slices \[1\] usable, but min_slices=2, for 0 s; bring slices back",
+        r"after a wait of 0 s, slices \[1\] are usable, but min_slices=2; bring",
     ),
     "slices are quarantined": (
         *(2, [loses(1, **BACK)], QUARANTINE, 1),
-        r"slices \[1\] quarantined after repeated failures, for 0 s; bring",
+        r"slices \[1\] are quarantined after repeated failures; bring slices back",
     ),
     "worlds are lost without a new step": (
         *(4, [loses(0), loses(1), loses(2), ends], {"max_retries": 2}, 3),
-        "3 worlds in a row were lost without a new step, .* run again: host 0",
+        "3 worlds in a row were lost without a new step, .* First loss: host 0",
     ),
     "worlds fail before a save": (
         *(1, [trains(11, 14)] * 4, {"max_retries": 2}, 3),

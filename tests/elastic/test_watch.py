@@ -221,4 +221,6 @@ def test_the_reason_has_both_numbers():
             world.watch.heartbeat(host, 0, {"data": secs})
         named += world.watch.newly_slow()
     ((_, _, why),) = named
-    assert why == "it waited for its data 80 % of the time, other hosts 2 %"
+    assert why == (
+        "it waited for its data 80 % of the time; the median of the other hosts is 2 %"
+    )

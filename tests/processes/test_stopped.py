@@ -39,7 +39,7 @@ def stop_in_each_way(run):
     one = ("hosts=1", "slices=1", "elastic_enabled=false")
     output = run.train_until("tiny:", *one, act=interrupt, leads_group=True)
     assert run.code == 128 + signal.SIGINT, output
-    assert "saving and stopping; Ctrl-C again exits immediately" in output
+    assert "saving and stopping; press Ctrl-C again to exit now" in output
     run.stops.append(run.stopped(output))
     run.stops.append(stop_tasks(run))
     run.train(*one, f"steps={run.stops[-1] + 3}")

@@ -166,7 +166,7 @@ REFUSALS = {
     ),
     "too many slices": scale("5 slices: the run trains on 4 to 4 ", 5),
     "slices that cannot share the batch": scale(
-        "16 rows cannot be split over the 3 devices of 3",
+        "16 rows cannot be split over the 3 devices of a 3-slice world",
         3,
         elastic_min_slice_count=2,
         global_batch_size=16,
@@ -175,10 +175,10 @@ REFUSALS = {
         "is not running; start it", 3, error=errors.RunError, elastic_min_slice_count=2
     ),
     "cost without a name": simulated(
-        "--cost days=1: assign a value", "--cost", "days=1"
+        "--cost days=1: the value must be above 0, and the name", "--cost", "days=1"
     ),
     "cost of nothing": simulated(
-        "--cost step_secs=0: assign a value above 0", "--cost", "step_secs=0"
+        "--cost step_secs=0: the value must be above 0", "--cost", "step_secs=0"
     ),
     "failures of no run": simulated(
         "nowhere is not a run directory",
@@ -190,7 +190,7 @@ REFUSALS = {
         r"vl-convert .*'\.\[report\]'",
     ),
     "slice that is not there": trace(
-        "slice_lost of slice 4, but the configured slices are 0 to 3",
+        "slice_lost event for slice 4, but the .* only slices 0 to 3",
         {"time": 1, "event": "slice_lost", "slice": 4},
     ),
 }

@@ -34,7 +34,8 @@ RAM = {"slices": 2, "run": "x"}
 
 REFUSALS = {
     "faults: a word": Refusal(
-        listed("kill_slice"), r"'kill_slice' is not a list .*write it as \[\{kill_slice"
+        listed("kill_slice"),
+        r"'kill_slice' is not a list .*use the form \[\{kill_slice",
     ),
     "faults: no step": Refusal(
         listed('[{"kill_slice": 1, "step": 2}]'), "is not a fault"
@@ -56,38 +57,38 @@ REFUSALS = {
         processes(slices=2, hardware="tpu"), r"use ec\.elastic\.Pathways"
     ),
     "processes: memory of no run": Refusal(
-        processes(slices=2, ram=os.sep), "needs the run name"
+        processes(slices=2, ram=os.sep), "needs a run name"
     ),
     "processes: memory that cannot be made": Refusal(
-        processes(**RAM, ram="/proc/x"), r"ram='/proc/x'\): .*name a dir"
+        processes(**RAM, ram="/proc/x"), r"ram='/proc/x'\): .*pass a writable dir"
     ),
     "processes: memory in a bucket": Refusal(
-        processes(**RAM, ram="gs://b/c"), "ram='gs://b/c' is not a direct"
+        processes(**RAM, ram="gs://b/c"), "ram='gs://b/c' is not on this machine"
     ),
     "processes: logs in a bucket": Refusal(
-        processes(slices=2, logs="s3://b/c"), "logs='s3://b/c' is not a directory of"
+        processes(slices=2, logs="s3://b/c"), "logs='s3://b/c' is not on this machine"
     ),
     "processes: a path for a name": Refusal(
         processes(slices=2, run="a/b"), "pass a valid directory name"
     ),
     "machines: nothing shared": Refusal(
-        processes(slices=2, machines=2), "needs a directory that all of them share"
+        processes(slices=2, machines=2), "needs a directory that all its machines share"
     ),
     "machines: slices that they do not divide": Refusal(
-        processes(**{**SHARED, "slices": 3}), "evenly among machines=2"
+        processes(**{**SHARED, "slices": 3}), "evenly among 2 machines"
     ),
     "machines: no number": Refusal(processes(**SHARED), "machine is not set"),
     "machines: a number too many": Refusal(
         processes(**SHARED, machine=2), "from 0 to 1"
     ),
     "a checkpointer beside the agent": Refusal(
-        served_elsewhere, "is not where the agent of slice 0"
+        served_elsewhere, "is not the directory that the agent of slice 0"
     ),
     "a fault that one process cannot have": Refusal(
-        hanging_pathways, "the only host is the process that"
+        hanging_pathways, "only the process that trains"
     ),
     "slices that do not divide the devices": Refusal(
         lambda _: pathways.SimulatedSlices(3),
-        r"slices=3: .* cannot be divided evenly",
+        "devices cannot be divided evenly among 3 slices",
     ),
 }

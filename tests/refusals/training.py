@@ -186,13 +186,14 @@ REFUSALS = {
         peer_urls="http://10.0.0.2:1/v1/r;10.0.0.1:1",
     ),
     "machine without a number": machines(
-        "the environment has none of NODE_RANK", elastic_machine=-1
+        "the environment sets none of NODE_RANK", elastic_machine=-1
     ),
     "machine beyond the last": machines(
-        "elastic_machine=2 is not the number of one of the 2", elastic_machine=2
+        "elastic_machine=2 is not the index of one of the 2", elastic_machine=2
     ),
     "slices that machines cannot share": machines(
-        "cannot be divided evenly among elastic_machines=3", elastic_machines=3
+        "cannot be divided evenly among 3 machines; .* of elastic_machines",
+        elastic_machines=3,
     ),
     "machines of a run that is not elastic": machines(
         "needs elastic_enabled=true", elastic_enabled=False

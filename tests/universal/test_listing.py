@@ -49,7 +49,7 @@ def test_a_check_shows_what_each_rule_makes_or_what_is_missing(tmp_path, capsys)
     for tree, num_bytes in (([], 16), (["tree.json"], 8)):
         assert main.main([*CHECK, *tree]) == 0
         assert capsys.readouterr().out.splitlines() == [
-            "layout.yml fits:",
+            "layout.yml matches:",
             "  layout.yml: rules[0]: 2 tensors to 1, 96 bytes",
             f"  layout.yml: rules[1]: 1 tensors to 1, {num_bytes} bytes",
         ]
