@@ -161,7 +161,7 @@ REFUSALS = {
         **{"length": 8, "packing": "concat_then_split", "max_examples": 2},
     ),
     "a further feature that rows have": in_rows(
-        r"rows always have \['inputs'\]",
+        r"includes \['inputs'\], which rows always have",
         numbers(0),
         **{"length": 8, "features": ("inputs",)},
     ),
@@ -270,13 +270,13 @@ REFUSALS = {
         modality="sounds",
     ),
     "a medium of another shape": row(media, error=DATA)(
-        r"'images' returned uint8\[2\], but its Modality says uint8\[3\]; resize, pad",
+        r"'images' returned uint8\[2\], but its Modality declares uint8\[3\]; resize",
         shape=(3,),
     ),
     # Keys.
     "an unknown key": in_keys("unknown key 'steps'; the nearest key of", steps=7),
     "packing and Parquet without logical shards": in_keys(
-        '^grain_file_type="parquet", packing=true requires logical shards; set num_log',
+        '^logical shards are required by grain_file_type="parquet", packing=true; set',
         **{"num_logical_shards": 0, "packing": True},
     ),
     "training files that match nothing": in_files(
@@ -308,14 +308,14 @@ REFUSALS = {
         "the chat template is invalid", chat_template="{% if %}"
     ),
     "a conversation that is text": in_turns(
-        "has a str, not a list of messages; list", "Hello"
+        "contains a str, not a list of messages; list", "Hello"
     ),
     "messages of another form": in_turns(
-        r"a message with \['from', 'value'\]; a message needs a role",
+        r"invalid message \(\['from', 'value'\]\); each message must have a role",
         [{"from": "human", "value": "a"}],
     ),
     "a message with a date": in_turns(
-        "has a date in a message; messages may contain only text, n",
+        "a message that contains a date; messages may contain only text, n",
         [{"role": "user", "content": datetime.date.today()}],
     ),
     "conversations of three columns": row(chat.Conversations)(
@@ -329,7 +329,7 @@ REFUSALS = {
         "not a list of tokens; use a tok", PRE_TOKENIZED, {"tokens": "text"}
     ),
     "tokens in place of text": in_document(
-        "has a ndarray, not text; set tokenizer=None",
+        "contains a ndarray, not text; .* set tokenizer=None",
         *(documents.Documents(), {"text": np.zeros(2)}),
     ),
     # Stages.
@@ -345,7 +345,7 @@ REFUSALS = {
         *({"begin_step": 0}, {"max_target_length": 3}),
     ),
     "stages of which some have a size": in_stages(
-        "some stages set global_batch_size, while others leave it 0 .*; use one of",
+        "some stages set global_batch_size, while others leave it at 0 .*; use the",
         *({"begin_step": 0}, {"begin_step": 5, "global_batch_size": 8}),
     ),
     "a stage with a key of the run": in_stages(
