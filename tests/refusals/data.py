@@ -121,7 +121,7 @@ REFUSALS = {
     ),
     "no file": row(ec.data.TFRecord)("pass a tuple of one or more", files=()),
     "a file twice": row(ec.data.ArrayRecord)(
-        "has 'a' twice; list it", files=("a", "b", "a")
+        "lists 'a' twice; list it", files=("a", "b", "a")
     ),
     "an index of Megatron": row(ec.data.Megatron)(
         "data.idx is not a .bin file", files=("data.idx",)

@@ -119,7 +119,7 @@ REFUSALS = {
         "elastic_enabled=true without hosts: set hosts and slices", elastic_enabled=True
     ),
     "files that are not there": run(
-        "grain_train_files: /absent/.* matches no file",
+        "grain_train_files: /absent/.* matches no files",
         code=1,
         change=IMPORTED,
         grain_train_files="/absent/*",

@@ -66,8 +66,8 @@ class Arrow(source.Source):
                 content.update(message.metadata)
                 if message.type != "record batch":
                     raise foreign(
-                        f"a {message.type} message at byte {start}: write the data"
-                        " without dictionaries, as one file or as Parquet"
+                        f"it has a {message.type} message at byte {start}; write the"
+                        " data as one file without dictionaries, or as Parquet"
                     )
                 # With no columns, nothing is decompressed.
                 batch = ipc.read_record_batch(message, pyarrow().schema([]))
@@ -97,7 +97,7 @@ class Arrow(source.Source):
             batch = pyarrow().ipc.read_record_batch(message, _schema(local, path))
         rows = batch.slice(first, index.block_records[block])
         if len(rows) < index.block_records[block]:
-            raise corrupt(f"it has {len(batch)} rows")
+            raise corrupt(f"the record batch has only {len(batch)} rows")
         read = rows.select(list(self.columns)) if self.columns else rows
         return columns.checked(read, corrupt, is_mapped=True)
 

@@ -35,7 +35,7 @@ class Columns(source.Block):
     Args:
       batch: the records.
       corrupt: a function that creates the error for an invalid value.
-      is_mapped: whether the batch is mapped from a file and takes no memory.
+      is_mapped: whether the batch is mapped from a file and uses no memory of its own.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class _Numbers:
         first, end = offsets[0], offsets[-1]
         numbers = column.values.slice(first, end - first)
         if numbers.null_count:
-            raise corrupt("a list of numbers has a null in it")
+            raise corrupt("a list of numbers contains a null")
         held = np.asarray(numbers)
         self._dtype = held.dtype
         is_kept = is_mapped and held.dtype in _TOKEN_TYPES

@@ -119,9 +119,11 @@ class JsonLines(LineFiles):
                 # Fails for half a pair.
                 json.dumps(fields, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
-            raise source.corrupt(place, f"cannot be read as JSON: {error}") from None
+            raise source.corrupt(place, f"it cannot be read as JSON: {error}") from None
         if not isinstance(fields, dict):
-            raise source.corrupt(place, f"a {type(fields).__name__}, not an object")
+            raise source.corrupt(
+                place, f"it is a {type(fields).__name__}, not an object"
+            )
         names = self.columns or tuple(fields)
         source.check_columns(place, names, sorted(fields), what="field")
         return {name: _value(fields[name]) for name in names}
@@ -130,12 +132,14 @@ class JsonLines(LineFiles):
         try:
             json.loads(line.decode())
         except (ValueError, RecursionError) as error:
-            raise source.LostError(f"its first or last line: {error}") from None
+            raise source.LostError(
+                f"its first or last line is not JSON: {error}"
+            ) from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text(LineFiles):
-    """Plain text in UTF-8 as a source: a document on each line, or in each file.
+    """UTF-8 plain text as a source: one document per line, or per file.
 
     Files that end in `.gz` or `.zst` are decompressed. An element has one column, the
     text without line ending or byte-order mark. Blank lines and files are skipped.
@@ -166,7 +170,7 @@ class Text(LineFiles):
 
     def _check(self, line: bytes) -> None:
         if b"\0" in line:
-            raise source.LostError("it has NUL bytes")
+            raise source.LostError("it contains NUL bytes")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

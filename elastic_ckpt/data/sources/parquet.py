@@ -92,7 +92,7 @@ class Parquet(source.Source):
                 with columns.damaged(corrupt):
                     batch = next(batches, None)
                 if batch is None or batch.num_rows != size:
-                    raise corrupt("its number of rows differs from the footer")
+                    raise corrupt("its number of rows differs from the footer's")
                 yield columns.checked(batch, corrupt)
 
 
@@ -126,7 +126,7 @@ def _footer(file: str, metadata: pq.FileMetaData) -> bytes:
                 min(_CHUNK_BYTES, left)
             )
             if 2 * _MAGIC in between:
-                raise source.foreign(file, "Parquet", "another file ends in it")
+                raise source.foreign(file, "Parquet", "another file ends inside it")
         stream.seek(footer)
         return stream.read()
 
