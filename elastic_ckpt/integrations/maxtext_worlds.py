@@ -1,4 +1,4 @@
-"""MaxText on hosts that are lost and rejoin, on one or several machines.
+"""MaxText on hosts that are lost and rejoin, on one or more machines.
 
 Supervisors start worlds as `elastic-ckpt train` does. On each host of a world, MaxText
 runs with the same global batch and leaves when asked to.
@@ -40,7 +40,7 @@ def run(
         `elastic_machines`, each machine has a supervisor.
       arguments: MaxText's arguments.
       emit: shows the events.
-      train: the program to run on each host, picklable; by default MaxText.
+      train: a picklable function to run on each host; by default, it runs MaxText.
 
     Returns:
       Whether the run was asked to stop before its last step.

@@ -143,16 +143,16 @@ REFUSALS = {
         local_checkpoint_period=100,
         multi_tier_checkpointing_backup_interval_steps=2,
     ),
-    "hosts without a name": on_hosts("hosts=2 needs run_name", run_name=None),
+    "hosts without a name": on_hosts("hosts=2 requires run_name", run_name=None),
     "hosts without a batch": on_hosts(
-        "hosts=2 needs per_device_batch_size", per_device_batch_size=None
+        "hosts=2 requires per_device_batch_size", per_device_batch_size=None
     ),
     "hosts that accumulate": on_hosts(
-        "gradient_accumulation_steps with hosts=2: omit it; fewer",
+        "gradient_accumulation_steps with hosts=2: omit it; while",
         gradient_accumulation_steps=2,
     ),
     "hosts with a ramp": on_hosts(
-        "enable_rampup_batch_size and elastic_enabled with hosts=2: in the ramp, few",
+        "enable_rampup_batch_size and elastic_enabled with hosts=2: during the ramp",
         enable_rampup_batch_size="true",
         elastic_enabled="true",
     ),
