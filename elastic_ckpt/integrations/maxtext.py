@@ -145,7 +145,7 @@ class Run:
     ) -> Manager | None:
         """Creates the run's record and checkpoint manager."""
         del original, rest
-        self._end_parts(errors.StoppedError("MaxText begins again"))
+        self._end_parts(errors.StoppedError("MaxText is starting over"))
         with past_maxtext():
             self._config = config
             self._data_keys = maxtext_keys.data_keys(config, self._ours)

@@ -206,8 +206,8 @@ def check(given: Mapping[str, Any], known: Collection[str]) -> None:
         if key.split(".")[0] not in every:
             (near,) = difflib.get_close_matches(key, every, n=1, cutoff=0.0)
             raise errors.ConfigError(
-                f"{_PLACE}: unknown key {key!r}; neither MaxText nor elastic_ckpt has"
-                f" this key: did you mean {near!r}?"
+                f"{_PLACE}: unknown key {key!r}: neither MaxText nor elastic_ckpt has"
+                f" this key; did you mean {near!r}?"
             )
     for key in ("per_device_batch_size", "eval_per_device_batch_size"):
         rows = given.get(key)
@@ -297,7 +297,7 @@ def data_keys(
         for key, value in vars(section).items():
             if vars(stage)[key] != value and key not in _OF_STAGES:
                 _refuse(
-                    f"data_stages: the stage that begins at step {begin} sets {key}",
+                    f"{key} in the stage of data_stages that begins at step {begin}",
                     "MaxText uses one value for the whole run; in a stage, set only"
                     f" {' or '.join(_OF_STAGES)}",
                 )
@@ -357,7 +357,7 @@ def supervised(given: Mapping[str, Any]) -> schema.Config:
         )
     if config.data.enable_rampup_batch_size and config.elastic.elastic_enabled:
         _refuse(
-            f"enable_rampup_batch_size and elastic_enabled with hosts={hosts}",
+            f"enable_rampup_batch_size with elastic_enabled and hosts={hosts}",
             "during the ramp, fewer slices would get smaller batches; set one of these"
             " keys to false",
         )
@@ -381,4 +381,4 @@ def _from_values(values: Mapping[str, Any]) -> schema.Config:
 
 
 def _refuse(what: str, remedy: str) -> None:
-    raise errors.ConfigError(f"{_PLACE}: {what}: {remedy}")
+    raise errors.ConfigError(f"{_PLACE}: {what} is not supported; {remedy}")

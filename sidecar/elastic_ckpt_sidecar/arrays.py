@@ -190,7 +190,7 @@ class HeadArrays:
         """The groups of leaves to save, and the values of each group.
 
         Raises:
-          CheckpointError: if a leaf cannot be saved. The message names the leaf.
+          CheckpointError: if a leaf cannot be saved. The message includes its path.
         """
         values = {path: capture.numbers(leaves[path]) for path in sorted(leaves)}
         return self._grouped(

@@ -151,7 +151,7 @@ REFUSALS = {
     "a packing that there is none of": in_rows(
         "packing='best'; choose one of first", numbers(0), packing="best", length=8
     ),
-    "rows of no token": in_rows("length=0; pass 1 or more", numbers(0), length=0),
+    "rows of no token": in_rows("length=0; pass at least 1", numbers(0), length=0),
     "a negative window": in_rows(
         "window=-1; pass 0 or m", numbers(0), length=8, window=-1
     ),

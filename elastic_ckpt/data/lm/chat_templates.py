@@ -191,9 +191,9 @@ def load_chat_template(
     text = text or (_of_file(files[0]) if files else "")
     if not text:
         raise errors.ConfigError(
-            f"no chat template: neither {_FILES[0]} nor the {_FIELD!r} field in"
-            f" {_FILES[1]} exists next to the tokenizer {of_tokenizer or tokenizer!r};"
-            " set chat_template_path to a template file"
+            f"no chat template was found: neither {_FILES[0]} nor the {_FIELD!r} field"
+            f" in {_FILES[1]} exists next to the tokenizer"
+            f" {of_tokenizer or tokenizer!r}; set chat_template_path to a template file"
         )
     special_tokens = getattr(tokenizer, "special_tokens", dict)()
     return ChatTemplate(text=text, special_tokens=special_tokens, date=date)

@@ -158,7 +158,7 @@ class Rows(shard_steps.Step[Row]):
             ("max_examples", max_examples, 0),
         ):
             if value < least:
-                raise errors.ConfigError(f"Rows: {name}={value}; pass {least} or more")
+                raise errors.ConfigError(f"Rows: {name}={value}; pass at least {least}")
         if max_examples and packing == CONCAT_THEN_SPLIT:
             raise errors.ConfigError(
                 f"Rows: max_examples={max_examples} does not work with"
@@ -553,8 +553,8 @@ def _flat(tokens: list[Any], dtype: Any) -> np.ndarray:
         if np.issubdtype(flat.dtype, np.integer):
             return token_numbers.narrowed(flat, place="a document to pack")
     raise errors.DataError(
-        f"a document to pack is a {[*others, *kinds][0].__name__} of the wrong form;"
-        " Rows accepts only one-dimensional arrays of integers, [tokens]"
+        f"a document to pack has the type {[*others, *kinds][0].__name__}; Rows accepts"
+        " only one-dimensional arrays of integers, [tokens]"
     )
 
 

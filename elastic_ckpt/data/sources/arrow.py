@@ -1,7 +1,7 @@
 """Arrow files, as Hugging Face `datasets` saves them, mapped into memory.
 
 A file is a stream of messages, with or without the frame of Arrow's file format.
-Finding the record batches takes a pass over the messages' metadata, once for each
+Finding the record batches requires a pass over the messages' metadata, once for each
 version of a file.
 """
 
@@ -177,4 +177,4 @@ def pyarrow() -> Any:
     Raises:
       ConfigError: if `pyarrow` is not installed.
     """
-    return extras.module("pyarrow", extra="parquet", otherwise="use other files")
+    return extras.module("pyarrow", extra="parquet", otherwise="use another format")

@@ -80,7 +80,7 @@ def find_files(patterns: str, *, key: str = "grain_train_files") -> tuple[str, .
       key: the configuration key of the patterns, for error messages.
 
     Raises:
-      DataError: if a pattern matches nothing. The message names the pattern.
+      DataError: if a pattern matches nothing. The message includes the pattern.
       ConfigError: if two patterns match the same file.
     """
     matched: dict[str, str] = {}
@@ -94,7 +94,7 @@ def find_files(patterns: str, *, key: str = "grain_train_files") -> tuple[str, .
         for match in matches:
             if match in matched:
                 raise errors.ConfigError(
-                    f"{key}: {matched[match]} and {pattern} both match {match}, which"
+                    f"{key}: {matched[match]} and {pattern} both match {match}, so it"
                     " would be read twice in each epoch; list each file once"
                 )
         matched |= dict.fromkeys(matches, pattern)

@@ -203,7 +203,7 @@ def _is_compressed(file: str) -> bool:
 def _decompressed(file: str, stream: BinaryIO) -> BinaryIO:
     if not _is_compressed(file):
         return stream
-    arrow = extras.module("pyarrow", extra="parquet", otherwise="decompress it")
+    arrow = extras.module("pyarrow", extra="parquet", otherwise="decompress it first")
     kind = _COMPRESSED[os.path.splitext(file.lower())[1]]
     read: Any = arrow.CompressedInputStream(arrow.PythonFile(stream, "r"), kind)
     return io.BufferedReader(read, _BUFFER_BYTES)

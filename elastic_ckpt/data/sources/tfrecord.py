@@ -61,7 +61,7 @@ class TFRecord(record_format.RecordFiles, source.WalkedFiles):
     def _element(self, record: bytes, place: str) -> source.Element:
         data = record[:-_FOOTER_BYTES]
         if _masked_crc(data) != _CRC.unpack_from(record, len(data))[0]:
-            raise source.corrupt(place, "its checksum differs")
+            raise source.corrupt(place, "its checksum does not match")
         return self._decoded(data, place)
 
 
