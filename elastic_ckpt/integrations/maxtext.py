@@ -1,9 +1,9 @@
 """Runs the installed MaxText with our batches, checkpoints and worlds.
 
-MaxText's own trainer, model and keys are used. `maxtext_hooks` replaces five of its
-functions with methods of `Run`, which remove our keys before MaxText checks its own,
-create the iterators and the checkpoint manager, decide whether to stop, and record each
-step in an `ec.RunDirectory`.
+The trainer, model and keys are MaxText's own. `maxtext_hooks` replaces five functions
+with methods of `Run`, which remove our keys before MaxText checks its own, create the
+iterators and the checkpoint manager, decide whether to stop, and record each step in an
+`ec.RunDirectory`.
 
 Our manager also saves and restores the data state, so MaxText does not handle iterator
 state.
@@ -56,7 +56,7 @@ def run(
 
     Args:
       arguments: MaxText's arguments, including our keys.
-      emit: shows the events of the run.
+      emit: a function that shows the run's events.
       world: the world that this process has joined as a host; None if MaxText joins one
         itself.
       started: the hosts and slices with which the run was started; by default, one of
@@ -255,7 +255,7 @@ class Run:
         learning_rate_schedule: Any,
         start_step: int = 0,
     ) -> Any:
-        """Creates MaxText's logger, which then also reports each step to us."""
+        """Creates MaxText's logger and makes it also report each step to us."""
         assert self._record is not None
         record = self._record
         self._done = start_step
@@ -447,7 +447,7 @@ class Manager:
 
     @property
     def __class__(self) -> type:
-        """Orbax's class, which MaxText asserts before a load; it is final."""
+        """Orbax's final class, which MaxText asserts before a load."""
         return ocp.training.Checkpointer
 
     @property
@@ -537,7 +537,7 @@ class PastMaxText(BaseException):
 
 @contextlib.contextmanager
 def past_maxtext(*, except_for: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Carries a block's errors past MaxText, except those types."""
+    """Carries a block's errors past MaxText, other than the types `except_for`."""
     try:
         yield
     except except_for:

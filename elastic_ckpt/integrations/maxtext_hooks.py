@@ -1,7 +1,7 @@
 """Everything that we use from MaxText: five functions to replace, and some names.
 
 MaxText has no interface for a library that provides a run's data, checkpoints and
-world. It looks its functions up by name at each call, so `maxtext.run` can replace five
+world. It looks up its functions by name at each call, so `maxtext.run` can replace five
 of them. Before a run, `check_installed` compares everything listed here with the
 installed MaxText.
 """
@@ -33,7 +33,7 @@ class Hook:
 
     Attributes:
       parameters: the names of the first parameters.
-      caller: module and name of the function that looks this one up by name.
+      caller: the module and name of the function that looks up this one by name.
     """
 
     module: str

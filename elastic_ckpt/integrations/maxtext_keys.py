@@ -169,7 +169,7 @@ def given(arguments: Sequence[str]) -> dict[str, Any]:
       arguments: MaxText's arguments; the first may be a YAML file.
 
     Raises:
-      ConfigError: if the file cannot be read, or is not YAML.
+      ConfigError: if the file cannot be read or is not YAML.
     """
     path, overrides = None, arguments
     if arguments and "=" not in arguments[0]:
@@ -323,7 +323,7 @@ def tiers(config: Any, ours: Ours) -> schema.Config:
 def check_vocabulary(config: Any, vocab_size: int) -> None:
     """Raises a ConfigError unless the model has a row for each of `vocab_size` tokens.
 
-    JAX would use the last row for larger token ids.
+    JAX would use the last row for larger token IDs.
     """
     if config.vocab_size < vocab_size:
         _refuse(

@@ -36,10 +36,10 @@ def run(
     """Trains on hosts of this machine and others until the run ends.
 
     Args:
-      config: the supervisor's configuration, see `maxtext_keys.supervised`. With
+      config: the supervisor's configuration; see `maxtext_keys.supervised`. With
         `elastic_machines`, each machine has a supervisor.
       arguments: MaxText's arguments.
-      emit: shows the events.
+      emit: a function that shows the events.
       train: a picklable function to run on each host; by default, it runs MaxText.
 
     Returns:

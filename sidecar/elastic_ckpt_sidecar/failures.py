@@ -1,8 +1,8 @@
 """Carries errors from a worker to the head.
 
-An exception reaches another process only as text, possibly in an exception class of the
-runtime. So a worker raises a mark followed by JSON, and the head converts the JSON to
-an error with the host name and the traceback.
+An exception reaches another process only as text, possibly in one of the runtime's own
+exception classes. So a worker raises a mark followed by JSON, and the head converts the
+JSON to an error with the host name and the traceback.
 """
 
 from __future__ import annotations

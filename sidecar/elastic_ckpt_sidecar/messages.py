@@ -78,9 +78,9 @@ def pauses() -> Iterator[None]:
 def release(worker: Any, *, wait: bool = True) -> None:
     """Releases a worker, an object of a colocated class, without waiting for it.
 
-    The wrapper of a colocated class is in reference cycles, and its finalizer logs an
-    error if the finalizer runs while the interpreter exits. So this function breaks the
-    cycles earlier.
+    The wrapper of a colocated class is part of reference cycles, and its finalizer logs
+    an error if it runs while the interpreter exits. So this function breaks the cycles
+    earlier.
     """
     del wait
     vars(worker).clear()

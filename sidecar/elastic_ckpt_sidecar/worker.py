@@ -40,9 +40,9 @@ def facts(call: jax.Array) -> jax.Array:
 class HostData:
     """One host's data, with methods that the head calls.
 
-    The head is ahead of the loop, so the host keeps its most recent states by number.
-    The number increases by one with each batch. At each load or change, the head
-    assigns a number that no host has used.
+    The head fetches batches ahead of the loop, so the host keeps its most recent states
+    by number. The number increases by one with each batch. At each load or change, the
+    head assigns a number that no host has used.
     """
 
     def __init__(self, rows: iterator.HostIterator) -> None:

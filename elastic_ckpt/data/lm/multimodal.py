@@ -44,7 +44,7 @@ class Encoded:
     Attributes:
       modality: the modality name.
       data: the bytes of an image or audio file.
-      num_tokens: the number of tokens that the model puts in its place.
+      num_tokens: the number of tokens that the model puts in place of the medium.
       placeholder: the token that stands for each of these tokens.
     """
 

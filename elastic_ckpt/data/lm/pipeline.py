@@ -93,7 +93,7 @@ class LanguagePipeline:
       documents: the encoder that converts records to tokens.
       length: the number of tokens in a row, L.
       truncate: whether longer documents are truncated; otherwise they are split.
-      window: the size of the shuffle window in examples; 0 does not shuffle.
+      window: the size of the shuffle window in examples; 0 disables shuffling.
       packing: one of `rows.PACKINGS`; if empty, each example is padded to a row.
       max_examples: the maximum number of examples in a packed row; 0 sets no limit.
       seed: the seed of every shuffle.

@@ -39,10 +39,10 @@ class Arrow(source.Source):
     It reads both of Arrow's formats, streams and files. `from_hf` creates a source from
     a Hugging Face dataset.
 
-    An element has the value of each column by name: lists of numbers as NumPy arrays,
-    text as `str`, nulls as None, and other values as Arrow converts them to Python.
-    Arrow files have no checksums: damage is only found if it makes a value invalid,
-    such as text that is not UTF-8.
+    An element maps each column name to a value: lists of numbers are NumPy arrays, text
+    is `str`, nulls are None, and other values are as Arrow converts them to Python.
+    Arrow files do not have checksums, so damage is only detected if it makes a value
+    invalid, such as text that is not UTF-8.
 
     Attributes:
       files: the paths or URIs of the files; a remote file is copied to this machine

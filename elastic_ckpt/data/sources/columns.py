@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def damaged(error_of: Callable[[object], Exception]) -> Iterator[None]:
-    """Converts Arrow's errors for bytes that it cannot decode."""
+    """Converts the errors that Arrow raises for bytes that it cannot decode."""
     import pyarrow as pa
 
     try:
@@ -80,7 +80,7 @@ def checked(
     *,
     is_mapped: bool = False,
 ) -> Columns:
-    """Returns the records of a batch that may be damaged."""
+    """Validates a batch that may be damaged, and returns its records."""
     with damaged(corrupt):
         # A damaged page may decode to offsets out of bounds or to invalid text.
         batch.validate(full=True)

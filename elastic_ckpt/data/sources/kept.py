@@ -50,7 +50,7 @@ class Kept(Generic[T]):
         """The value of a key, computed if it is not cached; errors are not cached.
 
         Args:
-          key: the key.
+          key: the cache key.
           make: a function that computes the value.
           submit: a function that calls its first argument with the others, in this or
             another thread.

@@ -1,7 +1,7 @@
 """Files of lines: JSON Lines and plain text.
 
 Each line that is not blank is a record. The blocks of a compressed file form a chain: a
-reader that starts in the middle must decompress everything before.
+reader that starts in the middle must decompress everything before that point.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ class LineFiles(source.WalkedFiles):
 class JsonLines(LineFiles):
     r"""JSON Lines as a source: a JSON object on each line.
 
-    Files that end in `.gz` or `.zst` are decompressed. An element has the value of each
-    field by name: lists of integers as int64 arrays, lists of floats as float64 arrays,
-    other values as `json` decodes them. A line is corrupt if it is not a JSON object,
-    or if a field would be lost or changed because a name occurs twice or a string has
-    half a surrogate pair (`\ud800`).
+    Files that end in `.gz` or `.zst` are decompressed. An element maps each field name
+    to a value: lists of integers are int64 arrays, lists of floats are float64 arrays,
+    and other values are as `json` decodes them. A line is corrupt if it is not a JSON
+    object, or if a field would be lost or changed because a name occurs twice or a
+    string contains half a surrogate pair (`\ud800`).
 
     Attributes:
       files: the paths or URIs of the files.

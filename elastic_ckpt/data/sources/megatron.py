@@ -1,7 +1,7 @@
 """Megatron's indexed datasets: tokens in a `.bin` file, offsets in an `.idx` file.
 
 An index (`megatron.core.datasets.indexed_dataset`) has a magic number, a version, the
-token type, the numbers of sequences and documents, and then arrays: the length of each
+token type, the counts of sequences and documents, and then arrays: the length of each
 sequence, its offset in the `.bin` file, and the first sequence of each document. Both
 files are mapped into memory.
 """
@@ -39,8 +39,8 @@ class Megatron(source.Source):
     """Megatron's `.bin` files as a source, each with its `.idx` next to it.
 
     An element has one column, a document's tokens, in the file's token type. The files
-    have no checksums: the index is only checked to be complete and within the bounds of
-    its `.bin` file.
+    do not have checksums, so the index is only checked to be complete and within the
+    bounds of its `.bin` file.
 
     Attributes:
       files: the paths or URIs of the `.bin` files; remote files are copied to this

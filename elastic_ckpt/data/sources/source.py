@@ -242,7 +242,7 @@ class Source(abc.ABC):
 
 
 def _kept(kind: str, key: storage.Json, find: Callable[[], Found]) -> dict[str, Any]:
-    # The result of `find`, cached on disk under everything that it depends on.
+    # The result of `find`, cached on disk with everything it depends on as the key.
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = f"{digest.json_digest(key)}.json"
     path = epath.Path(root) / "elastic_ckpt" / kind / name
@@ -350,7 +350,7 @@ class WalkedFiles(RawFiles):
         A whole file is also checked for completeness.
 
         Raises:
-          LostError: at damage.
+          LostError: where the file is damaged.
           DataError: if part of a whole file would be skipped.
         """
 
