@@ -266,7 +266,7 @@ REFUSALS = {
         "choose first_fit or best_fit", packing="concat_then_split"
     ),
     "a medium of a kind that there is none of": row(media, error=DATA)(
-        r"modality 'sounds' with num_tokens=1; use one of \['images'\]",
+        r"modality 'sounds' and num_tokens=1; modality must be one of \['images'\]",
         modality="sounds",
     ),
     "a medium of another shape": row(media, error=DATA)(
