@@ -323,11 +323,13 @@ def describe(data: data_keys.DataKeys) -> str:
     for begin, section in data_keys.stages(data):
         if data.data_stages:
             size = section.global_batch_size
-            each = f"{size}" if size else f"{section.per_device_batch_size:g} a device"
+            each = (
+                f"{size}" if size else f"{section.per_device_batch_size:g} per device"
+            )
             packing = section.grain_packing_type if section.packing else "unpacked"
             described.append(
                 f"stage from step {begin:,}: rows of {section.max_target_length}"
-                f" tokens, {packing}, {each} in a batch"
+                f" tokens, {packing}, {each} in each batch"
             )
         parts = _parts(section)
         total = sum(part.weight for part in parts)
