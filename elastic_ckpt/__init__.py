@@ -1,4 +1,4 @@
-"""Elastic data and checkpoints for JAX: a run continues on the hosts that are there."""
+"""Elastic data and checkpoints for JAX: a run continues on whatever hosts it has."""
 
 from etils import epy
 

@@ -39,9 +39,9 @@ def batches(
     """Iterates over the global batches of `data`, as arrays sharded over `mesh`.
 
     The batches and their order are the same on every mesh. Each host loads the rows
-    that its devices hold; if several hosts hold the same rows, as in a tensor-parallel
+    that its devices hold; if multiple hosts hold the same rows, as in a tensor-parallel
     group, each of them loads these rows. The iterator is a checkpointable: save it with
-    the model, and load it to continue with the next batch, on any number of hosts.
+    the model, and load it to continue with the next batch on any number of hosts.
 
     Args:
       data: the result of `ec.data.from_config`, `positional` or `sharded`.
@@ -51,8 +51,9 @@ def batches(
         batch is replicated over all other axes. `example_id` is sharded by rows only.
         By default, rows are sharded over the only axis of the mesh, or over its axes
         named batch, data, fsdp, replica and slice.
-      global_batch_size: rows of a global batch, B; a multiple of the product of the
-        sizes of the axes that shard rows. A stage of the data may override this size.
+      global_batch_size: the number of rows in a global batch, B; a multiple of the
+        product of the sizes of the axes that shard rows. A stage of the data may
+        override it.
       colocated: whether workers in colocated Python, on the accelerator hosts, read the
         data; by default, they do if this process controls other hosts.
       read_ahead: how far each host reads ahead of the loop: a number of batches, or
@@ -60,8 +61,8 @@ def batches(
 
     Raises:
       ConfigError: if `data` is anything else, such as a Grain dataset, if `spec` does
-        not match the mesh, or if the rows cannot be divided over their axes. Other dims
-        are checked with the first batch.
+        not match the mesh, or if the rows cannot be split evenly over their axes. Other
+        dims are checked with the first batch.
     """
     elastic_data.check(data, caller="ec.batches")
     if not isinstance(mesh, Mesh):
@@ -140,12 +141,12 @@ class Checkpointer(checkpointer.HostsCheckpointer):
           context: Orbax's context for all calls outside a `with` block of another
             context.
           read_only: whether to only read the steps in storage and in this machine's
-            RAM, while another program writes them. Saving is then an error.
+            RAM, which another process may be writing. Saving is then an error.
 
         Raises:
           ConfigError: if the tiers are incompatible or differ between hosts.
-          RunError: if a host cannot be reached, the RAM disk is in use or holds steps
-            of another run, or another program writes to the same storage.
+          RunError: if a host cannot be reached, if the RAM disk is in use or stores
+            steps of a different run, or if another run writes to the same storage.
         """
         chosen = Chosen.from_choices(tiers, read_only=read_only)
         mesh = mesh or Mesh(np.array(jax.devices()), ("device",))

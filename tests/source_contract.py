@@ -335,7 +335,7 @@ class SourceContract:
         os.rename(files[2], files[2] + ".moved")
         # An open file would outlive its name.
         arrayrecord._opened.cache_clear()
-        with self.refused(files[2], "cannot be read, after 4 tries"):
+        with self.refused(files[2], "reading failed 4 times"):
             delivered.extend(elements)
         assert "skipped" not in elements.get_state()
         os.rename(files[2] + ".moved", files[2])

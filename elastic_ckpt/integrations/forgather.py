@@ -2,7 +2,7 @@
 
 A checkpoint is a directory with the weights, which `ec.universal` reads, a `torch.save`
 file for each component and each process that saved it, and `checkpoint_manifest.json`,
-which has each component's sharing pattern.
+which lists each component's sharing pattern.
 
     checkpoint = forgather.Checkpoint.open("output/checkpoint-500")
     optimizer = checkpoint.state("optimizer")  # one for all: global, replicated
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from elastic_ckpt import components as ec_components
 
 MANIFEST = "checkpoint_manifest.json"
-# The suffix of file names after the component's name, by pattern.
+# The suffix of file names after the component's name, keyed by pattern.
 _SUFFIXES = {
     "global": "",
     "replicated": "",
@@ -48,8 +48,8 @@ class Component:
     Attributes:
       pattern: the sharing pattern: `global`, `replicated`, `per_rank`, `per_group` or
         `per_node`.
-      files: file names by the rank that saved the file: the leader of a group or node;
-        0 for a global or replicated component.
+      files: a dict from rank to the name of the file that the rank saved. The rank is
+        the leader's for a group or node; 0 for a global or replicated component.
     """
 
     pattern: str
@@ -65,7 +65,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: epath.PathLike) -> Checkpoint:
-        """Reads the manifest and lists the files, but reads no state.
+        """Reads the manifest and lists the files, without reading any state.
 
         Raises:
           FormatError: if the manifest, or a file that it lists, is missing.
@@ -81,28 +81,29 @@ class Checkpoint:
             }
         except (AttributeError, KeyError, TypeError) as error:
             raise FormatError(
-                f"{manifest} is not a checkpoint's manifest: {error!r}"
+                f"{manifest} is not a valid Forgather manifest ({error!r}); restore it"
+                " from a good copy"
             ) from None
         return cls(path=directory, components=components)
 
     def state(self, key: str) -> Any:
-        """Reads the state of a component that all processes share, with NumPy arrays.
+        """Reads, with NumPy arrays, the state of a component that all processes share.
 
         Raises:
-          FormatError: if there is no such component, or the component has several
+          FormatError: if there is no such component, or the component has multiple
             states, which `states` reads.
         """
         component = self._held(key)
         if _SUFFIXES[component.pattern]:
             raise FormatError(
-                f"{self.path}: {key} is {component.pattern}, one for each of"
-                f" {sorted(component.files)}; read them with `states` and merge them"
-                " with your own function"
+                f"{self.path}: {key} is {component.pattern}, with a separate state for"
+                f" each of the ranks {sorted(component.files)}; read the states with"
+                " `states`, and merge them with your own function"
             )
         return self.states(key)[0]
 
     def states(self, key: str) -> dict[int, Any]:
-        """Reads a component's states, by the rank that saved each state.
+        """Reads a component's states, keyed by the rank that saved each state.
 
         Raises:
           FormatError: if there is no such component, or a file cannot be read.
@@ -113,20 +114,20 @@ class Checkpoint:
         }
 
     def load_into(self, components: Mapping[str, ec_components.Component]) -> list[str]:
-        """Sets components to the states with the same names and patterns.
+        """Restores each component from the saved state with the same name and pattern.
 
-        States of ranks, nodes and groups are numbered in the order of the ranks that
-        saved them. This is the order of coordinates if ranks fill the mesh in its
-        order. `on_resize` sets a component with a different pattern or number of
-        states. If any state cannot be read, no component is set.
+        The states of ranks, nodes and groups are ordered by the rank that saved them.
+        This is the order of their mesh coordinates if ranks fill the mesh in order. If
+        the pattern or number of states differs, the component's `on_resize` is called.
+        If any state cannot be read, no component is restored.
 
         Args:
-          components: `ec.components` by name, such as `Replicated({})` for a scheduler.
-            If a component has an object, its `set_state` or `load_state_dict` is
-            called.
+          components: components by name. If a component has an object, the object's
+            `set_state` or `load_state_dict` is called.
 
         Returns:
-          The names of the components that were set; optional ones may be missing.
+          The names of the components that were restored; optional components may be
+          missing.
 
         Raises:
           CheckpointError: if a required component is missing, a file cannot be read, or
@@ -157,8 +158,8 @@ class Checkpoint:
     def _held(self, key: str) -> Component:
         if key not in self.components:
             raise FormatError(
-                f"{self.path} has no component {key!r}; it has"
-                f" {sorted(self.components)}, and ec.universal reads the weights"
+                f"{self.path} has no component {key!r}, only"
+                f" {sorted(self.components)}; to read the weights, use ec.universal"
             )
         return self.components[key]
 
@@ -180,7 +181,8 @@ def _component(
             files[rank] = found
     if missing:
         raise FormatError(
-            f"{manifest} lists {key} ({pattern}), but its files for the ranks"
-            f" {errors.first_of(missing)} are missing; copy the whole checkpoint"
+            f"{manifest} lists {key} ({pattern}), but the files of ranks"
+            f" {errors.first_of(missing)} are missing; copy the checkpoint again, with"
+            " all of its files"
         )
     return Component(pattern=pattern, files=files)

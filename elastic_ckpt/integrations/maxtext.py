@@ -1,11 +1,11 @@
-"""Runs the installed MaxText on our batches, checkpoints and worlds.
+"""Runs the installed MaxText with our batches, checkpoints and worlds.
 
-MaxText's own trainer, model and keys are used. `maxtext_hooks` replaces five of its
-functions with methods of `Run`, which remove our keys before MaxText checks its own,
-create the iterators and the checkpoint manager, decide whether to stop, and record each
-step in an `ec.RunDirectory`.
+The trainer, model and keys are MaxText's own. `maxtext_hooks` replaces five functions
+with methods of `Run`, which remove our keys before MaxText checks its own, create the
+iterators and the checkpoint manager, decide whether to stop, and record each step in an
+`ec.RunDirectory`.
 
-Our manager also saves and restores the data state, so MaxText handles no iterator
+Our manager also saves and restores the data state, so MaxText does not handle iterator
 state.
 """
 
@@ -56,10 +56,11 @@ def run(
 
     Args:
       arguments: MaxText's arguments, including our keys.
-      emit: shows the events of the run.
+      emit: a function that shows the run's events.
       world: the world that this process has joined as a host; None if MaxText joins one
         itself.
-      started: the hosts and slices with which the run was started; by default one.
+      started: the hosts and slices with which the run was started; by default, one of
+        each.
 
     Raises:
       ConfigError: if MaxText is missing or has an unsupported version, or if its
@@ -114,12 +115,12 @@ class Run:
         self._config: Any = None
         self._ours: maxtext_keys.Ours = {}
         self._data_keys = data_keys.DataKeys()
-        # The parts that MaxText got; after an elastic event under Pathways, it gets new
-        # ones.
+        # The parts that MaxText uses; after an elastic event under Pathways, it gets
+        # new parts.
         self._record: ec.RunDirectory | None = None
         self._manager: Manager | None = None
         self._data: list[Data] = []
-        # Rows of a global batch at the previous start; 0 if there was none.
+        # Rows of a global batch in the previous attempt; 0 if there was none.
         self._rows_before = 0
         # Rows of the previous batch, and MaxText's batch sizes during a ramp.
         self._rows = 0
@@ -128,7 +129,7 @@ class Run:
         self._batch: elastic_data.Batch | None = None
         # Completed steps.
         self._done = 0
-        # The newest step about which MaxText asked, and the answer.
+        # The newest step for which MaxText asked whether to stop, and the answer.
         self._asked: tuple[int, str | None] = (-1, None)
 
     def prepare(
@@ -144,7 +145,7 @@ class Run:
     ) -> Manager | None:
         """Creates the run's record and checkpoint manager."""
         del original, rest
-        self._end_parts(errors.StoppedError("MaxText begins again"))
+        self._end_parts(errors.StoppedError("MaxText is starting over"))
         with past_maxtext():
             self._config = config
             self._data_keys = maxtext_keys.data_keys(config, self._ours)
@@ -186,7 +187,7 @@ class Run:
         return self._manager
 
     def _kept(self, chosen: schema.Config) -> schema.Config:
-        # The configuration that the run directory keeps.
+        # The configuration that the run directory stores.
         config, started = self._config, self._started
         return dataclasses.replace(
             started,
@@ -254,7 +255,7 @@ class Run:
         learning_rate_schedule: Any,
         start_step: int = 0,
     ) -> Any:
-        """Creates MaxText's logger, which then also reports each step to us."""
+        """Creates MaxText's logger and makes it also report each step to us."""
         assert self._record is not None
         record = self._record
         self._done = start_step
@@ -330,7 +331,7 @@ class Run:
                 self._sizes = maxtext_hooks.RAMP.look_up()(self._config, self._done)
             rows = self._sizes.global_batch_size_current
         is_other, self._rows = rows != self._rows, rows
-        # A new batch size needs a new program.
+        # The step is recompiled for a new batch size.
         self.begin(watch.COMPILE if is_other else "step")
         if is_other and self._sizes is not None:
             batches.resize(rows)
@@ -349,7 +350,7 @@ class Run:
         return next(batches)
 
     def close(self) -> None:
-        """Waits for saves and closes all parts that MaxText had."""
+        """Waits for saves and closes all parts that MaxText used."""
         self.begin(watch.CLOSE)
         try:
             for each in self._data:
@@ -371,7 +372,7 @@ class Run:
             atexit.register(_end)
 
     def _end_parts(self, error: BaseException) -> None:
-        # Waits for nothing because hosts may be gone.
+        # Does not wait, because hosts may be gone.
         checkpointer = self._manager.checkpointer if self._manager else None
         parts: list[Any] = [checkpointer, self._record]
         of_error = (type(error), error, error.__traceback__)
@@ -421,10 +422,10 @@ class Data:
 
 
 class Manager:
-    """The methods that MaxText calls on its checkpoint manager, over our tiers.
+    """The methods that MaxText calls on its checkpoint manager, for our tiers.
 
-    Each step is saved with the data state of `run`. `validation` compares the replicas
-    of the state that is saved.
+    Each step is saved with the data state of `run`. Before each save, `validation`
+    compares the replicas of the state.
     """
 
     def __init__(
@@ -446,7 +447,7 @@ class Manager:
 
     @property
     def __class__(self) -> type:
-        """Orbax's class, which MaxText asserts before a load; it is final."""
+        """Orbax's final class, which MaxText asserts before a load."""
         return ocp.training.Checkpointer
 
     @property
@@ -459,13 +460,13 @@ class Manager:
         """Only the newest complete step.
 
         Before each save, MaxText checks here whether the step already exists; listing
-        all tiers would delay the training.
+        all tiers would delay training.
         """
         latest = self.checkpointer.latest
         return [] if latest is None else [latest]
 
     def should_save(self, step: int) -> bool:
-        """Whether a tier is due at `step`."""
+        """Whether a save to any tier is due at `step`."""
         return step == self._last_step or self.checkpointer.should_save(step)
 
     def save_checkpointables_async(
@@ -536,7 +537,7 @@ class PastMaxText(BaseException):
 
 @contextlib.contextmanager
 def past_maxtext(*, except_for: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Carries a block's errors past MaxText, except those types."""
+    """Carries a block's errors past MaxText, other than the types `except_for`."""
     try:
         yield
     except except_for:

@@ -1,7 +1,7 @@
 """Everything that we use from MaxText: five functions to replace, and some names.
 
 MaxText has no interface for a library that provides a run's data, checkpoints and
-world. It looks its functions up by name at each call, so `maxtext.run` can replace five
+world. It looks up its functions by name at each call, so `maxtext.run` can replace five
 of them. Before a run, `check_installed` compares everything listed here with the
 installed MaxText.
 """
@@ -33,7 +33,7 @@ class Hook:
 
     Attributes:
       parameters: the names of the first parameters.
-      caller: module and name of the function that looks this one up by name.
+      caller: the module and name of the function that looks up this one by name.
     """
 
     module: str
@@ -79,7 +79,7 @@ _CHECKPOINTING = "maxtext.common.checkpointing"
 _TRAIN_UTILS = "maxtext.utils.train_utils"
 _SET_UP = (_TRAIN_UTILS, "setup_train_loop")
 
-# Prepares the keys that MaxText has read for its checks.
+# Prepares the keys that MaxText has read, before MaxText checks them.
 PREPARE = Hook(
     module=_CONFIG,
     name="_prepare_for_pydantic",
@@ -138,7 +138,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def check_installed() -> None:
-    """Raises a ConfigError unless the installed MaxText has every name."""
+    """Raises a ConfigError unless the installed MaxText has every name and hook."""
     for each in (*NAMES, *HOOKS):
         each.check()
 
@@ -153,7 +153,7 @@ def keys() -> Collection[str]:
     if package is None:
         raise errors.ConfigError(
             "MaxText is not installed next to elastic_ckpt; create the environment that"
-            " docs/pages/guides/maxtext.md describes, and run this in it"
+            " docs/pages/guides/maxtext.md describes, and run this command in it"
         )
     for place in package.submodule_search_locations or ():
         # An installed MaxText looks for its tokenizers in the directory of a clone.
@@ -173,6 +173,6 @@ def _look_up(module: str, name: str) -> Any:
 def _refuse(what: str) -> NoReturn:
     raise errors.ConfigError(
         f"MaxText {metadata.version('maxtext')} {what}: elastic_ckpt supports MaxText"
-        f" {TESTED_VERSION}; install maxtext=={TESTED_VERSION} as in"
-        " docs/pages/guides/maxtext.md, or a newer elastic_ckpt"
+        f" {TESTED_VERSION}; install maxtext=={TESTED_VERSION} as described in"
+        " docs/pages/guides/maxtext.md, or install a newer elastic_ckpt"
     )

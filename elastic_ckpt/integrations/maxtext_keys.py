@@ -121,13 +121,16 @@ _OF_SUPERVISOR = (
 )
 
 _PLACE = "MaxText's configuration"
-_ROWS = "it has no effect: a global batch is {} times the number of devices; set that"
-_SAME_END = "set it to false; all hosts stop at the same batch here"
+_ROWS = (
+    "it has no effect, because a global batch is {0} times the number of devices; set"
+    " {0} instead"
+)
+_SAME_END = "set it to false; here, all hosts stop at the same batch"
 # Keys with a single accepted value, and the remedy for other values.
 _REFUSED = {
     "expansion_factor_real_data": (
         -1,
-        "keep it at -1; any number of hosts can read any checkpoint here",
+        "keep it at -1; here, any number of hosts can read any checkpoint",
     ),
     "formatting_func_path": ("", "apply the function when you write the files"),
     "generate_padding_batch_train": (False, _SAME_END),
@@ -139,7 +142,7 @@ _REFUSED = {
     ),
     "use_dpo": (
         False,
-        "set it to false; MaxText's preference trainer saves no data state",
+        "set it to false; MaxText's preference trainer does not save the data state",
     ),
     "use_multimodal": (
         False,
@@ -166,7 +169,7 @@ def given(arguments: Sequence[str]) -> dict[str, Any]:
       arguments: MaxText's arguments; the first may be a YAML file.
 
     Raises:
-      ConfigError: if the file cannot be read, or is not YAML.
+      ConfigError: if the file cannot be read or is not YAML.
     """
     path, overrides = None, arguments
     if arguments and "=" not in arguments[0]:
@@ -190,8 +193,8 @@ def check(given: Mapping[str, Any], known: Collection[str]) -> None:
       known: MaxText's keys.
 
     Raises:
-      ConfigError: if a key is unknown or unsupported; the message has the key and the
-        remedy.
+      ConfigError: if a key is unknown or unsupported; the message includes the key and
+        the remedy.
       DataError: if data files are missing.
     """
     every = {*known, *OWN_KEYS}
@@ -203,8 +206,8 @@ def check(given: Mapping[str, Any], known: Collection[str]) -> None:
         if key.split(".")[0] not in every:
             (near,) = difflib.get_close_matches(key, every, n=1, cutoff=0.0)
             raise errors.ConfigError(
-                f"{_PLACE}: unknown key {key!r}, of neither MaxText nor elastic_ckpt;"
-                f" did you mean {near!r}?"
+                f"{_PLACE}: unknown key {key!r}: neither MaxText nor elastic_ckpt has"
+                f" this key; did you mean {near!r}?"
             )
     for key in ("per_device_batch_size", "eval_per_device_batch_size"):
         rows = given.get(key)
@@ -218,10 +221,10 @@ def check(given: Mapping[str, Any], known: Collection[str]) -> None:
 
 
 def divide(raw_keys: Mapping[str, Any]) -> tuple[dict[str, Any], Ours]:
-    """Divides the keys that MaxText has read into MaxText's and ours.
+    """Splits the keys that MaxText has read into MaxText's and ours.
 
-    MaxText sees grain, but not its elastic iterator, colocated Python, tiers or a ramp:
-    its checks and machinery for these do not apply to ours.
+    MaxText sees grain, but not its elastic iterator, colocated Python, tiers or a ramp,
+    because its checks and machinery for these do not apply to ours.
 
     Raises:
       ConfigError: if a different pipeline, or elastic training without hosts, is
@@ -242,15 +245,15 @@ def divide(raw_keys: Mapping[str, Any]) -> tuple[dict[str, Any], Ours]:
     if theirs.get("elastic_enabled") and not theirs.get("enable_single_controller"):
         _refuse(
             "elastic_enabled=true without hosts",
-            "set hosts and slices to the numbers that this program should start here,"
-            " or enable_single_controller=true under Pathways, where MaxText itself"
-            " handles lost slices",
+            "set hosts and slices to the numbers of hosts and slices to start here, or,"
+            " under Pathways, where MaxText itself handles lost slices, set"
+            " enable_single_controller=true",
         )
     if not ours.get("num_logical_shards"):
         raise errors.ConfigError(
             f"{_PLACE}: num_logical_shards is not set; choose it once for the whole"
-            " run, as a multiple of each number of hosts that you may use:"
-            " `elastic-ckpt plan --hosts 2,4,8 --batches 64,128` suggests one"
+            " run, as a multiple of every host count that you may use;"
+            " `elastic-ckpt plan --hosts 2,4,8 --batches 64,128` suggests a value"
         )
     for key in (
         "colocated_python_data_input",
@@ -271,15 +274,15 @@ def divide(raw_keys: Mapping[str, Any]) -> tuple[dict[str, Any], Ours]:
 def data_keys(
     config: Any, ours: Ours, *, evaluation: bool = False
 ) -> data_section.DataKeys:
-    """A MaxText configuration's training or evaluation data.
+    """The data keys of a MaxText configuration, for training or evaluation.
 
     Args:
       config: an object with MaxText's keys as attributes.
       ours: the keys that `divide` removed.
-      evaluation: whether to return the evaluation data.
+      evaluation: whether to return the keys for the evaluation data.
 
     Raises:
-      ConfigError: if a key is unsupported; the message has the key.
+      ConfigError: if a key is unsupported; the message includes the key.
     """
     values = {key: getattr(config, key) for key in DATA_KEYS if key not in ours}
     values |= {key: ours[key] for key in _HIDDEN_DATA_KEYS if key in ours}
@@ -294,22 +297,22 @@ def data_keys(
         for key, value in vars(section).items():
             if vars(stage)[key] != value and key not in _OF_STAGES:
                 _refuse(
-                    f"data_stages: the stage that begins at step {begin} sets {key}",
-                    "MaxText uses one value for the whole run; set only"
-                    f" {' or '.join(_OF_STAGES)} there",
+                    f"{key} in the stage of data_stages that begins at step {begin}",
+                    "MaxText uses one value for the whole run; in a stage, set only"
+                    f" {' or '.join(_OF_STAGES)}",
                 )
     return section
 
 
 def tiers(config: Any, ours: Ours) -> schema.Config:
-    """A MaxText configuration's checkpoint tiers and metrics.
+    """The checkpoint tiers and metrics of a MaxText configuration.
 
     Args:
       config: an object with MaxText's keys as attributes.
       ours: the keys that `divide` removed.
 
     Raises:
-      ConfigError: if a value is invalid; the message has the key.
+      ConfigError: if a value is invalid; the message includes the key.
     """
     key = "enable_multi_tier_checkpointing"
     values = {key: getattr(config, key) for key in TIER_KEYS}
@@ -320,7 +323,7 @@ def tiers(config: Any, ours: Ours) -> schema.Config:
 def check_vocabulary(config: Any, vocab_size: int) -> None:
     """Raises a ConfigError unless the model has a row for each of `vocab_size` tokens.
 
-    JAX would use the last row for larger token ids.
+    JAX would use the last row for larger token IDs.
     """
     if config.vocab_size < vocab_size:
         _refuse(
@@ -336,7 +339,8 @@ def supervised(given: Mapping[str, Any]) -> schema.Config:
       The hosts and slices to start here; `hosts` is 1 if there are none to start.
 
     Raises:
-      ConfigError: if a value is invalid or a key is missing; the message has the key.
+      ConfigError: if a value is invalid or a key is missing; the message includes the
+        key.
     """
     config = _from_values({key: given[key] for key in _OF_SUPERVISOR if key in given})
     hosts = config.world.hosts
@@ -344,18 +348,18 @@ def supervised(given: Mapping[str, Any]) -> schema.Config:
         return config
     for key in ("run_name", "base_output_directory", "per_device_batch_size"):
         if not given.get(key):
-            raise errors.ConfigError(f"{_PLACE}: hosts={hosts} needs {key}")
+            raise errors.ConfigError(f"{_PLACE}: hosts={hosts} requires {key}; set it")
     if given.get("gradient_accumulation_steps", 1) != 1:
         _refuse(
             f"gradient_accumulation_steps with hosts={hosts}",
-            "omit it; fewer slices accumulate gradients automatically, and"
-            " per_device_batch_size is for all slices",
+            "omit it; while slices are missing, gradients are accumulated"
+            " automatically, and per_device_batch_size applies to all slices together",
         )
     if config.data.enable_rampup_batch_size and config.elastic.elastic_enabled:
         _refuse(
-            f"enable_rampup_batch_size and elastic_enabled with hosts={hosts}",
-            "in the ramp, fewer slices would get smaller batches; set one of them to"
-            " false",
+            f"enable_rampup_batch_size with elastic_enabled and hosts={hosts}",
+            "during the ramp, fewer slices would get smaller batches; set one of these"
+            " keys to false",
         )
     rows = config.data.per_device_batch_size * hosts * config.world.devices_per_host
     # The ramp is MaxText's own.
@@ -377,4 +381,4 @@ def _from_values(values: Mapping[str, Any]) -> schema.Config:
 
 
 def _refuse(what: str, remedy: str) -> None:
-    raise errors.ConfigError(f"{_PLACE}: {what}: {remedy}")
+    raise errors.ConfigError(f"{_PLACE}: {what} is not supported; {remedy}")

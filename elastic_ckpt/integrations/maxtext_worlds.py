@@ -1,4 +1,4 @@
-"""MaxText on hosts that are lost and rejoin, on one or several machines.
+"""MaxText on hosts that are lost and rejoin, on one or more machines.
 
 Supervisors start worlds as `elastic-ckpt train` does. On each host of a world, MaxText
 runs with the same global batch and leaves when asked to.
@@ -36,11 +36,11 @@ def run(
     """Trains on hosts of this machine and others until the run ends.
 
     Args:
-      config: the supervisor's configuration, see `maxtext_keys.supervised`. With
+      config: the supervisor's configuration; see `maxtext_keys.supervised`. With
         `elastic_machines`, each machine has a supervisor.
       arguments: MaxText's arguments.
-      emit: shows the events.
-      train: the program to run on each host, picklable; by default MaxText.
+      emit: a function that shows the events.
+      train: a picklable function to run on each host; by default, it runs MaxText.
 
     Returns:
       Whether the run was asked to stop before its last step.

@@ -8,9 +8,9 @@
         ),
     )
 
-`StatefulSave` and `StatefulRestore` take any object with Orbax v1's methods `save` and
-`load`: an iterator from `ec.batches`, a component from `ec.components`. If one host
-fails, the call fails on all hosts, with that host's message.
+`StatefulSave` and `StatefulRestore` accept any object with Orbax v1's `save` and `load`
+methods, such as an iterator from `ec.batches` or a component from `ec.components`. If
+one host fails, the call fails on all hosts with that host's error message.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class StatefulRestore(ocp.args.CheckpointArgs):
     """Restores an object, for example an iterator from `ec.batches`.
 
     Attributes:
-      item: the object, into which the saved state is loaded.
+      item: the object into which the saved state is loaded.
     """
 
     item: v1.StatefulCheckpointable

@@ -1,4 +1,4 @@
-"""Code that runs in colocated Python on accelerator hosts, and the head's handle."""
+"""Code that runs in colocated Python on accelerator hosts, and the head's handles."""
 
 from etils import epy
 

@@ -1,14 +1,14 @@
 """Maps the head's arrays to hosts and moves them to the hosts' memory and back.
 
-Under a single controller, the head sees all shards as arrays but has none of their
-bytes: `jax.device_put` between an accelerator and its host's CPU device stays on the
-host.
+Under a single controller, the head sees all shards as arrays but does not have their
+bytes: `jax.device_put` between an accelerator and its host's CPU device moves bytes
+only within the host.
 
-All arrays of a call must be on the same devices, so leaves over one mesh form a group
-that one call can pass. The group's mesh consists of the accelerators' CPU devices, in
-the same order. The head's own values, numbers and NumPy arrays, are a group of bytes on
-a device of host 0. A layout is a list of groups; it is sent once, and later calls refer
-to it by a number.
+All arrays of a call must be on the same devices, so leaves on the same mesh form a
+group that a single call can pass. The group's mesh consists of the accelerators' CPU
+devices, in the same order. The head's own values (numbers and NumPy arrays) form a
+group of bytes on a device of host 0. A layout is a list of groups; it is sent once, and
+later calls refer to it by number.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from elastic_ckpt.steps.manifest import Leaf
 from elastic_ckpt.steps.step import StepId
 from elastic_ckpt.tiers.captured import Captured
 
-# The maximum size of a group of several leaves on a host. Groups pass through the
+# The maximum size of a group of multiple leaves on a host. Groups pass through the
 # host's memory one at a time.
 GROUP_BYTES = 2**28
 # The axis of a one-device mesh.
@@ -67,7 +67,7 @@ class PlacedLeaf:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """Leaves over one mesh of CPU devices, in the order of their arrays."""
+    """Leaves on the same mesh of CPU devices, in the order of their arrays."""
 
     mesh: Mesh
     leaves: tuple[PlacedLeaf, ...]
@@ -77,7 +77,7 @@ class Group:
     ) -> jax.ShapeDtypeStruct:
         """Returns the abstract array of a leaf, as bytes for the head's own values.
 
-        `dtypes` has the saved dtypes by path.
+        `dtypes` maps paths to saved dtypes.
         """
         dtype = np.dtype(leaf.dtype or dtypes[leaf.path])
         shape = leaf.shape
@@ -106,7 +106,7 @@ class Group:
     ) -> dict[str, Any]:
         """Moves a group's arrays from CPU devices to where the `asked` leaves belong.
 
-        `dtypes` has the saved dtypes by path.
+        `dtypes` maps paths to saved dtypes.
 
         Returns:
           The leaves by path.
@@ -140,7 +140,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupDescription:
-    """A group with the mesh's device ids, in row-major order, shape and axis names."""
+    """A group with its mesh's row-major device IDs, shape and axis names."""
 
     device_ids: tuple[int, ...]
     shape: tuple[int, ...]
@@ -148,7 +148,7 @@ class GroupDescription:
     leaves: tuple[PlacedLeaf, ...]
 
     def group(self, devices: Mapping[int, jax.Device]) -> Group:
-        """Returns the group, given the devices by id."""
+        """Returns the group, given the devices by ID."""
         grid = np.empty(len(self.device_ids), object)
         grid[:] = [devices[number] for number in self.device_ids]
         return Group(mesh=Mesh(grid.reshape(self.shape), self.axes), leaves=self.leaves)
@@ -190,7 +190,7 @@ class HeadArrays:
         """The groups of leaves to save, and the values of each group.
 
         Raises:
-          CheckpointError: if a leaf cannot be saved. The message names the leaf.
+          CheckpointError: if a leaf cannot be saved. The message includes its path.
         """
         values = {path: capture.numbers(leaves[path]) for path in sorted(leaves)}
         return self._grouped(
@@ -248,7 +248,8 @@ class HeadArrays:
         if strange:
             raise errors.CheckpointError(
                 f"leaf {path!r} is on {sorted(map(str, strange))}, which are not in"
-                " this checkpointer's mesh; pass it the mesh of the whole run"
+                " this checkpointer's mesh; create the checkpointer with the mesh of"
+                " the whole run"
             )
         if isinstance(sharding, SingleDeviceSharding):
             (device,) = sharding.device_set
@@ -274,9 +275,9 @@ class HostArrays:
     Args:
       saver: the host's saver.
       reader: the host's reader.
-      host: the host number.
-      host_of: each CPU device's host number, by device id.
-      devices: all CPU devices of the world, by id.
+      host: this host's index.
+      host_of: a dict from CPU device ID to host index.
+      devices: all CPU devices of the world, by ID.
     """
 
     def __init__(
@@ -315,7 +316,7 @@ class HostArrays:
     ) -> None:
         """Holds this host's shards of a group's arrays, without a copy if `kept`.
 
-        Nothing else may change `kept` arrays.
+        No other code may change `kept` arrays.
         """
         members = self._layouts[layout][group]
         shards = {}
@@ -330,7 +331,7 @@ class HostArrays:
 
     @calls.call()
     def capture(self, step_id: StepId, layout: int) -> str:
-        """Starts to save the held arrays; see `Hosts.capture`."""
+        """Starts saving the held arrays; see `Hosts.capture`."""
         groups = self._layouts[layout]
         held, self._captured = self._captured, {}
         # Includes the leaves that are only on other hosts.
@@ -413,7 +414,7 @@ class HostArrays:
         *,
         kept: bool,
     ) -> Shards:
-        # `held`, by device, may be empty: then this host has no boxes of the leaf.
+        # `held`, by device ID, is empty if this host does not have boxes of the leaf.
         assert leaf.dtype is not None
         dtype = np.dtype(leaf.dtype)
         listed = []

@@ -1,8 +1,8 @@
 """Carries errors from a worker to the head.
 
-An exception reaches another process only as text, possibly in a runtime class. So a
-worker raises JSON after a mark, and the head converts it to an error with the host name
-and the traceback.
+An exception reaches another process only as text, possibly in one of the runtime's own
+exception classes. So a worker raises a mark followed by JSON, and the head converts the
+JSON to an error with the host name and the traceback.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WorkerFailure(Exception):
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Raises a worker's errors so that the head can raise them; also a decorator."""
+    """Converts a worker's errors for the head, which raises them; also a decorator."""
     try:
         yield
     except Exception as error:
@@ -47,8 +47,8 @@ def reaching_the_head() -> Iterator[None]:
     """Raises a worker's error in the head.
 
     Raises:
-      ElasticCkptError: an error of the same class if that is one of ours, otherwise a
-        DataError.
+      ElasticCkptError: an error of the same class if the class is one of ours, or else
+        a DataError.
     """
     try:
         yield

@@ -26,8 +26,8 @@ class _HostAgent(host_calls.HostCalls):
     the local address from which its machine reaches the head.
 
     Args:
-      configs: the configs of all hosts of the world, by host number.
-      host_of: each CPU device's host number, by device id.
+      configs: the configs of all hosts of the world, in host order.
+      host_of: a dict from CPU device ID to host index.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class _HostAgent(host_calls.HostCalls):
 
     @failures.reported()
     def arrays(self, call: jax.Array) -> list[jax.Array]:
-        """The group's arrays that the hosts read, on the devices of `call`.
+        """The arrays of a group that the hosts have read, on the devices of `call`.
 
         The caller declares their shapes and shardings (`specialize`).
         """

@@ -1,8 +1,8 @@
 """Calls to hosts (`core.calls`) and their answers, through colocated Python.
 
-A process may run only one method at a time. Writing, copying and reading take seconds,
-which must not delay the data's batches, so a host does them in a thread, and the head
-polls for the answer.
+A process may run only one method at a time. Writing, copying and reading take seconds
+and must not delay batches, so a host does them in a thread, and the head polls for the
+answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elastic_ckpt_sidecar import failures, messages
 
 # Answers come in chunks, because a method returns arrays of a fixed size.
 CHUNK_BYTES = 16384
-# The length of an answer that is not ready.
+# The reported length of an answer that is not ready.
 UNDER_WAY = -1
 
 
@@ -33,10 +33,10 @@ class HostCalls:
     """Runs calls on the accelerator hosts; colocated classes extend it.
 
     Args:
-      host_of: each CPU device's host number, by device id.
+      host_of: a dict from CPU device ID to host index.
 
     Attributes:
-      hosts: the hosts of this process, by number; normally one.
+      hosts: the hosts of this process, by index; normally one.
     """
 
     def __init__(self, host_of: Mapping[int, int]) -> None:
@@ -89,7 +89,7 @@ class HostCalls:
         return messages.reply(call, chunk)
 
     def asked(self, call: jax.Array) -> list[int]:
-        """The hosts of this process that a call is for, in order."""
+        """The indexes of this process's hosts that a call addresses, in order."""
         return sorted(
             {self._host_of[shard.device.id] for shard in call.addressable_shards}
         )
@@ -99,7 +99,7 @@ class HostCalls:
             call, arguments = calls.decode(encoded)
             return call.run(self.hosts[number], arguments)
 
-        # The top of a thread: the head raises its errors.
+        # Runs at the top of a thread, whose errors the head raises.
         name = compatibility.host_name()
         return json.dumps({"host": name, **allgather.outcome(run)}).encode()
 
@@ -120,7 +120,7 @@ class Caller:
     ) -> list[dict[str, Any]]:
         """Runs a call on hosts; returns each `allgather.outcome` with the host name.
 
-        Each device of the message's `sharding` has an outcome.
+        There is one outcome for each device of `sharding`.
 
         Raises:
           RunError: if a host does not answer in time.
@@ -133,8 +133,8 @@ class Caller:
         while (lengths == UNDER_WAY).any():
             if time.monotonic() > until_secs:
                 raise errors.RunError(
-                    f"hosts did not answer {call.name} within {call.limit_secs:g} s;"
-                    " check their logs, and restart the run"
+                    f"the hosts did not answer the call {call.name} within"
+                    f" {call.limit_secs:g} s; check their logs, and restart the run"
                 )
             next(pauses)
             lengths = self.run(self._agent.lengths, {"call": number}, sharding)

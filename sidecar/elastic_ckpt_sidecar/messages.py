@@ -22,12 +22,12 @@ from elastic_ckpt.core import storage
 
 # The minimum message length; lengths are this times a power of two.
 _MIN_BYTES = 512
-# The longest pause between two polls.
+# The longest pause between polls.
 _POLL_SECS = 0.2
 
 
 def encode(content: storage.Json, sharding: NamedSharding) -> jax.Array:
-    """Encodes `content` for the devices of `sharding`, which has a row per device."""
+    """Encodes `content` for the devices of `sharding`, as one row per device."""
     text = json.dumps(content).encode()
     # Uses few lengths, because colocated Python specializes a method for each.
     num_bytes = _MIN_BYTES
@@ -56,7 +56,7 @@ def on_each(call: jax.Array, value: float) -> jax.Array:
 
 
 def reply(call: jax.Array, row: Callable[[jax.Device], np.ndarray]) -> jax.Array:
-    """Returns one row for each device of this host, all of one shape.
+    """Returns one row for each device of this host, all of the same shape.
 
     The result has the shape `[devices, ...]`.
     """
@@ -78,8 +78,8 @@ def pauses() -> Iterator[None]:
 def release(worker: Any, *, wait: bool = True) -> None:
     """Releases a worker, an object of a colocated class, without waiting for it.
 
-    The wrapper of a colocated class is in reference cycles, and its finalizer logs an
-    error if it runs while the interpreter exits. So this function breaks the cycles
+    The wrapper of a colocated class is part of reference cycles, and its finalizer logs
+    an error if it runs while the interpreter exits. So this function breaks the cycles
     earlier.
     """
     del wait

@@ -1,4 +1,4 @@
-"""The head's handle for all hosts of a world; their agents run on the hosts.
+"""The head's handle for all hosts of a world, whose agents run on these hosts.
 
 It implements `checkpoint.hosts.Hosts`, so saves and restores work as in a
 multi-controller world. Calls and answers are messages; arrays stay on their hosts.
@@ -46,7 +46,7 @@ Method = Callable[Concatenate[Any, P], AnswerT]
 
 
 def hosts_of(mesh: Mesh) -> list[HostDevices]:
-    """The hosts of a mesh, in order; devices of one worker process form a host.
+    """The hosts of a mesh, in order; the devices of each worker process form a host.
 
     Raises:
       ConfigError: if a host's software differs from the head's.
@@ -76,10 +76,10 @@ def over(mesh: Mesh, chosen: Chosen, *, run: str) -> RemoteHosts:
       mesh: the accelerators; the mesh's axis or the hardware determines the slices.
       chosen: the tiers. The peers' `interface` is an address of the head, by default
         the local address of its default route.
-      run: the identity of the run.
+      run: the run name.
 
     Raises:
-      ConfigError: as `hosts_of`.
+      ConfigError: as in `hosts_of`.
     """
     if (peers := chosen.peers) is not None:
         interface = peers.interface or addresses.of_the_head()
@@ -138,7 +138,7 @@ class RemoteHosts:
 
     @functools.cached_property
     def is_apart(self) -> bool:
-        """See `Hosts`; a head that shares host 0's RAM finds the machine's id there."""
+        """See `Hosts`; a head that shares host 0's RAM finds the machine ID there."""
         own = self.first(HostEndpoint.introduce).machine
         return machine.find(self._directory) != own
 
@@ -256,7 +256,7 @@ class RemoteHosts:
     def _send(
         self, hosts: Sequence[int], method: calls.Call, arguments: Mapping[str, Any]
     ) -> dict[int, Any]:
-        # The answers of some hosts, by host number.
+        # The answers of some hosts, keyed by host index.
         sharding = _over([self._cpus[number] for number in hosts])
         outcomes = self._caller.outcomes(method, arguments, sharding)
         encoded = allgather.answers(dict(zip(hosts, outcomes, strict=True)))

@@ -26,7 +26,7 @@ from elastic_ckpt.data import (
 from elastic_ckpt_sidecar import failures, host_calls, messages, worker
 from elastic_ckpt_sidecar.worker import HostData
 
-# How long a worker may take to move to the beginning or change the batch size.
+# How long a worker may take to return to the beginning or change the batch size.
 _ANSWER_SECS = 60.0
 
 
@@ -42,10 +42,10 @@ class RemoteIterator(iterator.Batches):
     requested, transferred and checked before the loop needs it.
 
     Args:
-      data: the data.
+      data: the data to iterate over.
       mesh: the training mesh.
       spec: the sharding of a batch over the mesh; see `ec.batches`.
-      global_batch_size: rows of a global batch, B.
+      global_batch_size: the number of rows in a global batch, B.
       read_ahead: how far each worker reads ahead of the head.
 
     Raises:
@@ -66,7 +66,8 @@ class _Workers:
 
     Attributes:
       identity: the identity of the data.
-      calls: fetches batches ahead of the loop and runs other calls in between.
+      calls: a thread that fetches batches ahead of the loop and runs other calls in
+        between.
     """
 
     def __init__(
@@ -139,8 +140,8 @@ class _Workers:
             moved.result(limit_secs)
         except TimeoutError:
             raise errors.DataError(
-                f"the workers did not answer within {limit_secs:g} s: a data read may"
-                " hang; check the storage, and resume from the checkpoint"
+                f"the workers did not answer within {limit_secs:g} s, possibly because"
+                " a data read hangs; check the storage, and resume from a checkpoint"
             ) from None
         except BaseException:
             self._number = before
@@ -150,7 +151,7 @@ class _Workers:
         self, *, progress: state.Progress | None, left_out: state.Ranges
     ) -> Callable[[epath.Path], None]:
         ticket, number = next(self._tickets), self._number
-        # Does not wait, because a batch may be in transfer.
+        # Does not wait, because a batch may still be in transfer.
         kept = self._submit(HostData.take, ticket, number, progress, left_out)
 
         def write(directory: epath.Path) -> None:
@@ -174,7 +175,8 @@ class _Workers:
     def _check_compatibility(self, mesh: Mesh) -> None:
         head = [compatibility.local_facts(self._course.data, role="the head")]
         message = messages.encode({}, self._cpus)
-        # First the facts that need no user code, which workers may fail to load.
+        # Asks first for the facts that do not require user code, because workers may
+        # fail to load this code.
         for ask in (worker.Facts, self._agent.connect):
             try:
                 with failures.reaching_the_head():
@@ -183,9 +185,9 @@ class _Workers:
                 raise
             except Exception as error:
                 raise errors.ConfigError(
-                    "the workers on the accelerator hosts cannot run our code or yours:"
-                    f" {error}; build their image as in"
-                    " docs/pages/guides/kubernetes.md, with the modules that your"
+                    "the workers on the accelerator hosts cannot run elastic_ckpt or"
+                    f" your pipeline ({error}); build their image as described in"
+                    " docs/pages/guides/kubernetes.md, including all modules that your"
                     " pipeline imports"
                 ) from error
             compatibility.check(head + facts)

@@ -1,6 +1,6 @@
 """Iterates over the data on each accelerator host.
 
-The head calls `HostData` like any part of a host; batches come as arrays.
+The head calls `HostData` like any part of a host; batches are returned as arrays.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from elastic_ckpt_sidecar import failures, host_calls, messages
 
 # Batches that the head takes from its workers before the loop requests them.
 HEAD_AHEAD = 1
-# The number of states that a host keeps, including one that may not have reached the
-# head.
+# The number of states that a host keeps, including one whose batch may not have reached
+# the head.
 STATES = HEAD_AHEAD + 2
 
 # Shorter waits are not reported to the head.
@@ -40,9 +40,9 @@ def facts(call: jax.Array) -> jax.Array:
 class HostData:
     """One host's data, with methods that the head calls.
 
-    The head is ahead of the loop, so the host keeps its last states by number. The
-    number grows by one with each batch. With each load or change, the head assigns a
-    new number, which no host has used.
+    The head fetches batches ahead of the loop, so the host keeps its most recent states
+    by number. The number increases by one with each batch. At each load or change, the
+    head assigns a number that no host has used.
     """
 
     def __init__(self, rows: iterator.HostIterator) -> None:
@@ -58,7 +58,7 @@ class HostData:
     def next(self) -> elastic_data.Batch:
         """The next batch for the head."""
         batch = self._rows.next()
-        # Keeps earlier states, too: the loop may not have taken this batch yet.
+        # Keeps earlier states too, because the loop may not have taken this batch yet.
         self._states.append((self._states[-1][0] + 1, self._rows.get_state()))
         return batch
 
@@ -145,7 +145,7 @@ class HostData:
                 return taken
         raise errors.DataError(
             "the hosts are no longer at the same batch, because a load or a change"
-            " failed on some of them; reload a state"
+            " failed on some of them; load a saved state again"
         )
 
 
@@ -153,9 +153,9 @@ class _HostWorker(host_calls.HostCalls):
     """The data of this process's host.
 
     Args:
-      data: the data.
+      data: the data to iterate over.
       spec: the sharding of a batch over the mesh of the calls.
-      global_batch_size: rows of a global batch.
+      global_batch_size: the number of rows in a global batch.
       read_ahead: how far to read ahead of the head.
     """
 
@@ -166,7 +166,7 @@ class _HostWorker(host_calls.HostCalls):
         global_batch_size: int,
         read_ahead: prefetch.ReadAhead,
     ) -> None:
-        # A process is one host, whatever its number.
+        # Each process is one host, regardless of its number.
         super().__init__(collections.defaultdict(int))
         self._data = data
         self._spec = spec

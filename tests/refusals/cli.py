@@ -105,12 +105,12 @@ REFUSALS = {
         error=errors.ElasticCkptError,
     ),
     "texts in a bucket": verb(
-        "gs://bucket/texts: no text files below this directory on this machine",
+        "gs://bucket/texts: this machine has no text files under this path",
         *("data", "gs://bucket/texts", "out"),
         error=errors.DataError,
     ),
     "texts as TFRecord": verb(
-        "text cannot be written as tfrecord; write arrayrecord, parquet",
+        "text cannot be written as tfrecord; set grain_file_type to one of arrayrecord",
         *("data", "DIR", "texts.tfrecord"),
         error=errors.ConfigError,
     ),

@@ -121,7 +121,7 @@ REFUSALS = {
     ),
     "no file": row(ec.data.TFRecord)("pass a tuple of one or more", files=()),
     "a file twice": row(ec.data.ArrayRecord)(
-        "has 'a' twice; list it", files=("a", "b", "a")
+        "lists 'a' twice; list it", files=("a", "b", "a")
     ),
     "an index of Megatron": row(ec.data.Megatron)(
         "data.idx is not a .bin file", files=("data.idx",)
@@ -151,7 +151,7 @@ REFUSALS = {
     "a packing that there is none of": in_rows(
         "packing='best'; choose one of first", numbers(0), packing="best", length=8
     ),
-    "rows of no token": in_rows("length=0; pass 1 or more", numbers(0), length=0),
+    "rows of no token": in_rows("length=0; pass at least 1", numbers(0), length=0),
     "a negative window": in_rows(
         "window=-1; pass 0 or m", numbers(0), length=8, window=-1
     ),
@@ -161,7 +161,7 @@ REFUSALS = {
         **{"length": 8, "packing": "concat_then_split", "max_examples": 2},
     ),
     "a further feature that rows have": in_rows(
-        r"rows always have \['inputs'\]",
+        r"includes \['inputs'\], which rows always have",
         numbers(0),
         **{"length": 8, "features": ("inputs",)},
     ),
@@ -266,17 +266,17 @@ REFUSALS = {
         "choose first_fit or best_fit", packing="concat_then_split"
     ),
     "a medium of a kind that there is none of": row(media, error=DATA)(
-        r"modality 'sounds' with num_tokens=1; use one of \['images'\]",
+        r"modality 'sounds' and num_tokens=1; modality must be one of \['images'\]",
         modality="sounds",
     ),
     "a medium of another shape": row(media, error=DATA)(
-        r"'images' returned uint8\[2\], but its Modality says uint8\[3\]; resize, pad",
+        r"'images' returned uint8\[2\], but its Modality declares uint8\[3\]; resize",
         shape=(3,),
     ),
     # Keys.
     "an unknown key": in_keys("unknown key 'steps'; the nearest key of", steps=7),
     "packing and Parquet without logical shards": in_keys(
-        '^grain_file_type="parquet", packing=true requires logical shards; set num_log',
+        '^logical shards are required by grain_file_type="parquet", packing=true; set',
         **{"num_logical_shards": 0, "packing": True},
     ),
     "training files that match nothing": in_files(
@@ -308,14 +308,14 @@ REFUSALS = {
         "the chat template is invalid", chat_template="{% if %}"
     ),
     "a conversation that is text": in_turns(
-        "has a str, not a list of messages; list", "Hello"
+        "contains a str, not a list of messages; list", "Hello"
     ),
     "messages of another form": in_turns(
-        r"a message with \['from', 'value'\]; a message needs a role",
+        r"invalid message \(\['from', 'value'\]\); each message must have a role",
         [{"from": "human", "value": "a"}],
     ),
     "a message with a date": in_turns(
-        "has a date in a message; messages may contain only text, n",
+        "a message that contains a date; messages may contain only text, n",
         [{"role": "user", "content": datetime.date.today()}],
     ),
     "conversations of three columns": row(chat.Conversations)(
@@ -329,7 +329,7 @@ REFUSALS = {
         "not a list of tokens; if .* use a tok", PRE_TOKENIZED, {"tokens": "text"}
     ),
     "tokens in place of text": in_document(
-        "has a ndarray, not text; set tokenizer=None",
+        "contains a ndarray, not text; .* set tokenizer=None",
         *(documents.Documents(), {"text": np.zeros(2)}),
     ),
     # Stages.
@@ -345,7 +345,7 @@ REFUSALS = {
         *({"begin_step": 0}, {"max_target_length": 3}),
     ),
     "stages of which some have a size": in_stages(
-        "some stages set global_batch_size, while others leave it 0 .*; use one of",
+        "some stages set global_batch_size, while others leave it at 0 .*; use the",
         *({"begin_step": 0}, {"begin_step": 5, "global_batch_size": 8}),
     ),
     "a stage with a key of the run": in_stages(

@@ -116,16 +116,16 @@ REFUSALS = {
         "num_logical_shards is not set; choose it once .*plan", num_logical_shards=0
     ),
     "elastic without hosts": divided(
-        "elastic_enabled=true without hosts: set hosts and slices", elastic_enabled=True
+        "elastic_enabled=true without hosts is not .*; set hosts", elastic_enabled=True
     ),
     "files that are not there": run(
-        "grain_train_files: /absent/.* matches no file",
+        "grain_train_files: /absent/.* matches no files",
         code=1,
         change=IMPORTED,
         grain_train_files="/absent/*",
     ),
     "a small vocabulary": run(
-        "vocab_size=258 with a tokenizer of 259 tokens: set .* 259", vocab_size=258
+        "vocab_size=258 with a tokenizer of 259 tokens .*; set .* 259", vocab_size=258
     ),
     "two intervals of backups": run(
         "as the interval between backups .*; both are set",
@@ -143,16 +143,16 @@ REFUSALS = {
         local_checkpoint_period=100,
         multi_tier_checkpointing_backup_interval_steps=2,
     ),
-    "hosts without a name": on_hosts("hosts=2 needs run_name", run_name=None),
+    "hosts without a name": on_hosts("hosts=2 requires run_name", run_name=None),
     "hosts without a batch": on_hosts(
-        "hosts=2 needs per_device_batch_size", per_device_batch_size=None
+        "hosts=2 requires per_device_batch_size", per_device_batch_size=None
     ),
     "hosts that accumulate": on_hosts(
-        "gradient_accumulation_steps with hosts=2: omit it; fewer",
+        "gradient_accumulation_steps with hosts=2 is not supported; omit it; while",
         gradient_accumulation_steps=2,
     ),
     "hosts with a ramp": on_hosts(
-        "enable_rampup_batch_size and elastic_enabled with hosts=2: in the ramp, few",
+        "enable_rampup_batch_size with elastic_enabled and hosts=2 is .*; during the",
         enable_rampup_batch_size="true",
         elastic_enabled="true",
     ),
@@ -160,21 +160,21 @@ REFUSALS = {
         "hosts must be a whole number, not 'two'", hosts="two"
     ),
     "another pipeline": divided(
-        "dataset_type=hf: omit it, and set grain_train_files", dataset_type="hf"
+        "dataset_type=hf is .*; omit it, and set grain_train_files", dataset_type="hf"
     ),
-    "misspelt key of MaxText": given("'pack', .* did you mean 'packing'", pack=1),
+    "misspelt key of MaxText": given("'pack': .* did you mean 'packing'", pack=1),
     "misspelt key of ours": given(
-        "'peer_copie', .* did you mean 'peer_copies'", peer_copie=1
+        "'peer_copie': .* did you mean 'peer_copies'", peer_copie=1
     ),
     "a base given as a key": given(
-        "base_config=post_train/sft.yml: pass the file as the first argument",
+        "base_config=post_train/sft.yml is .*; pass the file as the first argument",
         base_config="post_train/sft.yml",
     ),
     "part of a row for a device": given(
-        "per_device_batch_size=0.5: set it to a whole number", per_device_batch_size=0.5
+        "size=0.5 is not .*; set it to a whole number", per_device_batch_size=0.5
     ),
     **{
-        f"{key} of MaxText": given(f"{key}=(2|True): .{{20}}", **{key: value})
+        f"{key} of MaxText": given(f"{key}=(2|True) is .*; .{{20}}", **{key: value})
         for key, value in {
             **dict.fromkeys(maxtext_keys._REFUSED, True),
             "expansion_factor_real_data": 2,

@@ -115,7 +115,9 @@ REFUSALS = {
         errors.ElasticCkptError,
         writes=True,
     ),
-    "no record": Refusal(on_empty_data, "no records; rewrite", errors.DataError, True),
+    "no record": Refusal(
+        on_empty_data, "have no records; rewrite", errors.DataError, True
+    ),
     "fewer steps than are done": Refusal(
         continuing("steps=3"),
         "tiny is already at step 4; steps is the total over all launches.* it above 4",

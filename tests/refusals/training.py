@@ -237,7 +237,7 @@ REFUSALS = {
         "no_such_module:make",
     ),
     "missing data": files(
-        r"/nowhere/\*.array_record matches no file; check the path, or write one with",
+        r"/nowhere/\*.array_record matches no files; check the path, or write a file",
         errors.DataError,
         grain_train_files="/nowhere/*.array_record",
     ),

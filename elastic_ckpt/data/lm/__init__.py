@@ -1,4 +1,4 @@
-"""Data of language models: documents, conversations, tokens and rows."""
+"""Data for language models: documents, conversations, tokens and rows."""
 
 from etils import epy
 

@@ -1,10 +1,10 @@
-"""Conversations as examples of a language model.
+"""Conversations as training examples for a language model.
 
-`Conversations` takes the place of `Documents`: it renders each record with a chat
-template and tokenizes it. A token without loss, such as a user's, is stored as its
-complement, `~token`, which is negative. So the mask needs no array and stays with its
-tokens when documents are mixed, split, shuffled and packed; `Rows` converts it to the
-features of MaxText's rows.
+`Conversations` replaces `Documents`: it renders each record with a chat template and
+tokenizes it. A token without loss, such as one in a user turn, is stored as its
+complement, `~token`, which is negative. The loss mask therefore needs no array of its
+own and stays with its tokens when documents are mixed, split, shuffled and packed;
+`Rows` converts it to the features of MaxText's rows.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Messages = list[chat_templates.Message]
 _NO_TOKENS = np.empty(0, np.int32)
 _BYTES = tokenizers.Bytes()
 _KEYS = "train_data_columns in a configuration"
-# Names of the field with the assistant's reasoning, by precedence.
+# Names of the field with the assistant's reasoning, in order of precedence.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
-# MaxText's names of completion and prompt, in the wrong order.
+# MaxText's names for the completion and the prompt, in reverse order.
 _REVERSED = (("completion", "prompt"), ("answer", "question"))
 
 
@@ -46,13 +46,13 @@ class Conversations:
     a special token becomes that token anywhere in the template or a message, as in
     Hugging Face's `apply_chat_template`.
 
-    A conversation without any loss yields no example.
+    A conversation in which no token has loss yields no example.
 
     Attributes:
-      columns: the column with the messages, each with `role` and `content`; or the
-        prompt column and the completion column, each with messages or text.
-      template: renders the messages.
-      tokenizer: `Bytes`, or a tokenizer loaded from a `tokenizer.json`.
+      columns: the name of the column with the messages, each with `role` and `content`;
+        or the names of the prompt and completion columns, each with messages or text.
+      template: the template that renders the messages.
+      tokenizer: a `Bytes` tokenizer, or one loaded from a `tokenizer.json`.
       completion_only: whether only the assistant's tokens have loss.
     """
 
@@ -68,19 +68,19 @@ class Conversations:
         object.__setattr__(self, "columns", columns)
         if len(columns) not in (1, 2):
             raise errors.ConfigError(
-                f"Conversations: columns={columns!r} ({_KEYS}); list one column of"
-                " messages, or two columns, the prompt and the completion"
+                f"Conversations: columns={columns!r} ({_KEYS}); list one column"
+                " of messages, or two columns: the prompt and the completion"
             )
-        # A tokenizer that would leave special tokens as plain text raises an error.
+        # Raises an error if the tokenizer would leave special tokens as plain text.
         cast(Any, self.tokenizer).encode_with_spans([])
 
     @property
     def column(self) -> str:
-        """The columns, for error messages."""
+        """The column names, joined for error messages."""
         return ",".join(self.columns)
 
     def identity(self) -> dict[str, storage.Json]:
-        """The settings that determine the tokens, by configuration key."""
+        """The settings that determine the tokens, keyed by configuration key."""
         return {
             "use_sft": True,
             "sft_train_on_completion_only": self.completion_only,
@@ -90,10 +90,10 @@ class Conversations:
         }
 
     def messages(self, element: dict[str, Any]) -> Messages:
-        """The messages of a record for the template; empty for a null value.
+        """A record's messages, for the template; empty if a column is null.
 
         Raises:
-          DataError: if a column is missing or has no messages.
+          DataError: if a column is missing or does not contain messages.
         """
         roles = ("user", chat_templates.ASSISTANT) if len(self.columns) == 2 else ("",)
         turns = [
@@ -103,11 +103,11 @@ class Conversations:
         return list(itertools.chain(*turns)) if all(turns) else []
 
     def value(self, element: dict[str, Any]) -> chat_templates.Rendered | None:
-        """A record's conversation as text; None for a null value.
+        """A record's conversation as text; None if a column is null.
 
         Raises:
-          DataError: if a column is missing or has no messages, or if the template
-            cannot render the messages.
+          DataError: if a column is missing or does not contain messages, or if the
+            template cannot render the messages.
         """
         messages = self.messages(element)
         if not messages:
@@ -121,7 +121,7 @@ class Conversations:
             number = element.get(records.RECORD)
             where = "" if number is None else f"record {number}: "
             raise errors.DataError(f"{where}{error}") from None
-        # Wide enough for tokens without characters at both ends.
+        # Extends past both ends to include tokens that have no characters.
         return chat_templates.Rendered(text=text, spans=((-1, len(text) + 1),))
 
     def tokens(
@@ -129,7 +129,7 @@ class Conversations:
     ) -> list[np.ndarray]:
         """The tokens of each conversation, int32; a token without loss is `~token`.
 
-        The array is empty for None and for a conversation without any loss.
+        The array is empty for None and for a conversation in which no token has loss.
         """
         texts = [value.text for value in values if value is not None]
         encoded = iter(cast(Any, self.tokenizer).encode_with_spans(texts))
@@ -145,7 +145,8 @@ def _masked(
     # A token has loss if it overlaps a span.
     begins, ends = np.array(spans, np.int64).reshape(-1, 2).T
     first, stop = encoded.spans.T
-    # The first span that ends after a token begins; after the last, one at infinity.
+    # For each token, the first span that ends after the token begins; past the last
+    # span, one at infinity.
     number = np.searchsorted(ends, first, side="right")
     counts = np.append(begins, np.iinfo(np.int64).max)[number] < stop
     if not counts.any():
@@ -159,7 +160,7 @@ def _warn_of_special_texts(messages: Messages, tokenizer: Any) -> None:
     if found := _any_of(texts).search(json.dumps(messages, ensure_ascii=False)):
         logging.log_first_n(
             logging.WARNING,
-            "a message has the text %r, which becomes a special token; remove such"
+            "a message contains the text %r, which becomes a special token; remove such"
             " text if you do not trust the authors of the messages",
             1,
             found[0],
@@ -168,12 +169,12 @@ def _warn_of_special_texts(messages: Messages, tokenizer: Any) -> None:
 
 @functools.cache
 def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
-    # Without texts, the pattern matches nothing.
+    # With no texts, the pattern matches nothing.
     return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
 
 def _turns(element: dict[str, Any], column: str, *, role: str) -> Messages:
-    # The messages in a column; with a role, a string is one message of that role.
+    # If a role is given, a string is one message with that role.
     value = token_numbers.in_column(element, column)
     if value is None:
         return []
@@ -181,9 +182,9 @@ def _turns(element: dict[str, Any], column: str, *, role: str) -> Messages:
         return [{"role": role, "content": tokenizers.readable(value)}]
     if not isinstance(value, list):
         raise errors.DataError(
-            f"column {column!r} has a {type(value).__name__}, not a list of messages;"
-            " list the conversation column, or the prompt and completion columns"
-            f" ({_KEYS})"
+            f"column {column!r} contains a {type(value).__name__}, not a list of"
+            " messages; list the conversation column, or the prompt and completion"
+            f" columns ({_KEYS})"
         )
     return [_message(each, column) for each in value]
 
@@ -192,8 +193,8 @@ def _message(value: Any, column: str) -> chat_templates.Message:
     if not (isinstance(value, Mapping) and isinstance(value.get("role"), str)):
         found = sorted(value) if isinstance(value, Mapping) else type(value).__name__
         raise errors.DataError(
-            f"column {column!r} has a message with {found}; a message needs a role and"
-            " a content"
+            f"column {column!r} has an invalid message ({found}); each message must"
+            " have a role and content"
         )
     # As in Hugging Face: columnar files have nulls for missing fields, and templates
     # read the reasoning under one of several names.
@@ -205,21 +206,22 @@ def _message(value: Any, column: str) -> chat_templates.Message:
 
 
 def _plain(value: Mapping[str, Any], column: str) -> chat_templates.Message:
-    # Allows only JSON's types, because a template could call the methods of other
-    # objects, and no halves of surrogate pairs, which mark spans in rendered text.
+    # Allows only JSON types, because a template could call methods of other objects.
+    # Replaces half surrogate pairs, because they mark spans in rendered text.
 
     def as_list(item: Any) -> Any:
         if isinstance(item, np.ndarray | np.generic):
             return item.tolist()
         raise errors.DataError(
-            f"column {column!r} has a {type(item).__name__} in a message; messages may"
-            " contain only text, numbers, lists and objects"
+            f"column {column!r} has a message that contains a {type(item).__name__};"
+            " messages may contain only text, numbers, lists and objects"
         )
 
     try:
         text = json.dumps(value, ensure_ascii=False, default=as_list)
     except RecursionError:
         raise errors.DataError(
-            f"column {column!r} has a message that is nested too deeply; remove it"
+            f"column {column!r} has a message that is nested too deeply; remove this"
+            " message"
         ) from None
     return json.loads(tokenizers.readable(text))

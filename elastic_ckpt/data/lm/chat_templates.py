@@ -1,14 +1,14 @@
 """Chat templates: render a model's conversations as text.
 
-A template is a Jinja program that comes with a tokenizer: `chat_template.jinja`, or the
-field `chat_template` of `tokenizer_config.json`. It renders the same text as Hugging
+A template is written in Jinja and comes with a tokenizer: `chat_template.jinja`, or the
+`chat_template` field of `tokenizer_config.json`. It renders the same text as Hugging
 Face's `apply_chat_template`, from the same variables. Jinja's sandbox keeps templates
-from reaching Python but limits neither their time nor their memory.
+from accessing Python internals but does not limit their time or memory.
 
 If the template has `{% generation %}` blocks, they render the assistant's text.
 Otherwise, the conversation is also rendered up to the start and up to the end of each
-assistant turn, and the difference is the turn. A template is rejected unless each
-rendering is a prefix of the next.
+assistant turn, and the difference is the turn. A template is rejected unless each of
+these renderings is a prefix of the whole conversation.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ Message = dict[str, Any]
 
 ASSISTANT = "assistant"
 
-# Template files next to a tokenizer's file, by precedence.
+# Template files next to a tokenizer's file, in order of precedence.
 _FILES = ("chat_template.jinja", "tokenizer_config.json")
 _FIELD = "chat_template"
-# Mark the output of `{% generation %}` blocks. Messages have no half surrogate pairs.
+# Characters that mark the output of `{% generation %}` blocks. Messages do not contain
+# half surrogate pairs.
 _MARKS = "\ud800\udbff"
 _MARK = re.compile(f"[{_MARKS}]")
 _GENERATION = re.compile(r"{%[-+]?\s*generation\b")
@@ -47,8 +48,8 @@ class Rendered:
 
     Attributes:
       text: the whole conversation.
-      spans: the start and end of each part that the assistant says, in characters,
-        ascending.
+      spans: the start and end, in characters, of each part that the assistant says, in
+        ascending order.
     """
 
     text: str
@@ -57,14 +58,14 @@ class Rendered:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A chat template, as a picklable value; `load_chat_template` creates it.
+    """A picklable chat template; `load_chat_template` creates it.
 
     Attributes:
       text: the Jinja template.
-      special_tokens: the text of each of the tokenizer's special tokens, by the name of
-        the template variable, such as `bos_token`.
-      date: the date for `strftime_now`, `YYYY-MM-DD`. Without a date, a template that
-        asks for it is rejected, because rows would change from day to day.
+      special_tokens: the text of each of the tokenizer's special tokens, keyed by
+        template variable, such as `bos_token`.
+      date: the date for `strftime_now`, `YYYY-MM-DD`. Without it, a template that asks
+        for today's date is rejected, because rows would change from day to day.
 
     Raises:
       ConfigError: if the text is not a valid template.
@@ -78,7 +79,7 @@ class ChatTemplate:
         _compiled(self.text)
 
     def identity(self) -> dict[str, storage.Json]:
-        """The digest of the text, and the variables it reads other than messages."""
+        """The template's digest and the variables it reads, other than messages."""
         read = {**self.special_tokens, "strftime_now": self.date}
         return {
             "digest": digest.json_digest(self.text),
@@ -104,8 +105,8 @@ class ChatTemplate:
         """Renders a conversation and finds the assistant's parts.
 
         Raises:
-          DataError: as `render`, or if the template does not show the assistant's
-            parts.
+          DataError: as in `render`, or if the template does not show which parts are
+            the assistant's.
         """
         whole = self._rendered(messages, False)
         if _GENERATION.search(self.text):
@@ -125,11 +126,11 @@ class ChatTemplate:
         if not text.startswith(begin):
             raise errors.DataError(
                 "the chat template renders the first"
-                f" {len(messages)} messages of a conversation differently than within"
-                " the whole conversation, so it does not show which part the assistant"
-                " says; mark this part with {% generation %} ... {% endgeneration %} in"
-                " a copy of the template (chat_template_path in a configuration), or"
-                " train on all turns (sft_train_on_completion_only=false)"
+                f" {len(messages)} messages of a conversation differently on their own"
+                " than within the whole conversation, so the assistant's part cannot"
+                " be found; mark this part with {% generation %} ... {% endgeneration"
+                " %} in a copy of the template (chat_template_path in a configuration),"
+                " or train on all turns (sft_train_on_completion_only=false)"
             )
         return len(begin)
 
@@ -166,15 +167,16 @@ def load_chat_template(
 ) -> ChatTemplate:
     """Loads a chat template: the given one, or the tokenizer's own.
 
-    Next to a `tokenizer.json`, it looks for `chat_template.jinja`, then for the field
-    `chat_template` of `tokenizer_config.json`. If the field has several templates, it
-    takes the one named `default`.
+    By default, it looks next to the `tokenizer.json` for `chat_template.jinja`, then
+    for the `chat_template` field of `tokenizer_config.json`. If the field lists
+    multiple templates, it uses the one named `default`.
 
     Args:
-      tokenizer: has the template's special tokens, and the template next to its file.
+      tokenizer: the tokenizer, which provides the special tokens and, next to its file,
+        the default template.
       text: the template itself, instead of a file.
-      path: the path or URI of a file that contains the template text, or, if its name
-        ends in `.json`, an object with the field `chat_template`.
+      path: the path or URI of a file that contains the template text or, if its name
+        ends in `.json`, an object with a `chat_template` field.
       date: see `ChatTemplate`.
 
     Raises:
@@ -189,9 +191,9 @@ def load_chat_template(
     text = text or (_of_file(files[0]) if files else "")
     if not text:
         raise errors.ConfigError(
-            f"no chat template: neither {_FILES[0]} nor the field {_FIELD!r} in"
-            f" {_FILES[1]} exists next to the tokenizer {of_tokenizer or tokenizer!r};"
-            " set chat_template_path to a file with a template"
+            f"no chat template was found: neither {_FILES[0]} nor the {_FIELD!r} field"
+            f" in {_FILES[1]} exists next to the tokenizer"
+            f" {of_tokenizer or tokenizer!r}; set chat_template_path to a template file"
         )
     special_tokens = getattr(tokenizer, "special_tokens", dict)()
     return ChatTemplate(text=text, special_tokens=special_tokens, date=date)
@@ -203,16 +205,16 @@ def _of_file(file: epath.Path) -> str:
         if file.suffix == ".json":
             template = json.loads(template).get(_FIELD, "")
         if isinstance(template, list):
-            # The others are for conversations with tools.
+            # The other templates are for conversations with tools.
             named = {each["name"]: each["template"] for each in template}
             template = named.get("default", "")
         if not isinstance(template, str):
-            raise TypeError(f"the field {_FIELD!r} is not text")
+            raise TypeError(f"the {_FIELD!r} field is not a string")
         return template
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise errors.DataError(
-            f"{file}: cannot be read as a chat template ({error}); restore it from a"
-            " copy, or set chat_template_path to a file with a template"
+            f"{file} cannot be read as a chat template ({error}); restore it from a"
+            " good copy, or set chat_template_path to a different template file"
         ) from None
 
 
@@ -224,7 +226,7 @@ def _compiled(text: str) -> Any:
     except Exception as error:  # the text may be anything
         raise errors.ConfigError(
             f"the chat template is invalid: {_shown(error)}; correct it, or set"
-            " chat_template_path to a different one"
+            " chat_template_path to a different template file"
         ) from None
 
 
@@ -271,9 +273,9 @@ def _strftime(date: str, format: str) -> str:
         day = datetime.date.fromisoformat(date)
     except ValueError:
         raise errors.DataError(
-            "the chat template asks for today's date, which would change rows from day"
-            f" to day, but chat_template_date={date!r} is not a date; set it to a fixed"
-            " date, YYYY-MM-DD"
+            "the chat template asks for today's date, which would make rows change from"
+            f" day to day, and chat_template_date={date!r} is not a date; set"
+            " chat_template_date to a fixed date, YYYY-MM-DD"
         ) from None
     return day.strftime(format)
 
@@ -283,8 +285,8 @@ def _without_marks(marked: str) -> Rendered:
     pieces = _MARK.split(marked)
     if "".join(_MARK.findall(marked)) != _MARKS * (len(pieces) // 2):
         raise errors.DataError(
-            "the chat template cuts off the output of a {% generation %} block; put the"
-            " block around the remaining text"
+            "the chat template drops part of the output of a {% generation %} block;"
+            " put the block around only the text that remains"
         )
     ends = list(itertools.accumulate(map(len, pieces)))
     spans = zip(ends[::2], ends[1::2], strict=False)

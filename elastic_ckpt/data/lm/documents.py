@@ -33,8 +33,8 @@ def num_threads(asked: int, *, num_processes: int = 1) -> int:
     """The number of threads in each process that reads a host's data.
 
     Args:
-      asked: the configured number of threads per host; 0 means the cores that this
-        process may use, divided by the number of hosts on this machine.
+      asked: the configured number of threads per host; 0 means the number of cores that
+        this process may use, divided by the number of hosts on this machine.
       num_processes: the number of processes that share the threads.
     """
     hosts = int(os.environ.get(LOCAL_HOSTS_VARIABLE) or 1)
@@ -53,7 +53,7 @@ class Encoder(Protocol):
         """The tokenizer; None if records contain tokens."""
 
     def identity(self) -> dict[str, storage.Json]:
-        """The settings that determine the tokens, by configuration key."""
+        """The settings that determine the tokens, keyed by configuration key."""
 
     def value(self, element: dict[str, Any]) -> Any:
         """The part of a record to encode.
@@ -63,7 +63,7 @@ class Encoder(Protocol):
         """
 
     def tokens(self, values: Sequence[Any]) -> list[Any]:
-        """The tokens of each value; called in threads."""
+        """The tokens of each value; called from multiple threads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Documents:
     """Converts records to tokenized documents, for `Tokens`.
 
     Attributes:
-      column: the column with the text or the tokens.
+      column: the name of the column with the text or the tokens.
       tokenizer: the tokenizer; None if the column contains tokens.
       add_begin: whether each document begins with the tokenizer's begin token.
       add_end: whether each document ends with the tokenizer's end token.
@@ -97,7 +97,7 @@ class Documents:
                 )
 
     def identity(self) -> dict[str, storage.Json]:
-        """The settings that determine the tokens, by configuration key."""
+        """The settings that determine the tokens, keyed by configuration key."""
         return {
             "tokenizer": self.tokenizer.identity() if self.tokenizer else None,
             "train_data_columns": self.column,
@@ -106,7 +106,7 @@ class Documents:
         }
 
     def value(self, element: dict[str, Any]) -> Value:
-        """The text of a record, or its tokens, int32 `[tokens]`; None for a null value.
+        """A record's text, or its tokens, int32 `[tokens]`; None for a null value.
 
         Raises:
           DataError: if the column is missing or has the wrong type.
@@ -118,9 +118,9 @@ class Documents:
             return token_numbers.of_element(element, self.column)
         if not isinstance(value, str | bytes):
             raise errors.DataError(
-                f"column {self.column!r} has a {type(value).__name__}, not text; set"
-                " tokenizer=None if these are tokens (tokenize_train_data=false in a"
-                " configuration)"
+                f"column {self.column!r} contains a {type(value).__name__}, not text;"
+                " if it contains tokens, set tokenizer=None (tokenize_train_data=false"
+                " in a configuration)"
             )
         return value
 
@@ -142,13 +142,14 @@ def _as_tokens(token: int | None) -> np.ndarray:
 
 
 class Tokens(shard_steps.Step[np.ndarray]):
-    """The records' documents, each the tokens of one record, int32 `[tokens]`.
+    """A dataset of documents: the tokens of each record, int32 `[tokens]`.
 
     Args:
-      parent: records, dicts of columns.
-      documents: converts records to tokens.
-      num_threads: tokenizer threads in this process, shared by all of its pipelines; 0
-        tokenizes in the caller. Tokens do not depend on this number.
+      parent: a dataset of records, which are dicts of columns.
+      documents: the encoder that converts records to tokens.
+      num_threads: the number of tokenizer threads in this process, shared by all of its
+        pipelines; 0 tokenizes in the calling thread. Tokens do not depend on this
+        number.
     """
 
     holds_nothing = True
@@ -205,8 +206,8 @@ class _TokensIterator(shard_steps.Elements[np.ndarray]):
         self._parent.set_state(state)
 
 
-# This process's pools of tokenizer threads, by number of threads. A forked process has
-# none of its parent's threads.
+# This process's pools of tokenizer threads, keyed by number of threads. A forked
+# process does not inherit its parent's threads.
 _pools: dict[int, futures.ThreadPoolExecutor] = {}
 os.register_at_fork(after_in_child=_pools.clear)
 

@@ -1,9 +1,9 @@
 """Packs text with encoded images or audio, which are decoded once they are in a row.
 
 A document is a list of parts: tokens, and encoded media that each take the place of
-some tokens. Whole documents are fitted into rows by their tokens and media. A user's
-function decodes only the media in delivered rows, to arrays of the one shape that JAX
-needs.
+some tokens. Documents are packed whole into rows, within limits on tokens and media. A
+user's function decodes only the media in delivered rows, into arrays of the fixed shape
+that JAX needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Modality:
     """A kind of media in rows, such as images.
 
     Attributes:
-      decode: decodes bytes to an array, resized or padded to `shape`.
+      decode: a function that decodes bytes to an array, resized or padded to `shape`.
       shape: the shape of the array.
       max_per_row: the maximum number of media of this kind in a row, M.
       dtype: the dtype of the array.
@@ -39,7 +39,7 @@ class Modality:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """An encoded medium within a document.
+    """An encoded image or audio clip within a document.
 
     Attributes:
       modality: the modality name.
@@ -63,25 +63,25 @@ _Media: TypeAlias = dict[str, list[tuple[int, Encoded]]]
 class MultimodalRows(lm_rows.Rows):
     """Packs documents of text and media into rows of `length` tokens.
 
-    A row has the features of `ec.data.lm.Rows`. Its `inputs` are all tokens of a
-    document, and its `targets` are the tokens after them; `targets` and
-    `targets_segmentation` are 0 before a placeholder and after the last token. For a
-    modality `images` with M media per row and arrays of shape `[...]`, a row also has
+    A row has the features of `ec.data.lm.Rows`. Its `inputs` are all tokens of its
+    documents, and each target is the next token; where the next token is a placeholder,
+    and at the last token, `targets` and `targets_segmentation` are 0. For a modality
+    `images` with M media per row and arrays of shape `[...]`, a row also has
 
     * `images`, `[M, ...]`: the decoded media in row order, then zeros;
     * `images_segmentation`, int32 `[M]`: the document of each medium, as in
       `inputs_segmentation`; 0 where there is no medium;
     * `images_start` and `images_length`, int32 `[M]`: the index in the row of each
-      medium's first token, and its number of tokens.
+      medium's first token, and the medium's number of tokens.
 
     A document that does not fit into an empty row is truncated before the first token
     or medium that does not fit. A document without text after its first token is
     dropped.
 
     Args:
-      parent: documents, lists of parts: `Encoded` media, and tokens, arrays or lists of
-        integers.
-      modalities: the modalities by name; rows have features of these names.
+      parent: a dataset of documents, which are lists of parts: `Encoded` media, and
+        tokens as arrays or lists of integers.
+      modalities: the modalities by name; each name is also the name of a row feature.
       packing: `"first_fit"` or `"best_fit"`; `"concat_then_split"` would split media.
       **settings: other arguments of `ec.data.lm.Rows`, such as `length`, `window`,
         `seed`, `shard` and `max_examples`.
@@ -152,9 +152,9 @@ class _MultimodalIterator(lm_rows.RowsIterator):
             if isinstance(part, Encoded):
                 if part.modality not in media or part.num_tokens < 1:
                     raise errors.DataError(
-                        f"a document has a medium of modality {part.modality!r} with"
-                        f" num_tokens={part.num_tokens}; use one of {sorted(media)},"
-                        " and 1 or more tokens"
+                        f"a document has media with modality {part.modality!r} and"
+                        f" num_tokens={part.num_tokens}; modality must be one of"
+                        f" {sorted(media)}, and num_tokens at least 1"
                     )
                 of_kind = media[part.modality]
                 is_full = len(of_kind) == self.of.modalities[part.modality].max_per_row
@@ -219,7 +219,8 @@ class _MultimodalIterator(lm_rows.RowsIterator):
 
 
 def _numbers(held: lm_rows.Held, at: Sequence[int] | np.ndarray) -> list[int]:
-    # The documents with these first tokens. Of several, only the last is not empty.
+    # The indexes of the documents that begin at these tokens. If more than one begins
+    # at the same token, only the last of them is not empty.
     return (np.searchsorted(held.starts, at, side="right") - 1).tolist()
 
 
@@ -228,7 +229,7 @@ def _decoded(name: str, modality: Modality, data: bytes) -> np.ndarray:
     if array.shape != modality.shape or array.dtype != np.dtype(modality.dtype):
         raise errors.DataError(
             f"decode of modality {name!r} returned {array.dtype}{list(array.shape)},"
-            f" but its Modality says {modality.dtype}{list(modality.shape)}; resize,"
-            " pad or convert in decode"
+            f" but its Modality declares {modality.dtype}{list(modality.shape)};"
+            " resize, pad or convert the array in decode"
         )
     return array

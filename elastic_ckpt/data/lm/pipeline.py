@@ -84,23 +84,24 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguagePipeline:
-    """Builds a shard's pipeline; a pure function of these values.
+    """Builds a shard's pipeline; a pure function of its attributes.
 
     Attributes:
       parts: the datasets to mix by weight.
-      num_shards: S.
+      num_shards: the number of logical shards, S.
       reading: the order of records and the number of epochs.
-      documents: converts records to tokens.
-      length: tokens of a row, L.
+      documents: the encoder that converts records to tokens.
+      length: the number of tokens in a row, L.
       truncate: whether longer documents are truncated; otherwise they are split.
-      window: the size of the shuffle window in examples; 0 does not shuffle.
-      packing: one of `rows.PACKINGS`; empty pads each example to a row.
+      window: the size of the shuffle window in examples; 0 disables shuffling.
+      packing: one of `rows.PACKINGS`; if empty, each example is padded to a row.
       max_examples: the maximum number of examples in a packed row; 0 sets no limit.
       seed: the seed of every shuffle.
-      tokenizer_threads: tokenizer threads on a host; 0 uses the host's share of cores.
+      tokenizer_threads: the number of tokenizer threads per host; 0 uses the host's
+        share of cores.
       num_processes: the number of processes on a host that share these threads.
-      vocab_size: rows of the model's embedding. Data that is already tokenized is
-        checked against it; 0 disables the check.
+      vocab_size: the number of rows in the model's embedding. Data that is already
+        tokenized is checked against it; 0 disables the check.
       dealing: how records are dealt to shards; see `records.DEALING`.
     """
 
@@ -133,7 +134,7 @@ class LanguagePipeline:
             read.lead = self._leads.get(name, 0)
             return read if has_texts else self._tokens(read)
 
-        # Even a single dataset is a mixture, because a resume may add more datasets.
+        # Even a single dataset is a mixture, because a resumed run may add datasets.
         # Text is tokenized after the mixture, so that threads get many documents at a
         # time.
         mixed: grain.IterDataset = mixing.Mixture(make_part, self._weights, shard=shard)
@@ -162,7 +163,7 @@ class LanguagePipeline:
         )
 
     def identity(self) -> dict[str, storage.Json]:
-        """The settings that determine the order of rows, by configuration key."""
+        """The settings that determine the order of rows, keyed by configuration key."""
         # Skipped damage must not change a file's identity.
         identity = functools.partial(
             source.identity, digested=not self.reading.skip_corrupt
@@ -186,7 +187,7 @@ class LanguagePipeline:
         }
 
     def dealt(self, dealing: str) -> LanguagePipeline:
-        """This pipeline with a different dealing of records."""
+        """Returns this pipeline with a different way of dealing records."""
         return dataclasses.replace(self, dealing=dealing)
 
     @functools.cached_property
@@ -201,7 +202,7 @@ class LanguagePipeline:
     def _leads(self) -> dict[str, int]:
         # The first shard with an extra record of each dataset follows the last one of
         # the previous dataset, so that the totals of two shards of a finite mixture
-        # differ by at most one. Weights do not matter: a resume may change them.
+        # differ by at most one. Weights do not matter: a resumed run may change them.
         num_epochs = self.reading.num_epochs
         if self.dealing != records.JOINT_SHARES or num_epochs is None:
             return {}
@@ -225,8 +226,8 @@ def from_config(
 ) -> elastic_data.ElasticData:
     """Creates the training data that configuration keys describe.
 
-    With `num_logical_shards`, the data is like the result of `sharded`; otherwise it is
-    like the result of `positional`, with a row for each document in ArrayRecord files.
+    With `num_logical_shards`, the data is like the result of `sharded`; otherwise, it
+    is like the result of `positional`, with one row per document of ArrayRecord files.
 
         from_config(grain_train_files="a*.parquet", grain_file_type="parquet",
                     num_logical_shards=64)
@@ -234,8 +235,8 @@ def from_config(
 
     Args:
       data: the data keys, from a configuration or in a mapping.
-      vocab_size: rows of the model's embedding, to reject a tokenizer with more tokens,
-        for which JAX would silently use the wrong row; 0 if unknown.
+      vocab_size: the number of rows in the model's embedding; 0 if unknown. A tokenizer
+        with more tokens is rejected, because JAX would silently use a wrong row.
       **keys: more data keys, which override the keys in `data`.
 
     Raises:
@@ -246,8 +247,8 @@ def from_config(
     given = vars(data) if isinstance(data, data_keys.DataKeys) else data or {}
     if not isinstance(given, Mapping):
         raise errors.ConfigError(
-            f"from_config: got a {type(data).__name__}; pass the data keys as keyword"
-            " arguments, as a mapping, or from a configuration file:"
+            f"from_config: data is a {type(data).__name__}; pass the data keys as"
+            " keyword arguments, as a mapping, or from a configuration file:"
             ' ec.data.from_config(ec.load_config("train.yml").data, ...)'
         )
     settings = {
@@ -272,8 +273,8 @@ def _of_stages(
     of_stages = data_keys.stages(data)
     if len({bool(keys.global_batch_size) for _, keys in of_stages}) > 1:
         raise errors.ConfigError(
-            "data_stages: some stages set global_batch_size, while others leave it 0"
-            " and use per_device_batch_size; use one of the two in all stages"
+            "data_stages: some stages set global_batch_size, while others leave it at 0"
+            " and use per_device_batch_size; use the same key in all stages"
         )
     return stages.staged(
         [
@@ -297,7 +298,7 @@ def eval_from_config(
 
     Args:
       data: the data keys.
-      global_batch_size: rows of a batch.
+      global_batch_size: the number of rows in a batch.
       vocab_size: see `from_config`.
     """
     ordered = dataclasses.replace(
@@ -322,11 +323,13 @@ def describe(data: data_keys.DataKeys) -> str:
     for begin, section in data_keys.stages(data):
         if data.data_stages:
             size = section.global_batch_size
-            each = f"{size}" if size else f"{section.per_device_batch_size:g} a device"
+            each = (
+                f"{size}" if size else f"{section.per_device_batch_size:g} per device"
+            )
             packing = section.grain_packing_type if section.packing else "unpacked"
             described.append(
                 f"stage from step {begin:,}: rows of {section.max_target_length}"
-                f" tokens, {packing}, {each} in a batch"
+                f" tokens, {packing}, {each} in each batch"
             )
         parts = _parts(section)
         total = sum(part.weight for part in parts)
@@ -388,7 +391,7 @@ def _sharded(
     )
     num_workers = data.grain_worker_count
     if num_workers < 0:
-        # Templates are Python and hold the interpreter lock, which the loop needs;
+        # Templates run as Python and hold the GIL, which the training loop needs;
         # everything else releases it most of the time.
         num_workers = int(data.use_sft)
     return sharded_data.ShardedData(
@@ -434,7 +437,7 @@ def _documents(data: data_keys.DataKeys) -> lm_documents.Encoder:
 
 
 def _check(data: data_keys.DataKeys, *, num_tokens: int) -> None:
-    # Lists settings that are incompatible with each other or the model, with remedies.
+    # Rejects settings that are incompatible with each other or with the model.
     wanted = vocab_size(data) if num_tokens and data.tokenize_train_data else 0
     needs = [
         f"{key}={sections.render(value)}"
@@ -452,9 +455,9 @@ def _check(data: data_keys.DataKeys, *, num_tokens: int) -> None:
         ),
         (
             needs and not data.num_logical_shards,
-            f"{', '.join(needs)} requires logical shards; set num_logical_shards to a"
-            " multiple of each host count that you will use, such as the global"
-            " batch size",
+            f"logical shards are required by {', '.join(needs)}; set num_logical_shards"
+            " to a multiple of every host count that you plan to use, for example to"
+            " the global batch size",
         ),
         (
             data.use_sft and not data.tokenize_train_data,
@@ -469,7 +472,8 @@ def _check(data: data_keys.DataKeys, *, num_tokens: int) -> None:
             data.max_segments_per_seq and is_cut,
             f"max_segments_per_seq={data.max_segments_per_seq} does not work with"
             " grain_packing_type=concat_then_split, which splits documents wherever a"
-            " row is full; set it to 0, or pack with first_fit or best_fit",
+            " row is full; set max_segments_per_seq to 0, or pack with first_fit or"
+            " best_fit",
         ),
     ):
         if is_wrong:

@@ -1,9 +1,9 @@
 """Rows of documents: split, shuffled and packed, a chapter at a time.
 
 A chapter is the next few groups of a shard's documents. Splitting, shuffling and
-packing depend only on the chapter, and nothing else is buffered. So the state is the
-place where the chapter's documents were read and the number of rows taken from it; to
-resume, the documents are reread.
+packing depend only on the chapter, and nothing else is buffered. The state therefore
+consists of the place from which the chapter's documents were read and the number of
+rows taken from the chapter; a resumed run rereads the documents.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ FEATURES = (
     "targets_position",
 )
 
-# Minimum number of rows in a chapter: 48, which makes rows 97 % full, but fewer if
-# these have more than `_CHAPTER_TOKENS` tokens.
+# Minimum number of rows in a chapter: 48, which makes rows 97 % full, but fewer if 48
+# rows have more than `_CHAPTER_TOKENS` tokens.
 _MOST_ROWS, _LEAST_ROWS = 48, 4
 _CHAPTER_TOKENS = 2**17
 # Maximum number of documents read at a time.
 _GROUP = 4096
-# From this chapter on, all chapters are equally long.
+# From this chapter on, all chapters have the same length.
 _LATER = 8
 # More inputs than any document has.
 _ENDLESS = 2**62
@@ -51,7 +51,7 @@ _ENDLESS = 2**62
 Row = dict[str, np.ndarray]
 # An array of tokens, or a dict with `tokens` and other features.
 Document = Any
-# Inputs of a document: the index of the first one in the chapter, and how many.
+# Consecutive inputs of a document: the index of the first in the chapter, and how many.
 Piece = tuple[int, int]
 
 
@@ -96,31 +96,33 @@ class Rows(shard_steps.Step[Row]):
     `[length]`:
 
     * `inputs` and `targets`;
-    * `inputs_segmentation` and `targets_segmentation`: the number of each token's
-      document in the row, from 1; 0 in padding;
-    * `inputs_position` and `targets_position`: the number of each token in its part of
-      a document, from 0.
+    * `inputs_segmentation` and `targets_segmentation`: the index in the row of each
+      token's document, starting at 1; 0 in padding;
+    * `inputs_position` and `targets_position`: the index of each token in its part of a
+      document, starting at 0.
 
-    A document stores a token without loss, such as a user's, as `~token`. As an input,
-    it becomes `token`; as a target, it becomes 0, with 0 in `targets_segmentation`.
+    A document stores a token without loss, such as one in a user turn, as `~token`. As
+    an input, it becomes `token`; as a target, it becomes 0, with 0 in
+    `targets_segmentation`.
 
     Args:
-      parent: documents, arrays of tokens `[tokens]`; with `features`, dicts of
-        equally long arrays: `tokens` and these features.
-      length: tokens of a row.
+      parent: a dataset of documents, which are arrays of tokens `[tokens]` or, with
+        `features`, dicts of `tokens` and these features, all arrays of the same length.
+      length: the number of tokens in a row.
       packing: `"first_fit"` or `"best_fit"`, which put each document whole into a row;
         `"concat_then_split"`, which fills rows and splits documents at row ends; or
         empty, which puts each document into its own row.
-      window: the minimum number of documents shuffled together; 0 shuffles none.
+      window: the minimum number of documents shuffled together; 0 disables shuffling.
       seed: the seed of the shuffle, 0 or more; each shard shuffles differently.
-      shard: the shard number.
+      shard: the shard index.
       max_examples: the maximum number of documents in a row, for `"first_fit"` and
         `"best_fit"`; 0 sets no limit.
-      features: additional features of documents; rows have their values at the inputs.
+      features: the names of additional features of documents; rows have their values
+        for each input.
       truncate: whether to truncate documents to `length` inputs; otherwise longer
         documents are split.
-      vocab_size: rows of the model's embedding; a token outside this range is an error.
-        0 disables the check.
+      vocab_size: the number of rows in the model's embedding; a token outside this
+        range is an error. 0 disables the check.
 
     Raises:
       ConfigError: if an argument is invalid.
@@ -156,18 +158,18 @@ class Rows(shard_steps.Step[Row]):
             ("max_examples", max_examples, 0),
         ):
             if value < least:
-                raise errors.ConfigError(f"Rows: {name}={value}; pass {least} or more")
+                raise errors.ConfigError(f"Rows: {name}={value}; pass at least {least}")
         if max_examples and packing == CONCAT_THEN_SPLIT:
             raise errors.ConfigError(
                 f"Rows: max_examples={max_examples} does not work with"
                 " packing='concat_then_split', which splits documents wherever a row is"
-                " full; set it to 0, or pack with first_fit or best_fit"
+                " full; set max_examples to 0, or pack with first_fit or best_fit"
             )
         self.features = files.names(features, argument="Rows: features")
         if clashing := {"tokens", *FEATURES} & {*self.features}:
             raise errors.ConfigError(
-                f"Rows: features={self.features!r}: rows always have"
-                f" {sorted(clashing)}; list only additional features, or rename these"
+                f"Rows: features={self.features!r} includes {sorted(clashing)}, which"
+                " rows always have; list only additional features, or rename these"
             )
         self.length, self.packing, self.truncate = length, packing, truncate
         self.window, self.shard, self.key = window, shard, (seed, shard)
@@ -205,7 +207,7 @@ class _Group(NamedTuple):
 
     Attributes:
       place: the state from which the documents were read.
-      reads_on: whether `place` is the end of the previous group.
+      reads_on: whether `place` is where the previous group ended.
       held: the documents.
     """
 
@@ -240,7 +242,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         return {name: each[0] for name, each in made.items()}
 
     def unmade(self) -> Unmade:
-        """The next row, for `made`."""
+        """The next row without its arrays, which `made` builds."""
         while self._next == len(self._rows):
             self._read_chapter()
         self._next += 1
@@ -301,10 +303,10 @@ class RowsIterator(grain.DatasetIterator[Row]):
         digest = self._digest(self._all_held())
         if self.of.dtype == np.int32 and digest != state.get("digest", ""):
             raise errors.DataError(
-                f"logical shard {self.of.shard}: the documents of the saved state's"
-                " rows have changed; make_shard must make the same document from a"
-                " record each time, so seed its random functions; if you changed them,"
-                " also change pipeline="
+                f"logical shard {self.of.shard}: the documents that the saved state"
+                " refers to have changed; make_shard must create the same document from"
+                " a record each time, so seed its random functions; if you changed the"
+                " documents on purpose, also change pipeline="
             )
         if state["row"]:
             self._make_rows(ended=state["ended"])
@@ -312,7 +314,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
 
     @property
     def chapter(self) -> int:
-        """The number of the next chapter."""
+        """The index of the next chapter."""
         return self._number
 
     def renew(self) -> bool:
@@ -339,7 +341,7 @@ class RowsIterator(grain.DatasetIterator[Row]):
         """Checks and concatenates documents.
 
         Raises:
-          DataError: if a document is not as described in `Rows`.
+          DataError: if a document does not have the form that `Rows` describes.
         """
         lists = {"tokens": documents}
         if self.of.features:
@@ -359,12 +361,12 @@ class RowsIterator(grain.DatasetIterator[Row]):
         return some if self.of.features else some["tokens"]
 
     def costs(self, held: Held, at: np.ndarray) -> list[tuple[int, ...]]:
-        """How much of each limit in `limits` the pieces beginning at `at` use."""
+        """How much of each of the `limits` each piece that begins at `at` uses."""
         del held
         return [(1,) if self.of.max_examples else ()] * len(at)
 
     def limits(self) -> tuple[int, ...]:
-        """The limits of a row other than its tokens."""
+        """A row's limits other than its number of tokens."""
         return (self.of.max_examples,) if self.of.max_examples else ()
 
     def more(self, rows: Sequence[Unmade | None]) -> Row:
@@ -454,8 +456,9 @@ class RowsIterator(grain.DatasetIterator[Row]):
         if mixing.renew(self.documents):
             self._reads_on = False
         # Chapters start small, because the first batch waits for the first chapters of
-        # all shards: one or two rows, by a bit of the shard number, then two or four,
-        # and so on. So about equally many shards begin a chapter in each batch.
+        # all shards: one or two rows, depending on a bit of the shard index, then two
+        # or four, and so on. So a similar number of shards begins a chapter in each
+        # batch.
         level = min(self._number, _LATER)
         wanted = (1 + (self.of.key[1] >> level & 1)) << level
         num_rows = min(max(_CHAPTER_TOKENS // self.of.length, _LEAST_ROWS), _MOST_ROWS)
@@ -528,15 +531,15 @@ def _check_features(document: Any, names: Collection[str]) -> None:
     if not isinstance(document, dict) or document.keys() != {*names}:
         found = sorted(document) if isinstance(document, dict) else type(document)
         raise errors.DataError(
-            f"a document to pack has {found}; Rows expects a dict of"
-            f" {', '.join(names)}: list other features in its features=, or drop them"
+            f"a document to pack has {found}, but Rows expects a dict of"
+            f" {', '.join(names)}; list other features in its features=, or drop them"
             " before Rows"
         )
     lengths = {name: len(values) for name, values in document.items()}
     if len({*lengths.values()}) > 1:
         raise errors.DataError(
             f"a document to pack has features of different lengths, {lengths}; each"
-            " needs one value per token"
+            " feature needs one value per token"
         )
 
 
@@ -550,8 +553,8 @@ def _flat(tokens: list[Any], dtype: Any) -> np.ndarray:
         if np.issubdtype(flat.dtype, np.integer):
             return token_numbers.narrowed(flat, place="a document to pack")
     raise errors.DataError(
-        f"a document to pack is a {[*others, *kinds][0].__name__}; Rows takes arrays of"
-        " integers, [tokens]"
+        f"a document to pack has the type {[*others, *kinds][0].__name__}; Rows accepts"
+        " only one-dimensional arrays of integers, [tokens]"
     )
 
 
@@ -594,12 +597,12 @@ def fitted(
       pieces: pieces of at most `length` inputs.
       costs: how much of each limit each piece uses.
       limits: the limits of a row.
-      length: inputs of a row.
-      is_best: whether to use the fullest row.
+      length: the number of inputs in a row.
+      is_best: whether to use the fullest row instead of the first.
     """
     rows: list[list[Piece]] = []
     left: list[tuple[int, ...]] = []
-    # The room in and number of each row that is not full; sorted if `is_best`.
+    # The free space and index of each row that is not full; sorted if `is_best`.
     free: list[tuple[int, int]] = []
     for piece, cost in zip(pieces, costs, strict=True):
         size = piece[1]
@@ -630,6 +633,7 @@ def _check_vocabulary(vocab_size: int, *arrays: np.ndarray) -> None:
         if is_wrong.any():
             raise errors.DataError(
                 f"a document has the token {numbers[is_wrong][0]}, but the model's"
-                f" vocabulary has tokens from 0 to {vocab_size - 1}; set vocab_size to"
-                " the vocabulary size of the tokenizer that made the tokens"
+                f" vocabulary has only tokens from 0 to {vocab_size - 1}; set"
+                " vocab_size to the vocabulary size of the tokenizer that created the"
+                " tokens"
             )

@@ -1,4 +1,4 @@
-"""Writes the text files below a directory to a training file, one record per file."""
+"""Writes the text files under a directory to a training file, one record per file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic_ckpt.data.sources import parquet
 
 PYTHON_STDLIB = "python-stdlib"
 
-# Directories below the standard library's that are not part of it.
+# Directories under the standard library's that are not part of the library.
 _NOT_STDLIB = ("site-packages", "dist-packages")
 _ROW_GROUP_DOCUMENTS = 100
 
@@ -28,7 +28,7 @@ class Written:
     Attributes:
       num_documents: the number of documents.
       text_bytes: the total size of the text.
-      skipped: the files that are empty or not UTF-8.
+      skipped: the paths of files that were skipped: they are empty or not UTF-8.
     """
 
     num_documents: int
@@ -37,14 +37,14 @@ class Written:
 
 
 def write_arrayrecord(directory: epath.PathLike, file: epath.PathLike) -> Written:
-    """Writes the text files below a directory as the records of an ArrayRecord file.
+    """Writes the text files under a directory as the records of an ArrayRecord file.
 
-    Records are in the order of the sorted paths, so the same files always produce the
-    same records. Files that are empty or not UTF-8 are skipped.
+    Records are sorted by path, so the same files always produce the same records. Files
+    that are empty or not UTF-8 are skipped.
 
     Args:
-      directory: a local directory; or `python-stdlib` for the `.py` files of the
-        running Python's standard library, or a part such as `python-stdlib/email`.
+      directory: a local directory; or, for the `.py` files of the running Python's
+        standard library, `python-stdlib` or a part such as `python-stdlib/email`.
       file: the ArrayRecord file, local or in a bucket; it is written atomically.
 
     Raises:
@@ -54,15 +54,15 @@ def write_arrayrecord(directory: epath.PathLike, file: epath.PathLike) -> Writte
 
 
 def write(directory: str, file: str, *, file_type: str) -> Written:
-    """Like `write_arrayrecord`, for all file types that can be written.
+    """Like `write_arrayrecord`, but for any file type that can be written.
 
     Raises:
       ConfigError: if `file_type` cannot be written.
     """
     if file_type not in _WRITERS:
         raise errors.ConfigError(
-            f"{file}: text cannot be written as {file_type}; write"
-            f" {', '.join(sorted(_WRITERS))} (grain_file_type), or read your own files"
+            f"{file}: text cannot be written as {file_type}; set grain_file_type to one"
+            f" of {', '.join(sorted(_WRITERS))}, or use your own data files"
         )
     sizes: list[int] = []
     skipped: list[str] = []
@@ -84,8 +84,9 @@ def write(directory: str, file: str, *, file_type: str) -> Written:
         _WRITERS[file_type](temporary, texts())
         if not sizes:
             raise errors.DataError(
-                f"{directory}: no text files below this directory on this machine; pass"
-                f" one that has some, or {PYTHON_STDLIB!r} for Python's own sources"
+                f"{directory}: this machine has no text files under this path; pass a"
+                " directory that contains text files, or"
+                f" {PYTHON_STDLIB!r} for Python's own sources"
             )
     return Written(
         num_documents=len(sizes), text_bytes=sum(sizes), skipped=tuple(skipped)

@@ -1,10 +1,10 @@
-"""Tokenizers: convert text to tokens, and report the settings that determine them.
+"""Tokenizers, which convert text to tokens and identify the settings that matter.
 
 A `.tiktoken` file has a base64 token and its rank on each line. It is used as in Llama
 3 and MaxText: with their pattern, and with 256 special tokens after the last rank.
 
 The text of a special token in a document remains plain text, except with a
-`tokenizer.json`: there it becomes the special token, as in `transformers`.
+`tokenizer.json`, where it becomes the special token, as in `transformers`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BYTES = "bytes"
 _FILES = {
     "sentencepiece": "a SentencePiece .model file",
     "tiktoken": "a .tiktoken file of base64 tokens and their ranks",
-    "huggingface": "a downloaded tokenizer.json file, or a directory that has one",
+    "huggingface": "a downloaded tokenizer.json file, or a directory that contains one",
 }
 KINDS = (_BYTES, *_FILES)
 
@@ -63,7 +63,7 @@ class Encoded(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """Converts text to tokens; picklable, and safe to use from several threads."""
+    """Converts text to tokens; picklable, and safe to use from multiple threads."""
 
     @property
     def vocab_size(self) -> int:
@@ -79,7 +79,7 @@ class Tokenizer(Protocol):
 
     @property
     def is_parallel(self) -> bool:
-        """Whether several threads encode faster than one."""
+        """Whether multiple threads encode faster than one."""
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """The tokens of `text`, without begin and end tokens, int32 `[tokens]`."""
@@ -158,8 +158,8 @@ class FileTokenizer:
         opened = _opened(self.kind, self.path, self.digest)
         if opened.encode_with_spans is None:
             raise errors.ConfigError(
-                f"tokenizer kind {self.kind!r}: the special tokens of a chat template"
-                " would remain plain text; use the model's tokenizer.json"
+                f"tokenizer kind {self.kind!r} would leave the special tokens of a chat"
+                " template as plain text; use the model's tokenizer.json"
                 " (tokenizer_type=huggingface), or the kind 'bytes'"
             )
         return opened.encode_with_spans([readable(text) for text in texts])
@@ -202,9 +202,9 @@ def load(kind: str, path: str = "") -> Tokenizer:
     if kind not in KINDS or (kind == _BYTES) != (not path):
         files = ", ".join(f"{name} with {file}" for name, file in _FILES.items())
         raise errors.ConfigError(
-            f"tokenizer kind {kind!r} with the path {path!r} (tokenizer_type and"
-            f" tokenizer_path in a configuration): choose {_BYTES} without a path, or"
-            f" {files}"
+            f"tokenizer kind {kind!r} cannot be used with the path {path!r}"
+            " (tokenizer_type and tokenizer_path in a configuration); choose"
+            f" {_BYTES} without a path, or {files}"
         )
     if kind == _BYTES:
         return Bytes()
@@ -255,8 +255,9 @@ def _open(kind: str, path: str, digest: str) -> _Opened:
         raise
     except Exception as error:  # `tokenizers` raises nothing narrower
         raise errors.DataError(
-            f"{path}: cannot be read as {_FILES[kind]} ({error}); restore the file"
-            " from a copy, or set its actual kind (tokenizer_type in a configuration)"
+            f"{path} cannot be read as {_FILES[kind]} ({error}); restore the file from"
+            " a good copy, or specify its actual kind (tokenizer_type in a"
+            " configuration)"
         ) from None
 
 
@@ -276,7 +277,7 @@ def _open_tiktoken(content: bytes, _: epath.Path) -> _Opened:
     ranks = {base64.b64decode(each, validate=True): int(rank) for each, rank in pairs}
     has_bytes = all(bytes([byte]) in ranks for byte in range(256))
     if not has_bytes or sorted(ranks.values()) != list(range(len(ranks))):
-        raise ValueError("it lacks tokens or ranks: it was truncated or altered")
+        raise ValueError("it lacks tokens or ranks, so it was truncated or altered")
     begin, end = len(ranks), len(ranks) + 1
     encoding = _package("tiktoken").Encoding(
         name="llama3",
@@ -304,15 +305,15 @@ def _open_tiktoken(content: bytes, _: epath.Path) -> _Opened:
 def _open_huggingface(content: bytes, directory: epath.Path) -> _Opened:
     tokenizer = _package("tokenizers").Tokenizer.from_str(content.decode())
     if getattr(tokenizer.model, "dropout", None):
-        raise ValueError("it drops merges at random: set its dropout to null")
+        raise ValueError("it drops merges at random; set its dropout to null")
     # The file may enable these, but tokens must not depend on the batch's length.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     vocabulary = tokenizer.get_vocab()
     special = _special_tokens(directory, vocabulary)
     begin, end = (vocabulary.get(special.get(key)) for key in _USUAL)
-    # The library's own threads would use every core of the machine, whatever the
-    # configuration says, and would not survive a fork.
+    # The library's own threads would use every core of the machine, regardless of the
+    # configuration, and would not survive a fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     def encode(texts: list[str]) -> list[list[int]]:
@@ -361,7 +362,9 @@ def _special_tokens(
         if key.endswith("_token") and isinstance(text, str):
             special[key] = text
             if key in _USUAL and text not in vocabulary:
-                raise ValueError(f"it lacks {text!r}, the {key} of files next to it")
+                raise ValueError(
+                    f"it lacks {text!r}, which a file next to it lists as {key}"
+                )
     return special
 
 
@@ -369,7 +372,9 @@ def _settings(file: epath.Path) -> Mapping[str, Any]:
     try:
         return dict(json.loads(file.read_bytes())) if file.exists() else {}
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{file.name} next to it: no JSON object ({error})") from None
+        raise ValueError(
+            f"{file.name} next to it is not a JSON object ({error})"
+        ) from None
 
 
 def _read(kind: str, file: epath.Path) -> bytes:
@@ -377,7 +382,7 @@ def _read(kind: str, file: epath.Path) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise errors.DataError(
-            f"{file}: cannot be read ({error.strerror or error}); specify"
+            f"{file} cannot be read ({error.strerror or error}); specify"
             f" {_FILES[kind]} (tokenizer_path in a configuration)"
         ) from None
 
@@ -385,7 +390,7 @@ def _read(kind: str, file: epath.Path) -> bytes:
 def readable(text: str | bytes) -> str:
     """Converts `text` to valid Unicode; invalid parts become U+FFFD.
 
-    JSON can put halves of surrogate pairs into a `str`, which no library accepts.
+    JSON can put half a surrogate pair into a `str`, which tokenizer libraries reject.
     """
     if isinstance(text, str):
         if text.isascii():

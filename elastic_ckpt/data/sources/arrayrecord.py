@@ -1,4 +1,4 @@
-"""ArrayRecord files: reads blocks or single records."""
+"""Reads blocks or single records of ArrayRecord files."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class ArrayRecord(record_format.RecordFiles):
         name of the only column, by default `text`.
       record_format: the content of a record: `"bytes"`, or `"tf_example"` for a
         serialized `tf.train.Example`. A feature with one bytes value becomes this
-        value, several values become a list, and numbers become float32 or int64 of
-        shape `[values]`.
+        value, multiple bytes values become a list, and numbers become a float32 or
+        int64 array of shape `[values]`.
     """
 
     file_type = "arrayrecord"
@@ -64,7 +64,7 @@ class ArrayRecord(record_format.RecordFiles):
 
 
 def record(paths: tuple[str, ...], number: int) -> bytes:
-    """Reads a record by its number, counted over all files.
+    """Reads a record by its index, counted over all files.
 
     Raises:
       CorruptError: if the record is corrupt.
@@ -88,8 +88,9 @@ def _refuse_forked_loader() -> None:
     if is_forked and torch_data and torch_data.get_worker_info() is not None:
         raise errors.ConfigError(
             "ArrayRecord files cannot be read in a forked worker of a PyTorch loader;"
-            ' start workers differently (multiprocessing_context="forkserver" of the'
-            " loader), or read in the rank's process (num_workers=0)"
+            " start the workers by a different method (pass"
+            ' multiprocessing_context="forkserver" to the loader), or read in the'
+            " rank's process (num_workers=0)"
         )
 
 
@@ -139,11 +140,11 @@ def _footer(file: str) -> bytes:
         end = stream.seek(-_BLOCK_BYTES, os.SEEK_END)
         found = _FOOTER_OFFSET.search(stream.read(_BLOCK_BYTES))
         if found is None:
-            raise source.foreign(file, "ArrayRecord", "no footer offset")
+            raise source.foreign(file, "ArrayRecord", "it has no footer offset")
         # A varint: seven bits in each byte.
         stream.seek(sum((byte & 127) << 7 * n for n, byte in enumerate(found[1])))
         footer = stream.read(end - stream.tell())
     # In joined files, the offset is relative to the beginning of the last file.
     if _FOOTER_OFFSET.search(footer):
-        raise source.foreign(file, "ArrayRecord", "another file ends in it")
+        raise source.foreign(file, "ArrayRecord", "another file ends inside it")
     return footer

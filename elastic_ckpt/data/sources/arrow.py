@@ -1,7 +1,7 @@
 """Arrow files, as Hugging Face `datasets` saves them, mapped into memory.
 
 A file is a stream of messages, with or without the frame of Arrow's file format.
-Finding the record batches takes a pass over the messages' metadata, once for each
+Finding the record batches requires a pass over the messages' metadata, once for each
 version of a file.
 """
 
@@ -39,10 +39,10 @@ class Arrow(source.Source):
     It reads both of Arrow's formats, streams and files. `from_hf` creates a source from
     a Hugging Face dataset.
 
-    An element has the value of each column by name: lists of numbers as NumPy arrays,
-    text as `str`, nulls as None, and other values as Arrow converts them to Python.
-    Arrow files have no checksums: damage is only found if it makes a value invalid,
-    such as text that is not UTF-8.
+    An element maps each column name to a value: lists of numbers are NumPy arrays, text
+    is `str`, nulls are None, and other values are as Arrow converts them to Python.
+    Arrow files do not have checksums, so damage is only detected if it makes a value
+    invalid, such as text that is not UTF-8.
 
     Attributes:
       files: the paths or URIs of the files; a remote file is copied to this machine
@@ -66,8 +66,8 @@ class Arrow(source.Source):
                 content.update(message.metadata)
                 if message.type != "record batch":
                     raise foreign(
-                        f"a {message.type} message at byte {start}: write the data"
-                        " without dictionaries, as one file or as Parquet"
+                        f"it has a {message.type} message at byte {start}; write the"
+                        " data as one file without dictionaries, or as Parquet"
                     )
                 # With no columns, nothing is decompressed.
                 batch = ipc.read_record_batch(message, pyarrow().schema([]))
@@ -97,7 +97,7 @@ class Arrow(source.Source):
             batch = pyarrow().ipc.read_record_batch(message, _schema(local, path))
         rows = batch.slice(first, index.block_records[block])
         if len(rows) < index.block_records[block]:
-            raise corrupt(f"it has {len(batch)} rows")
+            raise corrupt(f"the record batch has only {len(batch)} rows")
         read = rows.select(list(self.columns)) if self.columns else rows
         return columns.checked(read, corrupt, is_mapped=True)
 
@@ -177,4 +177,4 @@ def pyarrow() -> Any:
     Raises:
       ConfigError: if `pyarrow` is not installed.
     """
-    return extras.module("pyarrow", extra="parquet", otherwise="use other files")
+    return extras.module("pyarrow", extra="parquet", otherwise="use another format")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def damaged(error_of: Callable[[object], Exception]) -> Iterator[None]:
-    """Converts Arrow's errors for bytes that it cannot decode."""
+    """Converts the errors that Arrow raises for bytes that it cannot decode."""
     import pyarrow as pa
 
     try:
@@ -35,7 +35,7 @@ class Columns(source.Block):
     Args:
       batch: the records.
       corrupt: a function that creates the error for an invalid value.
-      is_mapped: whether the batch is mapped from a file and takes no memory.
+      is_mapped: whether the batch is mapped from a file and uses no memory of its own.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ def checked(
     *,
     is_mapped: bool = False,
 ) -> Columns:
-    """Returns the records of a batch that may be damaged."""
+    """Validates a batch that may be damaged, and returns its records."""
     with damaged(corrupt):
         # A damaged page may decode to offsets out of bounds or to invalid text.
         batch.validate(full=True)
@@ -100,7 +100,7 @@ class _Numbers:
         first, end = offsets[0], offsets[-1]
         numbers = column.values.slice(first, end - first)
         if numbers.null_count:
-            raise corrupt("a list of numbers has a null in it")
+            raise corrupt("a list of numbers contains a null")
         held = np.asarray(numbers)
         self._dtype = held.dtype
         is_kept = is_mapped and held.dtype in _TOKEN_TYPES

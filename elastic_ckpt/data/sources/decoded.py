@@ -1,7 +1,7 @@
 """Decoded blocks, shared by the shards of a process.
 
 The most recently used blocks of all files and datasets are cached within a memory
-budget. A file whose blocks can only be read in sequence stays open between two blocks.
+budget. A file whose blocks can only be read in sequence stays open between blocks.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 
 from elastic_ckpt.data.sources import files, kept, source
 
-# Maximum memory of the cached blocks of a process.
+# Maximum memory for a process's cached blocks.
 BUDGET_BYTES = 256 * 2**20
-# Maximum number of files open between two blocks of a chain.
+# Maximum number of files kept open between blocks of a chain.
 _MAX_OPEN = 256
 
 
@@ -33,10 +33,10 @@ class Blocks:
     """The blocks of a source, numbered over all of its files.
 
     Attributes:
-      sizes: the number of records of each block, int64 `[blocks]`.
+      sizes: the number of records in each block, int64 `[blocks]`.
       is_chained: whether each block follows its predecessor even when shuffled.
       num_bytes: the size of all files.
-      first_records: the number of the first record of each file.
+      first_records: the index of each file's first record, counted over all files.
     """
 
     def __init__(self, of: source.Source) -> None:
@@ -51,7 +51,7 @@ class Blocks:
         self._first = [0, *itertools.accumulate(counts)]
 
     def get(self, number: int, following: int | None) -> source.Block:
-        """Decodes a block and requests the `following` one from an object store."""
+        """Decodes a block and, from an object store, requests the `following` one."""
         file, block = self._place(number)
         path = self._of.files[file]
 
@@ -69,7 +69,7 @@ class Blocks:
         return _KEPT.get((path, block, self._of.key), decode).result()
 
     def _place(self, number: int) -> tuple[int, int]:
-        # Of the files that begin there, only the last is not empty.
+        # If more than one file begins at this block, only the last is not empty.
         file = bisect.bisect_right(self._first, number) - 1
         return file, number - self._first[file]
 
@@ -83,7 +83,7 @@ def blocks(of: source.Source) -> Blocks:
 files.register_cache(blocks.cache_clear)
 
 
-# Files that are open between two blocks of a chain, the least recent first.
+# Files kept open between blocks of a chain, the least recently used first.
 _OPEN: collections.OrderedDict[Hashable, Iterator[source.Block]]
 _OPEN = collections.OrderedDict()
 files.register_cache(_OPEN.clear)
@@ -99,8 +99,8 @@ def in_turn(
 ) -> source.Block:
     """Reads a block that can only be read after its predecessors.
 
-    `begin` returns the blocks of the chain, from the first one on. After a
-    `CorruptError`, the rest of the chain is lost.
+    `begin` returns an iterator over the blocks of the chain, starting with the first.
+    After a `CorruptError`, the rest of the chain is lost.
     """
     chain = source.indexes(of)[file].chain(block)
     place = of.files[file], of.key

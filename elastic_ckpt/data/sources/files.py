@@ -32,7 +32,7 @@ _SAMPLE_SPANS = 8
 _SAMPLE_SPAN_BYTES = 4096
 
 # The properties by which stores distinguish versions of an object. For a local file,
-# `created` is the time of the last change, which nobody can set.
+# `created` is the time of the last change, which users cannot set.
 _VERSIONS = (
     "etag",
     "generation",
@@ -43,10 +43,10 @@ _VERSIONS = (
     "ino",
 )
 
-# Protocols of sites that may change files, limit requests, or not list files.
+# Protocols of sites that may change files, limit requests, or be unable to list files.
 _SITES = ("hf", "http", "https")
 
-# How long a store's first answer may take.
+# Maximum time until a store's first response.
 _REACH_SECS = 20
 
 # How long an object's size and version are cached.
@@ -62,9 +62,9 @@ class Content:
 
     Attributes:
       num_bytes: the size of the file.
-      digest: 16 hex digits, of up to 8 spans of 4 KiB, evenly spaced from the beginning
-        to the end, and of any other parts that the format digests.
-      version: changes with each write; empty if the store has no such property.
+      digest: a digest, in 16 hex digits, of up to 8 spans of 4 KiB, evenly spaced from
+        the beginning to the end, and of any other parts that the format digests.
+      version: a string that changes with each write; empty if the store has none.
     """
 
     num_bytes: int
@@ -73,14 +73,14 @@ class Content:
 
 
 def find_files(patterns: str, *, key: str = "grain_train_files") -> tuple[str, ...]:
-    """The files that match comma-separated paths or globs, sorted within each.
+    """The files that match comma-separated patterns, sorted within each pattern.
 
     Args:
-      patterns: local paths, or URIs of any scheme that fsspec supports.
+      patterns: paths or globs, local or as URIs of any scheme that fsspec supports.
       key: the configuration key of the patterns, for error messages.
 
     Raises:
-      DataError: if a pattern matches nothing. The message names the pattern.
+      DataError: if a pattern matches nothing. The message includes the pattern.
       ConfigError: if two patterns match the same file.
     """
     matched: dict[str, str] = {}
@@ -88,13 +88,13 @@ def find_files(patterns: str, *, key: str = "grain_train_files") -> tuple[str, .
         matches = list(map(absolute_path, _matches(pattern)))
         if not matches:
             raise errors.DataError(
-                f"{key}: {pattern} matches no file; check the path, or write one with"
-                " `elastic-ckpt data DIRECTORY FILE`"
+                f"{key}: {pattern} matches no files; check the path, or write a file"
+                " with `elastic-ckpt data DIRECTORY FILE`"
             )
         for match in matches:
             if match in matched:
                 raise errors.ConfigError(
-                    f"{key}: {matched[match]} and {pattern} both match {match}, which"
+                    f"{key}: {matched[match]} and {pattern} both match {match}, so it"
                     " would be read twice in each epoch; list each file once"
                 )
         matched |= dict.fromkeys(matches, pattern)
@@ -113,7 +113,7 @@ def names(value: Any, *, argument: str, required: bool = False) -> tuple[str, ..
 
     Raises:
       ConfigError: if `value` is a single string, does not consist of names, lacks a
-        required name, or has a name twice.
+        required name, or contains a name twice.
     """
     is_single = isinstance(value, str | bytes | os.PathLike)
     items = () if is_single else tuple(value or ())
@@ -127,7 +127,7 @@ def names(value: Any, *, argument: str, required: bool = False) -> tuple[str, ..
         )
     for name, number in collections.Counter(items).most_common(1):
         if number > 1:
-            raise errors.ConfigError(f"{argument} has {name!r} twice; list it once")
+            raise errors.ConfigError(f"{argument} lists {name!r} twice; list it once")
     return tuple(map(str, items))
 
 
@@ -137,7 +137,7 @@ def absolute(patterns: str) -> str:
 
 
 def absolute_path(path: str) -> str:
-    """Makes a path absolute, because the program may change its directory."""
+    """Makes a path absolute, because the program may change its working directory."""
     if not storage.is_local(path):
         return path
     return os.path.abspath(os.path.expanduser(path))
@@ -201,7 +201,7 @@ def opened(file: str, until: int | None = None) -> BinaryIO:
 def read_ahead(file: str, start: int, stop: int) -> None:
     """Requests bytes of a file in an object store before they are read.
 
-    Any error is raised later, by the read.
+    Any error is raised later, by the read itself.
     """
     if start < stop and not storage.is_local(file):
         with contextlib.suppress(OSError, errors.DataError):
@@ -219,13 +219,13 @@ def retried(read: Callable[[], T], place: str, *, at_start: bool = False) -> T:
     """Calls `read` and retries after each `OSError`.
 
     Args:
-      read: the function, which may be called several times.
+      read: the function, which may be called more than once.
       place: the file and the position in the file, for error messages.
       at_start: whether this is the run's first read of the file. If it is, a missing
         file fails immediately.
 
     Raises:
-      DataError: if the last try fails. The message names the place.
+      DataError: if the last attempt fails. The message includes the place.
     """
     pauses_secs = iter(_PAUSES_SECS)
     while True:
@@ -240,11 +240,10 @@ def retried(read: Callable[[], T], place: str, *, at_start: bool = False) -> T:
             pause_secs = next(pauses_secs, None)
             if pause_secs is None:
                 raise errors.DataError(
-                    f"{place}: cannot be read after {len(_PAUSES_SECS) + 1} tries"
-                    f" ({error}); restore the file or access to it, and start the run"
-                    " again"
+                    f"{place}: reading failed {len(_PAUSES_SECS) + 1} times ({error});"
+                    " restore the file or access to it, and restart the run"
                 ) from error
-            logging.warning("%s: %s; trying again in %s s", place, error, pause_secs)
+            logging.warning("%s: %s; retrying in %s s", place, error, pause_secs)
             time.sleep(pause_secs)
 
 
@@ -280,7 +279,8 @@ def _located(file: str) -> tuple[Any, str]:
     try:
         if protocol in _SITES:
             raise ValueError(
-                "a site may change files, limit requests, or not list files"
+                "such a site may change files, limit requests, or be unable to list"
+                " files"
             )
         system, path = fsspec.url_to_fs(file)
     except (ImportError, ValueError) as error:
@@ -309,10 +309,10 @@ def _check_reachable(system: Any, bucket: str, path: str) -> None:
         is_late = isinstance(error, TimeoutError)
         if is_late or bucket_clients.is_connection_failure(error):
             raise errors.DataError(
-                f"{bucket}: its store cannot be reached within {_REACH_SECS} s"
+                f"{bucket}: the store did not respond within {_REACH_SECS} s"
                 f" ({error}); check this machine's network and the store's address"
-                " (AWS_ENDPOINT_URL, STORAGE_EMULATOR_HOST or Azure's), and start"
-                " the run again"
+                " (AWS_ENDPOINT_URL, STORAGE_EMULATOR_HOST or Azure's equivalent),"
+                " then restart the run"
             ) from error
 
 
@@ -321,9 +321,9 @@ def _remote(file: str) -> remote_file.Object:
     remote = _looked_up(file)
     if _READ.setdefault(file, remote) != remote:
         raise errors.DataError(
-            f"{file}: was overwritten during the run (version"
-            f" {_READ[file].version!r} before, now {remote.version!r}); restore it, and"
-            " start the run again"
+            f"{file} was overwritten during the run (its version was"
+            f" {_READ[file].version!r}, and is now {remote.version!r}); restore the"
+            " original file, and restart the run"
         )
     return remote
 

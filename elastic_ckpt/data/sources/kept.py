@@ -16,7 +16,7 @@ class Kept(Generic[T]):
     """The most recently used values. Each is computed once while other threads wait.
 
     Args:
-      budget: a function that returns the maximum total size of all values, in bytes.
+      budget: a function that returns the maximum total size of the values, in bytes.
       size: a function that returns the size of a value, in bytes.
 
     Attributes:
@@ -50,9 +50,10 @@ class Kept(Generic[T]):
         """The value of a key, computed if it is not cached; errors are not cached.
 
         Args:
-          key: the key.
-          make: computes the value.
-          submit: calls a function with arguments, in this or another thread.
+          key: the cache key.
+          make: a function that computes the value.
+          submit: a function that calls its first argument with the others, in this or
+            another thread.
           num_bytes: the assumed size until the value is computed.
         """
         with self._lock:
@@ -65,7 +66,7 @@ class Kept(Generic[T]):
         try:
             submit(self._make, key, made, make)
         except RuntimeError:
-            # The program is exiting and starts no more threads.
+            # The process is exiting and cannot start threads.
             self._make(key, made, make)
         return made
 

@@ -1,7 +1,7 @@
 """Files of lines: JSON Lines and plain text.
 
 Each line that is not blank is a record. The blocks of a compressed file form a chain: a
-reader that starts in the middle must decompress everything before.
+reader that starts in the middle must decompress everything before that point.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ class LineFiles(source.WalkedFiles):
 class JsonLines(LineFiles):
     r"""JSON Lines as a source: a JSON object on each line.
 
-    Files that end in `.gz` or `.zst` are decompressed. An element has the value of each
-    field by name: lists of integers as int64 arrays, lists of floats as float64 arrays,
-    other values as `json` decodes them. A line is corrupt if it is not a JSON object,
-    or if a field would be lost or changed because a name occurs twice or a string has
-    half a surrogate pair (`\ud800`).
+    Files that end in `.gz` or `.zst` are decompressed. An element maps each field name
+    to a value: lists of integers are int64 arrays, lists of floats are float64 arrays,
+    and other values are as `json` decodes them. A line is corrupt if it is not a JSON
+    object, or if a field would be lost or changed because a name occurs twice or a
+    string contains half a surrogate pair (`\ud800`).
 
     Attributes:
       files: the paths or URIs of the files.
@@ -119,9 +119,11 @@ class JsonLines(LineFiles):
                 # Fails for half a pair.
                 json.dumps(fields, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
-            raise source.corrupt(place, f"cannot be read as JSON: {error}") from None
+            raise source.corrupt(place, f"it cannot be read as JSON: {error}") from None
         if not isinstance(fields, dict):
-            raise source.corrupt(place, f"a {type(fields).__name__}, not an object")
+            raise source.corrupt(
+                place, f"it is a {type(fields).__name__}, not an object"
+            )
         names = self.columns or tuple(fields)
         source.check_columns(place, names, sorted(fields), what="field")
         return {name: _value(fields[name]) for name in names}
@@ -130,12 +132,14 @@ class JsonLines(LineFiles):
         try:
             json.loads(line.decode())
         except (ValueError, RecursionError) as error:
-            raise source.LostError(f"its first or last line: {error}") from None
+            raise source.LostError(
+                f"its first or last line is not JSON: {error}"
+            ) from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text(LineFiles):
-    """Plain text in UTF-8 as a source: a document on each line, or in each file.
+    """UTF-8 plain text as a source: one document per line, or per file.
 
     Files that end in `.gz` or `.zst` are decompressed. An element has one column, the
     text without line ending or byte-order mark. Blank lines and files are skipped.
@@ -166,7 +170,7 @@ class Text(LineFiles):
 
     def _check(self, line: bytes) -> None:
         if b"\0" in line:
-            raise source.LostError("it has NUL bytes")
+            raise source.LostError("it contains NUL bytes")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -199,7 +203,7 @@ def _is_compressed(file: str) -> bool:
 def _decompressed(file: str, stream: BinaryIO) -> BinaryIO:
     if not _is_compressed(file):
         return stream
-    arrow = extras.module("pyarrow", extra="parquet", otherwise="decompress it")
+    arrow = extras.module("pyarrow", extra="parquet", otherwise="decompress it first")
     kind = _COMPRESSED[os.path.splitext(file.lower())[1]]
     read: Any = arrow.CompressedInputStream(arrow.PythonFile(stream, "r"), kind)
     return io.BufferedReader(read, _BUFFER_BYTES)

@@ -1,7 +1,7 @@
-"""Megatron's indexed datasets: tokens in a `.bin` file, their offsets in an `.idx`.
+"""Megatron's indexed datasets: tokens in a `.bin` file, offsets in an `.idx` file.
 
 An index (`megatron.core.datasets.indexed_dataset`) has a magic number, a version, the
-token type, the numbers of sequences and documents, and then arrays: the length of each
+token type, the counts of sequences and documents, and then arrays: the length of each
 sequence, its offset in the `.bin` file, and the first sequence of each document. Both
 files are mapped into memory.
 """
@@ -39,8 +39,8 @@ class Megatron(source.Source):
     """Megatron's `.bin` files as a source, each with its `.idx` next to it.
 
     An element has one column, a document's tokens, in the file's token type. The files
-    have no checksums: the index is only checked to be complete and within the bounds of
-    its `.bin` file.
+    do not have checksums, so the index is only checked to be complete and within the
+    bounds of its `.bin` file.
 
     Attributes:
       files: the paths or URIs of the `.bin` files; remote files are copied to this
@@ -82,11 +82,10 @@ class Megatron(source.Source):
             or index.num_bytes != num_bytes
         ):
             raise errors.DataError(
-                f"{file}: its index belongs to a different file, or one of them is"
-                f" damaged or truncated: the file has {num_bytes} bytes, but the index"
-                f" has {index.num_bytes}, in {len(index.lengths)} sequences; restore"
-                " both from a copy, and join files with Megatron's"
-                " tools/merge_datasets.py"
+                f"{file} does not match its index, or one of them is damaged: the file"
+                f" has {num_bytes} bytes, and the index describes {index.num_bytes}"
+                f" bytes in {len(index.lengths)} sequences; restore both from a good"
+                " copy or, if you joined files, use Megatron's tools/merge_datasets.py"
             )
         content = digest.values_digest(np.memmap(path, np.uint8, "r")).hex()
         return source.Found(
@@ -112,7 +111,7 @@ class Megatron(source.Source):
         tokens = np.concatenate([np.zeros(0, np.uint8), *values]).view(index.dtype)
         offsets = np.concatenate([[0], np.cumsum(lengths)])[sequences - sequences[0]]
         if len(tokens) < offsets[-1]:
-            raise source.changed(path, f"documents from {first} on are truncated")
+            raise source.changed(path, f"documents from index {first} on are truncated")
         pa = arrow.pyarrow()
         column = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(tokens))
         batch = pa.record_batch([column], names=self.columns[:1] or (COLUMN,))
@@ -137,7 +136,7 @@ class _Index(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Where the last sequence ends."""
+        """Where the last sequence ends in the token file."""
         if not len(self.lengths):
             return 0
         return int(self.offsets[-1] + self.lengths[-1] * self.dtype.itemsize)
@@ -154,14 +153,14 @@ def _index(path: str, name: str) -> _Index:
         header = stream.read(_HEADER.size).ljust(_HEADER.size)
     magic, version, code, num_sequences, num_documents = _HEADER.unpack(header)
     num_bytes = 12 * num_sequences + 8 * num_documents
-    # An index with several modalities has an extra byte for each sequence.
+    # An index with multiple modalities has an extra byte for each sequence.
     sizes = _HEADER.size + num_bytes, _HEADER.size + num_bytes + num_sequences
     is_whole = num_documents and os.path.getsize(path) in sizes
     if magic != _MAGIC or version != _VERSION or code not in _TYPES or not is_whole:
         raise errors.DataError(
-            f"{name}: not a Megatron index, or truncated (it begins with {magic!r},"
-            f" version {version}, token type {code}); restore it, or rewrite it with"
-            " Megatron's tools/preprocess_data.py"
+            f"{name} is not a Megatron index or is truncated (it begins with {magic!r},"
+            f" version {version}, token type {code}); restore it from a good copy, or"
+            " recreate it with Megatron's tools/preprocess_data.py"
         )
     content = np.memmap(path, np.uint8, "r")[_HEADER.size :]
     lengths, offsets, documents = np.split(

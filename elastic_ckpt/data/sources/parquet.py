@@ -28,8 +28,9 @@ _CHUNK_BYTES = 2**20
 class Parquet(source.Source):
     """Parquet files as a source; a block is a row group, or a part of a large one.
 
-    An element has the value of each column by name: lists of numbers as read-only NumPy
-    arrays, text as `str`, nulls as None, other values as Arrow converts them to Python.
+    An element maps each column name to a value: lists of numbers are read-only NumPy
+    arrays, text is `str`, nulls are None, and other values are as Arrow converts them
+    to Python.
 
     Attributes:
       files: the paths or URIs of the files.
@@ -92,7 +93,7 @@ class Parquet(source.Source):
                 with columns.damaged(corrupt):
                     batch = next(batches, None)
                 if batch is None or batch.num_rows != size:
-                    raise corrupt("its number of rows differs from the footer")
+                    raise corrupt("its number of rows differs from the footer's")
                 yield columns.checked(batch, corrupt)
 
 
@@ -126,7 +127,7 @@ def _footer(file: str, metadata: pq.FileMetaData) -> bytes:
                 min(_CHUNK_BYTES, left)
             )
             if 2 * _MAGIC in between:
-                raise source.foreign(file, "Parquet", "another file ends in it")
+                raise source.foreign(file, "Parquet", "another file ends inside it")
         stream.seek(footer)
         return stream.read()
 

@@ -30,8 +30,8 @@ FORMATS = (BYTES, TF_EXAMPLE)
 RAW_COLUMN = "text"
 
 _NOT_EXAMPLES = (
-    " if the records are plain text, set grain_record_format=bytes, which is"
-    " record_format='bytes'; otherwise"
+    " if the records are plain text, set grain_record_format=bytes (in Python,"
+    " record_format='bytes'); otherwise,"
 )
 
 
@@ -57,8 +57,9 @@ class RecordFiles(source.RawFiles):
         """The element of a record.
 
         Raises:
-          CorruptError: if the record has a different format. The message names `place`.
-          DataError: if the record lacks a feature. The message names `place`.
+          CorruptError: if the record has a different format. The message includes
+            `place`.
+          DataError: if the record lacks a feature. The message includes `place`.
         """
         if self.record_format == BYTES:
             (name,) = self.columns[:1] or (RAW_COLUMN,)
@@ -76,7 +77,7 @@ def parsed(record: bytes) -> dict[str, Any]:
     """The features of a serialized `tf.train.Example` by name.
 
     Raises:
-      ValueError: if the record is not a tf.Example or has a feature twice.
+      ValueError: if the record is not a tf.Example or contains a feature twice.
     """
     try:
         entries = _example_class().FromString(record).features.feature

@@ -28,7 +28,7 @@ from elastic_ckpt.core import bucket_clients, digest, storage, working_directory
 from elastic_ckpt.data.sources import kept
 
 BLOCK_BYTES = 2 * 2**20
-# Maximum memory of all blocks, and number of blocks ahead of a reader.
+# Maximum memory for all blocks, and maximum number of blocks ahead of a reader.
 _BUDGET_BYTES = 128 * BLOCK_BYTES
 _MAX_AHEAD = 16
 # Maximum number of blocks that `read_ahead` requests.
@@ -48,7 +48,7 @@ class Object:
 
     Attributes:
       url: the URI.
-      version: a string that changes with each write; empty without versions.
+      version: a string that changes with each write; empty if the store has none.
       system: fsspec's file system.
       path: the path in the file system.
       num_bytes: the size.
@@ -85,7 +85,7 @@ class Object:
         if len(content) != stop - start:
             raise OSError(
                 errno.EIO,
-                f"{len(content)} bytes instead of {stop - start} from byte {start} on",
+                f"got {len(content)} bytes instead of {stop - start} at byte {start}",
             )
         return content
 
@@ -138,7 +138,7 @@ def copied(remote: Object) -> str:
     """Copies the file to this machine, for readers that need a local path.
 
     Each process makes one copy and deletes it when it exits. If the process is killed,
-    the next start deletes the copy (`core.working_directory`).
+    the next process to start deletes the copy (`core.working_directory`).
 
     Raises:
       OSError: if the file cannot be read or does not fit on this machine's disk.

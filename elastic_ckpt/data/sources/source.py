@@ -1,10 +1,10 @@
 """Sources: files of records, in blocks that are decoded as a whole.
 
 A source is a list of files. A file's index has the number of records in each block. A
-block is at most about 512 KiB: a Parquet row group or a part of one, or several records
-of a different format. Indexes that take a pass over a file are cached below
-`$XDG_CACHE_HOME/elastic_ckpt`, for each version of the file. `data.order` deals records
-to shards.
+block is at most about 512 KiB: a Parquet row group or a part of one, or a few records
+in other formats. Indexes that require a pass over the file are cached under
+`$XDG_CACHE_HOME/elastic_ckpt`, one for each version of the file. `data.order` deals
+records to shards.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from elastic_ckpt.data.sources import files
 
 T = TypeVar("T")
 
-# A record: its columns by name.
+# A record: a dict from column name to value.
 Element = dict[str, Any]
 
 # A block ends at the first of these limits, unless the format has its own blocks.
 BLOCK_RECORDS = 256
 BLOCK_BYTES = 2**19
-# Row groups and record batches up to this many blocks in size are not split.
+# Row groups and record batches that are at most this many blocks in size are not split.
 _LARGER = 4
 # The number of blocks in a chain, in files without their own blocks.
 _RUN_BLOCKS = 8
@@ -51,10 +51,10 @@ class Found(NamedTuple):
     """The blocks of a file.
 
     Attributes:
-      content: a digest of the file, or of the parts that show that it has changed.
+      content: a digest of the file, or of the parts that reveal any change to it.
       records: the number of records in each block.
       starts: the offset of each block; None if blocks cannot be read by offset.
-      chains: the number of each block's chain; None if each block is its own chain. The
+      chains: the index of each block's chain; None if each block is its own chain. The
         blocks of a chain stay in sequence even when shuffled, because some can only be
         read after their predecessors.
     """
@@ -88,7 +88,7 @@ class FileIndex:
         return int(self.block_records.sum())
 
     def first_record(self, block: int) -> int:
-        """The number of the first record of a block."""
+        """The index of a block's first record in the file."""
         return int(self.block_records[:block].sum())
 
     def span(self, block: int) -> tuple[int, int]:
@@ -97,7 +97,7 @@ class FileIndex:
         return begin, *(end or [self.content.num_bytes])
 
     def chain(self, block: int) -> range:
-        """The blocks of a block's chain."""
+        """The blocks of the chain that contains a block."""
         number = int(self.chains[block])
         return range(*np.searchsorted(self.chains, [number, number + 1]).tolist())
 
@@ -121,7 +121,7 @@ class Block(abc.ABC):
 
     @abc.abstractmethod
     def elements(self, rows: Sequence[int]) -> list[Element]:
-        """Returns the records `rows` up to the first with an error, at least one.
+        """Returns at least one of the records `rows`, and stops at the first error.
 
         Raises:
           CorruptError: if the first record is corrupt.
@@ -136,7 +136,7 @@ class Block(abc.ABC):
 
 
 def until_error(function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
-    """A function's results for items up to its first error, at least one."""
+    """Returns at least one of a function's results, and stops at the first error."""
     results: list[T] = []
     for item in items:
         try:
@@ -149,7 +149,7 @@ def until_error(function: Callable[[Any], T], items: Iterable[Any]) -> list[T]:
 
 
 class LostBlock(Block):
-    """A block of which no record can be read."""
+    """A block whose records cannot be read."""
 
     def __init__(self, error: CorruptError) -> None:
         self._error = error
@@ -162,7 +162,7 @@ class LostBlock(Block):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source(abc.ABC):
-    """Files of one format: a frozen value, picklable by cloudpickle.
+    """Files of the same format, as a frozen value that cloudpickle can pickle.
 
     Attributes:
       files: the paths or URIs of the files, in order.
@@ -171,7 +171,7 @@ class Source(abc.ABC):
     """
 
     file_type: ClassVar[str]
-    # Whether to cache indexes on disk, because they take a pass over the file.
+    # Whether to cache indexes on disk, because they require a pass over the file.
     _is_kept: ClassVar[bool] = True
     files: tuple[str, ...]
     columns: tuple[str, ...] = ()
@@ -228,21 +228,21 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, file: int, block: int) -> Block:
-        """Reads a block of a file, given the file number and the block number.
+        """Reads a block, given the file's index and the block's index in the file.
 
         Raises:
-          OSError: if the file cannot be read now; the caller tries again.
+          OSError: if the file cannot be read at this time; the caller tries again.
           DataError: if the file differs from its index.
         """
 
     @functools.cached_property
     def key(self) -> str:
-        """A string that is equal for sources that decode a file's blocks equally."""
+        """A string that is equal for sources that decode the same file identically."""
         return digest.json_digest(self.settings())
 
 
 def _kept(kind: str, key: storage.Json, find: Callable[[], Found]) -> dict[str, Any]:
-    # The result of `find`, cached on disk under everything that it depends on.
+    # The result of `find`, cached on disk with everything it depends on as the key.
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     name = f"{digest.json_digest(key)}.json"
     path = epath.Path(root) / "elastic_ckpt" / kind / name
@@ -262,10 +262,12 @@ class RawBlock(Block):
     """Records that are decoded one by one when they are read.
 
     Args:
-      records: an iterable of the records in order that raises a `LostError` at damage.
-      element: a function that decodes a record, given its place for errors.
+      records: an iterable over the records, in order, that raises a `LostError` where
+        the file is damaged.
+      element: a function that decodes a record; its second argument is the record's
+        place, for error messages.
       name: the place of the records, without a record number.
-      first: the number of the first record.
+      first: the index of the first record.
 
     Attributes:
       records: the records before any damage.
@@ -318,7 +320,7 @@ class RawFiles(Source):
         """Decodes a record; raises the errors of `Block.elements`."""
 
     def _block(self, file: int, block: int, records: Iterable[Any]) -> RawBlock:
-        # Checks that the block has as many records as in the index.
+        # Checks that the block has as many records as the index says.
         index, path = indexes(self)[file], self.files[file]
         made = RawBlock(
             records,
@@ -348,8 +350,8 @@ class WalkedFiles(RawFiles):
         A whole file is also checked for completeness.
 
         Raises:
-          LostError: at damage.
-          DataError: if a part of a whole file would not be read.
+          LostError: where the file is damaged.
+          DataError: if part of a whole file would be skipped.
         """
 
     def _find(self, file: str) -> Found:
@@ -387,32 +389,32 @@ class WalkedFiles(RawFiles):
 
 
 class CorruptError(errors.DataError):
-    """A record's content differs from the written content."""
+    """A record differs from what was written."""
 
 
 def corrupt(place: str, problem: object, *, remedy: str = "") -> CorruptError:
     """The error for a corrupt record; `remedy` helps if the file is intact."""
     return CorruptError(
-        f"{place}: corrupt ({problem});{remedy} restore the file from a copy, or set"
-        " corrupt_records=skip, which is ReadOptions(skip_corrupt=True), to skip and"
-        " count such records"
+        f"{place}: the data is corrupt ({problem});{remedy} restore the file from a"
+        " good copy or, to skip and count such records, set corrupt_records=skip (in"
+        " Python, ReadOptions(skip_corrupt=True))"
     )
 
 
 def foreign(file: str, kind: str, problem: object) -> errors.DataError:
     """The error for a file that has the wrong format or is incomplete."""
     return errors.DataError(
-        f"{file}: not a complete {kind} file ({problem}); restore it from a copy,"
-        " set its actual format (grain_file_type), or list the original files if it"
-        " was joined by cat"
+        f"{file} is not a complete {kind} file ({problem}); restore it from a good"
+        " copy, set grain_file_type to its actual format or, if it was joined with"
+        " cat, list the original files"
     )
 
 
 def changed(file: str, problem: str) -> errors.DataError:
     """The error for a file that differs from its index."""
     return errors.DataError(
-        f"{file}: {problem}: the file changed during the run; restore it from a copy,"
-        " and start the run again"
+        f"{file}: {problem}, so the file changed during the run; restore the original"
+        " file, and restart the run"
     )
 
 
@@ -422,20 +424,20 @@ def check_columns(
     """Checks that a file or record has the requested columns, each only once.
 
     Raises:
-      DataError: if a column is missing or occurs twice. The message names `place` and
-        the missing and existing columns.
+      DataError: if a column is missing or occurs twice. The message includes `place`
+        and the missing and existing columns.
     """
     if len(set(found)) < len(found):
         twice = max(found, key=found.count)
         raise errors.DataError(
-            f"{place}: the {what} {twice!r} occurs twice; rename one, and rewrite the"
-            " file again"
+            f"{place}: the {what} {twice!r} occurs twice; rename one of the two, and"
+            " rewrite the file"
         )
     missing = sorted(set(names) - set(found))
     if missing:
         raise errors.DataError(
-            f"{place}: no {what} {missing}, only {found}; set columns, which is"
-            " train_data_columns in a configuration"
+            f"{place}: there is no {what} {missing}, only {found}; set columns to"
+            " existing names (train_data_columns in a configuration)"
         )
 
 
@@ -453,14 +455,14 @@ def indexes(source: Source) -> tuple[FileIndex, ...]:
     file_indexes = tuple(in_threads(read, source.files))
     if not any(index.num_records for index in file_indexes):
         raise errors.DataError(
-            f"{', '.join(source.files)}: no records; rewrite the files with"
+            f"{', '.join(source.files)}: these files have no records; rewrite them with"
             " `elastic-ckpt data DIRECTORY FILE`"
         )
     return file_indexes
 
 
 def current_indexes(source: Source) -> tuple[FileIndex, ...]:
-    """The index of each file; if a file has changed, all are reindexed."""
+    """The index of each file; if a file has changed, all files are reindexed."""
     versions = [index.content.version for index in indexes(source)]
     now = in_threads(lambda file: files.version(*source._paths(file)), source.files)
     if now != versions:

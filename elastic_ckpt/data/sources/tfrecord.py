@@ -31,8 +31,8 @@ class TFRecord(record_format.RecordFiles, source.WalkedFiles):
         name of the only column, by default `text`.
       record_format: the content of a record: `"bytes"`, or `"tf_example"` for a
         serialized `tf.train.Example`. A feature with one bytes value becomes this
-        value, several values become a list, and numbers become float32 or int64 of
-        shape `[values]`.
+        value, multiple bytes values become a list, and numbers become a float32 or
+        int64 array of shape `[values]`.
     """
 
     file_type = "tfrecord"
@@ -48,7 +48,7 @@ class TFRecord(record_format.RecordFiles, source.WalkedFiles):
             if not _is_header(header):
                 # Without a length, the next record cannot be found.
                 raise source.LostError(
-                    f"no record length at byte {start}; compressed files are not"
+                    f"it has no record length at byte {start}; compressed files are not"
                     " supported"
                 )
             (num_bytes,) = _LENGTH.unpack_from(header)
@@ -61,7 +61,7 @@ class TFRecord(record_format.RecordFiles, source.WalkedFiles):
     def _element(self, record: bytes, place: str) -> source.Element:
         data = record[:-_FOOTER_BYTES]
         if _masked_crc(data) != _CRC.unpack_from(record, len(data))[0]:
-            raise source.corrupt(place, "its checksum differs")
+            raise source.corrupt(place, "its checksum does not match")
         return self._decoded(data, place)
 
 

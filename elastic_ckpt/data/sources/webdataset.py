@@ -1,8 +1,8 @@
-"""WebDataset: tar archives in which consecutive members with one name form a sample.
+"""WebDataset: tar archives in which consecutive files with the same name are a sample.
 
 `0001.jpg` and `0001.txt` are the fields `jpg` and `txt` of the sample `0001`. An
-archive is rejected if a file would be lost: if a sample has a field twice or is in two
-places, or if the archive has a link or anything after its end.
+archive is rejected if a file would be lost: if a sample repeats a field or is in two
+places, or if the archive contains a link or has anything after its end.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _CHUNK_BYTES = 2**20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WebDataset(source.WalkedFiles):
-    """Tar archives in WebDataset's form as a source.
+    """Tar archives in WebDataset format as a source.
 
-    An element has the bytes of each file of a sample, by the part of the file name
-    after the first dot (`jpg`, `seg.png`), and the part before the dot as `__key__`.
-    Decode the bytes in your own function. Archives must not be compressed.
+    An element maps the part of each file name after the first dot (`jpg`, `seg.png`) to
+    the file's bytes, and `__key__` to the part before the dot. Decode the bytes in your
+    own function. Archives must not be compressed.
 
     Attributes:
       files: the paths or URIs of the archives.
@@ -96,14 +96,14 @@ def _members(
     while content := stream.read(_CHUNK_BYTES):
         if content.strip(b"\0"):
             raise tarfile.ReadError(
-                f"the archive ends at byte {end}, but more follows; join archives with"
-                " `tar --concatenate`"
+                f"the archive ends at byte {end}, but more data follows; join archives"
+                " with `tar --concatenate`"
             )
 
 
 def _twice(file: str, member: tarfile.TarInfo) -> errors.DataError:
     return errors.DataError(
         f"{file}, byte {member.offset}: {member.name!r} repeats a field of its sample"
-        " (ignoring case), or belongs to an earlier sample; rewrite the archive with"
-        " each sample's files next to each other, and a unique name for each"
+        " (ignoring case), or belongs to an earlier sample; rewrite the archive so that"
+        " the files of each sample are adjacent and have unique names"
     )

@@ -218,17 +218,17 @@ def test_documents_that_are_others_when_they_are_read_again_are_refused():
 @pytest.mark.parametrize(
     ("document", "more", "message"),
     [
-        ([1, 2, 3], {}, "a document to pack is a list; Rows takes arrays of integers"),
-        (np.ones(3), {}, "a document to pack is a ndarray; Rows takes arrays"),
+        ([1, 2, 3], {}, "a document to pack has the type list; Rows accepts only one"),
+        (np.ones(3), {}, "a document to pack has the type ndarray; Rows accepts"),
         (np.array([1, 2**40]), {}, f"has the token {2**40}, which does not fit"),
         (np.array([2**31], np.uint32), {}, f"has the token {2**31}, which does not"),
         (np.array([1, 9]), {"vocab_size": 9}, "has the token 9, but .* from 0 to 8"),
         (np.array([1, -1]), {"vocab_size": 9}, "has the token -1, but"),
-        ({"tokens": np.arange(3)}, {}, "a document to pack is a dict"),
+        ({"tokens": np.arange(3)}, {}, "a document to pack has the type dict"),
         (
             {"tokens": np.arange(3), "other": np.arange(3)},
             {"features": ("mask",)},
-            r"has \['other', 'tokens'\]; Rows expects a dict of tokens, mask: list oth",
+            r"has \['other', 'tokens'\], but Rows expects a dict of tokens, mask; list",
         ),
         (
             {"tokens": np.arange(3), "mask": np.arange(2)},

@@ -262,7 +262,7 @@ LINK = "byte 1024: '9.txt' is a link"
 MORE_TAR = "not a complete webdataset file .the archive ends at byte 1024, but more"
 NO_ARROW = "not a complete Arrow file"
 MORE_ARROW = f"{NO_ARROW} .it does not end after its record batches"
-ANOTHER = "another file ends in it.*list the original files if it was joined by cat"
+ANOTHER = "another file ends inside.*if it was joined with cat, list the original files"
 NO_RECORD = "not a complete tfrecord file .*byte 0; compressed files are not supp"
 
 
@@ -279,7 +279,7 @@ NO_RECORD = "not a complete tfrecord file .*byte 0; compressed files are not sup
         # The size leads back to the header, endlessly.
         (WEB, header(size=-tarfile.BLOCKSIZE), "the size of '9.txt' is damaged"),
         (JSON, b'text\n{"a": 1}\n', "not a complete jsonl .*its first or"),
-        (TEXT, b"a\0\nb\n", "not a complete text .*it has NUL bytes"),
+        (TEXT, b"a\0\nb\n", "not a complete text .*contains NUL bytes"),
         (ARROW, ipc(FEW) + ipc(FEW, pa.ipc.new_file), MORE_ARROW),
         (ARROW, ipc(FEW, pa.ipc.new_file) + ipc(FEW), NO_ARROW),
         (ARROW, ipc(FEW) + b"more", MORE_ARROW),
@@ -307,15 +307,15 @@ def test_an_index_refuses_what_it_would_not_read(make, content, match):
         (JSON, rb'{"text": "\ud800"}', "surrogates not allowed"),
         (JSON, rb'{"a": [{"\uDFFFx": 1}]}', "surrogates not allowed"),
         (JSON, b'{"text": "\xed\xa0\x80"}', "can't decode"),
-        (JSON, b"[1, 2]", "record 1: corrupt .*not an object"),
-        (JSON, b"{", "record 1: corrupt .*cannot be read as JSON"),
-        (JSON, b"[" * 100_000, "record 1: corrupt .*cannot be read as JSON"),
+        (JSON, b"[1, 2]", "record 1: .*corrupt .*not an object"),
+        (JSON, b"{", "record 1: .*corrupt .*cannot be read as JSON"),
+        (JSON, b"[" * 100_000, "record 1: .*corrupt .*cannot be read as JSON"),
         (RECORDS, framed(example({"a": b""}) * 2), "the feature 'a' occurs twice"),
-        (PARQUET, NO_TEXT, "row group 0: corrupt .*UTF8"),
+        (PARQUET, NO_TEXT, "row group 0: .*corrupt .*UTF8"),
         (
             PARQUET,
             parquet_file({"a": [[0], [1, None]]}),
-            "row group 0: corrupt .*a list of numbers has a null in it",
+            "row group 0: .*corrupt .*a list of numbers contains a null",
         ),
         # The data of the second file is read as that of the first.
         (PARQUET, parquet_file(FEW) + parquet_file(MORE), "row group 0"),

@@ -31,7 +31,7 @@ def test_patterns_give_sorted_files_in_the_order_of_the_patterns(
 
 @pytest.mark.parametrize("missing", ["c*", "d*", "d1"])
 def test_a_pattern_that_matches_no_file_is_named(root, missing):
-    match = f"a_key: {root}/{re.escape(missing)} matches no file; check the"
+    match = f"a_key: {root}/{re.escape(missing)} matches no files; check"
     with pytest.raises(errors.DataError, match=match):
         files.find_files(f"{root}/a1,{root}/{missing}", key="a_key")
 

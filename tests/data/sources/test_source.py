@@ -30,7 +30,7 @@ def numbers(*blocks):
         ([ConnectionError("reset by peer")] * 3, None, 0),
         (
             [OSError(5, "bad")] * 5,
-            r"^/data/numbers-0: cannot be read after 4 tries \(.*bad.*restore",
+            r"^/data/numbers-0: reading failed 4 times \(.*bad.*restore",
             1,
         ),
         ([errors.DataError("cut short")] * 2, "^cut short$", 1),
@@ -120,7 +120,7 @@ def test_a_block_that_ends_elsewhere_than_its_index_says_is_refused(file):
     content = file.read_bytes()
     one = tfrecord_files.framed(bytes(18))
     file.write_bytes(one + content[len(one) :])
-    match = "/a: block 0 has 255 records: the file changed during the run"
+    match = "/a: block 0 has 255 records, so the file changed during the run"
     with pytest.raises(errors.DataError, match=match):
         source_contract.texts(dataset)
 
@@ -158,7 +158,7 @@ def test_a_record_is_found_by_its_number_over_all_files(tmp_path):
     assert [arrayrecord.record(files, number) for number in range(30)] == data
     corpora.spoil(files[2], data[23])
     assert arrayrecord.record(files, 22) == data[22]
-    with pytest.raises(errors.DataError, match=r"/c, record 22: corrupt"):
+    with pytest.raises(errors.DataError, match=r"/c, record 22: .*corrupt"):
         arrayrecord.record(files, 23)
 
 
