@@ -88,9 +88,9 @@ def cut(box: boxes.Box, chunk: Sequence[int]) -> Iterator[boxes.Box]:
     sides = [*zip(box.start, box.stop, chunk, strict=True)]
     if any(start % size or stop % size for start, stop, size in sides):
         raise errors.CheckpointError(
-            f"the shard {box} does not consist of chunks of shape {tuple(chunk)}:"
-            " all shards of an array must have the same shape; choose a sharding that"
-            " divides the array"
+            f"the shard {box} cannot be cut into chunks of shape"
+            f" {tuple(chunk)}, because all shards of an array must have the same shape;"
+            " choose a sharding that divides the array evenly"
         )
     for start in itertools.product(*(range(*side) for side in sides)):
         yield boxes.Box(

@@ -315,8 +315,10 @@ class Manifest:
             _require(
                 {
                     "the holders": bool(holders),
-                    "the ids": all(_ID.fullmatch(each.host.id) for each in holders),
-                    "a box inside its leaf": inside.all(),
+                    "the host IDs": all(
+                        _ID.fullmatch(each.host.id) for each in holders
+                    ),
+                    "the boxes": inside.all(),
                     "the numbers of leaves and holders": all(
                         numbers.min(initial=0) > -1
                         and numbers.max(initial=-1) < len(of)
@@ -424,7 +426,7 @@ def read_manifest(path: epath.PathLike, *, run: str, step: int) -> Manifest:
         problem = str(error)
     raise errors.CheckpointError(
         f"manifest {path} {problem}; its parts count as lost; restore it from a"
-        " copy, or remove it"
+        " good copy, or remove it"
     )
 
 
@@ -478,4 +480,4 @@ def _contents(text: bytes) -> Contents:
 def _require(checks: Mapping[str, Any]) -> None:
     for what, holds in checks.items():
         if not holds:
-            raise ValueError(f"{what} cannot be right")
+            raise ValueError(f"{what} must be valid")

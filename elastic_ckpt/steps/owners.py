@@ -48,7 +48,7 @@ def parse_domains(text: str, *, what: str) -> dict[str, str]:
     wrong = [pair for pair in pairs if pair.find("=") < 1]
     if wrong:
         raise errors.ConfigError(
-            f"{what}={text!r}: {wrong[0]!r} is not `kind=name`; write, for example,"
+            f"{what}={text!r}: {wrong[0]!r} is not `kind=name`; use a list such as"
             " rack=r7;zone=us-east5-a"
         )
     named = (pair.partition("=") for pair in pairs)
@@ -175,11 +175,11 @@ class Owners:
         lacks = {
             "a holder in this world: until the next step is saved, only machines"
             " outside it have them": 0 in machines,
-            f"a distant holder: they are all in one {policy.domain} of"
-            f" {len(self._sizes)} and would be lost with it; add another, or save to"
+            f"a distant holder: they are all in one {policy.domain} (of"
+            f" {len(self._sizes)}) and would be lost with it; add another, or save to"
             " the persistent tier": policy.copies > 0 and 1 in domains,
-            f"copies: they are on fewer than {policy.copies + 1} machines, of"
-            f" {num_machines}; add machines, or set fewer copies": any(
+            f"copies: they are on fewer than {policy.copies + 1} machines (of"
+            f" {num_machines}); add machines, or reduce the number of copies": any(
                 0 < number <= policy.copies for number in machines
             ),
         }

@@ -53,13 +53,13 @@ class Wanted(NamedTuple):
         for path, box in listed:
             if path not in numbers:
                 raise errors.CheckpointError(
-                    f"the step has no leaf {path!r}; it has {sorted(numbers)}"
+                    f"the step has no leaf {path!r}; its leaves are {sorted(numbers)}"
                 )
             whole = boxes.whole(contents.leaves[numbers[path]].shape)
             if len(box.start) != len(whole.start) or not boxes.contains(whole, box):
                 raise errors.CheckpointError(
-                    f"{path}{box} is outside the saved array, {path}{whole}; restore"
-                    " it with its saved shape"
+                    f"{path}{box} extends outside the saved array, {path}{whole};"
+                    " request the saved shape"
                 )
         return cls(
             leaf=np.array([numbers[path] for path, _ in listed], np.int64),
@@ -98,7 +98,9 @@ class ReadPlan:
     def __init__(self, near: Nearness, wanted: Wanted) -> None:
         self.table, self.wanted, table = near.table, wanted, near.table
         if not table.complete:
-            raise errors.CheckpointError(f"{table.problem()}; plan for a complete step")
+            raise errors.CheckpointError(
+                f"{table.problem()}; only a complete step can be read"
+            )
         none = np.empty(0, np.int64)
         parts = [(none, none, table.boxes.take(none))]
         parts += [_pieces(wanted, leaf, near) for leaf in {*wanted.leaf.tolist()}]

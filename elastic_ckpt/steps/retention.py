@@ -123,7 +123,7 @@ class BestN:
 
     def __post_init__(self) -> None:
         if self.n < 0:
-            raise errors.ConfigError(f"BestN({self.n}): pass a number of at least 0")
+            raise errors.ConfigError(f"BestN({self.n}): n must be at least 0")
 
     def should_preserve(
         self, checkpoints: Sequence[Any], *, context: Any = None
@@ -168,7 +168,8 @@ def best_step(
     named = {name for each in steps for name in each.metrics or {}}
     if named and metric not in named:
         raise errors.CheckpointError(
-            f"best_step: no step has the metric {metric!r}; they have {sorted(named)}"
+            f"best_step: no step has the metric {metric!r}; the steps have"
+            f" {sorted(named)}"
         )
     best = policy.should_preserve(steps)
     return next(

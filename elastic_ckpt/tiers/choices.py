@@ -87,8 +87,8 @@ class Local(Tier):
         _check(self, _POLICY, lambda each: hasattr(each, "should_preserve"), "keep")
         if not storage.is_local(self.directory):
             raise errors.ConfigError(
-                f"Local({os.fspath(self.directory)!r}) is not a directory of this"
-                " machine, which a RAM disk must be; pass a path such as /dev/shm/run"
+                f"Local({os.fspath(self.directory)!r}) is not a directory on this"
+                " machine, as a RAM disk must be; pass a path such as /dev/shm/run"
                 " (local_checkpoint_directory in a configuration), and pass buckets to"
                 " ec.Persistent"
             )
@@ -144,7 +144,7 @@ class Peers(Tier):
 
     def __post_init__(self) -> None:
         _make_absolute(self, "secret_file")
-        _check(self, "an integer from 0", lambda number: number >= 0, "copies")
+        _check(self, "an integer of at least 0", lambda number: number >= 0, "copies")
         _check_positive(self, "max_bytes_per_sec", "timeout_secs")
         for url in (*self.known, *self.backups):
             what = "Peers(known=(URL, ...), backups=(URL, ...)) (or peer_urls)"
@@ -152,8 +152,9 @@ class Peers(Tier):
         if self.backups and self.secret_file is None:
             raise errors.ConfigError(
                 "Peers(backups=...) needs secret_file (peer_secret_file in a"
-                " configuration): backup hosts are in no world, so they cannot"
-                " agree on a secret with the others; pass a file that they have, too"
+                " configuration): backup hosts are not in any world, so they cannot"
+                " agree on a secret with the other hosts; pass a file that the backup"
+                " hosts have, too"
             )
 
 
@@ -241,9 +242,9 @@ class Chosen:
         if len(taken) != len(tiers) or (local is None and taken != [persistent]):
             kinds = ", ".join(type(each).__name__ for each in tiers) or "nothing"
             raise errors.ConfigError(
-                f"tiers is a list of {kinds}: pass ec.Local(directory, ...), or"
-                " ec.Persistent(directory, every=STEPS), or both, each once; and"
-                " ec.Peers(...) only with ec.Local(...), whose steps it copies"
+                f"tiers contains {kinds}; pass one ec.Local(directory, ...), one"
+                " ec.Persistent(directory, every=STEPS), or both. ec.Peers(...) may"
+                " only be added to ec.Local(...), whose steps it copies"
             )
         given = [
             name
@@ -253,8 +254,8 @@ class Chosen:
         if persistent is not None and not read_only and len(given) != 1:
             raise errors.ConfigError(
                 f"Persistent({os.fspath(persistent.directory)!r}) has"
-                f" {' and '.join(given) or 'no interval'}; pass one of every=STEPS,"
-                " every_minutes=MINUTES and save_decision_policy=POLICY"
+                f" {' and '.join(given) or 'no interval'}; pass exactly one of"
+                " every=STEPS, every_minutes=MINUTES and save_decision_policy=POLICY"
             )
         if local is not None and persistent is not None:
             ram, stored = (

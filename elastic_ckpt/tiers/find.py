@@ -73,7 +73,7 @@ def of_save(tiers: Sequence[Tier], step_id: StepId) -> FoundStep:
     missing = f"step {step_id.step}, save {step_id.save}, is not reachable"
     problems = "; ".join([found.problem or "" if found else missing, *there.problems])
     raise errors.CheckpointError(
-        f"{problems}, as far as this host can reach; check its network"
+        f"{problems}; if other hosts can read the step, check this host's network"
     )
 
 

@@ -113,7 +113,7 @@ class HostBackup:
         if self._root.in_place:
             # Otherwise the upload would overwrite the current files.
             retries.call(
-                f"setting aside what step {step_id.step} replaces",
+                f"setting aside the steps that step {step_id.step} replaces",
                 lambda: self._arrange(contents, step_id),
             )
         return {leaf.path: leaf.chunk for leaf in contents.arrays}

@@ -214,8 +214,8 @@ class Memory:
         elif where == "auto":
             self._tell(
                 "its devices have no room for a copy of the state, which is larger than"
-                f" pinned_bytes={self._pinned_bytes}: training waits while it is"
-                " fetched"
+                f" pinned_bytes={self._pinned_bytes}, so training waits while the"
+                " state is fetched"
             )
 
     def take_files(self, chunks: Sequence[_Chunk]) -> None:
@@ -240,7 +240,7 @@ class Memory:
             return False
         self._tell(
             f"the host has {free} bytes of memory left, too few for a copy of"
-            f" {num_bytes} bytes: training waits until they are in storage"
+            f" {num_bytes} bytes, so training waits until the state is in storage"
         )
         return True
 
@@ -359,16 +359,16 @@ def leaf_of(path: str, value: jax.Array | Whole) -> Leaf:
     """
     if not isinstance(value, jax.Array | np.ndarray | np.generic | int | float):
         raise errors.CheckpointError(
-            f"leaf {path!r} is a {type(value).__name__}, but a state has only arrays"
-            " and numbers; take it out of the state, or save it as a separate"
-            " checkpointable"
+            f"leaf {path!r} is a {type(value).__name__}, but a state can contain"
+            " only arrays and numbers; remove the leaf from the state, or save it as a"
+            " separate checkpointable"
         )
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     dtype = _name(array.dtype)
     if dtype not in STORABLE:
         raise errors.CheckpointError(
-            f"leaf {path!r} has the dtype {dtype}, which no tier can store; cast"
-            " it to a wider dtype before it is saved"
+            f"leaf {path!r} has dtype {dtype}, which no tier can store; cast the"
+            " leaf to a wider dtype before you save it"
         )
     return Leaf(path=path, shape=array.shape, dtype=dtype)
 

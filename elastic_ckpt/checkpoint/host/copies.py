@@ -99,7 +99,7 @@ class HostCopies:
                     raise ReadError("belongs to a different step")
                 offered.append(message)
             except (ReadError, checked_json.UnreadableError) as error:
-                problems.append(f"the parts of host {sender}: the list {error}")
+                problems.append(f"the list of host {sender}'s parts {error}")
         taken = fetch(world.own, world.found(offered)) if offered else Replicated()
         problems = dict.fromkeys([*problems, *taken.problems])
         return dataclasses.replace(taken, problems=tuple(problems))

@@ -176,7 +176,7 @@ class Exchange:
         try:
             return Report.parse(self.read(host, _REPORT))
         except (ReadError, ValueError) as error:
-            problem = f"the parts of host {host}: the list {error}"
+            problem = f"the list of host {host}'s parts {error}"
             return self._with_below(Report(problems=[problem], silent=[host]), host)
 
     def _messages(self, host: int) -> epath.Path:

@@ -213,9 +213,9 @@ class HostReader:
         if missing:
             there = {leaf.part for leaf in contents.arrays}
             raise errors.CheckpointError(
-                f"step {restoring.found.step_id.step} contains no {missing}; it"
-                f" contains {sorted(there.union(contents.components))}. Request only"
-                " those"
+                f"step {restoring.found.step_id.step} does not contain"
+                f" {missing}; request only what it contains:"
+                f" {sorted(there.union(contents.components))}"
             )
         restoring.wanted, restoring.others = wanted, others
         saved = {leaf.path: leaf.dtype for leaf in contents.leaves}
@@ -418,9 +418,9 @@ class HostReader:
     def _refused(self, url: str) -> str:
         known = secret.path(self._world.disk.root)
         return (
-            f"{url} rejects the secret in {known}, so any parts of this run there"
-            " are not restored; copy that file from a machine of the run, for example"
-            " the agent's machine, and start again"
+            f"{url} rejects the secret in {known}, so parts of this run there cannot"
+            " be restored; copy that file from one of the run's machines, such as the"
+            " agent's, and restart this program"
         )
 
     def _release(self) -> None:

@@ -90,8 +90,8 @@ def lacking_room(written: Sequence[Written]) -> dict[int, str]:
     return {
         number: f"{_STEPS} steps with copies of other hosts' parts need"
         f" {_STEPS * needs[each.machine]} bytes of RAM on its machine, where this run"
-        f" can use {each.room_bytes}; raise the limit or the size of the file system,"
-        " or reduce the number of copies"
+        f" can use {each.room_bytes}; raise the limit, enlarge the file system, or"
+        " reduce the number of copies"
         for number, each in enumerate(written)
         if _STEPS * needs[each.machine] > each.room_bytes
     }

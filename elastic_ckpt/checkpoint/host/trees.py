@@ -261,8 +261,9 @@ def cast(path: str, values: np.ndarray, dtype: Any) -> np.ndarray:
     if not is_kept.all():
         raise errors.CheckpointError(
             f"{path.removeprefix('/')} was saved with the value {values[~is_kept][0]}"
-            f" ({values.dtype}), which would become {made[~is_kept][0]} as a requested"
-            f" {made.dtype}; request it as it was saved and convert it in the program"
+            f" ({values.dtype}), which would become {made[~is_kept][0]} as the"
+            f" requested {made.dtype}; request the saved dtype and convert the values"
+            " yourself"
         )
     return made
 
@@ -274,8 +275,8 @@ def _with_devices(path: str, sharding: Sharding | None) -> Sharding:
         if mesh.abstract_mesh != sharding.mesh:
             raise errors.CheckpointError(
                 f"{path.removeprefix('/')} has a sharding on a mesh without devices,"
-                f" {sharding.mesh}; restore it under the jax.set_mesh(mesh) under which"
-                " it was made"
+                f" {sharding.mesh}; restore it inside the jax.set_mesh(mesh) block in"
+                " which the sharding was created"
             )
         memory_kind = sharding.memory_kind
         return NamedSharding(mesh, sharding.spec, memory_kind=memory_kind)

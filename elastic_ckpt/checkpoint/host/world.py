@@ -196,8 +196,8 @@ class HostWorld:
         url = holder.url or self.agent_urls.get(machine, "")
         if not url:
             raise errors.CheckpointError(
-                f"host {host.id}, which holds parts of step {step_id.step}, has"
-                " announced no agent that serves them; restart the run"
+                f"host {host.id} holds parts of step {step_id.step}, but has not"
+                " announced an agent that serves them; restart the run"
             )
         return peer.PeerSource(self.client.endpoint(url), f"{host.slot}/{step_id}")
 

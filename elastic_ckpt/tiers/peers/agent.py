@@ -89,10 +89,10 @@ def check_url(url: object, *, what: str, needs_tls: bool = False) -> None:
     match = _URL.fullmatch(url) if isinstance(url, str) else None
     is_url = match is not None and 0 < int(match[2] or 80) < 2**16
     if not is_url or (needs_tls and not match[0].startswith("https")):
-        is_such = " that encrypts, as this run does" if needs_tls else ""
+        is_such = " with https, which this run requires" if needs_tls else ""
         raise errors.ConfigError(
-            f"{what} has {url!r}, which is not an agent URL{is_such}; write it as"
-            f" the agent prints it, such as http{'s' * needs_tls}://10.0.0.7:8470/v1/my_run"
+            f"{what} has {url!r}, which is not an agent URL{is_such}; use the"
+            f" URL that the agent prints, such as http{'s' * needs_tls}://10.0.0.7:8470/v1/my_run"
         )
 
 
@@ -142,8 +142,8 @@ def wait_for(root: epath.PathLike, *, within_secs: float = 60) -> Address:
         if time.monotonic() > deadline:
             raise errors.RunError(
                 f"no agent has served {os.fspath(root)} for {within_secs:g} s; look at"
-                " the agent's log, or stop it: the agent of a node must run as the user"
-                " of this program"
+                " the agent's log. A node's agent must run as the same user as this"
+                " program; if it does not, stop it"
             )
         time.sleep(0.01)
     return address
@@ -168,7 +168,7 @@ class AgentProcess:
                 self.close()
                 raise errors.RunError(
                     f"the agent of {service.root} could not be started; see its"
-                    " messages in this process's standard error"
+                    " messages on this process's standard error"
                 )
         self.address = wait_for(service.root)
 

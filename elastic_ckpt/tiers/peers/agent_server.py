@@ -89,7 +89,7 @@ _OPTIONS: Mapping[str, Any] = {
     "--tls-key": {"help": "a PEM file with the certificate's private key"},
     "--until-stdin-closes": {
         "action": "store_true",
-        "help": "exit when the standard input is closed",
+        "help": "exit when standard input is closed",
     },
 }
 _NODE_OPTIONS: Mapping[str, Any] = {
@@ -117,7 +117,8 @@ _NODE_OPTIONS: Mapping[str, Any] = {
     },
     "--max-bytes": {
         "type": option_numbers.positive_count,
-        "help": "maximum bytes of all runs; above it, remove runs unused the longest",
+        "help": "maximum total bytes of all runs; above it, remove those unused"
+        " longest",
     },
 }
 # The label for each kind of domain, from large to small. Zone and region are well-known
@@ -284,9 +285,9 @@ async def listening(
     root, host = service.root, service.interface
     if not os.path.isdir(root) or host in ("", "0.0.0.0", "::"):
         raise errors.RunError(
-            f"{root} cannot be served at {host!r}: pass the directory of a run's RAM"
-            " disk (local_checkpoint_directory), which must exist, and the address at"
-            " which the other machines reach this one"
+            f"{root} cannot be served at {host!r}; pass an existing RAM disk directory"
+            " of a run (local_checkpoint_directory), and the address at which other"
+            " machines reach this one"
         )
     answers = _Answers(roots, service.secret_file)
     runner = web.AppRunner(
@@ -298,9 +299,9 @@ async def listening(
             stack.enter_context(lock)
         except errors.RunError:
             raise errors.RunError(
-                f"another agent serves {root}"
-                f" ({agent.find(root) or 'it is just starting'}); use it, or stop it"
-                " first"
+                f"another agent already serves {root}"
+                f" ({agent.find(root) or 'it is just starting'}); use that agent, or"
+                " stop it first"
             ) from None
         # An agent that was killed may have left addresses.
         _forget(root)
@@ -418,9 +419,9 @@ def read_labels(
     except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
         raise errors.RunError(
             f"the labels of node {node} cannot be read from {host}:{port}{path}"
-            f" ({error}); the service account of the pod needs the verb get on nodes,"
-            " as in the node agent's manifest; outside a pod, specify the domains"
-            " with --domains"
+            f" ({error}); the pod's service account needs permission to get nodes, as"
+            " in the node agent's manifest; outside a pod, specify the domains with"
+            " --domains"
         ) from None
 
 
@@ -579,7 +580,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     elif any(getattr(arguments, name[2:].replace("-", "_")) for name in _NODE_OPTIONS):
         raise errors.ConfigError(
-            f"{', '.join(_NODE_OPTIONS)} are for a node's agent; add --node"
+            f"{', '.join(_NODE_OPTIONS)} apply only to a node's agent; add --node"
         )
 
     async def main() -> None:

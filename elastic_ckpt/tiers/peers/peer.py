@@ -115,7 +115,7 @@ class Peer:
         except _OTHER:
             return Listing(
                 problem=f"the list of steps cannot be read: {self.url} sends something"
-                " different"
+                " else"
             )
         # Drops manifests that are no longer listed.
         listed, known = set(manifests), self._endpoint.manifests.items()

@@ -38,7 +38,7 @@ _MOST_REASON_BYTES = 1000
 _BROKEN = (ConnectionError, ssl.SSLEOFError, http.client.IncompleteRead)
 _FAILURES = (OSError, http.client.HTTPException)
 _STATUS: dict[int, str] = {
-    http.HTTPStatus.UNAUTHORIZED: "does not take the run's secret",
+    http.HTTPStatus.UNAUTHORIZED: "does not accept the run's secret",
     http.HTTPStatus.NOT_FOUND: "has no such file",
     http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE: "has a shorter file",
 }
@@ -126,8 +126,9 @@ class PeerClient:
             return ssl.create_default_context(cafile=self._tls_ca)
         except OSError as error:
             raise errors.ConfigError(
-                f"the certificates of peers cannot be verified with {self._tls_ca}"
-                f" ({error}); pass a PEM file with their authority's certificate"
+                f"peers' certificates cannot be verified with {self._tls_ca}"
+                f" ({error}); pass a PEM file with the certificate of the authority"
+                " that signed them"
             ) from None
 
     def endpoint(self, url: str) -> Endpoint:
@@ -244,7 +245,8 @@ class Endpoint:
             if isinstance(error, TimeoutError):
                 self._skip(error)
             raise source.RepairError(
-                f"was not repaired: {self.url} does not accept it ({_why(error)})"
+                f"was not repaired: {self.url} did not accept the repair"
+                f" ({_why(error)})"
             ) from None
 
     def _tried(self, attempt: Callable[[], T], progress: Callable[[], int] = int) -> T:

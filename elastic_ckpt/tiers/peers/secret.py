@@ -42,8 +42,8 @@ def read_or_create(root: epath.PathLike) -> str:
     private = stat.S_ISREG(status.st_mode) and not stat.S_IMODE(status.st_mode) & 0o077
     if not private or status.st_uid != os.geteuid():
         raise errors.RunError(
-            f"{file} is not a file of mode 0600 of this user: others may know the"
-            " run's secret; remove the file, and a new one is created"
+            f"{file} is not a file with mode 0600 that this user owns, so others may"
+            " know the run's secret; remove the file, and a new secret is created"
         )
     return read(file)
 
@@ -58,8 +58,8 @@ def read(file: epath.PathLike) -> str:
     if known is None:
         # The message must not show what was found.
         raise errors.RunError(
-            f"{file} is missing, or does not contain a secret: 16 to 1024 ASCII"
-            " characters without spaces, such as `openssl rand -hex 32` prints"
+            f"{file} is missing or does not contain a secret; write 16 to 1024 ASCII"
+            " characters without spaces to it, for example with `openssl rand -hex 32`"
         )
     return known
 

@@ -261,8 +261,8 @@ class Writer:
             if not may_follow and before.process != own.process:
                 raise errors.RunError(
                     f"{self._steps} is being written by another live program, {before};"
-                    " wait for it or stop it, write to a new directory, or open this"
-                    " one with read_only=True to only read it"
+                    " wait for that program or stop it, write to a new directory, or"
+                    " open this directory with read_only=True"
                 )
         if before is not None and before.fields["run"] == self._run:
             fields |= before.fields
@@ -288,7 +288,7 @@ def _replaced(there: records.Records) -> errors.ReplacedError:
     number, by = there.newest()
     other = "another program" if by is None else f"{by.start} ({by})"
     return errors.ReplacedError(
-        f"another start of this run, {other}, has continued it in"
-        f" {there.directory.parent} as world {number}, so this one commits no more"
-        " steps there; if you do not want the other one, stop it and restart the run"
+        f"another launch of this run, {other}, has continued it in"
+        f" {there.directory.parent} as world {number}, so this launch commits no more"
+        " steps there; if you do not want the other launch, stop it and restart the run"
     )

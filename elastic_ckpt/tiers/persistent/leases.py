@@ -69,7 +69,7 @@ def lease(
     root = PersistentRoot.from_path(directory.parent)
     gone = StepGoneError(
         f"{directory} is not a committed step, or is being removed; pass"
-        " PERSISTENT_DIRECTORY/<step>, or take a newer step"
+        " PERSISTENT_DIRECTORY/<step>, or choose a newer step"
     )
     if not directory.name.isdecimal():
         raise gone
@@ -94,9 +94,9 @@ def lease(
         held.remove()
     if not is_kept:
         raise errors.CheckpointError(
-            f"the lease of {directory} was lost while it was read: it was not renewed"
+            f"the lease of {directory} was lost during the read: it was not renewed"
             " in time, the step was removed or saved again, or storage is unreachable;"
-            " read it again, or a newer step"
+            " read the step again, or read a newer step"
         )
 
 
@@ -125,7 +125,7 @@ def leased_if_ours(path: epath.PathLike) -> Iterator[None]:
             except bucket_clients.failures() as error:
                 logging.warning(
                     "%s is read without a lease (%s); make sure that its run does not"
-                    " remove it meanwhile",
+                    " remove it during the read",
                     directory,
                     error,
                 )
@@ -189,8 +189,8 @@ def removing(
         if replaced in are_leased:
             raise errors.CheckpointError(
                 f"step {replaced} in {root.path} is leased: a program is reading it;"
-                " delete or replace it when that program has exited. If it was killed,"
-                " its lease expires by itself"
+                " delete or replace the step when that program has exited. If the"
+                " program was killed, its lease expires on its own"
             )
         yield are_leased
     finally:

@@ -113,10 +113,10 @@ class PersistentRoot:
         if there is None or there > save or (self.in_place and there < save):
             what = "saved by stock Orbax, without elastic_ckpt"
             if manifest_names(self.final(step)):
-                what = f"its save is {there or 'of another run or version'}"
+                what = f"its save is {there or 'from a different run or version'}"
             raise errors.CheckpointError(
-                f"step {step} in {self.path} exists already ({what}), so save {save}"
-                " does not replace it; remove the existing step first to replace it"
+                f"step {step} already exists in {self.path} ({what}), so save {save}"
+                " does not replace it; to replace the existing step, remove it first"
             )
         return there < save
 

@@ -117,8 +117,8 @@ def read(path: epath.Path, kind: type[T] = Record) -> T | None:
         return None
     except ValueError as error:
         raise errors.CheckpointError(
-            f"{path} {error}; restore the file from a copy, or stop all programs of the"
-            " run and remove it"
+            f"{path} {error}; restore the file from a good copy, or stop all programs"
+            " of the run and remove the file"
         ) from None
 
 
@@ -138,7 +138,7 @@ def is_over(path: epath.Path, record: Record) -> bool:
     if not record.secs or record.process.is_here:
         return not record.secs or record.process.is_dead
     logging.warning(
-        "%s, may still hold %s: waiting for up to %g s to see whether it renews it",
+        "%s, may still hold %s: waiting up to %g s to see whether it renews the record",
         record,
         path,
         record.secs,

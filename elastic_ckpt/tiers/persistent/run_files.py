@@ -172,17 +172,18 @@ def agreed(
         if own.name != known.name:
             raise errors.RunError(
                 f"host {number}: {each.directory} contains steps of another run, not of"
-                f" {place_of_run}; {remedy}"
+                f" the run in {place_of_run}; {remedy}"
             )
         # By copying the identity, the user confirms that this is the run's storage.
         if is_new and own.is_stored:
             raise errors.RunError(
                 f"{place_of_run} has no steps, but {each.directory} has steps of a"
-                " run that was stored. If the storage of this run is gone or was"
+                " run that had persistent storage. If this run's storage is gone or was"
                 " replaced, RAM holds the only copy: to continue from it, copy"
                 f" {os.path.join(each.directory, IDENTITY)} to"
-                f" {os.path.join(place_of_run, IDENTITY)} and start again; to get only"
-                f" weights, run elastic-ckpt convert {each.directory} DIRECTORY/STEP."
+                f" {os.path.join(place_of_run, IDENTITY)} and restart the run; to get"
+                " only the weights, run"
+                f" elastic-ckpt convert {each.directory} DIRECTORY/STEP."
                 f" If these steps belong to another run, {remedy}"
             )
     is_stored = known.is_stored or stored is not None
@@ -207,10 +208,10 @@ def keep(directory: epath.PathLike, identity: Identity, *, is_first: bool) -> No
     there = records.read(path, Identity)
     if there is None or there.name != identity.name:
         raise errors.ReplacedError(
-            f"{path} is gone or another run's: the directory was removed while this"
-            " run was writing to it, or another run has started in it at the same time."
-            " This run's steps there are lost, so it stops; restart it, in a different"
-            " directory if the other run needs this one"
+            f"{path} is gone or belongs to another run: the directory was removed"
+            " while this run was writing to it, or another run started in it at the"
+            " same time. This run's steps there are lost, so this run stops; restart"
+            " it, in a different directory if the other run needs this one"
         )
 
 

@@ -122,7 +122,7 @@ class LocalHost:
         if self.disk.manifest_path(self.slot, step_id).exists():
             raise errors.CheckpointError(
                 f"step {step_id.step}, save {step_id.save!r}, is already in"
-                f" {directory}; remove it, or save under a different name"
+                f" {directory}; remove that directory, or save under a different name"
             )
         storage.remove(directory)
         return StepWriter(
@@ -269,8 +269,8 @@ class StepWriter:
                 raise errors.CheckpointError(
                     f"step {self.manifest.step_id.step} needs {num_bytes} bytes in"
                     f" {disk.root} ({bound or 'without a limit'}), but only"
-                    f" {max(0, free + num_bytes)} are free; raise the limit or the size"
-                    " of the file system, or keep fewer steps"
+                    f" {max(0, free + num_bytes)} are free; raise the limit, enlarge"
+                    " the file system, or keep fewer steps"
                 )
 
     def write(
@@ -386,8 +386,8 @@ class StepWriter:
             free = shutil.disk_usage(self._own.disk.root).free
             raise errors.CheckpointError(
                 f"step {self.manifest.step_id.step} could not be written to"
-                f" {self.directory} ({error}), where {free} bytes were free; add space,"
-                " or keep fewer steps"
+                f" {self.directory} ({error}), where {free} bytes were free; free some"
+                " space, or keep fewer steps"
             ) from error
 
     @contextlib.contextmanager

@@ -45,9 +45,9 @@ def machine_id(root: epath.PathLike) -> str:
     if owner not in (0, os.geteuid()):
         raise errors.CheckpointError(
             f"{root} on {socket.gethostname()} belongs to user {owner}, but this"
-            f" process runs as user {os.geteuid()}: that user could change the steps"
-            " in it; remove it, or set local_checkpoint_directory (the directory of"
-            " ec.Local) to a directory of your own"
+            f" process runs as user {os.geteuid()}, so the other user could change the"
+            " steps there; remove the directory, or set local_checkpoint_directory (the"
+            " directory of ec.Local) to a directory of your own"
         )
     if not os.path.exists(path):
         storage.create(path, secrets.token_hex(ID_LENGTH // 2).encode())
@@ -69,8 +69,9 @@ def find(root: epath.PathLike) -> str | None:
         return None
     if not _ID.fullmatch(content):
         raise errors.CheckpointError(
-            f"{path} has {content[: 2 * ID_LENGTH]!r}, not the {ID_LENGTH} hex digits"
-            " of a machine; remove the RAM disk, whose files are useless without them"
+            f"{path} contains {content[: 2 * ID_LENGTH]!r}, not the {ID_LENGTH} hex"
+            " digits of a machine ID; remove the RAM disk directory, whose files are"
+            " useless without the ID"
         )
     return content.decode()
 
@@ -87,9 +88,9 @@ def warn_unless_in_memory(root: epath.PathLike) -> None:
     if kind is not None and kind not in _IN_MEMORY:
         logging.warning(
             "%s is on a file system of type %s, not in memory: saves are as slow as"
-            " that disk and wear it out; set the directory of ec.Local, which is"
-            " local_checkpoint_directory in a configuration, to a tmpfs, such as"
-            " /dev/shm/run",
+            " that disk and wear it out; set the directory of ec.Local"
+            " (local_checkpoint_directory in a configuration) to a tmpfs directory,"
+            " such as /dev/shm/run",
             root,
             kind,
         )

@@ -161,7 +161,7 @@ class RamDisk:
         if manifest.step_id != step_id:
             raise errors.CheckpointError(
                 f"manifest {path} belongs to save {manifest.step_id.save!r}, not to"
-                f" {step_id.save!r}; its parts count as lost; remove it"
+                f" {step_id.save!r}; its parts count as lost; remove the manifest"
             )
         return manifest
 
@@ -291,7 +291,7 @@ def put_right(directory: epath.PathLike, file: str, content: bytes) -> None:
             for number, box, named in saved.rows()
         }
         if file not in listed:
-            raise RepairError("was not repaired: its manifest lists no such file")
+            raise RepairError("was not repaired: its manifest does not list this file")
         problem = stored_part.damage(np.frombuffer(content, np.uint8), *listed[file])
         if problem is not None:
             raise RepairError(f"was not repaired: {problem}")
