@@ -3,8 +3,8 @@
 Peers are not trusted: response sizes are bounded, callers compare every value with its
 digest, and no message quotes a peer. A broken transfer is resumed where it stopped, a
 limited number of times. If a peer is silent for the time limit or cannot be reached,
-calls fail immediately until three time limits have passed. The client ignores redirects
-and the environment's proxies.
+calls to it fail immediately until three times that limit has passed. The client ignores
+redirects and the environment's proxies.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _STATUS: dict[int, str] = {
     http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE: "has a shorter file",
 }
 _SIZE = re.compile("bytes .*/([0-9]{1,18})")
-# How long unused bandwidth accumulates, so that the limit costs nothing below it; and
-# the maximum that a transfer takes in one piece, so that others get their turn.
+# How long unused bandwidth accumulates, so that transfers below the limit are not
+# slowed; and the maximum that a transfer takes in one piece, so that others get a turn.
 _BURST_SECS, _TURN_SECS = 1 / 8, 1 / 32
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class Bandwidth:
     """A token bucket for all transfers of a process; any thread may use it.
 
     Args:
-      bytes_per_sec: the limit, above 0; may be infinite.
+      bytes_per_sec: the limit, which must be positive and may be infinite.
       clock: a monotonic clock, in seconds.
     """
 
@@ -84,18 +84,19 @@ class Bandwidth:
 
 
 class PeerClient:
-    """Reads from other machines' agents; one per process, for any thread.
+    """Reads from other machines' agents; each process has one, for any thread.
 
     Args:
       secret: the run's secret, or a function that returns the current one.
-      tls_ca: a PEM file with the authority that signs the agents' certificates; with
-        it, agents without TLS are rejected. Without it, the system's authorities apply.
-      timeout_secs: the silence, in seconds, after which a peer is not asked for three
-        times as long.
+      tls_ca: a PEM file with the certificate of the authority that signs the agents'
+        certificates; if it is set, agents without TLS are rejected. None uses the
+        system's authorities.
+      timeout_secs: the seconds of silence after which a peer is skipped for three times
+        as long.
       max_bytes_per_sec: the limit for all peers together; None sets no limit.
 
     Raises:
-      ConfigError: if the authority cannot be used.
+      ConfigError: if the authority's certificate cannot be used.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class PeerClient:
 
     @functools.cached_property
     def tls(self) -> ssl.SSLContext:
-        """Verifies agents; cached, because reading the authorities takes a while."""
+        """The context that verifies agents; cached, because loading it is slow."""
         try:
             return ssl.create_default_context(cafile=self._tls_ca)
         except OSError as error:
@@ -154,9 +155,9 @@ class Endpoint:
     """The agent at `url`; any number of threads may call it.
 
     Attributes:
-      skipped_until: when to ask a failed peer again, by the monotonic clock.
+      skipped_until: when to ask a failed peer again, on the monotonic clock.
       pool: pooled connections, which open when they are used.
-      manifests: the manifests read from the agent, by its list entries (see `peer`).
+      manifests: the manifests read from the agent, keyed by list entry (see `peer`).
     """
 
     def __init__(self, url: str, client: PeerClient) -> None:
@@ -232,7 +233,7 @@ class Endpoint:
         As with `read`, a silent agent is skipped for a while.
 
         Raises:
-          RepairError: if the agent does not accept it.
+          RepairError: if the agent does not accept the content.
         """
         good = http.HTTPStatus.NO_CONTENT, http.HTTPStatus.CONFLICT
         try:
@@ -241,7 +242,7 @@ class Endpoint:
                     reason = response.read(_MOST_REASON_BYTES)
                     raise source.RepairError(reason.decode(errors="replace"))
         except (source.ReadError, *_FAILURES) as error:
-            # Otherwise a pooled connection may just have been closed meanwhile.
+            # On any other error, a pooled connection may just have been closed.
             if isinstance(error, TimeoutError):
                 self._skip(error)
             raise source.RepairError(

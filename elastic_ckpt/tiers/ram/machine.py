@@ -1,4 +1,4 @@
-"""The ID of a machine's memory, which is lost with the memory's content."""
+"""The ID of a machine's memory, which is lost along with the memory's content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IN_MEMORY = frozenset({"devtmpfs", "hugetlbfs", "ramfs", "tmpfs"})
 
 
 def machine_id(root: epath.PathLike) -> str:
-    """The ID of the RAM disk at `root`, 16 hex digits, created by the first call.
+    """The ID of the RAM disk at `root`, 16 hex digits, which the first call creates.
 
     Raises:
       CheckpointError: if `root` cannot be created or belongs to another user, or the
@@ -30,7 +30,7 @@ def machine_id(root: epath.PathLike) -> str:
     """
     path = os.path.join(root, FILE)
     if not os.path.exists(path):
-        # Only the owner of a run may read its files.
+        # Only a run's owner may read its files.
         try:
             storage.make_private_directory(root)
         except OSError as error:
@@ -40,7 +40,7 @@ def machine_id(root: epath.PathLike) -> str:
                 " ec.Local) to a tmpfs directory that this user may write to, such as"
                 " /dev/shm"
             ) from error
-    # The owner could change the steps and their digests. Root can change them anyway.
+    # The owner could change the steps and their digests. Root could always do so.
     owner = os.stat(root).st_uid
     if owner not in (0, os.geteuid()):
         raise errors.CheckpointError(
