@@ -92,13 +92,13 @@ def domain_kinds(hosts: Sequence[Host], kinds: str) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How many copies to make, and what may fail together.
+    """How many copies to make, and which hosts may fail together.
 
     Attributes:
       copies: the number of other machines that must hold the parts that a host saved.
-      domain: the kind of failure domain that is lost as a whole.
-      inner: a smaller kind of domain that is also lost as a whole; empty if there is
-        none.
+      domain: the kind of failure domain that may be lost as a whole.
+      inner: a smaller kind of domain that may also be lost as a whole; empty if there
+        is none.
       assume_data_parallelism: whether to skip all copies, for models too large to copy;
         `Placement.shortfalls` lists the resulting risks.
     """

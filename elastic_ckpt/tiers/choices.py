@@ -35,7 +35,6 @@ class TlsFiles:
       certificate: the certificate of this machine's agent.
       key: the private key of that certificate.
       authority: the certificates of the authorities that sign agents' certificates.
-
     """
 
     certificate: str
@@ -47,7 +46,7 @@ class TlsFiles:
 
 
 class Tier:
-    """A place where steps are kept: `Local`, `Peers` or `Persistent`."""
+    """A place to store steps: `Local`, `Peers` or `Persistent`."""
 
 
 @dataclasses.dataclass(frozen=True)

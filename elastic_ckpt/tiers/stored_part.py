@@ -29,8 +29,8 @@ def damage(stored: np.ndarray, leaf: Leaf, named: bytes) -> str | None:
         return DIFFERS
     if not leaf.is_file and checksum(values) != stored[len(values) :].tobytes():
         return (
-            "has the right values, but a wrong CRC-32C after them: zarr readers reject"
-            " it"
+            "has the right values, but the CRC-32C after them is wrong, so zarr"
+            " readers reject it"
         )
     return None
 

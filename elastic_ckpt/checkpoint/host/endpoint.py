@@ -70,7 +70,7 @@ class Introduction:
 
 
 class HostEndpoint:
-    """A host, on which calls run.
+    """A host, which runs calls.
 
     Args:
       more_parts: a function that creates the parts that a transport adds.

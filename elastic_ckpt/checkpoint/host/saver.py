@@ -57,7 +57,7 @@ class CapturedIn(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Written:
-    """A step that a host has written, but not yet committed.
+    """A step that a host has written but not yet committed.
 
     Attributes:
       files: the sizes of the files that components wrote on this host, by path.

@@ -3,8 +3,8 @@
 Peers are not trusted: response sizes are bounded, callers compare every value with its
 digest, and no message quotes a peer. A broken transfer is resumed where it stopped, a
 limited number of times. If a peer is silent for the time limit or cannot be reached,
-calls to it fail immediately until three times that limit has passed. The client ignores
-redirects and the environment's proxies.
+calls to that peer fail immediately until three times the limit has passed. The client
+ignores redirects and the environment's proxies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from elastic_ckpt.tiers import source
 # The waits before retries of a transfer without progress. The first retry is immediate:
 # a pooled connection may have been closed long ago.
 RETRY_SECS = (0.0, 0.1, 0.2, 0.4)
-# How long a failed peer is skipped, in time limits.
+# How long a failed peer is skipped, as a multiple of the time limit.
 _SKIPPED_LIMITS = 3
 _MOST_CONNECTIONS = 4
 _MOST_REASON_BYTES = 1000
@@ -293,7 +293,7 @@ class Endpoint:
             if time.monotonic() < self.skipped_until:
                 raise source.ReadError(
                     f"was not requested: {self.url} has failed ({self._reason}) and is"
-                    f" skipped for {_SKIPPED_LIMITS} time limits"
+                    f" skipped for {_SKIPPED_LIMITS} times the time limit"
                 )
             connection.request(method, self._path + path, body, headers)
             with connection.getresponse() as response:

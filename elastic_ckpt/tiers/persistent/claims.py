@@ -138,8 +138,8 @@ class Writer:
       acts: whether this process belongs to host 0.
 
     Attributes:
-      number: the number of the world that this program has claimed; 0 before it claims
-        one.
+      number: the number of the world that this program has claimed; 0 if it has not
+        claimed a world yet.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Writer:
         self._before = ""
 
     def begin(self, identity: run_files.Identity | None = None) -> None:
-        """Becomes the writer, or leaves that to `check` if storage is unreachable.
+        """Becomes the writer; if storage is unreachable, `check` does so later.
 
         May wait until the previous writer's record lapses.
 

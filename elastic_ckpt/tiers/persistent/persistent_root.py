@@ -83,12 +83,12 @@ class PersistentRoot:
         return self.path / str(step)
 
     def unfinished(self, step_id: StepId) -> epath.Path:
-        """The directory to upload a save of a step to."""
+        """The directory to which a save of a step is uploaded."""
         temporary = self.path / f"{step_id.step}{_TEMPORARY}-{step_id.save}"
         return self.final(step_id.step) if self.in_place else temporary
 
     def aside(self, step_id: StepId) -> epath.Path:
-        """The directory of a save of a step that is set aside."""
+        """The directory of a set-aside save of a step."""
         return self.path / f"{step_id.step}{_TEMPORARY}-{step_id.save}{_ASIDE}"
 
     def is_committed(self, step: int) -> bool:

@@ -208,7 +208,7 @@ class StepSource:
             raise ReadError(f"cannot be read ({error})") from error
         if len(content) < len(into):
             raise ReadError(
-                f"ends after {len(content)} bytes, but should have {len(into)}"
+                f"ends after {len(content)} bytes, but should be {len(into)} bytes long"
             )
         into[:] = content[: len(into)]
         on_piece(into)

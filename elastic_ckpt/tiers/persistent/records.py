@@ -9,9 +9,9 @@ reads it. Clocks of different machines are never compared.
     <directory>/<number>.json
 
 Of numbered records, only the newest counts. A program that wants to succeed its holder
-creates the next number, which storage allows only once. A holder that hung finds that
-record before it renews its own. Claims of a run's worlds and of its machines' leader
-are numbered records; step leases are single records.
+creates the record with the next number, which storage allows only once. A holder that
+hung finds that record before it renews its own. Claims of a run's worlds and of its
+machines' leader are numbered records; step leases are single records.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def call(what: str, act: Callable[[], Result]) -> Result:
             if is_permanent or attempt == _ATTEMPTS:
                 advice = storage_cause.advice(str(error)) or _ADVICE
                 raise errors.CheckpointError(
-                    f"{failed}; {advice}; a run tries again with its next backup"
+                    f"{failed}; {advice}; the run will try again with its next backup"
                 ) from error
             # Ten thousand hosts that failed together must not retry together.
             secs = min(_LONGEST_SECS, _FIRST_SECS * 2 ** (attempt - 1))

@@ -139,7 +139,7 @@ class Upload:
           values: the values of each part, which must not change during the call.
 
         Raises:
-          CheckpointError: if storage fails for good, or for longer than the retries.
+          CheckpointError: if storage fails permanently or for longer than the retries.
           ReplacedError: if another start of the run has claimed it since.
         """
         stored: dict[str, list[ocdbt.Chunk]] = {}
@@ -169,7 +169,7 @@ class Upload:
         """Writes the manifest of all written parts and returns it.
 
         Raises:
-          CheckpointError: if storage fails for good, or for longer than the retries.
+          CheckpointError: if storage fails permanently or for longer than the retries.
           ReplacedError: if another start of the run has claimed it since.
         """
         saved = self._saved

@@ -148,7 +148,7 @@ class ChunkFiles:
         return named
 
     def forget(self, step_directory: str) -> None:
-        """Unmaps a step's files, because removed files use memory until then."""
+        """Unmaps a step's files; otherwise they would use memory even once removed."""
         with self._lock:
             self._placed.pop(step_directory, None)
 

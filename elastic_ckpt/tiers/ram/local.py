@@ -151,7 +151,7 @@ class LocalHost:
         self._remove(self.slot, step_id)
 
     def remove_idle(self, is_removed: Callable[[StepId], bool]) -> bool:
-        """Removes steps from the slots of this machine whose process is gone.
+        """Removes steps from this machine's slots whose process is gone.
 
         Returns:
           Whether any step was removed.

@@ -196,7 +196,7 @@ class RamDisk:
         return min(room, self.limit_bytes or room)
 
     def free_bytes(self) -> int:
-        """The bytes free under the limit and on the file system, except reserved ones."""
+        """The bytes free under the limit and on the file system, minus reservations."""
         used = promised = 0
         for directory in pathlib.Path(self.root).glob("hosts/*/*"):
             written = reserved = used_bytes(directory)
@@ -259,7 +259,7 @@ class StepFiles:
 
 
 def _short(length: int, least: int) -> ReadError:
-    return ReadError(f"ends after {length} bytes, but should have {least}")
+    return ReadError(f"ends after {length} bytes, but should be {least} bytes long")
 
 
 def repairing(slot: epath.PathLike) -> AbstractContextManager[None]:
