@@ -357,8 +357,8 @@ class Manifest:
                     f" {each.step_id.step}, save {each.step_id.save!r}) lists a"
                     f" different step than the manifest of host {first.host.id!r} (run"
                     f" {first.run!r}, step {first.step_id.step}, save"
-                    f" {first.step_id.save!r}); remove the one that does not belong"
-                    " there"
+                    f" {first.step_id.save!r}); remove the manifest that does not"
+                    " belong there"
                 )
         before = np.cumsum([0, *(len(each.holders) for each in manifests)])
         several = [

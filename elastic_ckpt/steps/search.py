@@ -76,7 +76,7 @@ class Search(Generic[ExaminedT]):
       saves: the steps that may exist, with their saves where known, including the
         newest save.
       look: a function that examines a step, called once per step.
-      lines: lines that manifests may not contain: the caller's, and lines recorded in
+      lines: lines that manifests might lack: the caller's line, and lines recorded in
         storage.
       without: saves that turned out to be unreadable, and the reasons.
 

@@ -118,7 +118,7 @@ class HostSaver:
         self._sizes: list[int] = []
 
     def captured(self, values: Mapping[str, Value]) -> Captured:
-        """Copies this host's part of the leaves in `values`, by path.
+        """Copies this host's part of each leaf; `values` maps paths to leaves.
 
         Raises:
           CheckpointError: if a leaf cannot be saved.

@@ -66,7 +66,8 @@ class HostWorld:
     """A host in a world that it has joined.
 
     Attributes:
-      copy_policy: how many copies of a step this world keeps in peers' memory.
+      copy_policy: the policy for the copies of a step that this world keeps in peers'
+        memory.
       root: the steps in persistent storage; None if there is no storage.
       mail: this host's messages and its part in exchanges with all other hosts.
       held: the steps that this host copies or backs up.
@@ -263,7 +264,7 @@ class HostWorld:
 
     @calls.call()
     def secs_until_peers_are_asked(self) -> float:
-        """How long this host still skips failed peers, in seconds."""
+        """The time until this host stops skipping failed peers, in seconds."""
         return self.client.left_skipped_secs()
 
     def _peers(self, urls: Sequence[str]) -> list[peer.Peer]:

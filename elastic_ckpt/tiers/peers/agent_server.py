@@ -254,7 +254,7 @@ class _Answers:
         root = self._root(request)
         secs = await request.read()
         if not secs.isdigit():
-            raise web.HTTPBadRequest(text="send the seconds as a number")
+            raise web.HTTPBadRequest(text="send the number of seconds")
         await asyncio.to_thread(
             preserved.hold, root, request.match_info["step"], int(secs)
         )

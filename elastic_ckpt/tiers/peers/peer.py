@@ -154,7 +154,7 @@ class Peer:
             if actual != (self._run, listed.step_id, name):
                 raise checked_json.UnreadableError(
                     f"has run, step and file {actual!r:.400}, which do not"
-                    f" match run {self._run!r} and its path"
+                    f" match run {self._run!r} and the manifest's path"
                 )
             known[listed] = parsed
         there = known[listed].at("local", self.url)

@@ -69,7 +69,7 @@ class Bandwidth:
         self._paid = clock()
 
     def take(self, num_bytes: int) -> float:
-        """Takes `num_bytes`; returns the seconds to wait before the next."""
+        """Takes `num_bytes`; returns the seconds to wait before taking more."""
         with self._lock:
             now, secs = self._clock(), num_bytes / self._bytes_per_sec
             self._paid = max(self._paid, now - _BURST_SECS) + secs

@@ -97,7 +97,7 @@ class PersistentRoot:
         return (self.final(step) / marker).exists()
 
     def is_pending(self, step_id: StepId, *, run: str) -> bool:
-        """Whether a save of a step is not committed yet.
+        """Whether a save of a step is still uncommitted.
 
         Older saves of the step are set aside when the new one is committed (before it
         is uploaded, where steps are written in place).

@@ -68,7 +68,7 @@ class ChunkFiles:
             return sum(size * len(files) for size, files in self._spare.items())
 
     def take(self, num_bytes: int) -> ChunkFile:
-        """Takes a file for `num_bytes` of values; its content is undefined.
+        """Returns a file for `num_bytes` of values, with undefined content.
 
         Raises:
           OSError: if the RAM disk has no room for it.
@@ -153,9 +153,10 @@ class ChunkFiles:
             self._placed.pop(step_directory, None)
 
     def recycle(self, step_directory: str) -> None:
-        """Keeps the files of a step that is being removed for the next step.
+        """Keeps the files of a step that is being removed; the next step reuses them.
 
-        Its manifest must be gone already. Spare files never exceed this step's size.
+        The step's manifest must already be gone. The total size of spare files never
+        exceeds this step's size.
         """
         with self._lock:
             placed = self._placed.pop(step_directory, [])
