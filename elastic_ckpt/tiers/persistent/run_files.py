@@ -193,7 +193,7 @@ def agreed(
 
 
 def keep(directory: epath.PathLike, identity: Identity, *, is_first: bool) -> None:
-    """Writes the run's identity to persistent storage or, later, checks it there.
+    """Writes the run's identity to persistent storage, or checks it on later calls.
 
     Args:
       directory: the directory of the run's steps.
