@@ -1,1 +1,1 @@
-"""Manifests, which list what hosts hold, and pure decisions based on them."""
+"""Manifests, which list the parts that hosts hold, and pure decisions based on them."""

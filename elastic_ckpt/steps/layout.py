@@ -1,7 +1,7 @@
-"""The layout of a step directory, the same in the local and the persistent tier.
+"""The layout of a step directory, which is the same in the local and persistent tiers.
 
     state/params/w/zarr.json         an array, `params/w` of the checkpointable `state`
-    state/params/w/c/0/1             one of its chunks: a box of it, a fragment
+    state/params/w/c/0/1             one of its chunks, which is a box of the array
     data/shards-00000-00063.json.gz  a file of the component `data`
     manifest-<host id>               lists what a host holds; written last
 
@@ -51,7 +51,7 @@ def part_file(leaf: Leaf, box: boxes.Box) -> str:
 
 
 def chunk_key(box: boxes.Box, chunk: Sequence[int]) -> str:
-    """The name of a chunk below its array, such as `c/0/1`."""
+    """The path of a chunk in its array's directory, such as `c/0/1`."""
     sizes = zip(box.start, chunk, strict=True)
     return "c" + "".join(f"/{start // size}" for start, size in sizes)
 
@@ -61,8 +61,8 @@ def chunk_shape(
 ) -> tuple[int, ...]:
     """The chunk shape of an array whose shards have the shape `shard`.
 
-    It divides the shard's shape. The first dims are cut first, so that chunks are
-    contiguous in a shard's memory wherever the dim sizes allow it.
+    The chunk shape divides the shard shape. The first dims are cut first, so that
+    chunks are contiguous in a shard's memory wherever the dim sizes allow it.
 
     Args:
       shard: the shard's shape, at least 1 in each dim.
@@ -88,9 +88,9 @@ def cut(box: boxes.Box, chunk: Sequence[int]) -> Iterator[boxes.Box]:
     sides = [*zip(box.start, box.stop, chunk, strict=True)]
     if any(start % size or stop % size for start, stop, size in sides):
         raise errors.CheckpointError(
-            f"the shard {box} does not consist of chunks of shape {tuple(chunk)}:"
-            " all shards of an array must have the same shape; choose a sharding that"
-            " divides the array"
+            f"the shard {box} cannot be cut into chunks of shape"
+            f" {tuple(chunk)}, because all shards of an array must have the same shape;"
+            " choose a sharding that divides the array evenly"
         )
     for start in itertools.product(*(range(*side) for side in sides)):
         yield boxes.Box(
@@ -116,7 +116,7 @@ def array_metadata(leaf: Leaf) -> dict[str, storage.Json]:
 
 
 def _largest_divisor(number: int, most: int) -> int:
-    # Only up to the root, because dims may have 1e8 elements.
+    # Search only up to the square root, because dims may have 1e8 elements.
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return max(n for n in (*low, *(number // n for n in low)) if n <= most)
 
@@ -133,5 +133,5 @@ def _safe(part: str) -> str:
 
 
 def slice_directory(base: str, number: int) -> str:
-    """The RAM disk directory of one of several slices on a machine."""
+    """The RAM disk directory of one of multiple slices on a machine."""
     return f"{base}/slice-{number}"

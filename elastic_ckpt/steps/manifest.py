@@ -1,14 +1,14 @@
-"""Manifests list which parts of a step holders have; only they make a part exist.
+"""Manifests list the parts of a step that holders have; only listed parts exist.
 
-A part is a box of a leaf, with the digest of its values. A file of a component (data
-state, random numbers) is a leaf, too: the array of its bytes. Where a part is stored
-follows from its leaf, its box and its holder.
+A part is a box of a leaf, with the digest of its values. A component's file (data
+state, RNG state) is also a leaf: the array of its bytes. A part's leaf, box and holder
+determine where it is stored.
 
 A manifest lists the whole step (every leaf, every component), so that missing parts are
 detected, and the parts that its holders have. A single holder's manifest is a file in
-the step directory, `manifest-<host id>`, written last and atomically and rewritten when
-copies from peers have arrived. Hosts exchange manifests of several holders in the same
-format (FORMAT.md).
+the step directory, `manifest-<host id>`. It is written last and atomically, and
+rewritten when copies from peers have arrived. Hosts exchange manifests of multiple
+holders in the same format (FORMAT.md).
 
 Glossary: n parts, r the maximum number of dims of a leaf.
 """
@@ -23,7 +23,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-# NumPy knows bfloat16 by its name only after this import, also in an agent.
+# NumPy recognizes the name bfloat16 only after this import, even in an agent.
 import ml_dtypes  # noqa: F401
 import numpy as np
 from etils import epath
@@ -56,8 +56,8 @@ class Leaf:
     """An array of the state, or a file of a component.
 
     Attributes:
-      path: the unique path in the step: a checkpointable's name and the path in its
-        tree; for a file, the path in the step directory.
+      path: the unique path in the step, which is the checkpointable's name and the path
+        in its tree; for a file, the path in the step directory.
       shape: the shape of the whole array; for a file, its length.
       dtype: the dtype's name, such as `bfloat16`; for a file, `uint8`.
       chunk: the shape of each part, at least 1 in each dim.
@@ -102,19 +102,20 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contents:
-    """The contents of a whole step, the same in all of its manifests.
+    """The contents of a whole step, which are the same in all of its manifests.
 
     Attributes:
       leaves: first the arrays, then the files of components, each ordered by path.
-      components: the component names, ordered; a component may have no files.
+      components: the component names, ordered; a component can be without files.
       time_ms: when the step was committed, in milliseconds since 1970, by host 0's
         clock.
-      metrics: JSON of the metrics that retention may rank the step by; None if it was
-        not evaluated. Text compares equal to itself even if a loss is NaN.
+      metrics: the metrics that retention may rank the step by, as JSON text, which
+        compares equal to itself even if a loss is NaN; None if the step was not
+        evaluated.
       parents: the steps at which the step's line continued under a later save, oldest
         first (see `step.Line`); empty before the first restore.
-      trees: JSON of the structure of the trees (FORMAT.md).
-      custom_metadata: JSON of the user's metadata; None if there is none.
+      trees: the structure of the trees, as JSON text (FORMAT.md).
+      custom_metadata: the user's metadata, as JSON text; None if there is none.
       is_due: whether the step was due in storage, or storage lacked an earlier step
         that was due; a later world backs up the step if this one cannot.
     """
@@ -135,12 +136,12 @@ class Contents:
 
     @functools.cached_property
     def files(self) -> Mapping[str, int]:
-        """The leaves that are files: their numbers, by path."""
+        """A dict from the path of each leaf that is a file to the leaf's index."""
         return {leaf.path: n for n, leaf in enumerate(self.leaves) if leaf.is_file}
 
     @functools.cached_property
     def shapes(self) -> np.ndarray:
-        """The shapes of the leaves, padded with 1, int64 `[leaves, r]`."""
+        """The leaf shapes, padded with 1, int64 `[leaves, r]`."""
         whole = [boxes.whole(leaf.shape) for leaf in self.leaves]
         rank = max((len(leaf.shape) for leaf in self.leaves), default=0)
         return boxes.Boxes.from_boxes(whole, rank=rank).stop
@@ -156,9 +157,10 @@ class Host:
     """A host that holds parts of steps.
 
     Attributes:
-      id: an ID that lasts as long as the host's memory: letters, digits and `._-`. On a
-        RAM disk, `<machine>.<slot>`: the ID of the machine's memory, and a slot.
-      number: the process number when the host saved; only for messages.
+      id: an ID that lasts as long as the host's memory; it consists of letters, digits
+        and `._-`. On a RAM disk it is `<machine>.<slot>`: the ID of the machine's
+        memory, and the slot.
+      number: the process index at the time of the save; only for messages.
       domains: the host's failure domains, by kind: `host` (the machine, if hosts share
         one), `rack`, `slice`, `zone`.
     """
@@ -179,7 +181,7 @@ class Host:
 
 
 class Holder(NamedTuple):
-    """A host that holds parts, and where.
+    """A host that holds parts, and where it holds them.
 
     Attributes:
       url: the URL of the host's agent, or of the step directory in persistent storage;
@@ -195,8 +197,8 @@ class Parts(NamedTuple):
     """Parts as columns.
 
     Attributes:
-      holder: the number of each part's holder, int64 `[n]`.
-      leaf: the number of each part's leaf, int64 `[n]`.
+      holder: the index of each part's holder, int64 `[n]`.
+      leaf: the index of each part's leaf, int64 `[n]`.
       start: where each part's box starts, int64 `[n, r]`; 0 in dims that the leaf
         lacks.
       stop: where each part's box stops, int64 `[n, r]`; 1 in dims that the leaf lacks.
@@ -268,7 +270,7 @@ class Manifest:
         ]
 
     def at(self, tier: Tier, url: str = "") -> Manifest:
-        """The same manifest, as found in a tier or at an agent."""
+        """The same manifest, marked as found in a tier or at an agent."""
         holders = tuple(Holder(each.host, tier, url) for each in self.holders)
         return dataclasses.replace(self, holders=holders)
 
@@ -315,9 +317,11 @@ class Manifest:
             _require(
                 {
                     "the holders": bool(holders),
-                    "the ids": all(_ID.fullmatch(each.host.id) for each in holders),
-                    "a box inside its leaf": inside.all(),
-                    "the numbers of leaves and holders": all(
+                    "the host IDs": all(
+                        _ID.fullmatch(each.host.id) for each in holders
+                    ),
+                    "the boxes": inside.all(),
+                    "the leaf and holder indices": all(
                         numbers.min(initial=0) > -1
                         and numbers.max(initial=-1) < len(of)
                         for numbers, of in (
@@ -353,8 +357,8 @@ class Manifest:
                     f" {each.step_id.step}, save {each.step_id.save!r}) lists a"
                     f" different step than the manifest of host {first.host.id!r} (run"
                     f" {first.run!r}, step {first.step_id.step}, save"
-                    f" {first.step_id.save!r}); remove the one that does not belong"
-                    " there"
+                    f" {first.step_id.save!r}); remove the manifest that does not"
+                    " belong there"
                 )
         before = np.cumsum([0, *(len(each.holders) for each in manifests)])
         several = [
@@ -369,7 +373,7 @@ class Manifest:
 
     def is_alike(self, other: Manifest) -> bool:
         """Whether both list the same save of the same step, with the same contents."""
-        # Parsed contents are mostly the same object, so comparing them is immediate.
+        # Parsed contents are usually the same object, so comparing them is immediate.
         own = (self.run, self.step_id, self.contents)
         return own == (other.run, other.step_id, other.contents)
 
@@ -394,14 +398,14 @@ def read_manifest(path: epath.PathLike, *, run: str, step: int) -> Manifest:
     """Reads the host manifest at `path`.
 
     Args:
-      path: a path that ends in the host's `manifest_name`.
+      path: the manifest's path, which ends with the host's `manifest_name`.
       run: the expected run.
       step: the expected step.
 
     Raises:
-      LaterVersionError: if a later version of elastic_ckpt wrote it.
+      LaterVersionError: if a later version of elastic_ckpt wrote the manifest.
       CheckpointError: if the manifest is missing, `parse` rejects it, or it has a
-        different run, step or host; the parts that it lists then do not exist.
+        different run, step or host. The parts that it lists are then treated as lost.
     """
     try:
         saved = Manifest.parse(storage.read_bytes(path))
@@ -424,7 +428,7 @@ def read_manifest(path: epath.PathLike, *, run: str, step: int) -> Manifest:
         problem = str(error)
     raise errors.CheckpointError(
         f"manifest {path} {problem}; its parts count as lost; restore it from a"
-        " copy, or remove it"
+        " good copy, or remove it"
     )
 
 
@@ -478,4 +482,4 @@ def _contents(text: bytes) -> Contents:
 def _require(checks: Mapping[str, Any]) -> None:
     for what, holds in checks.items():
         if not holds:
-            raise ValueError(f"{what} cannot be right")
+            raise ValueError(f"{what} must be valid")

@@ -1,17 +1,17 @@
 """Decides which hosts copy and upload an item, without communication.
 
-Both decisions follow from the item's holders, which the sharding determines, and from
+Both decisions depend only on the item's holders, which the sharding determines, and on
 the hosts of the world.
 
 Hosts are arranged in a circle, ordered by failure domain. With d hosts in the largest
 domain, an item's distant copy goes to the host d places ahead. If no domain has more
 than half of the hosts, this permutation maps every host out of its domain, and each
-host receives as much as it sends. The hosts of a larger domain use the hosts outside it
-round-robin. Close copies go to the next hosts of the domain.
+host receives as much as it sends. Otherwise, the hosts of the largest domain use the
+hosts outside it round-robin. Close copies go to the next hosts in the domain.
 
-Failure domains are written as `rack=r7;zone=us-east5-a`, for all hosts in configs or
-for one host in an environment variable. A Kubernetes pod gets its zone from the
-variable (`configs/deploy`) and other domains from its node's agent.
+Failure domains are written as `rack=r7;zone=us-east5-a`, for all hosts in the
+configuration or for one host in an environment variable. A Kubernetes pod gets its zone
+from the variable (`configs/deploy`) and other domains from its node's agent.
 
 Glossary: i items, m copies.
 """
@@ -39,7 +39,7 @@ _MOST_SHARE = 0.6
 
 
 def parse_domains(text: str, *, what: str) -> dict[str, str]:
-    """Parses `kind=name;kind=name` into names by kind; skips empty names.
+    """Parses `kind=name;kind=name` to a dict from kind to name; skips empty names.
 
     Raises:
       ConfigError: if the text is malformed; the message names the setting `what`.
@@ -48,7 +48,7 @@ def parse_domains(text: str, *, what: str) -> dict[str, str]:
     wrong = [pair for pair in pairs if pair.find("=") < 1]
     if wrong:
         raise errors.ConfigError(
-            f"{what}={text!r}: {wrong[0]!r} is not `kind=name`; write, for example,"
+            f"{what}={text!r}: {wrong[0]!r} is not `kind=name`; use a list such as"
             " rack=r7;zone=us-east5-a"
         )
     named = (pair.partition("=") for pair in pairs)
@@ -59,7 +59,7 @@ def domains_of_environment() -> dict[str, str]:
     """Returns this host's domains from its environment.
 
     Raises:
-      ConfigError: as `parse_domains`.
+      ConfigError: see `parse_domains`.
     """
     return parse_domains(os.environ.get(DOMAINS_VARIABLE, ""), what=DOMAINS_VARIABLE)
 
@@ -67,17 +67,18 @@ def domains_of_environment() -> dict[str, str]:
 def domain_kinds(hosts: Sequence[Host], kinds: str) -> tuple[str, str]:
     """Chooses the kinds of failure domain that need a copy outside the domain.
 
-    A larger kind lets a run survive a larger loss. But if most hosts were in one
-    domain, their copies would fill the memory of the few hosts outside.
+    A larger kind lets a run survive a larger loss. But if most hosts were in the same
+    domain, their copies would fill the memory of the few hosts outside it.
 
     Args:
       hosts: all hosts of the world.
       kinds: kinds from large to small, separated by `;`.
 
     Returns:
-      The outer kind: the first that every host has and whose largest domain has at most
-      `_MOST_SHARE` of the hosts, otherwise the last. And the inner kind: the last, or
-      an empty string if that is the outer kind or a host lacks it.
+      A tuple of the outer kind and the inner kind. The outer kind is the first one that
+      every host has and whose largest domain has at most `_MOST_SHARE` of the hosts, or
+      else the last one. The inner kind is the last one, or an empty string if that is
+      the outer kind or a host lacks it.
     """
     listed = kinds.split(";")
     outer = inner = listed[-1]
@@ -91,15 +92,15 @@ def domain_kinds(hosts: Sequence[Host], kinds: str) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How many copies to make, and what may fail together.
+    """How many copies to make, and which hosts may fail together.
 
     Attributes:
-      copies: how many other machines must hold what a host saved.
-      domain: the kind of failure domain that is lost as a whole.
-      inner: a smaller kind of domain that is also lost as a whole; empty if there is
-        none.
-      assume_data_parallelism: whether to make no copies, for models too large to copy;
-        `Placement.shortfalls` lists what that leaves at risk.
+      copies: the number of other machines that must hold the parts that a host saved.
+      domain: the kind of failure domain that may be lost as a whole.
+      inner: a smaller kind of domain that may also be lost as a whole; empty if there
+        is none.
+      assume_data_parallelism: whether to skip all copies, for models too large to copy;
+        `Placement.shortfalls` lists the resulting risks.
     """
 
     copies: int = 2
@@ -112,11 +113,11 @@ class Placement(NamedTuple):
     """The copies to make.
 
     Attributes:
-      item: the number of the item of each copy, int64 `[m]`.
-      source: the host that sends it, int64 `[m]`.
-      target: the host that receives it, int64 `[m]`.
-      shortfalls: a sentence for each requirement that items fail even after all copies;
-        hosts whose items fail the same requirement have equal sentences.
+      item: the index of each copy's item, int64 `[m]`.
+      source: the host that sends each copy, int64 `[m]`.
+      target: the host that receives each copy, int64 `[m]`.
+      shortfalls: a sentence for each requirement that items do not meet even after all
+        copies; the sentence is the same on all hosts with such items.
       num_machines: the minimum number of machines that then have an item; 0 if an item
         has no holder.
     """
@@ -131,7 +132,7 @@ class Placement(NamedTuple):
 class Owners:
     """The hosts of a world that hold items.
 
-    A host without the label `host`, which names its machine, counts as a separate
+    A host without the label `host`, which identifies its machine, counts as a separate
     machine. Hosts that lack any other label count as one domain of that kind.
     Guarantees are only as good as the labels.
     """
@@ -157,8 +158,8 @@ class Owners:
         """Plans the minimum number of copies that satisfy the policy for every item.
 
         Args:
-          holders: the host numbers of each item, ascending.
-          num_bytes: of each item, int64 `[i]`.
+          holders: the indices of each item's hosts, in ascending order.
+          num_bytes: the size of each item, int64 `[i]`.
         """
         policy, senders = self._policy, shares(holders, num_bytes)
         copies = [
@@ -166,7 +167,7 @@ class Owners:
             for of_item, sender in zip(holders, senders, strict=True)
         ]
         item = np.repeat(np.arange(len(copies)), [len(each) for each in copies])
-        # Items with equal holders get equal copies.
+        # Items with the same holders are copied to the same hosts.
         pairs = zip(holders, copies, strict=True)
         after = {(*of_item, *more) for of_item, more in pairs}
         domains = {self._count(self._domain, each) for each in after}
@@ -175,11 +176,11 @@ class Owners:
         lacks = {
             "a holder in this world: until the next step is saved, only machines"
             " outside it have them": 0 in machines,
-            f"a distant holder: they are all in one {policy.domain} of"
-            f" {len(self._sizes)} and would be lost with it; add another, or save to"
+            f"a distant holder: they are all in one {policy.domain} (of"
+            f" {len(self._sizes)}) and would be lost with it; add another, or save to"
             " the persistent tier": policy.copies > 0 and 1 in domains,
-            f"copies: they are on fewer than {policy.copies + 1} machines, of"
-            f" {num_machines}; add machines, or set fewer copies": any(
+            f"copies: they are on fewer than {policy.copies + 1} machines (of"
+            f" {num_machines}); add machines, or reduce the number of copies": any(
                 0 < number <= policy.copies for number in machines
             ),
         }
@@ -201,8 +202,9 @@ class Owners:
         return tuple(held[len(holders) :])
 
     def _next(self, held: Sequence[int], source: int, *, leaves: bool) -> Sequence[int]:
-        # The next holder. It prefers a new domain if the copy `leaves`, otherwise the
-        # source's domain, and a new inner domain. Empty if all machines have the item.
+        # The next holder: preferably in a new domain if the copy `leaves`, or else in
+        # the source's domain, and in a new inner domain. Empty if all machines have the
+        # item.
         machines, domains, inner = (
             {of[host] for host in held}
             for of in (self._machine, self._domain, self._inner)
@@ -240,19 +242,19 @@ class Owners:
 
 
 def shares(holders: Sequence[Holders], num_bytes: np.ndarray) -> list[int]:
-    """Which holder of each item uploads it, or sends its copies.
+    """Chooses the holder that uploads each item or sends its copies.
 
-    The items of each set of holders are concatenated. Holder k of n takes those whose
-    middle byte lies in the k-th n-th. So all holders have equal shares, up to the size
-    of one item, whatever the order of sizes.
+    The items of each set of n holders are concatenated and cut into n parts of equal
+    size. Holder k takes the items whose middle byte is in part k. So the holders'
+    shares are equal up to the size of one item, regardless of the order of sizes.
 
     Args:
-      holders: of each item. A host has to list all items that it holds itself, and
-        may omit others.
-      num_bytes: of each item, int64 `[i]`.
+      holders: the holders of each item. A host must list all items that it holds
+        itself, and may omit other items.
+      num_bytes: the size of each item, int64 `[i]`.
 
     Returns:
-      A holder of each item; -1 if it has none.
+      The chosen holder of each item; -1 if the item has no holder.
     """
     middles: list[float] = []
     totals: collections.Counter[Holders] = collections.Counter()

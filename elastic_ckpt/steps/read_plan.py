@@ -2,10 +2,10 @@
 
 A wanted box is cut into pieces, its intersections with saved boxes, so that each
 element is in exactly one piece. A reader tries a saved box's holders in order: its own
-local tier, close peers, distant peers, persistent storage. If the values fail their
-check, it tries the next one. Among equally near holders, a hash of reader, box and
-holder decides (rendezvous hashing: Thaler, Ravishankar 1998), which spreads readers
-without coordination.
+local tier, close peers, distant peers, persistent storage. If a holder's values fail
+verification, the reader tries the next holder. Equally near holders are ordered by a
+hash of reader, box and holder (rendezvous hashing: Thaler, Ravishankar 1998), which
+spreads readers over holders without coordination.
 
 Glossary: w wanted boxes, p pieces, r the maximum number of dims of a leaf.
 """
@@ -32,7 +32,7 @@ class Wanted(NamedTuple):
     """Boxes that a host requests, such as its shards under a new sharding.
 
     Attributes:
-      leaf: the number of each box's leaf, int64 `[w]`.
+      leaf: the index of each box's leaf, int64 `[w]`.
       boxes: the boxes, `[w, r]`, padded as in `Parts`.
     """
 
@@ -46,20 +46,20 @@ class Wanted(NamedTuple):
         """Converts pairs of a leaf's path and a box to columns.
 
         Raises:
-          CheckpointError: if the step has no such leaf, or a box extends outside it.
+          CheckpointError: if the step lacks a leaf, or a box extends outside its leaf.
         """
         listed = list(wanted)
         numbers = {leaf.path: number for number, leaf in enumerate(contents.leaves)}
         for path, box in listed:
             if path not in numbers:
                 raise errors.CheckpointError(
-                    f"the step has no leaf {path!r}; it has {sorted(numbers)}"
+                    f"the step has no leaf {path!r}; its leaves are {sorted(numbers)}"
                 )
             whole = boxes.whole(contents.leaves[numbers[path]].shape)
             if len(box.start) != len(whole.start) or not boxes.contains(whole, box):
                 raise errors.CheckpointError(
-                    f"{path}{box} is outside the saved array, {path}{whole}; restore"
-                    " it with its saved shape"
+                    f"{path}{box} extends outside the saved array, {path}{whole};"
+                    " request the saved shape"
                 )
         return cls(
             leaf=np.array([numbers[path] for path, _ in listed], np.int64),
@@ -86,7 +86,7 @@ class ReadPlan:
     """The pieces that a host reads, independent of which hosts saved the step.
 
     Attributes:
-      of_wanted: the wanted box of each piece, ascending, int64 `[p]`.
+      of_wanted: the wanted box of each piece, in ascending order, int64 `[p]`.
       item: the saved box that each piece is cut from, int64 `[p]`.
       pieces: the boxes of the pieces in global coordinates, `[p, r]`, padded as in
         `Parts`.
@@ -98,7 +98,9 @@ class ReadPlan:
     def __init__(self, near: Nearness, wanted: Wanted) -> None:
         self.table, self.wanted, table = near.table, wanted, near.table
         if not table.complete:
-            raise errors.CheckpointError(f"{table.problem()}; plan for a complete step")
+            raise errors.CheckpointError(
+                f"{table.problem()}; only a complete step can be read"
+            )
         none = np.empty(0, np.int64)
         parts = [(none, none, table.boxes.take(none))]
         parts += [_pieces(wanted, leaf, near) for leaf in {*wanted.leaf.tolist()}]
@@ -125,10 +127,10 @@ class ReadPlan:
 
 
 class Nearness:
-    """How near holders are to a reader, and the order among equally near holders.
+    """How near holders are to a reader, and in which order to try them.
 
     Args:
-      domain: the kind of failure domain within which a peer is close.
+      domain: the kind of failure domain within which a peer counts as close.
 
     Attributes:
       of_holders: the nearness of each holder, LOCAL to PERSISTENT.
@@ -157,7 +159,7 @@ class Nearness:
         self.holders = table.holder[np.argsort(key, kind="stable")]
 
     def holders_of(self, item: int) -> list[int]:
-        """The numbers of an item's holders, in the order to try them."""
+        """The indices of an item's holders, in the order to try them."""
         first = self.table.first_row
         return self.holders[first[item] : first[item + 1]].tolist()
 
@@ -174,7 +176,7 @@ def _nearness(holder: Holder, reader: Host, domain: str) -> int:
 def _pieces(
     wanted: Wanted, leaf: int, near: Nearness
 ) -> tuple[np.ndarray, np.ndarray, boxes.Boxes]:
-    # Of one leaf: each piece's wanted box, saved box, and bounds.
+    # For one leaf: each piece's wanted box, saved box and bounds.
     table = near.table
     asked, held = np.flatnonzero(wanted.leaf == leaf), table.of_leaf(leaf)
     first, second = box_join.overlaps(wanted.boxes.take(asked), table.boxes.take(held))

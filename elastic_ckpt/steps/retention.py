@@ -1,6 +1,6 @@
 """Retention decides which steps a tier removes and which it always keeps.
 
-A policy is any object with Orbax's `should_preserve`. All policies in
+A policy is any object with Orbax's `should_preserve` method. All policies in
 `orbax.checkpoint.v1.training.preservation_policies` work unchanged: `LatestN`,
 `EveryNSteps`, `EveryNSeconds`, `BestN`, `CustomSteps`, and combinations with
 `AnyPreservationPolicy`. This module does not import Orbax, which the sidecar lacks.
@@ -27,7 +27,7 @@ class HeldStep:
       time_ms: when the step was saved, in milliseconds since 1970.
       metrics: the values that the step is ranked by; None if it was not evaluated.
       complete: in storage, whether the whole step is there; in RAM, whether this host's
-        manifest is readable. None if that is unknown; the step is then kept.
+        manifest is readable. None if this is unknown; the step is then kept.
     """
 
     step: int
@@ -38,7 +38,7 @@ class HeldStep:
 
     @property
     def step_id(self) -> StepId:
-        """The step, and which save of it."""
+        """The step and the save."""
         return StepId(self.step, self.save)
 
     @property
@@ -67,14 +67,14 @@ def steps_to_delete(
 ) -> list[int]:
     """The steps that a tier removes, oldest first.
 
-    Whatever the policy says, these stay: the newest step that is complete in this tier;
+    Regardless of the policy, these stay: the newest step that is complete in this tier;
     the newest step that is complete in all tiers together, and all later steps, which
     may still become complete; steps whose completeness is unknown; and steps that are
     in flight or preserved. The policy sees only complete steps, so `LatestN(3)` keeps
-    three that can be restored; older incomplete steps are removed.
+    three steps that can be restored. Older incomplete steps are removed.
 
     Args:
-      held: the tier's steps, without abandoned ones.
+      held: the tier's steps, without abandoned steps.
       policy: the policy that decides which other complete steps to keep.
       newest_complete: the newest step that is complete in all tiers together; None if
         there is none.
@@ -92,7 +92,7 @@ def steps_to_delete(
     return [
         step.step
         for step in ordered
-        # If no step is complete, nothing replaces the others.
+        # If no step is complete, nothing can replace the incomplete ones.
         if step.step not in kept and step.step < (newest_complete or 0)
     ]
 
@@ -101,16 +101,16 @@ def steps_to_delete(
 class BestN:
     """A preservation policy that keeps the `n` best steps by a metric.
 
-    Unlike Orbax's policy of this name, it does not keep every step that was never
-    evaluated: a step without the metric, or with NaN or infinity, is not among the
-    best. Among steps with equal metrics the oldest wins, so only a better step replaces
-    a kept one. Until a step's metric is known, only other policies or the evaluating
-    program's lease keep the step.
+    Unlike Orbax's policy of this name, this policy does not keep every step that was
+    never evaluated: a step whose metric is missing, NaN or infinite is not among the
+    best. Among steps with equal metrics, the oldest wins, so only a better step
+    replaces a kept step. Until a step's metric is known, only other policies or the
+    evaluating program's lease keep the step.
 
     Attributes:
-      n: how many steps to keep.
+      n: the number of steps to keep.
       metric: the name of the metric, such as `eval_loss`.
-      higher_is_better: True for an accuracy, False for a loss.
+      higher_is_better: whether higher is better: True for accuracy, False for loss.
 
     Raises:
       ConfigError: if `n` is negative.
@@ -123,7 +123,7 @@ class BestN:
 
     def __post_init__(self) -> None:
         if self.n < 0:
-            raise errors.ConfigError(f"BestN({self.n}): pass a number of at least 0")
+            raise errors.ConfigError(f"BestN({self.n}): n must be at least 0")
 
     def should_preserve(
         self, checkpoints: Sequence[Any], *, context: Any = None
@@ -138,7 +138,7 @@ class BestN:
         return [(rank, number) in best for number, rank in enumerate(ranks)]
 
     def rank(self, metrics: Mapping[str, Any] | None) -> float | None:
-        """A step's rank, lower if better; None without a finite metric."""
+        """A step's rank, where lower is better; None without a finite metric."""
         value: Any = (metrics or {}).get(self.metric)
         if type(value) not in (int, float) or not math.isfinite(value):
             return None
@@ -153,22 +153,24 @@ def best_step(
     Every process of the run must call this.
 
     Args:
-      checkpointer: this library's or Orbax's, whose `checkpoints` have `metrics`.
+      checkpointer: a checkpointer of this library or of Orbax, whose `checkpoints` have
+        `metrics`.
       metric: the name of the metric.
-      higher_is_better: True for an accuracy, False for a loss.
+      higher_is_better: whether higher is better: True for accuracy, False for loss.
 
     Returns:
       The step number, the oldest among equals; None if no step has a finite value.
 
     Raises:
-      CheckpointError: if steps have metrics, but none has this one.
+      CheckpointError: if steps have metrics, but no step has this metric.
     """
     policy = BestN(1, metric=metric, higher_is_better=higher_is_better)
     steps = checkpointer.checkpoints
     named = {name for each in steps for name in each.metrics or {}}
     if named and metric not in named:
         raise errors.CheckpointError(
-            f"best_step: no step has the metric {metric!r}; they have {sorted(named)}"
+            f"best_step: no step has the metric {metric!r}; the steps have"
+            f" {sorted(named)}"
         )
     best = policy.should_preserve(steps)
     return next(
@@ -182,10 +184,10 @@ def with_evaluations(
     """Adds recorded metrics to saved steps.
 
     Args:
-      steps: dataclasses with `step` and `metrics`, ascending.
-      evaluated: recorded metrics by training step. They apply to the saved step of that
-        number, otherwise to the newest step before it. If several apply to one step,
-        the nearest is used.
+      steps: dataclasses with `step` and `metrics`, in ascending order.
+      evaluated: recorded metrics by training step. They apply to the saved step with
+        that number or, if there is none, to the newest step before it. If more than one
+        entry applies to a step, the nearest is used.
     """
     ranked = []
     for each, after in itertools.zip_longest(steps, steps[1:]):

@@ -1,9 +1,9 @@
-"""Searches for the newest step with all parts reachable.
+"""Searches for the newest step whose parts are all reachable.
 
 The parts may come from any mix of tiers and holders, and the current hosts need not be
 the hosts that saved the step. Manifests of different saves of a step are never mixed: a
 run that repeated the step may have computed different bits. The search starts at the
-newest step and examines no more steps than it needs. Abandoned steps are found only by
+newest step and examines no more steps than necessary. Abandoned steps are found only by
 number.
 """
 
@@ -28,7 +28,7 @@ class Examined(Protocol):
 
     @property
     def step_id(self) -> StepId:
-        """The step, and which save of it."""
+        """The step and the save."""
         ...
 
     @property
@@ -46,7 +46,7 @@ ExaminedT = TypeVar("ExaminedT", bound=Examined)
 
 
 class Looked(NamedTuple, Generic[ExaminedT]):
-    """What a search found of a step.
+    """The result of looking for a step.
 
     Attributes:
       saves: the step's saves, newest first.
@@ -62,7 +62,7 @@ class Outcome(NamedTuple, Generic[ExaminedT]):
 
     Attributes:
       found: the newest complete step; None if no step is complete.
-      passed_over: what is wrong with each newer step, newest first.
+      passed_over: the problem of each newer step, by step, newest first.
     """
 
     found: ExaminedT | None
@@ -76,9 +76,9 @@ class Search(Generic[ExaminedT]):
       saves: the steps that may exist, with their saves where known, including the
         newest save.
       look: a function that examines a step, called once per step.
-      lines: lines that manifests may not contain: the caller's, and lines recorded in
+      lines: lines that manifests might lack: the caller's line, and lines recorded in
         storage.
-      without: steps and saves that turned out to be unreadable, and why.
+      without: saves that turned out to be unreadable, and the reasons.
 
     Attributes:
       line: the line of the newest save.
@@ -125,7 +125,7 @@ class Search(Generic[ExaminedT]):
         return Outcome(None, passed_over)
 
     def complete_steps(self) -> list[ExaminedT]:
-        """The complete steps, ascending."""
+        """The complete steps, in ascending order."""
         complete = []
         for step in self._steps:
             with contextlib.suppress(checked_json.LaterVersionError):
@@ -137,10 +137,10 @@ class Search(Generic[ExaminedT]):
         return step not in self._steps and not self._look(step).problems
 
     def of_step(self, step: int, save: str = "") -> ExaminedT:
-        """The newest complete save of `step`, abandoned only if there is no other.
+        """The newest complete save of `step`; abandoned only if there is no other.
 
         Args:
-          step: the number of the step.
+          step: the step number.
           save: the only save to consider; empty for all.
 
         Raises:
@@ -165,8 +165,8 @@ class Search(Generic[ExaminedT]):
     def _examined(
         self, step: int, save: str = "", *, abandoned: bool = False
     ) -> tuple[ExaminedT | None, str]:
-        # The complete save of a step, or what is wrong with it; neither if the step
-        # only has saves that do not qualify.
+        # The complete save of a step, or the problem; neither if no save of the step
+        # qualifies.
         looked = self._look(step)
         of_line = [
             each

@@ -1,4 +1,4 @@
-"""The identity of a saved step and the run's line that it belongs to.
+"""The identity of a saved step, and the line of the run that the step belongs to.
 
 A restored run continues under a new save, later than all earlier ones. Each manifest
 lists the steps that its line was restored from (`Contents.parents`), so any manifest of
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class StepId(NamedTuple):
-    """A saved step: a training step, and which save of it.
+    """A saved step: a training step and a save of it.
 
     A run that rolls back saves some of its steps again, with different values.
 
@@ -33,7 +33,7 @@ class StepId(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> StepId | None:
-        """Parses what `__str__` returns; None for any other name."""
+        """Parses a name that `__str__` returned; None for any other name."""
         step, _, save = name.partition("-")
         if not (step.isdecimal() and save) or "/" in save:
             return None
@@ -56,8 +56,8 @@ class Line:
     """A save's ancestry.
 
     Attributes:
-      parents: the steps at which the line continued under a later save, oldest first. A
-        listed save's steps up to the listed one belong to the line.
+      parents: the steps at which the line continued under a later save, oldest first.
+        The steps of a listed save, up to the listed step, belong to the line.
     """
 
     save: str

@@ -1,8 +1,8 @@
 """A step's table: which holder has which parts, and whether any are missing.
 
-An item is a distinct box of a leaf; replicas are one item with several holders. All
-decisions about a step (completeness, copies, read plans) are arithmetic over these
-columns, so 1e6 boxes of 1e4 hosts take seconds.
+An item is a distinct box of a leaf; replicas are one item with more than one holder.
+All decisions about a step (completeness, copies, read plans) are arithmetic on these
+columns, so 1e6 boxes on 1e4 hosts take only seconds.
 
 Glossary: i items, n rows (an item at a holder), r the maximum number of dims of a leaf.
 """
@@ -24,14 +24,14 @@ class StepTable:
     """The union of one or more manifests of one save of a step.
 
     Attributes:
-      items: one part of each item, ordered by leaf and bounds, `[i]`.
+      items: one part for each item, ordered by leaf and bounds, `[i]`.
       boxes: the boxes of the items, `[i, r]`.
       num_bytes: the size of each item, int64 `[i]`.
       first_row: the rows of item k are `first_row[k]` to `first_row[k + 1]`, int64
         `[i + 1]`.
-      item: the item of each row, ascending, int64 `[n]`.
-      holder: the holder of each row, ascending within an item, int64 `[n]`.
-      diverged: the numbers of items whose holders have different values, int64.
+      item: the item of each row, in ascending order, int64 `[n]`.
+      holder: the holder of each row, in ascending order within an item, int64 `[n]`.
+      diverged: the indices of items whose holders have different values, int64.
 
     Raises:
       CheckpointError: if the manifests differ in run, step, save or contents.
@@ -50,7 +50,7 @@ class StepTable:
         self.num_bytes = self.contents.num_bytes(self.items)
         place = item * len(self.holders) + rows.holder
         order = columns.order(place)
-        # A holder listed twice has an item only once.
+        # Keeps an item only once even if its holder is listed twice.
         self._row = row = order[np.diff(place[order], prepend=-1) > 0]
         self.item, self.holder = item[row], rows.holder[row]
         self.first_row = np.searchsorted(self.item, np.arange(len(first) + 1))
@@ -82,12 +82,12 @@ class StepTable:
         return self.manifest.parts.digest[self._row[row]].tobytes()
 
     def holders_of(self, item: int) -> list[int]:
-        """The holders of an item, ascending."""
+        """The holders of an item, in ascending order."""
         rows = slice(self.first_row[item], self.first_row[item + 1])
         return self.holder[rows].tolist()
 
     def holder_sets(self, hosts: Sequence[Host]) -> list[tuple[int, ...]]:
-        """For each item, which of `hosts` have it in their local tiers, ascending."""
+        """For each item, the sorted indices of the `hosts` that have it in RAM."""
         numbers = {host.id: number for number, host in enumerate(hosts)}
         host = np.array(
             [
@@ -101,7 +101,7 @@ class StepTable:
         ]
 
     def held_by(self, counts: Callable[[Holder], bool]) -> StepTable:
-        """The table of the same holders, with only the parts of holders that count."""
+        """The same table, with only the parts of holders that `counts` accepts."""
         is_counted = np.array([counts(each) for each in self.holders], bool)
         rows = self.manifest.parts
         parts = rows.take(np.flatnonzero(is_counted[rows.holder]))
@@ -113,7 +113,7 @@ class StepTable:
 
     @functools.cached_property
     def gaps(self) -> Mapping[int, boxes.Boxes]:
-        """The disjoint boxes that no holder has, by leaf, `[., r]`."""
+        """By leaf, the disjoint boxes that no holder has, `[., r]`."""
         shapes = self.contents.shapes
         tiled = box_cover.tiled(shapes, self.items.leaf, self.boxes)
         of_leaves = {
@@ -136,11 +136,11 @@ class StepTable:
 
     @functools.cached_property
     def complete(self) -> bool:
-        """Whether all parts can be read, without a contradiction."""
+        """Whether all parts are there and each part's holders have the same values."""
         return not (self.gaps or len(self.diverged))
 
     def problem(self) -> str:
-        """Says in a human-readable sentence why a step is not complete."""
+        """A human-readable sentence that says why the step is not complete."""
         tiers = " and ".join(sorted({holder.tier for holder in self.holders}))
         return f"step {self.step_id.step} in {tiers} {self.lacking()}"
 

@@ -1,4 +1,4 @@
-"""A captured state: a process's part of it, in host memory until it is written."""
+"""A process's part of a captured state, in host memory until it is written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic_ckpt.steps.owners import Holders
 from elastic_ckpt.tiers.ram.chunk_files import ChunkFile
 from elastic_ckpt.tiers.source import OnPiece, ignored
 
-# A part is its leaf's path and its box.
+# A part, as its leaf's path and its box.
 Part = tuple[str, Box]
 
 
@@ -25,10 +25,10 @@ class OnDevice(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Their size."""
+        """The size of the values."""
 
     def fetch(self) -> np.ndarray:
-        """Copies the values to host memory, which is freed when they are released."""
+        """Copies the values to host memory, which is freed with the returned array."""
 
 
 Values = np.ndarray | OnDevice
@@ -47,8 +47,8 @@ class CapturedLeaf(NamedTuple):
       boxes: each chunk on this host, once, with its values; empty for an array without
         elements.
       files: the files of chunks whose values are already on the RAM disk.
-      holders: a function that returns the numbers of the hosts that hold a shard,
-        ascending; None for all hosts.
+      holders: a function that returns the indices of the hosts that hold a shard, in
+        ascending order; None for all hosts.
     """
 
     leaf: Leaf
@@ -68,7 +68,7 @@ class CapturedLeaf(NamedTuple):
 
 
 def chunked(leaf: Leaf, shard_shape: tuple[int, ...]) -> Leaf:
-    """Sets the chunk shape of `leaf`, at least 1 in each dim."""
+    """Returns `leaf` with its chunk shape, at least 1 in each dim."""
     chunk = tuple(max(1, size) for size in leaf.shape)
     if 0 not in leaf.shape:
         item_bytes = np.dtype(leaf.dtype).itemsize
@@ -83,7 +83,7 @@ class Captured:
       parts: this process's part of every array of the state, ordered by path; dropped
         by `release`.
       on_release: called by the first `release`.
-      is_lent: whether some values are still in the caller's arrays, which must not be
+      is_lent: whether some values are still in the caller's arrays; these must not be
         donated before the release.
     """
 
@@ -100,7 +100,7 @@ class Captured:
 
     @classmethod
     def joined(cls, several: Sequence[Captured]) -> Captured:
-        """Joins several captures of parts of one state."""
+        """Joins captures of different parts of the same state."""
 
         def release() -> None:
             for each in several:
@@ -131,7 +131,7 @@ class Captured:
         )
 
     def release(self) -> None:
-        """Releases the memory, once; the values must not be used afterwards."""
+        """Releases the memory once; the values must not be used afterwards."""
         on_release, self._on_release, self.parts = self._on_release, None, ()
         if on_release is not None:
             on_release()

@@ -24,7 +24,7 @@ class SaveDecisionPolicy(Protocol):
     """Decides whether a step is saved, like Orbax's `save_decision_policies`."""
 
     def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
-        """Whether `step` is saved; every process must return the same answer."""
+        """Whether to save `step`; must return the same in every process."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,6 @@ class TlsFiles:
       certificate: the certificate of this machine's agent.
       key: the private key of that certificate.
       authority: the certificates of the authorities that sign agents' certificates.
-
     """
 
     certificate: str
@@ -47,7 +46,7 @@ class TlsFiles:
 
 
 class Tier:
-    """A place where steps are kept: `Local`, `Peers` or `Persistent`."""
+    """A place to store steps: `Local`, `Peers` or `Persistent`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,17 +56,18 @@ class Local(Tier):
     Attributes:
       directory: a directory on a RAM disk that only this run uses, such as
         `/dev/shm/my_run`.
-      every: steps between two saves.
-      keep: the steps to keep in RAM, as one of Orbax's preservation policies; by
-        default only the newest complete step, because memory is small and storage has
-        older ones. A policy that ranks steps sees the metrics they were saved with;
-        those that `record_metrics` adds later rank only the steps in storage. A step
-        that is due in storage stays until that step or a later one is there.
+      every: steps between saves.
+      keep: one of Orbax's preservation policies, which decides which steps to keep in
+        RAM; by default only the newest complete step, because memory is small and
+        storage has older steps. A policy that ranks steps sees the metrics that they
+        were saved with; metrics that `record_metrics` adds later rank only the steps in
+        storage. A step that is due in storage stays in RAM until that step or a later
+        one is stored.
       limit_bytes: the maximum size of the directory; by default the size of its file
         system.
-      pinned_bytes: the maximum pinned host memory that a save takes on GPUs and TPUs. A
+      pinned_bytes: the maximum pinned host memory that a save uses on GPUs and TPUs. A
         state of at most this size is copied there in one piece; a larger state is
-        copied in device memory, if there is room. In both cases training continues
+        copied in device memory, if there is room. In both cases, training continues
         immediately.
 
     Raises:
@@ -87,8 +87,8 @@ class Local(Tier):
         _check(self, _POLICY, lambda each: hasattr(each, "should_preserve"), "keep")
         if not storage.is_local(self.directory):
             raise errors.ConfigError(
-                f"Local({os.fspath(self.directory)!r}) is not a directory of this"
-                " machine, which a RAM disk must be; pass a path such as /dev/shm/run"
+                f"Local({os.fspath(self.directory)!r}) is not a directory on this"
+                " machine, as a RAM disk must be; pass a path such as /dev/shm/run"
                 " (local_checkpoint_directory in a configuration), and pass buckets to"
                 " ec.Persistent"
             )
@@ -99,34 +99,34 @@ class Peers(Tier):
     """The peer tier: hosts keep copies of each other's parts in their RAM.
 
     Attributes:
-      copies: how many other hosts keep what a host saved, including hosts that saved an
-        equal replica.
-      assume_data_parallelism: whether to copy nothing, because each slice already has
+      copies: the number of other hosts that keep the parts that a host saved, including
+        hosts that saved an equal replica.
+      assume_data_parallelism: whether to make no copies, because each slice already has
         the whole model; for models too large to keep twice.
       domain: kinds of failure domain that may be lost as a whole, largest first,
-        separated by `;`. One copy is kept outside the saving host's domain. The kind is
-        the first that every host has and whose largest domain has at most 60 % of the
-        hosts, otherwise the last.
-      domains: the names of this host's failure domains by kind, such as
-        `{"rack": "r7"}`, in addition to `slice`, `host` and those in the environment
-        variable `ELASTIC_CKPT_DOMAINS` (`rack=r7;zone=us-east5-a`).
-      interface: the address at which the other hosts reach this machine's agent; by
-        default `POD_IP`, or the address from which this host reaches JAX's coordinator.
-      port: the port of the agent; 0 lets the system choose.
-      known: URLs of idle machines' agents, whose copies are read too.
-      backups: URLs of backup hosts' agents, which together keep one more copy of
-        everything.
-      secret_file: a file with the run's secret, which the backup hosts have too; None
-        lets the hosts agree on a secret.
+        separated by `;`. One copy is kept outside the saving host's domain, whose kind
+        is the first one that every host has and whose largest domain has at most 60 %
+        of the hosts, or else the last one.
+      domains: this host's failure domains, as a dict from kind to name such as
+        `{"rack": "r7"}`, in addition to `slice`, `host` and the domains in the
+        environment variable `ELASTIC_CKPT_DOMAINS` (`rack=r7;zone=us-east5-a`).
+      interface: the address at which other hosts reach this machine's agent; by default
+        `POD_IP`, or the address from which this host reaches JAX's coordinator.
+      port: the agent's port; 0 lets the system choose.
+      known: URLs of idle machines' agents, from which copies are read, too.
+      backups: URLs of backup hosts' agents. Together, the backup hosts keep one more
+        copy of everything.
+      secret_file: a file with the run's secret, which the backup hosts must have, too;
+        None lets the hosts agree on a secret.
       max_bytes_per_sec: the maximum rate, in bytes per second, at which this host
         receives copies; None sets no limit.
-      timeout_secs: the silence, in seconds, after which a peer counts as failed and is
-        not asked again for three times as long.
-      tls: the files for encryption; None sends in plain text.
+      timeout_secs: the seconds of silence after which a peer counts as failed; it is
+        then skipped for three times as long.
+      tls: the files for encryption; None sends data unencrypted.
 
     Raises:
       ConfigError: if a setting is invalid, `known` or `backups` contains anything but
-        URLs of agents, or there are `backups` without a `secret_file`.
+        agent URLs, or there are `backups` without a `secret_file`.
     """
 
     copies: int = 2
@@ -144,7 +144,7 @@ class Peers(Tier):
 
     def __post_init__(self) -> None:
         _make_absolute(self, "secret_file")
-        _check(self, "an integer from 0", lambda number: number >= 0, "copies")
+        _check(self, "an integer of at least 0", lambda number: number >= 0, "copies")
         _check_positive(self, "max_bytes_per_sec", "timeout_secs")
         for url in (*self.known, *self.backups):
             what = "Peers(known=(URL, ...), backups=(URL, ...)) (or peer_urls)"
@@ -152,8 +152,9 @@ class Peers(Tier):
         if self.backups and self.secret_file is None:
             raise errors.ConfigError(
                 "Peers(backups=...) needs secret_file (peer_secret_file in a"
-                " configuration): backup hosts are in no world, so they cannot"
-                " agree on a secret with the others; pass a file that they have, too"
+                " configuration): backup hosts are not in any world, so they cannot"
+                " agree on a secret with the other hosts; pass a file that the backup"
+                " hosts have, too"
             )
 
 
@@ -161,23 +162,23 @@ class Peers(Tier):
 class Persistent(Tier):
     """The persistent tier: Orbax checkpoints in storage that outlives all hosts.
 
-    A program that saves sets exactly one of `every`, `every_minutes` and
-    `save_decision_policy`; a program that only reads needs none of them. With either of
-    the first two, a step is also saved when the job is about to be preempted.
+    A program that saves must set exactly one of `every`, `every_minutes` and
+    `save_decision_policy`; a program that only reads need not set any of them. With
+    either of the first two, a step is also saved when the job is about to be preempted.
 
     Attributes:
-      directory: a local path, an NFS mount or the URI of an object store.
-      every: steps between two saves. If the loop does not save the step that is due,
-        the next step that the loop saves takes its place.
-      every_minutes: minutes between two saves. With a local tier, the next step that is
+      directory: a local path, an NFS mount or an object store URI.
+      every: steps between saves. If the loop does not save the step that is due, the
+        next step that it saves takes its place.
+      every_minutes: minutes between saves. With a local tier, the next step that is
         saved there goes to storage.
       save_decision_policy: one of Orbax's save decision policies.
-      keep: the steps to keep, as one of Orbax's preservation policies; by default all
-        steps.
+      keep: one of Orbax's preservation policies, which decides which steps to keep; by
+        default all steps.
       capture: where to keep a step that is not on a RAM disk until it is in storage: as
         a copy in the memory of the `host` or the `device`s, while training continues,
-        or nowhere, so that training has to `wait`. `auto` uses accelerators if they
-        have room, otherwise the host; if neither has room, it logs that training has to
+        or nowhere, so that training has to `wait`. `auto` uses the accelerators if they
+        have room, or else the host; if neither has room, it logs that training has to
         wait. At most 512 MiB pass through host memory at a time.
 
     Raises:
@@ -214,8 +215,7 @@ class Chosen:
     Attributes:
       local: the local tier; without it, there are no peers and there is a persistent
         tier.
-      is_read_only: whether this program writes nothing, so that another program may
-        write.
+      is_read_only: whether this program only reads, so that another program may write.
       read_ram: a RAM disk directory that is only read; None if there is none.
     """
 
@@ -230,7 +230,7 @@ class Chosen:
         """Sorts tiers by kind.
 
         Raises:
-          ConfigError: if these are not tiers, or cannot be combined.
+          ConfigError: if an element is not a tier, or the tiers cannot be combined.
         """
         local = next((each for each in tiers if isinstance(each, Local)), None)
         peers = next((each for each in tiers if isinstance(each, Peers)), None)
@@ -241,9 +241,9 @@ class Chosen:
         if len(taken) != len(tiers) or (local is None and taken != [persistent]):
             kinds = ", ".join(type(each).__name__ for each in tiers) or "nothing"
             raise errors.ConfigError(
-                f"tiers is a list of {kinds}: pass ec.Local(directory, ...), or"
-                " ec.Persistent(directory, every=STEPS), or both, each once; and"
-                " ec.Peers(...) only with ec.Local(...), whose steps it copies"
+                f"tiers contains {kinds}; pass one ec.Local(directory, ...), one"
+                " ec.Persistent(directory, every=STEPS), or both. ec.Peers(...) may"
+                " only be added to ec.Local(...), whose steps it copies"
             )
         given = [
             name
@@ -253,8 +253,8 @@ class Chosen:
         if persistent is not None and not read_only and len(given) != 1:
             raise errors.ConfigError(
                 f"Persistent({os.fspath(persistent.directory)!r}) has"
-                f" {' and '.join(given) or 'no interval'}; pass one of every=STEPS,"
-                " every_minutes=MINUTES and save_decision_policy=POLICY"
+                f" {' and '.join(given) or 'no interval'}; pass exactly one of"
+                " every=STEPS, every_minutes=MINUTES and save_decision_policy=POLICY"
             )
         if local is not None and persistent is not None:
             ram, stored = (
@@ -269,9 +269,9 @@ class Chosen:
         return cls(local=local, peers=peers, persistent=persistent)
 
     def for_reading(self) -> Chosen:
-        """The same tiers for a program that reads while another one writes.
+        """The same tiers for a program that reads while another program writes.
 
-        It takes no RAM disk slot and asks no peers.
+        The reading program does not take a RAM disk slot or ask peers.
         """
         return Chosen(
             local=None,

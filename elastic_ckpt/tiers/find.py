@@ -23,7 +23,7 @@ class FoundStep:
     """A save of a step, and where to read it.
 
     Attributes:
-      sources: one source per holder, in the order of the holders.
+      sources: one source per holder, in holder order.
     """
 
     table: StepTable
@@ -31,7 +31,7 @@ class FoundStep:
 
     @property
     def step_id(self) -> StepId:
-        """The step, and which save of it."""
+        """The step and the save."""
         return self.table.step_id
 
     @property
@@ -64,7 +64,7 @@ def of_save(tiers: Sequence[Tier], step_id: StepId) -> FoundStep:
     """Finds a save of a step that another host found complete.
 
     Raises:
-      CheckpointError: if this host cannot reach all of it.
+      CheckpointError: if this host cannot reach all parts of the step.
     """
     there = looked(offered(tiers, step_id.step))
     found = next((each for each in there.saves if each.step_id == step_id), None)
@@ -73,23 +73,23 @@ def of_save(tiers: Sequence[Tier], step_id: StepId) -> FoundStep:
     missing = f"step {step_id.step}, save {step_id.save}, is not reachable"
     problems = "; ".join([found.problem or "" if found else missing, *there.problems])
     raise errors.CheckpointError(
-        f"{problems}, as far as this host can reach; check its network"
+        f"{problems}; if other hosts can read the step, check this host's network"
     )
 
 
 def of_each(tiers: Sequence[Tier], ask: Callable[[Tier], T]) -> list[T]:
-    """Asks all tiers simultaneously, because peers may fail slowly."""
+    """Asks all tiers simultaneously, because a failed peer may respond slowly."""
     with background.pool(max(1, min(_MOST_THREADS, len(tiers))), "tiers") as pool:
         return list(pool.map(ask, tiers))
 
 
 def saves(tiers: Sequence[Tier]) -> set[StepId]:
-    """The saves that any of the tiers knows; see `Tier.known_saves`."""
+    """The saves that any tier knows; see `Tier.known_saves`."""
     return set().union(*of_each(tiers, lambda tier: tier.known_saves()))
 
 
 def offered(tiers: Sequence[Tier], step: int) -> Offered:
-    """The parts of a step that the tiers have together."""
+    """The parts of a step in all tiers together."""
     several = of_each(tiers, lambda tier: tier.offers(step))
     return Offered(
         [copy for each in several for copy in each.copies],
@@ -98,7 +98,7 @@ def offered(tiers: Sequence[Tier], step: int) -> Offered:
 
 
 def looked(there: Offered) -> Looked[FoundStep]:
-    """The saves of a step that tiers have, newest first."""
+    """The saves of a step that the tiers offer, newest first."""
     sources = {id(saved): source for saved, source in there.copies}
     found = [
         FoundStep(StepTable(group), [sources[id(each)] for each in group])

@@ -2,8 +2,8 @@
 
 A pin is an empty file `preserve` in a step's directory, on a RAM disk or in persistent
 storage, where Orbax ignores it. A hold is a file `<root>/holds/<step>-<save>` on a RAM
-disk; it expires at its modification time. On one host's RAM disk, both apply to the
-step on all hosts.
+disk; it expires at its modification time. A pin or hold on one host's RAM disk applies
+to the step on all hosts.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def is_preserved(step_directory: epath.PathLike) -> bool:
 
 
 def pin(step_directory: epath.PathLike) -> None:
-    """Keeps a step, whatever the preservation policy, until `unpin`.
+    """Keeps a step until `unpin`, regardless of the preservation policy.
 
     Args:
-      step_directory: the step directory in storage, or on one host's RAM disk, which
-        applies to the step on all hosts.
+      step_directory: the step directory in storage, or on any one host's RAM disk; a
+        pin there applies to the step on all hosts.
     """
     storage.write_atomic(epath.Path(step_directory) / FILE, b"")
 
 
 def unpin(step_directory: epath.PathLike) -> None:
-    """Lets the preservation policy decide again, whether the step was pinned or not."""
+    """Lets the preservation policy decide again, even if the step was not pinned."""
     storage.remove(epath.Path(step_directory) / FILE)
 
 
@@ -45,9 +45,9 @@ def hold(root: epath.PathLike, name: str, secs: int) -> None:
     """Keeps a step in the RAM of all hosts, for a reader that may be killed.
 
     Args:
-      root: the RAM disk of one host.
+      root: the RAM disk of any one host.
       name: the step and its save, as `<step>-<save>`.
-      secs: how long to keep the step from now on.
+      secs: the time to keep the step, in seconds from now.
     """
     until = time.time() + secs
     path = os.path.join(root, _HOLDS, name)
@@ -59,7 +59,7 @@ def held(root: epath.PathLike) -> set[int]:
     """The steps that readers hold on a RAM disk; removes expired holds."""
     steps = set()
     for path in pathlib.Path(root, _HOLDS).glob("[0-9]*-*"):
-        # Another process may remove it meanwhile.
+        # Another process may remove it in the meantime.
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime > time.time():
                 steps.add(int(path.name.partition("-")[0]))

@@ -17,8 +17,8 @@ from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.steps.manifest import Leaf, Manifest
 from elastic_ckpt.steps.step import StepId
 
-# A piece of this size fits into a processor cache: processing it right after the read
-# takes a third of the time.
+# A piece of this size fits into a processor cache, so processing it right after the
+# read takes only a third of the time.
 PIECE_BYTES = 256 * 2**10
 OnPiece = Callable[[memoryview], object]
 
@@ -56,16 +56,16 @@ class Source(Protocol):
           leaf: the leaf of the part.
           box: the box of the part, which the holder must have.
           into: a writable, contiguous buffer. If it is longer than the values, the rest
-            gets the bytes stored after them.
-          on_piece: a function called with each piece of `into`, in order, once it is
-            read.
+            is filled with the bytes stored after them.
+          on_piece: a function that is called with each piece of `into`, in order, once
+            the piece is read.
 
         Returns:
-          The bytes that are stored for the part.
+          The number of bytes stored for the part.
 
         Raises:
           ReadError: if the part is missing or too short, or the holder does not answer;
-            the content of `into` is undefined then.
+            the content of `into` is then undefined.
         """
 
 
@@ -144,7 +144,7 @@ class Tier(Protocol):
         """
 
     def offers(self, step: int) -> Offered:
-        """The parts of all saves of a step, as the manifests list them.
+        """The parts of all saves of a step, as manifests list them.
 
         Raises:
           LaterVersionError: if a later version of elastic_ckpt wrote the step in

@@ -1,7 +1,7 @@
-"""A part's bytes in a file, and how they are checked.
+"""A part's bytes in a file, and how to check them.
 
 A chunk's values are followed by their CRC-32C (`layout`); a component's file is stored
-as it is.
+unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DIFFERS = "is not what was saved: its digest differs"
 
 
 def damage(stored: np.ndarray, leaf: Leaf, named: bytes) -> str | None:
-    """The end of a sentence that says what is wrong with a part; None if nothing is.
+    """The end of a sentence that describes a part's problem; None if the part is good.
 
     Args:
       stored: all bytes of the part, uint8.
@@ -29,14 +29,14 @@ def damage(stored: np.ndarray, leaf: Leaf, named: bytes) -> str | None:
         return DIFFERS
     if not leaf.is_file and checksum(values) != stored[len(values) :].tobytes():
         return (
-            "has the right values, but a wrong CRC-32C after them: zarr readers reject"
-            " it"
+            "has the right values, but the CRC-32C after them is wrong, so zarr"
+            " readers reject it"
         )
     return None
 
 
 def content(leaf: Leaf, values: np.ndarray) -> bytes:
-    """The bytes to store for a part: its values in C order, and their checksum."""
+    """The bytes to store for a part: its values in C order and their checksum."""
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     return flat.tobytes() if leaf.is_file else flat.tobytes() + checksum(flat)
 

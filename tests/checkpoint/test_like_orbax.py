@@ -330,8 +330,8 @@ def test_a_form_that_orbax_does_not_restore_is_refused(steps):
         "state/a cannot be restored as a object": {"a": object()},
         "state/s was saved as": {"s": int},
         "state/i was saved as": {"i": "any"},
-        r"state/f was saved with the value 1.5 .* 1 as a requested int64;": {"f": 0},
-        r"state/i was saved with the value .* True as a requested bool;": {"i": bool},
+        r"state/f was saved with the value 1.5 .* 1 as the requested int64;": {"f": 0},
+        r"state/i was saved with the value .* True as the requested bool;": {"i": bool},
     }.items():
         with pytest.raises(errors.CheckpointError, match=why):
             steps.storage.load(NUMBERS["leaves of all kinds"], asked(**form))
@@ -354,7 +354,7 @@ def test_checkpointables_are_chosen_as_in_orbax(checkpointer, tmp_path):
             expected = bits(stock.load_checkpointables(number, chosen))
             loaded = checkpointer.load_checkpointables(number, chosen)
             assert bits(loaded) == expected
-    with pytest.raises(errors.CheckpointError, match="contains no "):
+    with pytest.raises(errors.CheckpointError, match=r"contains no |does not contain "):
         checkpointer.load_checkpointables(number, {"none": None})
 
 

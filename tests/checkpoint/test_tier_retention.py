@@ -179,7 +179,8 @@ def test_metrics_recorded_after_a_save_are_those_of_the_step(tmp_path):
         for step in (2, 4, 6):
             tiered_steps.save(checkpointer, step, metrics={"lr": step})
         with pytest.raises(
-            errors.CheckpointError, match=r"no step has .*'loss'; they have \['lr'\]"
+            errors.CheckpointError,
+            match=r"no step has .*'loss'; the steps have \['lr'\]",
         ):
             ec.best_step(checkpointer, metric="loss")
         checkpointer.record_metrics(4, {"loss": 0.3, "lr": 9})

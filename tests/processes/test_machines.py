@@ -165,7 +165,7 @@ class TestReplacedStart(claims.Claims):
     )
 
     def test_it_has_trained_on_and_says_why_it_stops(self, run):
-        told = "as world 2, so this one commits no more steps there"
+        told = "as world 2, so this launch commits no more steps there"
         assert run.old_output.count(told) == 1
         first, second = run.attempts
         assert [first.world, second.world] == [1, 2]

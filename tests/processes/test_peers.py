@@ -82,7 +82,7 @@ def test_an_agent_hangs_for_a_while_and_its_host_does_without(ram, tmp_path):
     assert steps(events, "saved") == list(range(1, 10))
     whys = reasons(events, "degraded")
     assert any(
-        why.startswith("the parts of host") and "timed out" in why for why in whys
+        why.startswith("the list of host") and "timed out" in why for why in whys
     ), whys
     # What its machine has is lacked by nobody else.
     ram.lose(2)

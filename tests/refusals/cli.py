@@ -136,13 +136,13 @@ REFUSALS = {
         secret="long-enough-for-a-secret",
     ),
     "agent of a missing directory": verb(
-        "none cannot be served at .* pass the directory of a run.s RAM disk",
+        "none cannot be served at .* pass an existing RAM disk directory",
         *("agent", "DIR/none"),
         error=errors.ElasticCkptError,
     ),
     "agent with a short secret": on_files(
         verb(
-            "secret is missing, or does not contain a secret",
+            "secret is missing or does not contain a secret",
             "agent",
             "DIR",
             *SECRET,

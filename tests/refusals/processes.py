@@ -154,7 +154,7 @@ REFUSALS = {
         continuing(
             "steps=8", spoil=lambda run: shutil.rmtree(run / "checkpoints/4/state")
         ),
-        "no step is complete in any tier.*restore it from a copy",
+        "no step is complete in any tier.*restore it from a good copy",
         errors.CheckpointError,
         writes=True,
     ),

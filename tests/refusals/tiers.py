@@ -82,7 +82,7 @@ def _secrets(text):
 chosen = row(lambda *tiers: choices.Chosen.from_choices(list(tiers)))
 local_tier, peers = row(choices.Local), row(choices.Peers)
 serving = row(_serve, error=errors.RunError, writes=True)
-NO_URL = "is not an agent URL; write it"
+NO_URL = "is not an agent URL; use the URL"
 
 REFUSALS = {
     **{f"{kind}-{given}": _setting(kind, given) for kind, given in SETTINGS},
@@ -91,21 +91,22 @@ REFUSALS = {
         r"known=.URL, ....*is not an agent URL", known="http://10.0.0.7:8470"
     ),
     "a URL that does not encrypt, with TLS": peers(
-        "not an agent URL that encrypts, as this run does",
+        "not an agent URL with https, which this run requires",
         **{"known": ("http://a:1/v1/r",), "tls": TLS},
     ),
     "a RAM disk in a bucket": local_tier(
         r"gs://bucket/ram'\) is not a direct", "gs://bucket/ram"
     ),
     "two intervals": chosen(
-        "has every and every_minutes; pass one of", persistent(every=1, every_minutes=2)
+        "has every and every_minutes; pass exactly one of",
+        persistent(every=1, every_minutes=2),
     ),
-    "no interval": chosen("has no interval; pass one of every=", persistent()),
+    "no interval": chosen("has no interval; pass exactly one of every=", persistent()),
     "a path for a tier": chosen(
-        "a list of Local, str: give ec.Local", LOCAL, "gs://bucket"
+        "contains Local, str; pass one ec.Local", LOCAL, "gs://bucket"
     ),
-    "a tier twice": chosen("a list of Local, Local: give .*, each once", LOCAL, LOCAL),
-    "no tier": chosen("a list of nothing: give ec.Local"),
+    "a tier twice": chosen("contains Local, Local; pass one ec.Local", LOCAL, LOCAL),
+    "no tier": chosen("contains nothing; pass one ec.Local"),
     "storage inside of RAM": chosen(
         r"is inside Local\('/ram/run'\)",
         *(LOCAL, choices.Persistent("/ram/x/../run/steps", every=1)),
@@ -123,7 +124,7 @@ REFUSALS = {
         r"none\.pem", "x" * 32, tls_ca="/none.pem"
     ),
     "a secret that others can read": Refusal(
-        _open_secret, "not a file of mode 0600", errors.RunError, writes=True
+        _open_secret, "not a file with mode 0600", errors.RunError, writes=True
     ),
     **{
         f"the secret {text!r}": _secrets(text)

@@ -218,7 +218,7 @@ REFUSALS = {
         elastic_min_slice_count=5,
     ),
     "RAM disk in a bucket": tiers(
-        "not a directory of this", local_checkpoint_directory="gs://b/ram"
+        "not a directory on this", local_checkpoint_directory="gs://b/ram"
     ),
     "accelerator that is missing": Refusal(
         lambda _: host.check_hardware("gpu"),

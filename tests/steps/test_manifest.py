@@ -125,7 +125,7 @@ def test_a_manifest_that_is_not_the_one_or_not_whole_is_refused(tmp_path):
         path.write_bytes(forgery)
         with pytest.raises(errors.CheckpointError, match=said) as raised:
             read_manifest(path, run="run-7", step=40)
-        assert "parts count as lost; restore it from a copy" in str(raised.value)
+        assert "parts count as lost; restore it from a good copy" in str(raised.value)
     path.write_bytes(forged(version=2))
     with pytest.raises(
         checked_json.LaterVersionError, match="later version of elastic"

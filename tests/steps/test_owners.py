@@ -127,8 +127,8 @@ def test_what_items_lack_is_told_with_the_remedy():
     shared = world([(n // 2, n // 2) for n in range(4)])
     (short,) = placed(shared, [(n,) for n in range(4)], copies=2).shortfalls
     assert short == (
-        "parts lack copies: they are on fewer than 3 machines, of 2; add machines, or"
-        " set fewer copies"
+        "parts lack copies: they are on fewer than 3 machines (of 2); add machines, or"
+        " reduce the number of copies"
     )
     # The event of the run has the cause, and no list of leaves.
     assert storage_cause.of_message(short) == "too_few"

@@ -191,7 +191,7 @@ def test_what_cannot_give_the_bytes_is_a_read_error(disk, host):
 
     for num_bytes in (20, 0):
         os.truncate(path, num_bytes)
-        is_refused(f"ends after {num_bytes} bytes, but should have 24")
+        is_refused(f"ends after {num_bytes} bytes, but should be 24 bytes long")
     path.unlink()
     is_refused("is missing")
     path.mkdir()

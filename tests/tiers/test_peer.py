@@ -318,13 +318,13 @@ def test_an_agent_puts_right_files_of_steps_alone(directory, url, root, client):
     refuse("its digest differs", content=SAVED[:-1] + b"x")
     refuse("its digest differs", content=SAVED + b"x")
     refuse("status 413", content=CONTENT + b"x", here=False)
-    refuse("its manifest lists no such file", "data/new")
-    refuse("lists no such file|has no such file", "../30-0/data/part")
+    refuse("its manifest does not list this file", "data/new")
+    refuse("does not list this file|has no such file", "../30-0/data/part")
     for path in ("/steps", "/hosts/0/30-0", "/hosts/x/30-0/data/part"):
         with pytest.raises(source.RepairError):
             client.endpoint(url).put(path, SAVED)
     secret.adopt(root, "the-secret-of-another-run")
-    refuse("does not take the run's secret", here=False)
+    refuse("does not accept the run's secret", here=False)
     secret.adopt(root, SECRET)
     (directory / "data").rename(outside)
     (directory / "data").symlink_to(outside)

@@ -192,7 +192,7 @@ def test_what_cannot_be_read_is_said(root, tier):
     chunk, file = saved.contents.leaves[1], saved.contents.leaves[-1]
     box = boxes.whole(chunk.chunk)
     for leaf, path, num_bytes, message in (
-        (file, file.path, 8, "ends after 3 bytes, but should have 8"),
+        (file, file.path, 8, "ends after 3 bytes, but should be 8 bytes long"),
         (file, "data/none.json", 8, "is missing"),
         (chunk, chunk.path, 99, "ends after 28 bytes"),
         (chunk, "state/params/none", 8, "is missing"),

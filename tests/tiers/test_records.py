@@ -24,7 +24,7 @@ from elastic_ckpt.tiers.persistent import (
 )
 from tests.tiers import served, uploaded
 
-LOST = pytest.raises(errors.CheckpointError, match="was lost while it was read")
+LOST = pytest.raises(errors.CheckpointError, match="was lost during the read")
 OLD, NOW = (f"{number:015d}" for number in (5, 6))
 
 

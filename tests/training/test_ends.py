@@ -105,7 +105,7 @@ def test_run_does_not_begin_with_the_steps_of_another_one(tmp_path, corpus, ram)
     with pytest.raises(errors.ElasticCkptError) as refused:
         job("other")
     message = str(refused.value)
-    assert f"{ram}/tiny has steps of a run that was stored" in message
+    assert f"{ram}/tiny has steps of a run that had persistent storage" in message
     assert "choose a different run_name" in message
     assert f"rm -r {ram}/tiny" in message
     # The remedy.

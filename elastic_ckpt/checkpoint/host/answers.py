@@ -21,9 +21,9 @@ class CheckpointMetadata:
       step: the training step.
       save: the ID of this save, because a step may be saved again after the run rolled
         back to an earlier step; empty if stock Orbax saved the step.
-      line: the step's history: the `(step, save)` of each save that the run resumed
-        from to reach the step, oldest first, and the step's own at the end. A run that
-        started without a step has `(0, "")`.
+      line: the step's history: the `(step, save)` pair of each save that the run
+        resumed from on the way to this step, oldest first, then the step's own pair. A
+        run that did not start from a saved step begins with `(0, "")`.
       path: the step directory in persistent storage; None if the step was found only in
         RAM.
       metrics: the metrics that the step was saved with; None if there are none.
@@ -31,9 +31,9 @@ class CheckpointMetadata:
       commit_timestamp_nsecs: when the step was committed, in nanoseconds since 1970.
       init_timestamp_nsecs: when the save began, in nanoseconds since 1970; None if
         unknown.
-      metadata: the requested pytree with abstract leaves, or abstract trees for all
-        checkpointables by name, where a component is None. A string's leaf is
-        `"string"`. Orbax's own metadata if stock Orbax saved the step; None if the
+      metadata: the requested pytree with abstract leaves, or a dict from the name of
+        each checkpointable to its abstract tree (None for a component). A string leaf
+        is `"string"`. Orbax's own metadata if stock Orbax saved the step; None if the
         steps were only listed.
     """
 
@@ -49,7 +49,7 @@ class CheckpointMetadata:
 
     @property
     def step_id(self) -> StepId:
-        """The step, and which save of it."""
+        """The step and the save."""
         return StepId(self.step, self.save)
 
     @property
@@ -82,7 +82,7 @@ class Candidate:
 
     @property
     def step_id(self) -> StepId:
-        """The step, and the save that it counts as."""
+        """The step and the save that it counts as."""
         return self.checkpoint.line[-1]
 
     @property
@@ -97,11 +97,11 @@ class Survey:
 
     Attributes:
       saves: the steps that may exist, for `Search`.
-      lines: the lines that are recorded in storage.
-      out_of_reach: why storage cannot be searched; None if it can, or there is no
+      lines: the lines recorded in storage.
+      out_of_reach: why storage cannot be searched; None if it can be, or if there is no
         storage.
       refusing: a sentence for each peer that may have steps but refuses this run.
-      nothing: the beginning of a sentence that says why there is no step.
+      nothing: the beginning of a sentence that explains why there is no step.
     """
 
     saves: tuple[StepId, ...]
@@ -116,9 +116,9 @@ class ReadParts:
     """The parts of a step that a host has read.
 
     Attributes:
-      num_bytes: the bytes read, by nearness of the holder.
-      directory: a directory that contains one directory per component, with its files.
-      bad: the copies that the host found to be bad.
+      num_bytes: the number of bytes read, by the holder's nearness.
+      directory: a directory with one subdirectory of files per component.
+      bad: the bad copies that the host found.
     """
 
     num_bytes: Mapping[str, int]

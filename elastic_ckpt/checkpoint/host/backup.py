@@ -1,7 +1,7 @@
 """Writes a host's share of a checkpoint from memory to persistent storage.
 
-A backup goes through `begin`, `back_up` and `commit`, which also removes steps that are
-no longer kept in storage. Before the first backup, a world calls `clean`.
+A backup calls `begin`, `back_up` and then `commit`, which also removes steps that
+storage no longer has to keep. Before the first backup, a world calls `clean`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _SAVE = re.compile(r"\d{15}")
 # most 2 * _THREADS * _BATCH_BYTES = 512 MiB.
 _THREADS = 4
 _BATCH_BYTES = layout.CHUNK_BYTES
-# Small parts are written together, but not so many that threads have nothing to do.
+# Small parts are written together, in batches small enough to keep all threads busy.
 _BATCH_ITEMS = 2048
 
 
 class HostBackup:
-    """Backs up one host's share, in a world with persistent storage."""
+    """Backs up one host's share in a world with persistent storage."""
 
     def __init__(self, world: HostWorld) -> None:
         assert world.root is not None
@@ -64,12 +64,13 @@ class HostBackup:
     def clean(self, save: str, restored: StepId | None) -> tuple[tuple[int, str], ...]:
         """Removes leftovers of crashed uploads; called on host 0 after the claim.
 
-        No earlier world can commit any more, so uploads of older saves are dead. An
-        upload of the step that the world resumes from stays and is continued. Also
-        records this world's agents, through which other programs find its steps in RAM.
+        Earlier worlds can no longer commit, so uploads of older saves are dead. The
+        exception is an upload of the step that the world resumes from: it is continued.
+        Also records this world's agents, through which other programs find its steps in
+        RAM.
 
         Returns:
-          The steps whose saves were interrupted, with the removed paths.
+          Pairs of a step whose save was interrupted and the path that was removed.
         """
         world, removed = self._world, []
         if world.chosen.local is not None:
@@ -90,9 +91,9 @@ class HostBackup:
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def owed(self, step_id: StepId) -> Contents | None:
-        """The contents of a step in memory that was due in storage but is not there.
+        """The contents of a step in memory that is due in storage but missing there.
 
-        None if storage has the step, or it was not due there.
+        None if storage has the step, or the step was not due there.
 
         Raises:
           CheckpointError: if the step is not in this host's memory.
@@ -103,17 +104,17 @@ class HostBackup:
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def begin(self, step_id: StepId, claim: int) -> dict[str, tuple[int, ...]]:
-        """Prepares a backup; called on host 0 before the others start.
+        """Prepares a backup; called on host 0 before the other hosts begin.
 
         Returns:
-          The chunk shape of each array, by path.
+          A dict from array path to chunk shape.
         """
         contents = self._saved_step(step_id).contents
         self._check(claim)
         if self._root.in_place:
             # Otherwise the upload would overwrite the current files.
             retries.call(
-                f"setting aside what step {step_id.step} replaces",
+                f"setting aside the steps that step {step_id.step} replaces",
                 lambda: self._arrange(contents, step_id),
             )
         return {leaf.path: leaf.chunk for leaf in contents.arrays}
@@ -122,12 +123,12 @@ class HostBackup:
     def back_up(self, step_id: StepId, claim: int) -> tuple[int, tuple[str, ...]]:
         """Writes this host's share of a step to persistent storage.
 
-        Verifies everything first: replaces a bad copy with another holder's copy, and
-        repairs the bad copy if it is this host's. Keeps the parts that an interrupted
-        upload has written.
+        Verifies all parts first. Instead of a bad copy, uploads another holder's copy;
+        also repairs the bad copy if it is on this host. Keeps parts that an interrupted
+        upload has already written.
 
         Returns:
-          The bytes of the share, and a sentence for each bad copy.
+          The number of bytes in the share, and a sentence for each bad copy.
 
         Raises:
           CheckpointError: if no good copy of a part is left, or storage fails.
@@ -139,7 +140,7 @@ class HostBackup:
         uploading.begin()
         reader = VerifiedReader(held.found)
         everyone = tuple(range(len(world.hosts)))
-        # After a change of hosts, parts may exist only on idle machines.
+        # After hosts have changed, parts may exist only on idle machines.
         sets = [of_item or everyone for of_item in held.holders]
         parts: dict[int, upload.Part] = {}
         for item, owner in enumerate(owners.shares(sets, table.num_bytes)):
@@ -168,11 +169,11 @@ class HostBackup:
         """Commits the parts that all hosts have uploaded; called on host 0.
 
         Returns:
-          Why older steps were not removed; empty if there was no problem.
+          Why older steps could not be removed; empty if there was no problem.
 
         Raises:
           CheckpointError: if the step cannot be committed.
-          ReplacedError: if another start has continued the run.
+          ReplacedError: if another launch has continued the run.
         """
         saved = self._saved_step(step_id)
         self._check(claim)
@@ -189,16 +190,16 @@ class HostBackup:
             make_way=make_way,
         )
         line = Line(save=step_id.save, parents=saved.contents.parents)
-        # The step is committed, even if this fails.
+        # The step stays committed even if this fails.
         collected = allgather.outcome(lambda: self.collect(line, step_id.step))
         return collected.get("failed", "")
 
     def collect(self, line: Line, step: int) -> None:
-        """Removes steps that are no longer kept, after a commit.
+        """Removes steps that the policy no longer keeps, after a commit.
 
-        Also finishes removals by killed worlds. Keeps the newest complete step, pinned
-        and leased steps, and steps that stock Orbax or another run saved. Removes steps
-        that were set aside once the line has passed them.
+        Also finishes removals that killed worlds began. Keeps the newest complete step,
+        pinned and leased steps, and steps that stock Orbax or another run saved.
+        Removes set-aside steps once the line has passed them.
         """
         root, tier, keep = self._root, self._tier, self._keep
         for each in root.leftovers():
@@ -249,7 +250,7 @@ class HostBackup:
     def remove(self, step: int, line: Line) -> bool:
         """Removes all saves of a step from storage; returns whether there were any.
 
-        A step that stock Orbax saved stays.
+        Does not remove a step that stock Orbax saved.
 
         Raises:
           CheckpointError: if a program reads the step under a lease.
@@ -264,8 +265,8 @@ class HostBackup:
         """Records an evaluation's metrics; see `run_files`.
 
         Args:
-          step_id: the step, and the least save that it can have: the line does not show
-            whether the step was saved again under the next save.
+          step_id: the step and the oldest save that it can belong to; the line does not
+            show whether the step was saved again under the next save.
           metrics: the metrics, as a JSON object.
         """
         _, there = persistent_root.committed(self._root.final(step_id.step))
@@ -284,10 +285,10 @@ class HostBackup:
 
     @calls.call()
     def secs_since_backup(self) -> float:
-        """The time since storage got its newest step, in seconds.
+        """The time since the newest step was stored, in seconds.
 
-        Before the first step, the time since the run's first world was claimed. 0 if
-        neither is known, or storage is unreachable.
+        Before the first step is stored, the time since the run's first world was
+        claimed. 0 if neither time is known, or if storage is unreachable.
         """
         now_nsecs = clock.time_ns()
         try:

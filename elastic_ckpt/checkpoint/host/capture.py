@@ -1,23 +1,23 @@
 """Capture: copies this process's part of a state for a save.
 
-Training is blocked only for this copy: digests and copies for peers are made from it in
-the background. There is one method for each kind of array:
+Training is blocked only while this copy is made: digests and copies for peers are
+computed from it in the background. The method depends on the kind of array:
 
-* Threads copy values in host memory (NumPy, JAX on CPUs) into files of the RAM disk,
+* Threads copy values in host memory (NumPy, JAX on CPUs) into files on the RAM disk,
   which become files of the step (`ram.chunk_files`), or, if the step goes only to
   storage, into memory.
-* Accelerators send to pinned host memory by themselves. A state that fits into
-  `pinned_bytes` is sent in one piece. A larger state is copied on the devices, if they
-  have room, and the writer fetches the copy chunk by chunk. In both cases, training
-  only waits for the calls.
-* If the devices have no room, their values are fetched in waves and copied like values
-  in host memory.
+* Accelerators send their values to pinned host memory by themselves. A state that fits
+  into `pinned_bytes` is sent in one piece. A larger state is copied on the devices, if
+  they have room, and the writer fetches the copy chunk by chunk. In both cases,
+  training waits only until the transfers are launched.
+* If the devices have no room, their values are fetched in waves and copied in the same
+  way as values in host memory.
 
-If host memory is too small, too, for a state that goes only to storage, the state is
+If a state goes only to storage and host memory has no room for it either, the state is
 lent: the trainer must not donate it before the save is done.
 
-Replicas on one process's devices are copied once; each process copies its own, because
-replicas count as holders.
+Replicas on the devices of one process are copied once. Each process copies its own
+replica, because replicas count as holders.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ STORABLE = frozenset(
         "uint8",
     }
 )
-# JAX packs several elements of these dtypes into a byte; files do not.
+# JAX packs multiple elements of these dtypes into a byte; files do not.
 _PACKED = frozenset({"float4_e2m1fn", "int2", "int4", "uint2", "uint4"})
 _ALIGNMENT_BYTES = 64
 # Small chunks are copied into memory. If they exceed this size in total, the larger
@@ -94,21 +94,22 @@ _MOST_SMALL_BYTES = 2**27
 _LEAST_OF_MANY_BYTES = 2**16
 # The minimum memory to leave for the rest of the process, and on a device for programs.
 _SPARE_BYTES = 2**29
-# How much devices send to host memory while as much is being copied.
+# How much devices send to host memory at a time, while the last wave is copied.
 _WAVE_BYTES = 2**27
 _MOST_PLACES = 2**17
 _PINNED = "pinned_host"
 
 
 class Shards(NamedTuple):
-    """A host's shards of an array that other code has assembled.
+    """A host's shards of an array, assembled by other code.
 
     Attributes:
       shard_shape: the shape of every shard, on this host and elsewhere.
       boxes: each box on this host, once, with its values.
-      kept: whether no other code changes the values, so that they need no copy.
-      holders: a function that returns the numbers of the hosts that hold a box,
-        ascending; None for all hosts.
+      kept: whether the values are safe to use without a copy, because no other code
+        changes them.
+      holders: a function that returns the indices of the hosts that hold a box, in
+        ascending order; None for all hosts.
       is_far: whether the values are on accelerators.
     """
 
@@ -127,8 +128,8 @@ Value = jax.Array | Whole | Shards
 class _Chunk:
     # A chunk of a shard. `source` is the shard: a NumPy array, or a JAX array on a
     # single accelerator (`is_far`). `within` is the chunk's place in the shard, if the
-    # shard has several. `values` are set once captured, and `file` if they are in a
-    # file.
+    # shard has more than one chunk. `values` are set once captured, and `file` if they
+    # are in a file.
     box: boxes.Box
     source: Any
     within: tuple[slice, ...] | None
@@ -139,17 +140,19 @@ class _Chunk:
 
 
 class Memory:
-    """Memory for one host's captures, one after the other.
+    """Memory that one host reuses for one capture after another.
 
     Args:
       files: the RAM disk's chunk files; None if steps go only to storage.
-      where: the place for values without a file; see `Persistent.capture`.
-      num_threads: how many threads copy; by default half of the processors, at most 8.
-      pinned_bytes: the maximum pinned memory that a state is sent to as a whole.
+      where: where to keep values without a file; see `Persistent.capture`.
+      num_threads: the number of copying threads; by default half of the processors, at
+        most 8.
+      pinned_bytes: the maximum size of a state that is sent to pinned memory in one
+        piece.
 
     Attributes:
-      notice: why training waits for the last capture; empty if it does not wait, or the
-        reason was reported before.
+      notice: why training waits for the last capture; empty if it does not wait, or if
+        the reason was already reported.
     """
 
     def __init__(
@@ -174,7 +177,7 @@ class Memory:
         self._places: dict[str, ArrayPlace] = {}
 
     def place(self, path: str, array: jax.Array) -> ArrayPlace:
-        """Returns an array's leaf, and how this host's part of it is cut.
+        """Returns an array's leaf, and how this host's part of the array is cut.
 
         Raises:
           CheckpointError: if no tier stores the array's dtype.
@@ -200,7 +203,7 @@ class Memory:
             for chunk, sent in zip(chunks, _to_pinned(chunks) or (), strict=False):
                 chunk.values = _Later(sent, None, chunk.num_bytes, is_far=False)
         elif where == "device" or (where == "auto" and self._fit(chunks)):
-            # With one program per device.
+            # One program per device.
             of_devices: dict[Sharding, dict[int, jax.Array]] = {}
             for chunk in chunks:
                 of_device = of_devices.setdefault(chunk.source.sharding, {})
@@ -214,12 +217,12 @@ class Memory:
         elif where == "auto":
             self._tell(
                 "its devices have no room for a copy of the state, which is larger than"
-                f" pinned_bytes={self._pinned_bytes}: training waits while it is"
-                " fetched"
+                f" pinned_bytes={self._pinned_bytes}, so training waits while the"
+                " state is fetched"
             )
 
     def take_files(self, chunks: Sequence[_Chunk]) -> None:
-        """Takes a file on the RAM disk for each large chunk, while there is room."""
+        """Assigns a file on the RAM disk to each large chunk, while there is room."""
         if self._files is None:
             return
         least = LEAST_BYTES
@@ -240,16 +243,16 @@ class Memory:
             return False
         self._tell(
             f"the host has {free} bytes of memory left, too few for a copy of"
-            f" {num_bytes} bytes: training waits until they are in storage"
+            f" {num_bytes} bytes, so training waits until the state is in storage"
         )
         return True
 
     def take(self, num_bytes: int) -> np.ndarray:
-        """Takes one piece of memory; prefers the last one, whose pages are warm."""
+        """Returns a piece of memory, if possible the last one, whose pages are warm."""
         return self._pool.take(num_bytes)
 
     def give_back(self, files: Iterable[ChunkFile], piece: np.ndarray) -> None:
-        """Releases memory and files; files that became part of a step stay."""
+        """Releases memory and files, except files that became part of a step."""
         self._pool.give_back(piece)
         self.discard(files)
 
@@ -260,7 +263,7 @@ class Memory:
             self._files.discard(file)
 
     def _fit(self, chunks: Iterable[_Chunk]) -> bool:
-        # Whether devices report room for a copy in addition to their programs.
+        # Whether devices report room for a copy, in addition to their programs.
         of_devices: collections.Counter[jax.Device] = collections.Counter()
         for chunk in chunks:
             of_devices.update(dict.fromkeys(chunk.source.devices(), chunk.num_bytes))
@@ -281,10 +284,10 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
     """Copies this process's part of a state; arrays may be donated afterwards.
 
     Args:
-      leaves: JAX arrays under any sharding, typed random keys (whose data is captured),
-        values that are whole in every process (NumPy arrays and numbers), and `Shards`,
-        by path.
-      memory: the memory for the copies, which return it on release.
+      leaves: a dict from path to a JAX array under any sharding, typed random keys
+        (whose data is captured), a value that is whole in every process (a NumPy array
+        or a number), or `Shards`.
+      memory: the memory for the copies, which they give back on release.
 
     Raises:
       CheckpointError: if a leaf has any other type, or a dtype that no tier stores; the
@@ -315,7 +318,7 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
         raise
     return Captured(
         [_captured(part, of_leaf) for part, of_leaf in here],
-        # Only the files: chunks refer to arrays, which then could not be reused.
+        # Only the files: chunks refer to arrays, whose memory could then not be reused.
         on_release=functools.partial(memory.give_back, _files(rest), piece),
         is_lent=is_lent,
     )
@@ -359,16 +362,16 @@ def leaf_of(path: str, value: jax.Array | Whole) -> Leaf:
     """
     if not isinstance(value, jax.Array | np.ndarray | np.generic | int | float):
         raise errors.CheckpointError(
-            f"leaf {path!r} is a {type(value).__name__}, but a state has only arrays"
-            " and numbers; take it out of the state, or save it as a separate"
-            " checkpointable"
+            f"leaf {path!r} is a {type(value).__name__}, but a state can contain"
+            " only arrays and numbers; remove the leaf from the state, or save it as a"
+            " separate checkpointable"
         )
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     dtype = _name(array.dtype)
     if dtype not in STORABLE:
         raise errors.CheckpointError(
-            f"leaf {path!r} has the dtype {dtype}, which no tier can store; cast"
-            " it to a wider dtype before it is saved"
+            f"leaf {path!r} has dtype {dtype}, which no tier can store; cast the"
+            " leaf to a wider dtype before you save it"
         )
     return Leaf(path=path, shape=array.shape, dtype=dtype)
 
@@ -413,8 +416,8 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _near(chunk: _Chunk | _Later) -> Any:
-    # A chunk in host memory, or on its way there; its source must not be donated until
-    # it has arrived.
+    # A chunk in host memory, or on its way there. Its source must not be donated until
+    # the chunk has arrived.
     if not chunk.is_far:
         return _part(chunk.source, chunk.within)
     sent = _to_pinned([chunk])
@@ -427,8 +430,8 @@ def _near(chunk: _Chunk | _Later) -> Any:
 
 
 def _to_pinned(chunks: Sequence[_Chunk | _Later]) -> list[jax.Array] | None:
-    # Copies of chunks in pinned memory; None if there is no pinned memory. A GPU sends
-    # there at bus speed, 26 times as fast as to ordinary memory (H100).
+    # Copies of chunks in pinned memory; None if there is none. A GPU sends values there
+    # at bus speed, 26 times as fast as to ordinary memory (H100).
     parts = [_part(chunk.source, chunk.within) for chunk in chunks]
     places = [_pinned(part) for part in parts]
     if None in places:
@@ -528,13 +531,13 @@ def _shards(path: str, value: Value, memory: Memory) -> Shards:
         place = memory.place(path, value)
         shard = numbers(value).addressable_data
         holders, is_far = place.holders, place.is_far
-        # Not JAX's shard object, which would cost rounds of garbage collection.
+        # Not JAX's shard objects, which would need rounds of garbage collection.
         held = [
             (box, shard(number) if is_far else np.asarray(shard(number)))
             for number, box in place.boxes
         ]
         return Shards(place.leaf, place.shard_shape, held, False, holders, is_far)
-    # In this machine's byte order, which the files have, too.
+    # In this machine's byte order, which is also the byte order of the files.
     leaf = leaf_of(path, value)
     array = np.asarray(value, np.dtype(leaf.dtype))
     held = [(boxes.whole(array.shape), array)] if array.size else []
@@ -545,10 +548,10 @@ class ArrayPlace(NamedTuple):
     """A leaf, and how this host's part of it is cut.
 
     Attributes:
-      shape: the shape of the array; the data of a random key has one more dim.
+      shape: the shape of the array; the data of random keys has one more dim.
       leaf: the leaf of the array's data.
       shard_shape: the shape of the data's shards.
-      boxes: the boxes on this host, each with the number of the first shard that has
+      boxes: the boxes on this host, each with the index of the first shard that has
         it.
       is_far: whether the shards are on accelerators.
     """
@@ -562,7 +565,7 @@ class ArrayPlace(NamedTuple):
     is_far: bool
 
     def holders(self, shard: boxes.Box) -> Holders | None:
-        """The hosts that hold a shard; None if each has the whole array."""
+        """The hosts that hold a shard; None if every host has the whole array."""
         if self.sharding.is_fully_addressable:
             return None
         # A random key's data has one more dim.
@@ -604,7 +607,7 @@ def _is_key(dtype: np.dtype) -> bool:
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-# NumPy needs as long for a dtype's name as for a copy of 64 KiB.
+# In NumPy, getting a dtype's name takes as long as copying 64 KiB.
 @functools.lru_cache
 def _name(dtype: np.dtype) -> str:
     return dtype.name

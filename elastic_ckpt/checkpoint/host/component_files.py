@@ -1,8 +1,8 @@
 """The component files of a controller that does not share the hosts' memory.
 
-A plain Python component lives in the controller, and so do its files. They are small
-and are passed as arguments and answers of calls to host 0. (Components on the hosts
-write their files there, without the controller.)
+A plain Python component lives in the controller, and so do its files. These files are
+small, so they are passed as arguments and results of calls to host 0. (Components on
+the hosts write their files there, without the controller.)
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from elastic_ckpt.core import storage
 
 
 def read(directory: epath.PathLike) -> dict[str, bytes]:
-    """Reads the files below a directory, by path."""
+    """Reads all files in a directory; returns a dict from path to content."""
     top = pathlib.Path(directory)
     files = [path for path in top.rglob("*") if path.is_file()]
     return {str(path.relative_to(top)): path.read_bytes() for path in files}
 
 
 def write(directory: epath.PathLike, files: Mapping[str, bytes]) -> None:
-    """Writes files below a directory, which is created if it is missing."""
+    """Writes files to a directory, which is created if it is missing."""
     made = storage.make_directory(directory)
     for path, content in files.items():
         storage.write_atomic(made / path, content)

@@ -1,9 +1,9 @@
 """A host's part in making copies: it offers its parts to other hosts and takes theirs.
 
-A part's holders determine who copies it (`steps.owners`), so each host knows which
-parts it sends. It leaves each target a message that lists the parts for that target
-(`offer`). The targets read the messages and the parts, check them, and write manifests
-(`take`).
+A part's holders determine which hosts copy it (`steps.owners`), so each host knows
+which parts it sends. The host leaves a message for each target that lists the parts to
+copy (`offer`). The targets read the messages and the parts, verify the parts, and write
+manifests (`take`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic_ckpt.tiers.ram.local import LocalHost
 from elastic_ckpt.tiers.source import ReadError
 
 _THREADS = 4
-# How many of a part's holders may be tried, the sender first.
+# How many of a part's holders to try, beginning with the sender.
 _MOST = 3
 _MESSAGE = "copies-"
 
@@ -35,8 +35,8 @@ class Replicated:
 
     Attributes:
       copies: the number of copies.
-      num_bytes: the size of the copies.
-      problems: a sentence for each copy that could not be fetched, or is bad at a
+      num_bytes: the total size of the copies.
+      problems: a sentence for each copy that could not be fetched or was bad at a
         holder.
     """
 
@@ -46,19 +46,19 @@ class Replicated:
 
 
 class HostCopies:
-    """Makes the copies that one host takes."""
+    """Makes one host's copies of other hosts' parts."""
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
 
     @calls.call()
     def offer(self, step_id: StepId) -> tuple[tuple[int, ...], tuple[str, ...], int]:
-        """Leaves for each target a list of the parts to copy from this host.
+        """Leaves each target a list of the parts to copy from this host.
 
         Returns:
-          The targets; a sentence for each requirement that this host's parts fail even
-          after all copies; and the minimum number of machines that then have a part, 0
-          if a part has no holder.
+          The targets; a sentence for each requirement that this host's parts do not
+          meet even after all copies; and the minimum number of machines that then have
+          a part, 0 if a part has no holder.
         """
         world, held = self._world, self._world.holding(step_id)
         table = held.found.table
@@ -69,7 +69,7 @@ class HostCopies:
         targets = np.unique(placed.target[sent]).tolist()
         for target in targets:
             items = placed.item[sent & (placed.target == target)]
-            # This host first, and a few others.
+            # This host first, then a few others.
             hosts = [
                 sorted(held.holders[item], key=lambda n: (n != world.number, n))
                 for item in items.tolist()
@@ -84,7 +84,7 @@ class HostCopies:
 
         Args:
           step_id: the step.
-          targets: each host's targets, in order of host number.
+          targets: each host's targets, ordered by host index.
 
         Raises:
           CheckpointError: if copies do not fit.
@@ -99,7 +99,7 @@ class HostCopies:
                     raise ReadError("belongs to a different step")
                 offered.append(message)
             except (ReadError, checked_json.UnreadableError) as error:
-                problems.append(f"the parts of host {sender}: the list {error}")
+                problems.append(f"the list of host {sender}'s parts {error}")
         taken = fetch(world.own, world.found(offered)) if offered else Replicated()
         problems = dict.fromkeys([*problems, *taken.problems])
         return dataclasses.replace(taken, problems=tuple(problems))
@@ -121,8 +121,8 @@ def fetch(
       is_partial: whether to commit parts even if others cannot be fetched.
 
     Raises:
-      CheckpointError: if the parts do not fit, or without `is_partial`, if any cannot
-        be fetched.
+      CheckpointError: if the parts do not fit or, without `is_partial`, if any of them
+        cannot be fetched.
     """
     table, reader = found.table, VerifiedReader(found)
     listed = list(range(len(table)) if items is None else items)
@@ -138,7 +138,8 @@ def fetch(
 
     sizes, problems = [], []
     with background.pool(_THREADS, "copy") as pool:
-        # The threads bound memory use: each stores a copy before it fetches the next.
+        # The number of threads bounds memory use: each stores a copy before it fetches
+        # the next.
         for got in futures.as_completed([pool.submit(take, item) for item in listed]):
             try:
                 sizes.append(got.result())
@@ -147,7 +148,7 @@ def fetch(
     # Without repetitions: a cause that fails one write fails all later writes.
     problems = list(dict.fromkeys([*problems, *map(str, reader.bad)]))
     is_enough = is_partial or len(sizes) == len(listed)
-    # A backup host's share may be empty, which is complete.
+    # A backup host's share may be empty; it is complete then.
     if is_enough and (sizes or not is_partial):
         writer.commit()
     else:

@@ -1,13 +1,13 @@
 """A host, which joins its world in three calls and then has the parts for its work.
 
-introduce    returns the facts that the others need before this host has a slot
+introduce    returns the facts that other hosts need before this host has a slot
 join         takes a slot of the machine, adopts the secret, starts the agent
-connect      connects to the others, and creates the parts: for saves (`HostSaver`),
+connect      connects to the other hosts, and creates the parts for saves (`HostSaver`),
              copies, backups and restores
 
 The function `join` makes these calls on all hosts of a new world and chooses their
 slots and secret. All of this passes only through the coordination service: the secret
-is on no command line, in no log, and not on the network that carries arrays.
+never appears on a command line, in a log, or on the network that carries arrays.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from elastic_ckpt.tiers.ram import local, machine, ram_disk
 if TYPE_CHECKING:
     from elastic_ckpt.checkpoint.hosts import Hosts
 
-# Creates more parts of a host, by class name, from its existing parts.
+# Creates additional parts of a host from its existing parts; both keyed by class name.
 MoreParts = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
@@ -47,8 +47,8 @@ class Introduction:
     """The facts that other hosts need before this host has a slot.
 
     Attributes:
-      secret: the run's secret, if the machine has one.
-      fresh_secret: a new secret, for a run without one.
+      secret: the run's secret, if the machine has it.
+      fresh_secret: a new secret, for a run without a secret.
       agents: the agents that this machine has recorded; see `run_files`.
       now_secs: the current time, in seconds since 1970.
       fresh_identity: a new name, for a run without an identity.
@@ -65,12 +65,12 @@ class Introduction:
     stored: run_files.Place | None
 
     def last_secs(self) -> float:
-        """When the machine was last in a world, by its record; 0 without a record."""
+        """When the machine was last in a world, as recorded; 0 without a record."""
         return max((each.secs for each in self.agents.values()), default=0.0)
 
 
 class HostEndpoint:
-    """A host, on which calls run.
+    """A host, which runs calls.
 
     Args:
       more_parts: a function that creates the parts that a transport adds.
@@ -98,13 +98,13 @@ class HostEndpoint:
         )
 
     def part(self, name: str) -> Any:
-        """The part with a class name; most exist only once the world is joined."""
+        """The part of this class; most parts exist only once the world is joined."""
         assert name in self._parts, f"{name}: the host has not joined its world"
         return self._parts[name]
 
     @calls.call()
     def introduce(self) -> Introduction:
-        """Returns the facts that the others need before this host has a slot."""
+        """Returns the facts that other hosts need before this host has a slot."""
         config, root, found = self._config, self._disk.root, self._disk
         file = config.peer_tier.secret_file
         if config.chosen.read_ram is not None:
@@ -131,8 +131,8 @@ class HostEndpoint:
         """Takes a slot of the machine, adopts the secret, and starts the agent.
 
         Returns:
-          The host as manifests name it, and the address of the machine's agent. The
-          address is None for slots after the first, and in a world of one host without
+          The host as manifests identify it, and the address of the machine's agent. The
+          address is None for slots after the first, and in a single-host world without
           peers.
         """
         config, disk = self._config, self._disk
@@ -175,8 +175,7 @@ class HostEndpoint:
         """Connects to the other hosts."""
         config, own, disk = self._config, self._own, self._disk
         assert own is not None
-        # Only now, because live hosts have locked their slots, which are then not
-        # cleaned.
+        # Only now have all live hosts locked their slots, so those are not cleaned.
         own.clean()
         run_files.write_agents(disk.root, run_files.RunAgents(config.run, agents))
         peers = config.peer_tier
@@ -210,15 +209,15 @@ def join(hosts: Hosts, *, writer: claims.Writer | None = None) -> None:
     Args:
       hosts: all hosts of the world.
       writer: the writer to storage, which begins when all hosts have their slots; None
-        if they do not write there.
+        if the hosts do not write to storage.
 
     Raises:
-      HostsFailedError: if a host cannot take part, with the reason.
+      HostsFailedError: if a host cannot join; the message says why.
       RunError: if a host's RAM disk has steps of another run.
     """
     introduced = hosts.all(HostEndpoint.introduce)
-    # Idle machines have the newest world's secret. A machine that was in no world may
-    # have a different secret, created by its agent.
+    # Idle machines have the newest world's secret. A machine that was not in that world
+    # may have a different secret, created by its agent.
     known = [each for each in introduced if each.secret] or introduced
     newest = max(known, key=Introduction.last_secs)
     shared = newest.secret or newest.fresh_secret

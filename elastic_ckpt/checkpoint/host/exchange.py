@@ -1,14 +1,16 @@
 """Passes reports up a tree of hosts to host 0, and a step's table down to all hosts.
 
-    offer      each host, after those below it, offers what it and they hold
-    merged     is what all hosts hold, on host 0
-    post       gives something from host 0 to all hosts
-    take       each host, after the one above it, takes and passes on what host 0 gives
+    offer      each host waits for the hosts below it, then offers their report with its
+               own
+    merged     on host 0, the merged report of all hosts
+    post       host 0 posts a message for all hosts
+    take       each host waits for the host above it, then takes host 0's message and
+               passes it on
 
-All hosts finish one of these steps before any begins the next. A host reads at most
-`FAN_IN` messages from hosts below it and one from the host above it, however many hosts
-there are. If a host's agent does not answer, the hosts below or above it are asked
-instead: only that host's own parts are missing.
+All hosts finish one of these calls before any host begins the next. A host reads at
+most `FAN_IN` messages from hosts below it and one from the host above it, however many
+hosts there are. If a host's agent does not answer, the hosts below or above it are
+asked instead, so only that host's own parts are missing.
 
 Messages are files in `hosts/<slot>/messages/` on the RAM disks, which agents serve like
 steps.
@@ -41,13 +43,13 @@ GIVEN = "exchange-given"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Report:
-    """The manifests that hosts have, and problems.
+    """The manifests that hosts have, and the problems found.
 
     Attributes:
       manifests: step manifests, merged for all holders with the same contents.
       problems: a sentence for each manifest or message that could not be read.
       refusing: the URLs of agents that reject the run's secret.
-      silent: the numbers of hosts whose reports could not be read.
+      silent: the indices of hosts whose reports could not be read.
     """
 
     manifests: Sequence[Manifest] = ()
@@ -58,7 +60,7 @@ class Report:
 
     @classmethod
     def merged(cls, reports: Sequence[Report]) -> Report:
-        """Merges several reports."""
+        """Merges reports."""
         groups = manifest.grouped(_joined(each.manifests for each in reports))
         return cls(
             manifests=[Manifest.merged(group) for group in groups],
@@ -90,8 +92,8 @@ class Exchange:
     """One host's messages, and its part in exchanges with all hosts, one at a time.
 
     Args:
-      endpoint: a function that returns the agent of a machine of the world, by the
-        machine's ID.
+      endpoint: a function that takes the ID of a machine in the world and returns the
+        machine's agent.
 
     Attributes:
       merged: on host 0, the merged reports of all hosts.
@@ -110,14 +112,14 @@ class Exchange:
         self.merged = Report()
 
     def post(self, name: str, content: bytes) -> None:
-        """Leaves a message, replacing any message of the same name."""
+        """Leaves a message, replacing any message with the same name."""
         storage.write_atomic(self._messages(self._number) / name, content)
 
     def read(self, host: int, name: str) -> bytes:
         """Reads a host's message.
 
         Raises:
-          ReadError: if there is no such message, or the host cannot be reached.
+          ReadError: if the message does not exist, or the host cannot be reached.
         """
         there = self._hosts[host]
         if there.machine != self._disk.machine:
@@ -172,11 +174,11 @@ class Exchange:
             return Report.merged([report, *below])
 
     def _of(self, host: int) -> Report:
-        # A host's own report, otherwise the reports of the hosts below it.
+        # A host's own report or, if it cannot be read, the reports of the hosts below.
         try:
             return Report.parse(self.read(host, _REPORT))
         except (ReadError, ValueError) as error:
-            problem = f"the parts of host {host}: the list {error}"
+            problem = f"the list of host {host}'s parts {error}"
             return self._with_below(Report(problems=[problem], silent=[host]), host)
 
     def _messages(self, host: int) -> epath.Path:

@@ -1,14 +1,14 @@
 """A host's part in a restore: reporting its parts, searching, and reading.
 
     offer_saves, survey    list the steps that hosts and storage have
-    offer, examine         look at the parts of each step, until one is complete
-    open_step              gives every host the table of the step
+    offer, examine         look at the parts of each step until a step is complete
+    open_step              passes the step's table to every host
     select, read           plan and do each host's reads
     repair                 repairs bad copies
 
 Reports go up to host 0, which reads the manifests in storage; the step's table goes
-down to all hosts (`exchange`). A host that does not get the table, or whose world has
-no agents, reads the manifests itself.
+down to all hosts (`exchange`). A host that does not receive the table, or whose world
+has no agents, reads the manifests itself.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class HostReader:
     def __init__(self, world: HostWorld) -> None:
         self._world = world
         self._exchange = world.mail
-        # On host 0: storage as listed for the search, the saves that stock Orbax's
-        # steps count as, the hosts' reports, and the examined steps.
+        # On host 0: storage as listed for the search, the saves that stock Orbax steps
+        # count as, the hosts' reports, and the examined steps.
         self._storage: Tier | None = None
         self._foreign: Mapping[int, str] = {}
         self._reported = Report()
@@ -120,7 +120,7 @@ class HostReader:
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def examine(self, step: int) -> tuple[tuple[Candidate, ...], tuple[str, ...]]:
-        """Returns the saves of a step that all hosts and storage have, and problems.
+        """Returns a step's saves on all hosts and in storage, and the problems found.
 
         Raises:
           LaterVersionError: if a later version of elastic_ckpt wrote the step in
@@ -140,9 +140,9 @@ class HostReader:
 
     @calls.call()
     def complete_steps(self) -> tuple[CheckpointMetadata, ...]:
-        """The complete steps, ascending, without abandoned ones.
+        """The complete steps in ascending order, without abandoned steps.
 
-        Includes the steps that stock Orbax saved.
+        Includes steps that stock Orbax saved.
         """
         survey = self.survey()
         if survey.out_of_reach is not None:
@@ -199,23 +199,23 @@ class HostReader:
 
         Args:
           wanted: the leaves that this host needs, in their saved shapes.
-          components: the wanted components.
-          others: trees of a different layout, by name.
+          components: the names of the requested components.
+          others: trees with a different layout, by name.
 
         Returns:
-          The saved dtypes of the leaves, by path.
+          A dict from leaf path to saved dtype.
 
         Raises:
-          CheckpointError: if the step has no such component.
+          CheckpointError: if the step does not contain a requested component.
         """
         restoring, contents = self._opened(), self.opened()
         missing = sorted(set(components).difference(contents.components))
         if missing:
             there = {leaf.part for leaf in contents.arrays}
             raise errors.CheckpointError(
-                f"step {restoring.found.step_id.step} contains no {missing}; it"
-                f" contains {sorted(there.union(contents.components))}. Request only"
-                " those"
+                f"step {restoring.found.step_id.step} does not contain"
+                f" {missing}; request only what it contains:"
+                f" {sorted(there.union(contents.components))}"
             )
         restoring.wanted, restoring.others = wanted, others
         saved = {leaf.path: leaf.dtype for leaf in contents.leaves}
@@ -273,11 +273,11 @@ class HostReader:
 
     @calls.call()
     def files(self, component: str) -> dict[str, bytes]:
-        """The materialised files of a component, by path."""
+        """A component's materialized files, as a dict from path to content."""
         return component_files.read(self._files() / component)
 
     def arrays(self, of_trees: Mapping[str, Any]) -> dict[str, Any]:
-        """Builds all trees, including trees of different layouts, from read values."""
+        """Builds all trees from the read values, including trees with other layouts."""
         made = self.made()
         rebuilt = {
             name: trees.rebuilt(tree, name, made) for name, tree in of_trees.items()
@@ -289,7 +289,7 @@ class HostReader:
         return arrays
 
     def made(self) -> dict[str, Any]:
-        """Builds the last-read leaves from their placed boxes, by path."""
+        """Builds the leaves read last, by path, from their placed boxes."""
         restoring = self._opened()
         return {
             leaf.path: leaf.join(restoring.placed[leaf.path])
@@ -324,7 +324,7 @@ class HostReader:
 
     @calls.call()
     def hold(self, step_id: StepId) -> bool:
-        """Makes hosts copy and back up a step that was read.
+        """Makes this host copy and back up a step that was read.
 
         Returns:
           Whether the step is completely in RAM.
@@ -343,8 +343,8 @@ class HostReader:
         return [] if self._storage is None else [self._storage]
 
     def _slots(self) -> set[int]:
-        # A host reports on its slot; the host in a machine's first slot also reports on
-        # slots that no host of the world has.
+        # A host reports on its slot. The host in a machine's first slot also reports on
+        # slots that do not belong to any host of the world.
         own, disk = self._world.own.slot, self._world.disk
         others = [slot for slot in disk.slots() if slot != own] if own == 0 else []
         ids = {host.id for host in self._world.hosts} if others else set()
@@ -374,7 +374,7 @@ class HostReader:
     def _candidates(
         self, step: int, saves: Iterable[FoundStep]
     ) -> tuple[Candidate, ...]:
-        # Newest first; a step that stock Orbax saved is complete.
+        # Newest first; steps that stock Orbax saved are complete.
         found = [Candidate(self._described(each), each.problem) for each in saves]
         if step in self._foreign:
             assert self._world.persistent is not None
@@ -418,9 +418,9 @@ class HostReader:
     def _refused(self, url: str) -> str:
         known = secret.path(self._world.disk.root)
         return (
-            f"{url} rejects the secret in {known}, so any parts of this run there"
-            " are not restored; copy that file from a machine of the run, for example"
-            " the agent's machine, and start again"
+            f"{url} rejects the secret in {known}, so parts of this run there cannot"
+            " be restored; copy that file from one of the run's machines, such as the"
+            " agent's, and restart this program"
         )
 
     def _release(self) -> None:
@@ -430,7 +430,7 @@ class HostReader:
         storage.remove(self._files())
 
     def _files(self) -> epath.Path:
-        # Under one controller, the path must be the same on all machines.
+        # With a single controller, the path must be the same on all machines.
         slot = self._world.disk.host_directory(self._world.own.slot)
         return slot / ram_disk.RESTORED
 

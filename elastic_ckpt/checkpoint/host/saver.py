@@ -1,6 +1,6 @@
 """A host's part in a save: it captures, writes and commits its shards.
 
-A save goes through `capture`, `write`, `commit` (or `abandon`) and `collect`.
+A save calls `capture`, `write`, `commit` (or `abandon`) and then `collect`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import secret
 from elastic_ckpt.tiers.ram import local, ram_disk
 
-# A step stays in RAM until the next one has its copies.
+# A step stays in RAM until all copies of the next step are made.
 _STEPS = 2
 
 
@@ -44,10 +44,10 @@ class CapturedIn(NamedTuple):
     """A step that was captured on a host.
 
     Attributes:
-      directory: where components write their files, each below its own name.
+      directory: the directory in which each component has a subdirectory for its files.
       is_lent: whether values stay in the caller's arrays until the step is committed.
-      notice: why training waits for captures; empty if it does not wait, or the reason
-        was reported before.
+      notice: why training waits for captures; empty if it does not wait, or if the
+        reason was already reported.
     """
 
     directory: str
@@ -57,19 +57,19 @@ class CapturedIn(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Written:
-    """A step that a host has written, but not yet committed.
+    """A step that a host has written but not yet committed.
 
     Attributes:
-      files: the lengths of the files that components wrote on this host, by path.
+      files: the sizes of the files that components wrote on this host, by path.
       time_ms: when the step was written, in milliseconds since 1970.
-      shared: a digest of each file, by path, and of all parts that a set of hosts
-        holds, by the host numbers.
+      shared: a digest of each file, keyed by path, and a digest of all parts that a set
+        of hosts holds, keyed by the host indices.
       preserved: the steps that are pinned or being read on this machine.
       problem: why the step is not in this host's RAM; empty if it is, or need not be.
       needs_bytes: for the first save to RAM, the bytes that this host's arrays and
-        copies take on each machine.
-      room_bytes: for the first save to RAM, the bytes that the run may take on this
-        machine, including bytes already taken.
+        their copies take on each machine.
+      room_bytes: for the first save to RAM, the bytes that the run may use on this
+        machine, including bytes already in use.
     """
 
     files: Mapping[str, int]
@@ -83,15 +83,15 @@ class Written:
 
 
 def lacking_room(written: Sequence[Written]) -> dict[int, str]:
-    """Why steps and their copies do not fit into RAM, by host."""
+    """By host index, why steps and their copies do not fit into the host's RAM."""
     needs: collections.Counter[str] = collections.Counter()
     for each in written:
         needs.update(each.needs_bytes)
     return {
         number: f"{_STEPS} steps with copies of other hosts' parts need"
         f" {_STEPS * needs[each.machine]} bytes of RAM on its machine, where this run"
-        f" can use {each.room_bytes}; raise the limit or the size of the file system,"
-        " or reduce the number of copies"
+        f" can use {each.room_bytes}; raise the limit, enlarge the file system, or"
+        " reduce the number of copies"
         for number, each in enumerate(written)
         if _STEPS * needs[each.machine] > each.room_bytes
     }
@@ -101,7 +101,7 @@ class HostSaver:
     """Saves one host's part of each step.
 
     Attributes:
-      staging: the private directory where components write.
+      staging: the private directory to which components write.
     """
 
     def __init__(self, world: HostWorld) -> None:
@@ -114,11 +114,11 @@ class HostSaver:
         )
         self.staging = _staging(world)
         self._saving: dict[StepId, _Saving] = {}
-        # The sizes of the values saved last.
+        # The sizes of the last-saved values.
         self._sizes: list[int] = []
 
     def captured(self, values: Mapping[str, Value]) -> Captured:
-        """Copies this host's part of the leaves in `values`, by path.
+        """Copies this host's part of each leaf; `values` maps paths to leaves.
 
         Raises:
           CheckpointError: if a leaf cannot be saved.
@@ -126,7 +126,7 @@ class HostSaver:
         return capture.capture(values, self._memory)
 
     def begin(self, step_id: StepId, captured: Captured) -> CapturedIn:
-        """Starts to save the captured values of all leaves."""
+        """Begins to save the captured values of all leaves."""
         storage.make_private_directory(self.staging)
         saving = _Saving(captured=captured, staging=self.staging / str(step_id))
         storage.remove(saving.staging)
@@ -135,7 +135,7 @@ class HostSaver:
 
     @calls.call()
     def put(self, step_id: StepId, files: Mapping[str, bytes]) -> None:
-        """Writes component files, by path in the step that is being saved."""
+        """Writes component files; `files` maps paths in the new step to contents."""
         component_files.write(self._saving[step_id].staging, files)
 
     @calls.call()
@@ -205,12 +205,12 @@ class HostSaver:
 
     @calls.call()
     def digests(self, step_id: StepId, shared: str) -> dict[str, str]:
-        """The digests behind one of `Written.shared`, by part name."""
+        """The digests, by part name, that a digest in `Written.shared` covers."""
         return self._shared(self._saving[step_id]).get(shared, {})
 
     def _shared(self, saving: _Saving) -> dict[str, dict[str, str]]:
-        # Digests of parts that other hosts also hold, or may have written: by host set
-        # or file path, then by part name.
+        # Digests of parts that other hosts also hold or may have written, keyed by host
+        # set or file path, then by part name.
         holders = saving.captured.holders(num_hosts=len(self._world.hosts))
         shared: dict[str, dict[str, str]] = {}
         for (path, box), named in saving.parts.items():
@@ -235,10 +235,10 @@ class HostSaver:
         Args:
           step_id: the step.
           contents: the step's contents, without the arrays.
-          files: the numbers of the hosts that have written each component file, by
+          files: the indices of the hosts that have written each component file, by
             path.
-          in_ram: whether to commit to RAM; otherwise a backup reads the captured
-            values, until `abandon`.
+          in_ram: whether to commit to RAM; if not, a backup reads the captured values
+            until `abandon`.
         """
         world, saving = self._world, self._saving[step_id]
         holders = saving.captured.holders(num_hosts=len(world.hosts))
@@ -280,8 +280,8 @@ class HostSaver:
             self._add_others(step_id)
 
     def _add_others(self, step_id: StepId) -> None:
-        # Adds where else the step's parts are, or will be once copied, in case this
-        # host's own copy turns out to be bad.
+        # Adds the other places where the step's parts are, or will be once copied, in
+        # case this host's own copy turns out to be bad.
         world, held = self._world, self._world.held[step_id]
         table, holders = held.found.table, held.holders
         placed = world.owners.place(holders, table.num_bytes)
@@ -313,7 +313,7 @@ class HostSaver:
         preserved: tuple[int, ...],
         parents: tuple[StepId, ...],
     ) -> None:
-        """Removes steps that are not needed once a step is complete.
+        """Removes steps that are no longer needed once a step is complete.
 
         Args:
           step_id: the step.
@@ -325,7 +325,7 @@ class HostSaver:
         assert world.chosen.local is not None
         line, held = Line(save=step_id.save, parents=parents), own.retained()
         of_line = [each for each in held if not line.abandons(each.step_id)]
-        # If a step was saved again, the newest save counts.
+        # If a step was saved again, only the newest save matters.
         of_line.sort(key=lambda each: each.save)
         newest = {each.step: each for each in of_line}
         removed = retention.steps_to_delete(
@@ -341,12 +341,12 @@ class HostSaver:
         for each in held:
             if each.step_id not in kept and each.step not in preserved:
                 own.remove(each.step_id)
-        # In this order, so that a step that is being committed stays.
+        # Evaluated in this order, so that a step that is being committed stays.
         for gone in {*world.held}.difference(own.held(), in_flight, self._saving):
             del world.held[gone]
         own.prepare(self._sizes)
         if own.slot == 0:
-            # If the world became smaller, no host owns these slots.
+            # If the world shrank, no host owns these slots.
             before = min([step_id, *in_flight]).step
             steps = {each.step for each in kept}
             own.remove_idle(
@@ -373,7 +373,7 @@ class HostSaver:
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Saving:
     captured: Captured
-    # Where components write, each below its own name.
+    # Has a subdirectory for each component's files.
     staging: epath.Path
     writer: local.StepWriter | None = None
     # Once written: the component files by path, and the digests of all parts.
@@ -381,7 +381,7 @@ class _Saving:
     parts: Mapping[Part, bytes] = dataclasses.field(default_factory=dict)
 
     def values(self) -> dict[Part, Values]:
-        # All parts: boxes of arrays, and files.
+        # All parts, which are boxes of arrays and files.
         return {
             **self.captured.values(),
             **{
@@ -397,9 +397,9 @@ class _Saving:
 
 
 def _staging(world: HostWorld) -> epath.Path:
-    # Under one controller, the path must be the same on all hosts, whose RAM disks have
-    # the same path. Hosts on one machine have different RAM disks or slots. The secret
-    # keeps others from guessing the path.
+    # With a single controller, the path must be the same on all hosts; their RAM disks
+    # have the same path. Hosts on the same machine have different RAM disks or slots.
+    # The secret keeps other users from guessing the path.
     root, slot = world.disk.root, world.own.slot
     known = secret.read(secret.path(root))
     hashed = hashlib.sha256(f"{known}.{root}.{slot}".encode()).hexdigest()

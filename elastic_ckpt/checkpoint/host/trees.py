@@ -1,6 +1,6 @@
 """Trees: the saved leaves, and the arrays that a restore builds from boxes.
 
-A leaf's path is its checkpointable's name and its keys in that tree:
+A leaf's path consists of its checkpointable's name and its keys in that tree, such as
 `state/params/layers/0/kernel`. In a key, `/` is written `~1` and `~` is written `~0`.
 
 A typed random key is saved as its data, which has one more dim.
@@ -49,10 +49,10 @@ def leaf_path(checkpointable: str, key_path: KeyPath) -> str:
 
 
 def structure_text(tree: Any) -> str:
-    """Text that distinguishes tree structures, as a cache key.
+    """Text that distinguishes tree structures, for use as a cache key.
 
     Comparing the structures themselves would compare the data of user-defined nodes,
-    which may be arrays, or keys such as 1 and True.
+    which may be arrays, or keys that are equal, such as 1 and True.
     """
     text = str(jax.tree.structure(tree))
     if "CustomNode" in text:
@@ -62,7 +62,7 @@ def structure_text(tree: Any) -> str:
 
 
 def leaves(trees: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of the trees by path; `None` is not a leaf."""
+    """A dict from path to leaf for all trees; `None` is not a leaf."""
     return {
         path: leaf
         for name, tree in trees.items()
@@ -71,8 +71,8 @@ def leaves(trees: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _paths(name: str, tree: Any) -> tuple[str, ...]:
-    # Cached: each save has the same tree, and naming its leaves takes longer than a
-    # copy.
+    # Cached, because each save has the same tree, and naming its leaves takes longer
+    # than copying them.
     key = name, structure_text(tree)
     if key not in _KNOWN_PATHS:
         if len(_KNOWN_PATHS) > _MOST_KNOWN:
@@ -92,14 +92,15 @@ def arrays(trees: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AskedLeaf:
-    """A requested leaf, in terms of the saved leaf.
+    """A requested leaf, described in terms of the saved leaf.
 
     Attributes:
       shape: the saved shape of the whole array.
-      dtype: the wanted dtype; None takes the saved dtype.
-      sharding: the sharding to place the leaf by; None keeps it whole, in this process.
-      finish: a function that builds the leaf from an array of that dtype: a JAX array
-        if there is a sharding, otherwise a NumPy array.
+      dtype: the requested dtype; None means the saved dtype.
+      sharding: the sharding of the restored leaf; None keeps the leaf whole, in this
+        process.
+      finish: a function that builds the leaf from an array of that dtype, which is a
+        JAX array if there is a sharding, and otherwise a NumPy array.
     """
 
     path: str
@@ -111,12 +112,12 @@ class AskedLeaf:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WantedLeaf:
-    """The boxes of a requested leaf that this host needs, in terms of the saved leaf.
+    """The boxes that this host needs of a requested leaf, in saved coordinates.
 
     Attributes:
       shape: the saved shape of the whole array.
       boxes: the boxes that this host needs, without repetitions.
-      place: a function that moves the values of a box, specified by its number, to
+      place: a function that takes a box's index and values, and moves the values to
         where they are needed; their memory may be reused afterwards.
       join: a function that builds the leaf from the results of `place` for all boxes,
         in order.
@@ -138,13 +139,13 @@ class WantedLeaf:
 def asked(abstract: Mapping[str, Any]) -> list[AskedLeaf]:
     """Describes the requested leaves of abstract trees.
 
-    A leaf is an array, a `jax.ShapeDtypeStruct` or any other object with shape, dtype
-    and sharding, placed by the sharding (on a device of this host, if it is None); an
-    object with only shape and dtype, which becomes a NumPy array; or a number, which
-    becomes a number of the same type.
+    A leaf is one of: an array, a `jax.ShapeDtypeStruct` or any other object with shape,
+    dtype and sharding, which becomes an array with that sharding (on a device of this
+    host if the sharding is None); an object with only shape and dtype, which becomes a
+    NumPy array; or a number, which becomes a number of the same type.
 
     Raises:
-      CheckpointError: if a leaf is of any other kind.
+      CheckpointError: if a leaf is anything else.
     """
     return [_asked(path, leaf) for path, leaf in leaves(abstract).items()]
 
@@ -169,7 +170,7 @@ def wanted(
 def check_same_model(
     what: str, saved: Mapping[str, str], now: Mapping[str, str]
 ) -> None:
-    """Raises an OtherModelError naming the first leaves in which two models differ."""
+    """Raises an OtherModelError that lists the first leaves that differ, if any do."""
     differing = [
         f"{path}: saved {saved.get(path, 'nothing')}, now {now.get(path, 'nothing')}"
         for path in sorted(saved.keys() | now.keys())
@@ -187,7 +188,7 @@ def check_same_model(
 
 
 def rebuilt(tree: Any, name: str, made: Mapping[str, Any]) -> Any:
-    """Replaces the leaves of `tree` with the leaves in `made`, by path."""
+    """Replaces each leaf of `tree` with the leaf that `made` has at its path."""
     return jax.tree.unflatten(
         jax.tree.structure(tree), [made[path] for path in _paths(name, tree)]
     )
@@ -239,8 +240,8 @@ def _asked(path: str, leaf: Any) -> AskedLeaf:
 def cast(path: str, values: np.ndarray, dtype: Any) -> np.ndarray:
     """Casts saved values to the requested dtype.
 
-    Floating-point values may be rounded, but not from complex to real. No other values
-    may change.
+    Floating-point values may be rounded, but complex values may not become real. No
+    other values may change.
 
     Raises:
       CheckpointError: if a value would change; the message names the leaf and the
@@ -261,21 +262,22 @@ def cast(path: str, values: np.ndarray, dtype: Any) -> np.ndarray:
     if not is_kept.all():
         raise errors.CheckpointError(
             f"{path.removeprefix('/')} was saved with the value {values[~is_kept][0]}"
-            f" ({values.dtype}), which would become {made[~is_kept][0]} as a requested"
-            f" {made.dtype}; request it as it was saved and convert it in the program"
+            f" ({values.dtype}), which would become {made[~is_kept][0]} as the"
+            f" requested {made.dtype}; request the saved dtype and convert the values"
+            " yourself"
         )
     return made
 
 
 def _with_devices(path: str, sharding: Sharding | None) -> Sharding:
-    # Under `jax.set_mesh`, `jax.eval_shape` makes shardings of a mesh without devices.
+    # Under `jax.set_mesh`, `jax.eval_shape` returns shardings on an abstract mesh.
     if isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, Mesh):
         mesh = jax.sharding.get_mesh()
         if mesh.abstract_mesh != sharding.mesh:
             raise errors.CheckpointError(
                 f"{path.removeprefix('/')} has a sharding on a mesh without devices,"
-                f" {sharding.mesh}; restore it under the jax.set_mesh(mesh) under which"
-                " it was made"
+                f" {sharding.mesh}; restore it inside the jax.set_mesh(mesh) block in"
+                " which the sharding was created"
             )
         memory_kind = sharding.memory_kind
         return NamedSharding(mesh, sharding.spec, memory_kind=memory_kind)
@@ -302,14 +304,14 @@ def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
         # Pieces can only be assembled in the default memory of devices.
         most_bytes = None
     elif most_bytes is None and is_moved:
-        # So that a chunk's file is sent unchanged.
+        # Each chunk's file can then be sent unchanged.
         most_bytes = layout.CHUNK_BYTES
     pieces = [
         (box, piece)
         for box in places
         for piece in _cut(box, np.dtype(dtype).itemsize, most_bytes)
     ]
-    # On each device, the box that is being assembled from pieces.
+    # The box that is being assembled from pieces on each device.
     growing: dict[Sharding, jax.Array] = {}
 
     def put(number: int, values: np.ndarray) -> list[jax.Array]:

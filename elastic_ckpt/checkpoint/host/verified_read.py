@@ -1,10 +1,11 @@
-"""Verified reads: values are compared with their digest before anyone sees them.
+"""Verified reads: values are compared with their digest before callers get them.
 
-If a copy is missing, truncated or altered, it is recorded and the next holder is tried.
-So callers get the saved values, or an error that names the part.
+If a copy is missing, truncated or altered, the reader records that and tries the next
+holder. So callers get either the saved values or an error that names the part.
 
-A restore of saved trees reads the boxes of their new shards (`read_leaves`). A tree of
-a different layout reads saved boxes in its own order, a few at a time (`OtherTree`).
+A restore of saved trees reads the boxes of their new shards (`read_leaves`). A tree
+with a different layout reads saved boxes in its own order, a few at a time
+(`OtherTree`).
 """
 
 from __future__ import annotations
@@ -38,18 +39,19 @@ _THREADS = 8
 # How many bytes of boxes are read and moved to devices at a time.
 _WINDOW_BYTES = 2**28
 _REMEDY = (
-    "restore it from a copy, bring back a host that has it, or restore an older step"
+    "restore it from a good copy, bring back a host that has one, or restore an older"
+    " step"
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BadCopy:
-    """A copy that could not be read, or does not match its manifest.
+    """A copy that could not be read or does not match its manifest.
 
     Attributes:
       host: the ID of the copy's holder.
       name: the leaf and box, or the component file, as in `StepTable.name`.
-      why: what is wrong, as the end of `<name> at <holder> ...`.
+      why: a description of the problem that completes `<name> at <holder> ...`.
     """
 
     host: str
@@ -70,12 +72,12 @@ class VerifiedReader:
     """Reads parts of one step from their holders; any number of threads may call it.
 
     Args:
-      near: the order in which to try holders; None means the order of the table.
+      near: the order in which to try holders; None means table order.
 
     Attributes:
       table: the table of the step, whose items are the saved boxes.
       bad: the copies found to be bad.
-      read_bytes: the bytes read and returned, by holder number.
+      read_bytes: the number of bytes read and returned, by holder index.
     """
 
     def __init__(self, step: FoundStep, near: Nearness | None = None) -> None:
@@ -85,20 +87,20 @@ class VerifiedReader:
         self.read_bytes: collections.Counter[int] = collections.Counter()
 
     def holders_of(self, item: int) -> list[int]:
-        """The numbers of the holders of an item, in the order to try them."""
+        """The indices of an item's holders, in the order to try them."""
         return (self.near or self.table).holders_of(item)
 
     def of_leaf(self, leaf: int) -> list[int]:
-        """The items of a leaf; the nearest first if they overlap."""
+        """The items of a leaf; if they overlap, the nearest come first."""
         items: list[int] = self.table.of_leaf(leaf).tolist()
         if self.near is not None and leaf in self.table.overlapping:
             items.sort(key=self.near.nearest.__getitem__)
         return items
 
     def place(self, item: int) -> str:
-        """A unique item name: its nearest holder, leaf and bounds.
+        """A unique name for an item: its nearest holder, leaf and bounds.
 
-        The name contains "://" if the holder is reached through a network.
+        The name contains "://" if the holder is reached over a network.
         """
         source = self._sources[self.holders_of(item)[0]]
         return f"{source.directory}/{self.table.name(item)}"
@@ -113,7 +115,7 @@ class VerifiedReader:
         return values.view(np.dtype(dtype)).reshape(shape)
 
     def read_into(self, item: int, into: np.ndarray) -> None:
-        """Like `read`, but into contiguous memory for exactly the values, uint8."""
+        """Like `read`, but into contiguous uint8 memory of exactly the values' size."""
         self.read(item, lambda _: into)
 
     def read(
@@ -122,8 +124,9 @@ class VerifiedReader:
         """Reads an item from the first holder with good values.
 
         Args:
-          item: the item's number in the table.
-          memory: a function that returns contiguous memory, uint8, of a size in bytes.
+          item: the item's index in the table.
+          memory: a function that takes a size in bytes and returns contiguous uint8
+            memory.
           maps: whether to map values in this machine's memory instead of copying them;
             the step must not be removed while they are used.
 
@@ -150,8 +153,8 @@ class VerifiedReader:
                         self.read_bytes[number] += values.nbytes
                         self.bad += tried
                     return values
-                # Meanwhile the step may have been removed and its mapped files reused
-                # for another.
+                # In the meantime, the step may have been removed and its mapped files
+                # reused for a different step.
                 source.read_into(leaf, box, memoryview(bytearray(1)))
                 why = stored_part.DIFFERS
             except ReadError as error:
@@ -179,10 +182,11 @@ class VerifiedReader:
         Replaces them with verified values from other holders.
 
         Args:
-          bad: the holder's id and the name of each bad copy, as in `BadCopy`.
+          bad: the holder's ID and the name of each bad copy, as in `BadCopy`.
 
         Returns:
-          The names of the repaired items; the log says why others were not repaired.
+          The names of the repaired items; the log says why other items were not
+          repaired.
         """
         table, mended = self.table, []
         wanted = {name for _, name in bad}
@@ -202,7 +206,7 @@ class VerifiedReader:
         return mended
 
 
-# Reads a tree that was saved in a different layout, as this process needs it: from the
+# Reads this process's part of a tree that was saved in a different layout: from the
 # open step in any tier or, if passed None (because hosts are other processes), from
 # persistent storage.
 OtherTree = Callable[[VerifiedReader | None], Any]
@@ -216,15 +220,15 @@ def read_leaves(
     Boxes are read in windows: one window is moved to the devices while the next is
     read, which bounds host memory use, except for leaves that stay there. A saved box
     is always read whole, because its digest covers all of it, and only once for all
-    boxes of a window that share it: straight into the wanted box if it is contiguous
-    there. In addition to the boxes, each thread has one saved box in memory. Mapped
-    values are in memory only once, and devices receive them from there.
+    boxes of a window that share it. It is read directly into the wanted box if it is
+    contiguous there. In addition to the boxes, each thread has one saved box in memory.
+    Mapped values are in memory only once, and devices receive them from there.
 
     Args:
       reader: the reader of the step for this host.
       wanted: the leaves that this host needs.
-      maps: whether to map files in this machine's memory; the step must not be removed
-        meanwhile.
+      maps: whether to map files in this machine's memory; the step must then not be
+        removed during the read.
 
     Returns:
       The placed boxes of each leaf, by path.
@@ -245,7 +249,7 @@ def read_leaves(
             coming = begin(windows[0])
             for window, following in itertools.pairwise([*windows, range(0)]):
                 (made, reads), coming = coming, begin(following)
-                # The first error ends the read.
+                # The first error stops the read.
                 for each in futures.as_completed(reads):
                     each.result()
                 # Devices may still be receiving the previous window.
@@ -281,7 +285,7 @@ def planned(near: Nearness, wanted: Sequence[trees.WantedLeaf]) -> read_plan.Rea
 def _windows(
     plan: read_plan.ReadPlan, of_boxes: Sequence[tuple[trees.WantedLeaf, int]]
 ) -> Iterator[range]:
-    # Leaves that stay in host memory, which is not bounded, do not end a window.
+    # Leaves that stay in host memory do not close a window: their size is not bounded.
     leaves = plan.table.contents.leaves
     first = num_bytes = 0
     for at, ((leaf, number), saved) in enumerate(
@@ -314,7 +318,7 @@ class _Windows:
     def begin(
         self, window: range
     ) -> tuple[dict[int, np.ndarray], list[futures.Future[None]]]:
-        # Returns a window's boxes, by number, and the reads that fill them.
+        # Returns a window's boxes, by index, and the reads that fill them.
         plan = self._plan
         made = {at: self._empty(at) for at in window}
         bounds = np.searchsorted(plan.of_wanted, [window.start, window.stop])
@@ -357,7 +361,7 @@ class _Windows:
         values = reader.as_array(item, reader.read(item, memory, maps=maps))
         if is_whole and maps:
             made[first] = values
-        # If the first box was the memory, it is already filled.
+        # If the item was read directly into the first box, that box is already filled.
         rest = slice(1 if is_whole else 0, None)
         for read, other in zip(reads[rest], targets[rest], strict=True):
             other[...] = values[read.out_of]

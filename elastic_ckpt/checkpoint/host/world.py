@@ -31,8 +31,8 @@ class HeldStep(NamedTuple):
 
     Attributes:
       found: the parts that this host knows of, and where to read them.
-      holders: for each item, the numbers of the hosts of this world that have it in
-        memory, ascending.
+      holders: for each item, the indices of this world's hosts that have it in memory,
+        in ascending order.
     """
 
     found: FoundStep
@@ -44,9 +44,9 @@ class HostConfig:
     """The configuration of a host.
 
     Attributes:
-      number: the host's number in the world, from 0.
+      number: the host's index in the world, from 0.
       directory: the RAM disk; without a local tier, a directory for this world's
-        component files, removed at the end.
+        component files, which is removed at the end.
       chosen: the tiers; without a peer tier, hosts serve each other but copy nothing.
     """
 
@@ -66,9 +66,10 @@ class HostWorld:
     """A host in a world that it has joined.
 
     Attributes:
-      copy_policy: how many copies of a step this world keeps in peers' memory.
-      root: the steps in persistent storage; None if there is none.
-      mail: this host's messages, and its part in exchanges with all other hosts.
+      copy_policy: the policy for the copies of a step that this world keeps in peers'
+        memory.
+      root: the steps in persistent storage; None if there is no storage.
+      mail: this host's messages and its part in exchanges with all other hosts.
       held: the steps that this host copies or backs up.
       agent_urls: the URLs of agents, by machine.
     """
@@ -100,12 +101,12 @@ class HostWorld:
         if config.chosen.persistent is not None:
             directory = config.chosen.persistent.directory
             self.root = persistent_root.PersistentRoot.from_path(directory)
-        # All holders of a step in storage share a directory, and so a cache.
+        # All holders of a step in storage share a directory and therefore a cache.
         self._stored = functools.lru_cache(maxsize=4)(persistent_tier.StepSource)
         self._disks = [self.disk]
         read_ram = config.chosen.read_ram
         if read_ram is not None and find_machine(read_ram) is not None:
-            # Belongs to a program that runs or ran.
+            # It belongs to a program that is running or has run.
             self._disks.insert(0, ram_disk.RamDisk(read_ram, run=self.run))
         self.held: dict[StepId, HeldStep] = {}
         self.client = client
@@ -121,7 +122,7 @@ class HostWorld:
 
     @property
     def persistent(self) -> persistent_tier.PersistentTier | None:
-        """The steps in storage as they are now; None if there is none."""
+        """The current steps in storage; None if there is no storage."""
         if self.root is None:
             return None
         return persistent_tier.PersistentTier(self.root, run=self.run)
@@ -141,7 +142,7 @@ class HostWorld:
         """Makes this host copy and back up parts of a found step.
 
         Returns:
-          Whether the step is completely in RAM; if not, nothing is done.
+          Whether the step is completely in RAM; if it is not, nothing is done.
         """
         table = found.table.held_by(lambda holder: holder.tier == "local")
         if table.complete:
@@ -159,7 +160,8 @@ class HostWorld:
     def tiers(self) -> list[Tier]:
         """All tiers in which this host can search for steps, in their current state.
 
-        Peers are asked for their lists of steps once: read this again for new steps.
+        Peers are asked for their lists of steps only once; to see new steps, read this
+        property again.
         """
         stored = self.persistent
         return [*self.ram_tiers, *([] if stored is None else [stored])]
@@ -170,9 +172,9 @@ class HostWorld:
         return [*self._disks, *self._peers(self._agents)]
 
     def idle_peers(self, hosts: Collection[int]) -> list[peer.Peer]:
-        """Idle machines outside the world that `hosts` are responsible for.
+        """The idle machines outside the world that `hosts` are responsible for.
 
-        As with `tiers`, call this again for new steps.
+        As with `tiers`, call this again to see new steps.
         """
         machines = {host.machine for host in self.hosts}
         present = {self.agent_urls.get(machine) for machine in machines}
@@ -185,7 +187,7 @@ class HostWorld:
         """The source of a holder's parts of a save of a step.
 
         Raises:
-          CheckpointError: if no agent of the holder's machine is known.
+          CheckpointError: if the agent of the holder's machine is not known.
         """
         host, machine = holder.host, holder.host.machine
         if holder.tier == "persistent":
@@ -196,8 +198,8 @@ class HostWorld:
         url = holder.url or self.agent_urls.get(machine, "")
         if not url:
             raise errors.CheckpointError(
-                f"host {host.id}, which holds parts of step {step_id.step}, has"
-                " announced no agent that serves them; restart the run"
+                f"host {host.id} holds parts of step {step_id.step}, but has not"
+                " announced an agent that serves them; restart the run"
             )
         return peer.PeerSource(self.client.endpoint(url), f"{host.slot}/{step_id}")
 
@@ -215,12 +217,12 @@ class HostWorld:
     def listed(
         self, table: StepTable, items: np.ndarray, hosts: Sequence[Sequence[int]]
     ) -> Manifest:
-        """A manifest of a step's items, each at some hosts of this world.
+        """A manifest that lists hosts of this world as holders of a step's items.
 
         Args:
           table: the table of the step.
-          items: the numbers of the items.
-          hosts: for each item, the host numbers, in the order in which to try them.
+          items: the item indices.
+          hosts: for each item, the host indices in the order in which to try them.
         """
         numbers = list(dict.fromkeys(number for some in hosts for number in some))
         place = {number: n for n, number in enumerate(numbers)}
@@ -249,7 +251,7 @@ class HostWorld:
 
     @calls.call()
     def new_save(self, after: str) -> str:
-        """A name for new saves, greater as a string than `after` and this disk's saves.
+        """A name for new saves; as text, greater than `after` and this disk's saves.
 
         Args:
           after: the newest known save; empty if there is none.
@@ -262,7 +264,7 @@ class HostWorld:
 
     @calls.call()
     def secs_until_peers_are_asked(self) -> float:
-        """How long this host still skips failed peers, in seconds."""
+        """The time until this host stops skipping failed peers, in seconds."""
         return self.client.left_skipped_secs()
 
     def _peers(self, urls: Sequence[str]) -> list[peer.Peer]:

@@ -1,9 +1,9 @@
-"""A machine's agent as its hosts see it: found by its address, or started.
+"""A machine's agent, which its hosts find by its address or else start.
 
 An agent is a separate process (`agent_server`), so that a new world can read the
 machine's steps before, while and after a training process runs there. The agent's
 address is in `<root>/agent.json`, and the agent holds the lock `<root>/agent.lock`. A
-node's agent serves all runs below a directory: it holds the lock there and writes each
+node's agent serves all runs in a directory: it holds the lock there and writes each
 run's address to the run directory, replacing the address of the run's own agent.
 """
 
@@ -39,8 +39,8 @@ class Address:
     """The address at which an agent serves a RAM disk.
 
     Attributes:
-      url: the URL: `http://` or `https://`, host, port and `/v1/<run>`; without the run
-        for a node.
+      url: the URL, which consists of `http://` or `https://`, host, port and
+        `/v1/<run>`; a node's URL does not contain the run.
       machine: the ID of the machine's memory; empty for a node.
       domains: the node's failure domains, by kind.
     """
@@ -56,13 +56,14 @@ class Service:
     """The RAM disks that an agent serves, and how it serves them.
 
     Attributes:
-      root: the RAM disk; for a node, the directory with the RAM disks of its runs.
-      interface: the name or address at which others reach this machine; with TLS, the
-        name in its certificate.
+      root: the RAM disk; for a node, the directory that contains the RAM disks of its
+        runs.
+      interface: the name or address at which other machines reach this machine; with
+        TLS, the name in its certificate.
       port: the port to listen on; 0 lets the system choose.
       secret_file: the file with the run's secret; None uses the file on the RAM disk,
         which is created if it is missing.
-      tls_certificate: a PEM file with the certificate and its chain; None for no TLS.
+      tls_certificate: a PEM file with the certificate and its chain; None disables TLS.
       tls_key: a PEM file with the certificate's private key; None if the key is in the
         same file.
     """
@@ -80,19 +81,19 @@ def check_url(url: object, *, what: str, needs_tls: bool = False) -> None:
 
     Args:
       url: the value to check.
-      what: the setting that has the value, for the message.
+      what: the name of the setting, for the message.
       needs_tls: whether the URL must begin with `https://`.
 
     Raises:
-      ConfigError: if it is not an agent URL.
+      ConfigError: if the value is not an agent URL.
     """
     match = _URL.fullmatch(url) if isinstance(url, str) else None
     is_url = match is not None and 0 < int(match[2] or 80) < 2**16
     if not is_url or (needs_tls and not match[0].startswith("https")):
-        is_such = " that encrypts, as this run does" if needs_tls else ""
+        is_such = " with https, which this run requires" if needs_tls else ""
         raise errors.ConfigError(
-            f"{what} has {url!r}, which is not an agent URL{is_such}; write it as"
-            f" the agent prints it, such as http{'s' * needs_tls}://10.0.0.7:8470/v1/my_run"
+            f"{what} has {url!r}, which is not an agent URL{is_such}; use the"
+            f" URL that the agent prints, such as http{'s' * needs_tls}://10.0.0.7:8470/v1/my_run"
         )
 
 
@@ -111,7 +112,7 @@ def find(root: epath.PathLike) -> Address | None:
 
 
 def serving_directory(root: epath.PathLike) -> pathlib.Path | None:
-    """`root` or its node's directory, if an agent serves it now."""
+    """`root` or its node's directory, whichever an agent serves now, or None."""
     path = pathlib.Path(root)
     for each in (path, *path.parents[:2]):
         address = find(each)
@@ -123,7 +124,7 @@ def serving_directory(root: epath.PathLike) -> pathlib.Path | None:
 
 
 def domains(root: epath.PathLike) -> Mapping[str, str]:
-    """The failure domains according to the node's agent; empty without an agent."""
+    """The failure domains that the node's agent reports; empty without an agent."""
     directory = serving_directory(root)
     address = None if directory is None else find(directory)
     return {} if address is None else address.domains
@@ -142,8 +143,8 @@ def wait_for(root: epath.PathLike, *, within_secs: float = 60) -> Address:
         if time.monotonic() > deadline:
             raise errors.RunError(
                 f"no agent has served {os.fspath(root)} for {within_secs:g} s; look at"
-                " the agent's log, or stop it: the agent of a node must run as the user"
-                " of this program"
+                " the agent's log. A node's agent must run as the same user as this"
+                " program; if it runs as a different user, stop it"
             )
         time.sleep(0.01)
     return address
@@ -152,8 +153,8 @@ def wait_for(root: epath.PathLike, *, within_secs: float = 60) -> Address:
 class AgentProcess:
     """The agent that serves a RAM disk.
 
-    Uses a running agent, which outlives this process. Otherwise starts an agent, which
-    exits when this object is closed or this process is killed.
+    If an agent is already running, uses it; that agent outlives this process. If not,
+    starts an agent, which exits when this object is closed or this process is killed.
 
     Raises:
       RunError: if no agent can be started.
@@ -168,7 +169,7 @@ class AgentProcess:
                 self.close()
                 raise errors.RunError(
                     f"the agent of {service.root} could not be started; see its"
-                    " messages in this process's standard error"
+                    " messages on this process's standard error"
                 )
         self.address = wait_for(service.root)
 
@@ -185,7 +186,7 @@ def _started(service: Service) -> subprocess.Popen[str]:
         if name != "root" and value:
             command += [f"--{name.replace('_', '-')}", str(value)]
     # Ctrl-C in a terminal, or SIGTERM to all processes of a Slurm job, must not stop
-    # the agent, which serves until the last save is done. It inherits the mask.
+    # the agent, which serves until the last save is done. The agent inherits the mask.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         return subprocess.Popen(

@@ -8,8 +8,8 @@
     GET, HEAD  /v1/<run>/hosts/<slot>/<step>-<save>/<path>   a file, or a range of it
     PUT        /v1/<run>/hosts/<slot>/<step>-<save>/<path>   replaces a bad copy of a
                                                              file (`ram.ram_disk`)
-    PUT        /v1/<run>/holds/<step>-<save>                 keeps the step for a time,
-                                                             in seconds (`preserved`)
+    PUT        /v1/<run>/holds/<step>-<save>                 keeps the step for a number
+                                                             of seconds (`preserved`)
 
 Every request needs the run's secret (`Authorization: Bearer ...`). The secret is in a
 file, never on a command line, where others on the machine could read it. The agent
@@ -17,13 +17,13 @@ answers a rejected repair with 409 and the reason.
 
 A node's agent serves the directories of all runs on the node and sweeps them:
 
-    <directory>/<run>        the RAM disk of a run, or one level below, as for slices
-                             that share a machine
+    <directory>/<run>        the RAM disk of a run, or one level below if slices share
+                             a machine
     <directory>/agent.json   the failure domains of the node
 
 On Kubernetes, a DaemonSet runs the agent on a memory-backed `hostPath` of the node,
-which the runs' pods mount. A pod cannot see its node's labels, but the agent can: its
-manifest binds its service account to a role that may read them.
+which the runs' pods mount. A pod cannot see its node's labels, but the agent can: the
+agent's manifest binds its service account to a role that may read them.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ from elastic_ckpt.tiers.peers import agent, secret
 from elastic_ckpt.tiers.ram import machine, ram_disk
 from elastic_ckpt.tiers.source import RepairError
 
-# A chunk has at most 64 MiB and a checksum, unless it cannot be cut.
+# A chunk is at most 64 MiB plus a checksum, unless it cannot be cut.
 MOST_FILE_BYTES = 2**28
 # The maximum number of connections, and the time for the TLS handshake and the first
 # headers.
 MOST_CONNECTIONS = 512
 HEADERS_WITHIN_SECS = 10.0
-# Clients finish interrupted transfers elsewhere.
+# Clients finish interrupted transfers with other agents.
 _ENDING_SECS = 0.1
 _OPTIONS: Mapping[str, Any] = {
     "root": {
@@ -89,7 +89,7 @@ _OPTIONS: Mapping[str, Any] = {
     "--tls-key": {"help": "a PEM file with the certificate's private key"},
     "--until-stdin-closes": {
         "action": "store_true",
-        "help": "exit when the standard input is closed",
+        "help": "exit when standard input is closed",
     },
 }
 _NODE_OPTIONS: Mapping[str, Any] = {
@@ -117,7 +117,8 @@ _NODE_OPTIONS: Mapping[str, Any] = {
     },
     "--max-bytes": {
         "type": option_numbers.positive_count,
-        "help": "maximum bytes of all runs; above it, remove runs unused the longest",
+        "help": "maximum total bytes of all runs; above it, remove the"
+        " longest-unused runs",
     },
 }
 # The label for each kind of domain, from large to small. Zone and region are well-known
@@ -142,7 +143,7 @@ _STEP = "{slot:[0-9]+}/" + _SAVE
 _log = logging.getLogger(__name__)
 
 
-# The content of a malformed request may be a secret.
+# The content of a malformed request may contain a secret.
 _log.addFilter(
     lambda record: (
         not isinstance(
@@ -158,7 +159,7 @@ def listing(root: epath.PathLike) -> dict[str, storage.Json]:
     found = []
     for path in sorted(hosts.glob("*/*-*/manifest-*")):
         name = str(path.relative_to(hosts))
-        # A step may be removed meanwhile.
+        # A step may be removed in the meantime.
         with contextlib.suppress(FileNotFoundError):
             status = path.stat()
             if served(root, name) is not None:
@@ -167,7 +168,7 @@ def listing(root: epath.PathLike) -> dict[str, storage.Json]:
 
 
 def served(root: epath.PathLike, name: str) -> str | None:
-    """The path of the file `hosts/<name>`; None if it does not belong to a step.
+    """The path of the file `hosts/<name>`; None if the file does not belong to a step.
 
     Never serves hidden files or follows links.
     """
@@ -253,7 +254,7 @@ class _Answers:
         root = self._root(request)
         secs = await request.read()
         if not secs.isdigit():
-            raise web.HTTPBadRequest(text="send the seconds as a number")
+            raise web.HTTPBadRequest(text="send the number of seconds")
         await asyncio.to_thread(
             preserved.hold, root, request.match_info["step"], int(secs)
         )
@@ -271,10 +272,10 @@ class _Closed(asyncio.Protocol):
 async def listening(
     service: agent.Service, roots: Mapping[str, str]
 ) -> AsyncIterator[str]:
-    """Serves RAM disks as a directory's agent; yields the URL above their names.
+    """Serves RAM disks as a directory's agent; yields the URL prefix of their names.
 
     Args:
-      service: the service to run; its directory is locked meanwhile.
+      service: the service to run; its directory stays locked while the agent serves.
       roots: the RAM disks by name, looked up for each request.
 
     Raises:
@@ -284,9 +285,9 @@ async def listening(
     root, host = service.root, service.interface
     if not os.path.isdir(root) or host in ("", "0.0.0.0", "::"):
         raise errors.RunError(
-            f"{root} cannot be served at {host!r}: pass the directory of a run's RAM"
-            " disk (local_checkpoint_directory), which must exist, and the address at"
-            " which the other machines reach this one"
+            f"{root} cannot be served at {host!r}; pass an existing RAM disk directory"
+            " of a run (local_checkpoint_directory), and the address at which other"
+            " machines reach this one"
         )
     answers = _Answers(roots, service.secret_file)
     runner = web.AppRunner(
@@ -298,9 +299,9 @@ async def listening(
             stack.enter_context(lock)
         except errors.RunError:
             raise errors.RunError(
-                f"another agent serves {root}"
-                f" ({agent.find(root) or 'it is just starting'}); use it, or stop it"
-                " first"
+                f"another agent already serves {root}"
+                f" ({agent.find(root) or 'it is just starting'}); use that agent, or"
+                " stop it first"
             ) from None
         # An agent that was killed may have left addresses.
         _forget(root)
@@ -332,13 +333,13 @@ async def listening(
 
 
 def publish(root: str, above: str, name: str, secret_file: str | None) -> str:
-    """Creates a run's secret unless it exists, and publishes the run's address.
+    """Creates a run's secret if it does not exist, and publishes the run's address.
 
     Returns:
       The URL.
 
     Raises:
-      RunError: if the secret is not private or not valid.
+      RunError: if the secret is not private or is invalid.
     """
     url = f"{above}/{urllib.parse.quote(name, safe='')}"
     address = agent.Address(url=url, pid=os.getpid(), machine=machine.machine_id(root))
@@ -378,7 +379,7 @@ def node_domains(
     Args:
       named: domains from the agent's command line; they override labels.
       node: the node's name in Kubernetes; None without Kubernetes.
-      further: labels by kind of domain that extend or replace `LABELS`.
+      further: labels, by kind of domain, that extend or replace `LABELS`.
 
     Raises:
       RunError: if the labels cannot be read.
@@ -394,7 +395,7 @@ def read_labels(
     """Reads a node's labels from the Kubernetes API.
 
     Args:
-      node: the node's name, a pod's `spec.nodeName`.
+      node: the node's name, which is the `spec.nodeName` of its pods.
       account_directory: the directory with the token and the API's certificate
         authority.
 
@@ -418,9 +419,9 @@ def read_labels(
     except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
         raise errors.RunError(
             f"the labels of node {node} cannot be read from {host}:{port}{path}"
-            f" ({error}); the service account of the pod needs the verb get on nodes,"
-            " as in the node agent's manifest; outside a pod, specify the domains"
-            " with --domains"
+            f" ({error}); the pod's service account needs permission to get nodes, as"
+            " in the node agent's manifest; outside a pod, specify the domains with"
+            " --domains"
         ) from None
 
 
@@ -434,22 +435,22 @@ async def serve_node(
     max_bytes: float = math.inf,
     sweep_secs: float = 30.0,
 ) -> None:
-    """Serves the runs of a node until an event is set.
+    """Serves a node's runs until an event is set.
 
     Args:
       service: the service to run; its root contains the run directories.
       ended: the event to wait for.
-      announce: a function called with human-readable lines.
+      announce: a function that is called with each human-readable line.
       domains: the node's failure domains, by kind.
       unused_after: see `sweep`.
       max_bytes: see `sweep`.
-      sweep_secs: the time between two sweeps.
+      sweep_secs: the time between sweeps.
 
     Raises:
       RunError: see `listening`.
     """
     directory = os.path.realpath(service.root)
-    # May contain runs that are gone together with their secrets.
+    # May contain runs that are gone, along with their secrets.
     roots: dict[str, str] = {}
     announce_once = functools.cache(announce)
     async with listening(service, roots) as above:
@@ -485,14 +486,15 @@ def _forget(directory: str) -> None:
 def sweep(
     directory: str, *, unused_after: float = math.inf, max_bytes: float = math.inf
 ) -> list[str]:
-    """Removes unused runs; returns their paths below `directory`.
+    """Removes unused runs; returns their paths relative to `directory`.
 
     Args:
       directory: a node's directory.
-      unused_after: how many seconds after its last use to remove a run. A run is in use
-        while a sweep finds a process in one of its slots.
-      max_bytes: the maximum size of all runs together. Above it, removes the runs that
-        were unused the longest, except runs that may just be waiting for a new pod.
+      unused_after: the time after its last use, in seconds, at which a run is removed.
+        A run is in use as long as sweeps find a process in one of its slots.
+      max_bytes: the maximum size of all runs together. Above this size, the runs that
+        were unused the longest are removed, except runs that may just be waiting for a
+        new pod.
     """
     # Finishes removals that a crash interrupted.
     for path in _below(directory, f"{_REMOVED}*"):
@@ -500,7 +502,7 @@ def sweep(
     found = []
     for name, root in runs(directory).items():
         slots = pathlib.Path(root, "hosts").glob("*/")
-        # Another program may remove it meanwhile.
+        # Another program may remove it in the meantime.
         with contextlib.suppress(FileNotFoundError):
             if any(storage.is_locked(slot / ram_disk.LOCK) for slot in slots):
                 os.utime(root)
@@ -516,8 +518,8 @@ def sweep(
             with contextlib.suppress(errors.RunError), contextlib.ExitStack() as locks:
                 for slot in pathlib.Path(root, "hosts").glob("*/"):
                     locks.enter_context(storage.exclusive_lock(slot / ram_disk.LOCK))
-                # A host that starts meanwhile finds no directory rather than half of
-                # it.
+                # A host that starts during the removal finds no directory, rather than
+                # half of it.
                 storage.rename(root, hidden)
                 storage.remove(hidden)
                 removed.append(name)
@@ -526,7 +528,7 @@ def sweep(
 
 
 def runs(directory: str) -> dict[str, str]:
-    """Run directories, by path below `directory`; never follows links."""
+    """Run directories, by path relative to `directory`; never follows links."""
     roots = {
         os.path.relpath(file.parent, directory): str(file.parent)
         for file in _below(directory, f"*/{machine.FILE}")
@@ -563,7 +565,7 @@ def service_of(arguments: argparse.Namespace) -> agent.Service:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the agent's address and serves until a signal stops it."""
+    """Prints the agent's address and serves until a signal stops the agent."""
     serving = functools.partial(serve, service_of(arguments))
     if arguments.node:
         serving = functools.partial(
@@ -579,7 +581,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     elif any(getattr(arguments, name[2:].replace("-", "_")) for name in _NODE_OPTIONS):
         raise errors.ConfigError(
-            f"{', '.join(_NODE_OPTIONS)} are for a node's agent; add --node"
+            f"{', '.join(_NODE_OPTIONS)} apply only to a node's agent; add --node"
         )
 
     async def main() -> None:

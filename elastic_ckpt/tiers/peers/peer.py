@@ -24,9 +24,9 @@ from elastic_ckpt.tiers.peers.peer_client import Endpoint, PeerClient
 
 MOST_LISTING_BYTES = 4 * 2**20
 MOST_MANIFEST_BYTES = 64 * 2**20
-# A manifest's path below `hosts`.
+# A manifest's path relative to `hosts`.
 _PATH = r"^[0-9]+/(0|[1-9][0-9]*)-[^/]+/[^/]+$"
-# Errors that decoding raises for content that is not a list.
+# Errors that decoding raises for content that is not a valid list.
 _OTHER = (KeyError, RecursionError, TypeError, ValueError)
 
 
@@ -93,9 +93,10 @@ class PeerSource:
 class Peer:
     """The RAM disk of one other machine at one moment, a `source.Tier`.
 
-    Requests the list of steps once, when it is first needed. A new object requests it
-    again and reads only new manifests. A failed peer costs its time limit once; then it
-    is skipped for a while (see `peer_client`) and counts as having no steps.
+    Requests the list of steps once, when it is first needed. A new object requests the
+    list again and reads only new manifests. A failed peer delays the caller by one time
+    limit; then the peer is skipped for a while (see `peer_client`) and treated as
+    having no steps.
     """
 
     def __init__(self, url: str, client: PeerClient, run: str) -> None:
@@ -115,7 +116,7 @@ class Peer:
         except _OTHER:
             return Listing(
                 problem=f"the list of steps cannot be read: {self.url} sends something"
-                " different"
+                " else"
             )
         # Drops manifests that are no longer listed.
         listed, known = set(manifests), self._endpoint.manifests.items()
@@ -153,7 +154,7 @@ class Peer:
             if actual != (self._run, listed.step_id, name):
                 raise checked_json.UnreadableError(
                     f"has run, step and file {actual!r:.400}, which do not"
-                    f" match run {self._run!r} and its path"
+                    f" match run {self._run!r} and the manifest's path"
                 )
             known[listed] = parsed
         there = known[listed].at("local", self.url)

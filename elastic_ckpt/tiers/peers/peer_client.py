@@ -3,8 +3,8 @@
 Peers are not trusted: response sizes are bounded, callers compare every value with its
 digest, and no message quotes a peer. A broken transfer is resumed where it stopped, a
 limited number of times. If a peer is silent for the time limit or cannot be reached,
-calls fail immediately until three time limits have passed. The client ignores redirects
-and the environment's proxies.
+calls to that peer fail immediately until three times the limit has passed. The client
+ignores redirects and the environment's proxies.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from elastic_ckpt.tiers import source
 # The waits before retries of a transfer without progress. The first retry is immediate:
 # a pooled connection may have been closed long ago.
 RETRY_SECS = (0.0, 0.1, 0.2, 0.4)
-# How long a failed peer is skipped, in time limits.
+# How long a failed peer is skipped, as a multiple of the time limit.
 _SKIPPED_LIMITS = 3
 _MOST_CONNECTIONS = 4
 _MOST_REASON_BYTES = 1000
 _BROKEN = (ConnectionError, ssl.SSLEOFError, http.client.IncompleteRead)
 _FAILURES = (OSError, http.client.HTTPException)
 _STATUS: dict[int, str] = {
-    http.HTTPStatus.UNAUTHORIZED: "does not take the run's secret",
+    http.HTTPStatus.UNAUTHORIZED: "does not accept the run's secret",
     http.HTTPStatus.NOT_FOUND: "has no such file",
     http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE: "has a shorter file",
 }
 _SIZE = re.compile("bytes .*/([0-9]{1,18})")
-# How long unused bandwidth accumulates, so that the limit costs nothing below it; and
-# the maximum that a transfer takes in one piece, so that others get their turn.
+# How long unused bandwidth accumulates, so that transfers below the limit are not
+# slowed; and the maximum that a transfer takes in one piece, so that others get a turn.
 _BURST_SECS, _TURN_SECS = 1 / 8, 1 / 32
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class Bandwidth:
     """A token bucket for all transfers of a process; any thread may use it.
 
     Args:
-      bytes_per_sec: the limit, above 0; may be infinite.
+      bytes_per_sec: the limit, which must be positive and may be infinite.
       clock: a monotonic clock, in seconds.
     """
 
@@ -69,7 +69,7 @@ class Bandwidth:
         self._paid = clock()
 
     def take(self, num_bytes: int) -> float:
-        """Takes `num_bytes`; returns the seconds to wait before the next."""
+        """Takes `num_bytes`; returns the seconds to wait before taking more."""
         with self._lock:
             now, secs = self._clock(), num_bytes / self._bytes_per_sec
             self._paid = max(self._paid, now - _BURST_SECS) + secs
@@ -84,18 +84,19 @@ class Bandwidth:
 
 
 class PeerClient:
-    """Reads from other machines' agents; one per process, for any thread.
+    """Reads from other machines' agents; each process has one, for any thread.
 
     Args:
       secret: the run's secret, or a function that returns the current one.
-      tls_ca: a PEM file with the authority that signs the agents' certificates; with
-        it, agents without TLS are rejected. Without it, the system's authorities apply.
-      timeout_secs: the silence, in seconds, after which a peer is not asked for three
-        times as long.
+      tls_ca: a PEM file with the certificate of the authority that signs the agents'
+        certificates; if it is set, agents without TLS are rejected. None uses the
+        system's authorities.
+      timeout_secs: the seconds of silence after which a peer is skipped for three times
+        as long.
       max_bytes_per_sec: the limit for all peers together; None sets no limit.
 
     Raises:
-      ConfigError: if the authority cannot be used.
+      ConfigError: if the authority's certificate cannot be used.
     """
 
     def __init__(
@@ -121,13 +122,14 @@ class PeerClient:
 
     @functools.cached_property
     def tls(self) -> ssl.SSLContext:
-        """Verifies agents; cached, because reading the authorities takes a while."""
+        """The context that verifies agents; cached, because loading it is slow."""
         try:
             return ssl.create_default_context(cafile=self._tls_ca)
         except OSError as error:
             raise errors.ConfigError(
-                f"the certificates of peers cannot be verified with {self._tls_ca}"
-                f" ({error}); pass a PEM file with their authority's certificate"
+                f"peers' certificates cannot be verified with {self._tls_ca}"
+                f" ({error}); pass a PEM file with the certificate of the authority"
+                " that signed them"
             ) from None
 
     def endpoint(self, url: str) -> Endpoint:
@@ -153,9 +155,9 @@ class Endpoint:
     """The agent at `url`; any number of threads may call it.
 
     Attributes:
-      skipped_until: when to ask a failed peer again, by the monotonic clock.
+      skipped_until: when to ask a failed peer again, on the monotonic clock.
       pool: pooled connections, which open when they are used.
-      manifests: the manifests read from the agent, by its list entries (see `peer`).
+      manifests: the manifests read from the agent, keyed by list entry (see `peer`).
     """
 
     def __init__(self, url: str, client: PeerClient) -> None:
@@ -231,7 +233,7 @@ class Endpoint:
         As with `read`, a silent agent is skipped for a while.
 
         Raises:
-          RepairError: if the agent does not accept it.
+          RepairError: if the agent does not accept the content.
         """
         good = http.HTTPStatus.NO_CONTENT, http.HTTPStatus.CONFLICT
         try:
@@ -240,11 +242,12 @@ class Endpoint:
                     reason = response.read(_MOST_REASON_BYTES)
                     raise source.RepairError(reason.decode(errors="replace"))
         except (source.ReadError, *_FAILURES) as error:
-            # Otherwise a pooled connection may just have been closed meanwhile.
+            # On any other error, a pooled connection may just have been closed.
             if isinstance(error, TimeoutError):
                 self._skip(error)
             raise source.RepairError(
-                f"was not repaired: {self.url} does not accept it ({_why(error)})"
+                f"was not repaired: {self.url} did not accept the repair"
+                f" ({_why(error)})"
             ) from None
 
     def _tried(self, attempt: Callable[[], T], progress: Callable[[], int] = int) -> T:
@@ -290,7 +293,7 @@ class Endpoint:
             if time.monotonic() < self.skipped_until:
                 raise source.ReadError(
                     f"was not requested: {self.url} has failed ({self._reason}) and is"
-                    f" skipped for {_SKIPPED_LIMITS} time limits"
+                    f" skipped for {_SKIPPED_LIMITS} times the time limit"
                 )
             connection.request(method, self._path + path, body, headers)
             with connection.getresponse() as response:

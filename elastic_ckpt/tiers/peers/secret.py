@@ -1,8 +1,8 @@
 """The run's secret, which permits reading from the agents of its machines.
 
 The secret is in `<root>/secret`, readable only by its owner. The hosts of a new world
-agree on a secret through the coordination service, and each adopts it. The agent, which
-outlives worlds, reads the file for each request.
+agree on a secret through the coordination service, and each host adopts it. The agent,
+which outlives worlds, reads the file for each request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from etils import epath
 
 from elastic_ckpt.core import errors, storage
 
-# Characters that a header can carry; fewer than 16 could be guessed.
+# Characters that a header can carry; a secret shorter than 16 could be guessed.
 _SECRET = re.compile(r"[!-~]{16,1024}")
 
 
@@ -31,7 +31,7 @@ def new() -> str:
 
 
 def read_or_create(root: epath.PathLike) -> str:
-    """The secret of the RAM disk at `root`, created by the first call.
+    """The secret of the RAM disk at `root`, which the first call creates.
 
     Raises:
       RunError: if anyone but the file's owner may read it or could have written it.
@@ -42,8 +42,8 @@ def read_or_create(root: epath.PathLike) -> str:
     private = stat.S_ISREG(status.st_mode) and not stat.S_IMODE(status.st_mode) & 0o077
     if not private or status.st_uid != os.geteuid():
         raise errors.RunError(
-            f"{file} is not a file of mode 0600 of this user: others may know the"
-            " run's secret; remove the file, and a new one is created"
+            f"{file} is not a file with mode 0600 that this user owns, so others may"
+            " know the run's secret; remove the file, and a new secret is created"
         )
     return read(file)
 
@@ -56,16 +56,16 @@ def read(file: epath.PathLike) -> str:
     """
     known = current(file)
     if known is None:
-        # The message must not show what was found.
+        # The message must not show the file's content.
         raise errors.RunError(
-            f"{file} is missing, or does not contain a secret: 16 to 1024 ASCII"
-            " characters without spaces, such as `openssl rand -hex 32` prints"
+            f"{file} is missing or does not contain a secret; write 16 to 1024 ASCII"
+            " characters without spaces to it, for example with `openssl rand -hex 32`"
         )
     return known
 
 
 def current(file: epath.PathLike) -> str | None:
-    """The secret in a file now; None if the file is missing or contains none."""
+    """The file's current secret; None if the file is missing or has no secret."""
     try:
         with open(file, encoding="ascii", errors="replace") as opened:
             text = opened.read(2048).rstrip("\n")

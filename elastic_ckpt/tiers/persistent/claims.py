@@ -1,14 +1,16 @@
 """Claims let only one program at a time write to a directory of steps.
 
 A program that opens the directory to save creates the next record in `worlds/` (see
-`records`), unless the newest record's program is still writing. All worlds of one start
-of a run share a name and follow each other. If a launcher restarts the run, the new
-start follows immediately, unless both run on one machine. The program with the newest
-record writes; the other one notices before it commits a step.
+`records`), unless the newest record's program is still writing. All worlds of one
+launch of a run share a name and follow each other. If a launcher restarts the run, the
+new launch follows immediately, unless both launches run on the same machine. The
+program with the newest record writes; the other program notices before it commits a
+step.
 
 Before a world saves anything, its record gets the world's line (see `steps.step`);
-until then it has the previous world's line. So steps that a replaced world still saves,
-or that the run rolled back, do not count, even if no step of the new line is left.
+until then the record has the previous world's line. So steps that a replaced world
+still saves, or that the run rolled back, do not count, even if all steps of the new
+line are gone.
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ SECS = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claimant:
-    """A start of a run, which claims the run's worlds.
+    """A launch of a run, which claims the run's worlds.
 
     Attributes:
-      name: the unique name of the start; by default derived from this process.
-      has_claimed: whether an earlier world of this start was claimed.
-      owner: the start's process, if only that shows whether the start is alive; None if
-        the start has several processes, or a launcher restarts it.
+      name: the unique name of the launch; by default derived from this process.
+      has_claimed: whether an earlier world of this launch was claimed.
+      owner: the launch's process, if the launch is alive exactly as long as this
+        process; None if the launch has multiple processes, or a launcher restarts it.
     """
 
     name: str = dataclasses.field(default_factory=records.new_start)
@@ -59,7 +61,7 @@ class Claim:
     """One world's claim.
 
     Attributes:
-      number: the number of the world, from 1.
+      number: the world number, from 1.
       line: the line of the world's first save; the line's save is empty if no world of
         the run has saved anything.
       begun_ms: when the first world of the run was claimed, in milliseconds since 1970.
@@ -93,7 +95,7 @@ def newest(steps: epath.PathLike) -> Claim | None:
 
 
 def is_replaced(steps: epath.PathLike, number: int) -> bool:
-    """Whether another start has claimed a world after world `number`.
+    """Whether another launch has claimed a world after world `number`.
 
     Raises:
       CheckpointError: see `newest`.
@@ -104,7 +106,7 @@ def is_replaced(steps: epath.PathLike, number: int) -> bool:
 
 
 def check(steps: epath.PathLike, number: int) -> None:
-    """Checks that a world's claim is the newest and was not released.
+    """Checks that a world's claim is the newest one and was not released.
 
     Raises:
       ReplacedError: if a later world was claimed.
@@ -124,20 +126,20 @@ class Writer:
     """The program that writes to a directory of steps.
 
     Every process that drives the hosts of a run creates a writer with the same
-    arguments. Only host 0's writer acts, and all raise its errors.
+    arguments. Only host 0's writer acts; all writers raise its errors.
 
     Args:
       steps: the directory, local or in an object store.
       run: the identity of the run.
-      claimant: the start that claims the run's worlds; None if there is only this
+      claimant: the launch that claims the run's worlds; None if there is only this
         program.
-      share: a function that passes a value to all drivers under a name and returns all
-        their values; see `Hosts.share`.
-      acts: whether this process is host 0's.
+      share: a function that takes a name and a value, passes the value to all drivers
+        and returns all their values; see `Hosts.share`.
+      acts: whether this process belongs to host 0.
 
     Attributes:
-      number: the number of the world that this program has claimed; 0 before it claims
-        one.
+      number: the number of the world that this program has claimed; 0 if it has not
+        claimed a world yet.
     """
 
     def __init__(
@@ -158,14 +160,14 @@ class Writer:
         )
         self._identity: run_files.Identity | None = None
         self.number = 0
-        # A backup and a commit may notice at the same time that storage is back.
+        # A backup and a commit may notice simultaneously that storage is back.
         self._lock = threading.Lock()
         self._held: records.Held | None = None
-        # The save in the record of the start before this one.
+        # The save in the record of the previous launch.
         self._before = ""
 
     def begin(self, identity: run_files.Identity | None = None) -> None:
-        """Becomes the writer, or leaves that to `check` if storage is unreachable.
+        """Becomes the writer; if storage is unreachable, `check` does so later.
 
         May wait until the previous writer's record lapses.
 
@@ -174,7 +176,7 @@ class Writer:
 
         Raises:
           RunError: if another program writes.
-          ReplacedError: if another start has claimed a later world.
+          ReplacedError: if another launch has claimed a later world.
           HostsFailedError: if a record cannot be read.
         """
         self._identity = identity
@@ -192,7 +194,7 @@ class Writer:
         """Checks before a write to storage that this program is still the writer.
 
         Returns:
-          The number of this world.
+          This world's number.
 
         Raises:
           ReplacedError: if another program writes now, or the directory was removed.
@@ -204,7 +206,7 @@ class Writer:
         """Checks, then records the line for all steps saved from now on.
 
         Raises:
-          ReplacedError: see `check`; also if another start has saved to a later line.
+          ReplacedError: see `check`; also if another launch has saved to a later line.
           HostsFailedError: see `check`.
         """
 
@@ -212,7 +214,7 @@ class Writer:
             number, held = self._begin(), self._held
             assert held is not None
             if line.save <= self._before:
-                # The other start claimed it after this program searched for steps.
+                # The other launch claimed it after this program searched for steps.
                 raise _replaced(self._records)
             of_line = {"save": line.save, "parents": list(map(list, line.parents))}
             held.renew(fields={**held.record.fields, **of_line})
@@ -227,7 +229,7 @@ class Writer:
             self._held.give_back()
 
     def _agreed(self, name: str, act: Callable[[], int]) -> int:
-        # Named, because a backup and a commit may ask at the same time.
+        # Named, because a backup and a commit may ask simultaneously.
         own = allgather.outcome(act) if self._acts else {}
         outcome = self._share(f"writer/{name}", own)[0]
         if outcome.get("kind") == errors.RunError.__name__:
@@ -261,8 +263,8 @@ class Writer:
             if not may_follow and before.process != own.process:
                 raise errors.RunError(
                     f"{self._steps} is being written by another live program, {before};"
-                    " wait for it or stop it, write to a new directory, or open this"
-                    " one with read_only=True to only read it"
+                    " wait for that program or stop it, write to a new directory, or"
+                    " open this directory with read_only=True"
                 )
         if before is not None and before.fields["run"] == self._run:
             fields |= before.fields
@@ -271,9 +273,9 @@ class Writer:
         record = dataclasses.replace(own, fields=fields)
         held = self._records.take(number + 1, record)
         if held is not None:
-            # In case `close` is never called, also in forked children. It needs its own
-            # thread: garbage may be collected in a storage client's thread, which must
-            # not wait for itself.
+            # In case `close` is never called, including in forked children. A separate
+            # thread is needed, because garbage may be collected in a storage client's
+            # thread, which must not wait for itself.
             named = {"name": "give-back"}
             util.Finalize(self, background.in_thread, [held.give_back], named)
             util.Finalize(None, held.give_back, exitpriority=0)
@@ -288,7 +290,7 @@ def _replaced(there: records.Records) -> errors.ReplacedError:
     number, by = there.newest()
     other = "another program" if by is None else f"{by.start} ({by})"
     return errors.ReplacedError(
-        f"another start of this run, {other}, has continued it in"
-        f" {there.directory.parent} as world {number}, so this one commits no more"
-        " steps there; if you do not want the other one, stop it and restart the run"
+        f"another launch of this run, {other}, has continued it in"
+        f" {there.directory.parent} as world {number}, so this launch commits no more"
+        " steps there; if you do not want the other launch, stop it and restart the run"
     )

@@ -5,12 +5,12 @@
 
 A reader first writes a lease, then checks whether its step is being removed. The run
 first announces which steps it removes or sets aside, then checks for leases. So at
-least one of them sees the other and yields: the run keeps the step, or the reader takes
-a different one.
+least one of them sees the other and yields: the run keeps the step, or the reader
+chooses a different one.
 
-If a reader is killed, its step can be removed by the first collection that finds the
-lease unchanged for its full duration; if the reader ran on the run's machine, by the
-next collection.
+If a reader is killed, the first collection that finds its lease unchanged for the
+lease's full duration can remove the step. If the reader ran on the run's machine, the
+next collection can.
 """
 
 from __future__ import annotations
@@ -45,21 +45,22 @@ class StepGoneError(errors.CheckpointError):
 def lease(
     step_path: epath.PathLike, *, duration_secs: float = DURATION_SECS
 ) -> Iterator[epath.Path]:
-    """Keeps a step in storage: its run does not remove it until the block ends.
+    """Keeps a step in storage: the step's run does not remove it until the block ends.
 
     Args:
       step_path: a committed step directory in persistent storage.
-      duration_secs: how long the step is kept, at least, if this process is killed. The
-        lease is lost if storage is unreachable for longer.
+      duration_secs: the minimum time, in seconds, that the step is kept if this process
+        is killed. The lease is lost if storage is unreachable for longer.
 
     Yields:
       The step directory.
 
     Raises:
       StepGoneError: if the step does not exist or is being removed.
-      CheckpointError: when the block ends, if the lease was lost meanwhile and files
-        may have been removed before they were read.
-      OSError: if storage is unavailable; for a bucket, possibly its client's own error.
+      CheckpointError: at the end of the block, if the lease was lost, so that files may
+        have been removed before they were read.
+      OSError: if storage is unavailable; for a bucket, its client's own error may be
+        raised instead.
     """
     if not duration_secs > 0:
         raise errors.ConfigError(
@@ -69,7 +70,7 @@ def lease(
     root = PersistentRoot.from_path(directory.parent)
     gone = StepGoneError(
         f"{directory} is not a committed step, or is being removed; pass"
-        " PERSISTENT_DIRECTORY/<step>, or take a newer step"
+        " PERSISTENT_DIRECTORY/<step>, or choose a newer step"
     )
     if not directory.name.isdecimal():
         raise gone
@@ -94,9 +95,9 @@ def lease(
         held.remove()
     if not is_kept:
         raise errors.CheckpointError(
-            f"the lease of {directory} was lost while it was read: it was not renewed"
+            f"the lease of {directory} was lost during the read: it was not renewed"
             " in time, the step was removed or saved again, or storage is unreachable;"
-            " read it again, or a newer step"
+            " read the step again, or read a newer step"
         )
 
 
@@ -125,7 +126,7 @@ def leased_if_ours(path: epath.PathLike) -> Iterator[None]:
             except bucket_clients.failures() as error:
                 logging.warning(
                     "%s is read without a lease (%s); make sure that its run does not"
-                    " remove it meanwhile",
+                    " remove it during the read",
                     directory,
                     error,
                 )
@@ -136,7 +137,7 @@ def leased(root: PersistentRoot, watch: Watch) -> set[int]:
     """The leased steps; removes leases that have lapsed.
 
     Raises:
-      CheckpointError: if a lease cannot be read; then nothing may be removed.
+      CheckpointError: if a lease cannot be read; no step may be removed then.
     """
     files, before = _files(root, _LEASE), dict(watch)
     watch.clear()
@@ -169,7 +170,7 @@ def removing(
       steps: the steps to remove or move, unless they are leased.
       line: the line of the world that removes the steps.
       watch: the leases seen so far.
-      replaced: a step among `steps` that must go.
+      replaced: a step among `steps` that must be removed.
 
     Raises:
       CheckpointError: if `replaced` is leased, or leases cannot be read.
@@ -180,7 +181,7 @@ def removing(
         storage.write_atomic(path, b"")
     try:
         for path, step in _files(root, _REMOVING).items():
-            # Left by a killed world.
+            # A killed world left this file.
             if path.stem.partition("-")[2] < line.save:
                 if not root.is_committed(step):
                     storage.remove(root.final(step))
@@ -189,8 +190,8 @@ def removing(
         if replaced in are_leased:
             raise errors.CheckpointError(
                 f"step {replaced} in {root.path} is leased: a program is reading it;"
-                " delete or replace it when that program has exited. If it was killed,"
-                " its lease expires by itself"
+                " delete or replace the step when that program has exited. If the"
+                " program was killed, its lease expires on its own"
             )
         yield are_leased
     finally:
@@ -201,9 +202,9 @@ def removing(
 def arrange(
     root: PersistentRoot, line: Line, *, run: str, step: int, watch: Watch
 ) -> None:
-    """Sets aside the steps that a line abandons and brings back its own steps.
+    """Sets aside the steps that a line abandons and moves the line's own steps back.
 
-    An abandoned step that is leased stays where it is until a later commit.
+    A leased abandoned step stays where it is until a later commit.
 
     Args:
       root: the directory of the steps.

@@ -29,7 +29,7 @@ MANIFEST = "manifest.ocdbt"
 NEW_MANIFEST = f"{MANIFEST}.__lock"
 # An array's metadata file.
 METADATA = "zarr.json"
-# Caches index nodes: otherwise each value costs one node read per level.
+# Caches index nodes: without it, each value needs one node read per level.
 _CACHE_BYTES = 100 * 2**20
 # TensorStore encodes larger chunks in its own threads. Opening an array takes ten times
 # as long as writing a kilobyte, so small chunks are encoded here.
@@ -64,20 +64,21 @@ class Chunk:
 def store_name(host_id: str, save: str) -> str:
     """The name of a host's store for one save, in a checkpointable directory.
 
-    Orbax uses process numbers here. But a later world that repeats an upload may assign
-    a number to a different host, and a replaced start may still write to its store. So
-    the name contains hashes of host and save. Orbax accepts only letters and digits.
+    Orbax uses process indices here. But a later world that repeats an upload may assign
+    the same index to a different host, and a replaced launch may still write to its
+    store. So the name contains a hash of save and host. Orbax accepts only letters and
+    digits.
     """
     return f"{_PREFIX}{digest.name_hash(f'{save}/{host_id}'):016x}"
 
 
 def new_context() -> ts.Context:
-    """A context for stores that are merged or read repeatedly."""
+    """Returns a context for stores that are merged or read repeatedly."""
     return ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": _CACHE_BYTES}})
 
 
 def open_store(directory: epath.PathLike, context: ts.Context) -> ts.KvStore:
-    """Opens the store in `directory`; reads and writes nothing yet."""
+    """Opens the store in `directory`, without reading or writing yet."""
     return ts.KvStore.open(store_spec(directory), context=context).result()
 
 
@@ -102,13 +103,13 @@ def write(
 ) -> None:
     """Writes chunks and the metadata of their arrays, durably, in one commit.
 
-    A commit costs as much for one chunk as for thousands: pass many small chunks in one
-    call. Until it returns, TensorStore holds a copy of the values.
+    A commit takes as long for one chunk as for thousands, so pass many small chunks in
+    one call. Until the call returns, TensorStore has a copy of the values.
 
     Args:
       directory: the store's directory.
-      chunks: chunks of any arrays, whose values must not change meanwhile.
-      context: a context (`new_context`), the same in all calls for a store.
+      chunks: chunks of any arrays; their values must not change during the call.
+      context: a context from `new_context`, the same in all calls for a store.
 
     Raises:
       ValueError: if storage fails (raised by TensorStore).
@@ -153,9 +154,10 @@ def merge(directory: epath.Path, stores: Iterable[str]) -> None:
 
     Args:
       directory: a checkpointable's directory.
-      stores: the names of the directories that the merged store refers to.
+      stores: the names of the subdirectories to merge. The merged store refers to their
+        files, so they must stay.
     """
-    # Only stores of one context can refer to each other's values.
+    # Only stores with the same context can refer to each other's values.
     context = new_context()
     transaction = ts.Transaction(atomic=True)
     merged = open_store(directory, context).with_transaction(transaction)

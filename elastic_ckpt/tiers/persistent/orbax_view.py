@@ -6,8 +6,8 @@ without Orbax.
 
     <step>/orbax-digests.json    `files`: by path in the step, XXH3-128 of the content
 
-has the digests of Orbax's files, in version 1, and is written before the commit. Only
-verification reads it; the value digests are in manifests.
+contains the digests of Orbax's files (version 1) and is written before the commit. Only
+verification reads this file; the value digests are in manifests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _VERSION = 1
 
 
 def to_bytes(files: Mapping[str, bytes]) -> bytes:
-    """The content of `FILE`, for Orbax's `files` by path."""
+    """The content of `FILE`; `files` maps the paths of Orbax's files to contents."""
     listed = {path: _digest(files[path]) for path in sorted(files)}
     return checked_json.to_bytes({"files": listed}, version=_VERSION)
 
@@ -45,9 +45,9 @@ class OrbaxView:
         self._array = functools.cache(self._open)
 
     def chunk_problem(self, leaf: Leaf, box: Box, named: bytes) -> str | None:
-        """Returns what is wrong with a chunk as Orbax reads it; None if nothing is.
+        """Returns the problem with a chunk as Orbax reads it; None if it is good.
 
-        TensorStore checks the CRC-32C after the values, and this method their digest.
+        TensorStore checks the CRC-32C after the values; this method checks the digest.
         """
         try:
             array = self._array(leaf)[tuple(map(slice, box.start, box.stop))]
@@ -64,7 +64,7 @@ class OrbaxView:
         """Checks what manifests omit: Orbax's files and arrays without elements.
 
         Yields:
-          The path of a file or array, and what is wrong with it.
+          The path of a bad file or array, and the problem.
         """
         for leaf in contents.arrays:
             if 0 in leaf.shape:

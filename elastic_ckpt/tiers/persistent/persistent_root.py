@@ -1,4 +1,4 @@
-"""The directory of all steps in persistent storage, and how steps are committed there.
+"""The directory of all steps in persistent storage, and how it commits steps.
 
     <root>/<step>/                              a committed step
     <root>/<step>/preserve                      keeps it, regardless of policies
@@ -16,8 +16,8 @@ directories can be renamed, unless its `AtomicityMode.COMMIT_FILE` is set.)
 
 Before the first step of a line is committed (see `steps.step`), the steps that it
 abandons are set aside, unchanged, under a name that Orbax does not list. Steps of the
-line are moved back from there. A step's location decides nothing, so all of this can be
-repeated if the program is killed at any point.
+line are moved back from there. No decision depends on a step's location, so if the
+program is killed at any point, all of this can be repeated.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class PersistentRoot:
     """The directory of a run's steps in persistent storage.
 
     Attributes:
-      in_place: whether a file commits a step, rather than a rename.
+      in_place: whether a step is committed by a file rather than a rename.
       only: the only step to list; None for all.
     """
 
@@ -74,7 +74,7 @@ class PersistentRoot:
 
     @classmethod
     def from_path(cls, path: epath.PathLike) -> PersistentRoot:
-        """The root at `path`; steps are renamed only on local paths and NFS mounts."""
+        """The root at `path`; only local paths and NFS mounts use renames."""
         root = storage.absolute(path)
         return cls(path=root, in_place=not storage.is_local(root))
 
@@ -83,21 +83,21 @@ class PersistentRoot:
         return self.path / str(step)
 
     def unfinished(self, step_id: StepId) -> epath.Path:
-        """The directory to upload a save of a step to."""
+        """The directory to which a save of a step is uploaded."""
         temporary = self.path / f"{step_id.step}{_TEMPORARY}-{step_id.save}"
         return self.final(step_id.step) if self.in_place else temporary
 
     def aside(self, step_id: StepId) -> epath.Path:
-        """The directory of a save of a step that is set aside."""
+        """The directory of a set-aside save of a step."""
         return self.path / f"{step_id.step}{_TEMPORARY}-{step_id.save}{_ASIDE}"
 
     def is_committed(self, step: int) -> bool:
-        """Whether the step exists, whichever program wrote it."""
+        """Whether the step is committed, regardless of which program wrote it."""
         marker = COMMIT_FILE if self.in_place else ""
         return (self.final(step) / marker).exists()
 
     def is_pending(self, step_id: StepId, *, run: str) -> bool:
-        """Whether a save of a step is not committed yet.
+        """Whether a save of a step is still uncommitted.
 
         Older saves of the step are set aside when the new one is committed (before it
         is uploaded, where steps are written in place).
@@ -113,15 +113,15 @@ class PersistentRoot:
         if there is None or there > save or (self.in_place and there < save):
             what = "saved by stock Orbax, without elastic_ckpt"
             if manifest_names(self.final(step)):
-                what = f"its save is {there or 'of another run or version'}"
+                what = f"its save is {there or 'from a different run or version'}"
             raise errors.CheckpointError(
-                f"step {step} in {self.path} exists already ({what}), so save {save}"
-                " does not replace it; remove the existing step first to replace it"
+                f"step {step} already exists in {self.path} ({what}), so save {save}"
+                " does not replace it; to replace the existing step, remove it first"
             )
         return there < save
 
     def save_of(self, step: int, *, run: str) -> str | None:
-        """Which save of a step is committed; None if the run cannot read it.
+        """The committed save of a step; None if the run cannot read the step.
 
         For a step that stock Orbax saved, returns the save that the step counts as.
         """
@@ -138,7 +138,7 @@ class PersistentRoot:
         return f"{commit_nsecs(self.final(step)) // 1_000_000:015d}"
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending.
+        """The committed steps, in ascending order.
 
         Raises:
           CheckpointError: if the steps cannot be listed; also in `leftovers`.
@@ -147,17 +147,17 @@ class PersistentRoot:
         return [step for step, is_committed in there.items() if is_committed]
 
     def are_ours(self) -> dict[int, bool]:
-        """Whether this library wrote each committed step, ascending.
+        """Whether this library wrote each committed step; steps in ascending order.
 
-        Takes one request for each step with manifests: the directory listing also shows
-        the file that commits the step.
+        Needs one request for each step with manifests, because the directory listing
+        also shows the file that commits the step.
         """
 
         def is_ours(step: int) -> bool | None:
             names = records.names(self.final(step))
             if not (COMMIT_FILE in names or self.is_committed(step)):
                 return None
-            # Its manifests may all be lost.
+            # All of its manifests may be lost.
             has_any = any(map(is_manifest_name, names))
             return has_any or committed(self.final(step)) != ("", "")
 
@@ -165,21 +165,21 @@ class PersistentRoot:
         return {step: ours for step, ours in found.items() if ours is not None}
 
     def of_each(self, asked: Callable[[int], T], steps: Sequence[int]) -> dict[int, T]:
-        """Calls `asked` for each step, many at a time.
+        """Calls `asked` for many steps at a time.
 
-        A request to an object store takes as long as thousands on a disk, and a root
-        may have hundreds of steps.
+        A request to an object store takes as long as thousands of reads from a disk,
+        and a root may have hundreds of steps.
         """
         with background.pool(_READERS, "steps") as readers:
             return dict(zip(steps, readers.map(asked, steps), strict=True))
 
     def leftovers(self) -> list[Leftover]:
-        """The uncommitted steps, ascending, including uploads that are running.
+        """The uncommitted steps in ascending order, including running uploads.
 
-        Includes Orbax's own leftovers, which have the same form of name.
+        Includes Orbax's own leftovers, whose names have the same form.
         """
         leftovers = []
-        # In this order, because a step may be committed meanwhile.
+        # In this order, because a step may be committed between the two calls.
         found, committed = self._directories(), self.steps()
         for each in found:
             path, step = self.path / each[0], int(each["step"])
@@ -192,7 +192,7 @@ class PersistentRoot:
         return leftovers
 
     def set_aside_steps(self) -> list[StepId]:
-        """The steps set aside, ascending."""
+        """The set-aside steps, in ascending order."""
         return [
             StepId(int(each["step"]), each["save"])
             for each in filter(self._is_aside, self._directories())
@@ -202,7 +202,7 @@ class PersistentRoot:
         """Removes a step, committed or set aside.
 
         The step disappears immediately; then its files are removed. If the program is
-        killed meanwhile, the rest is a leftover.
+        killed before that is done, the remaining files are a leftover.
         """
         storage.remove(self.uncommit(directory))
 
@@ -219,7 +219,7 @@ class PersistentRoot:
         return taken_back
 
     def move(self, source: epath.Path, target: epath.Path) -> None:
-        """Moves a step; can be repeated, because one of the two is always whole."""
+        """Moves a step; repeatable, because `source` or `target` is always whole."""
         if target.exists():
             # An edit was interrupted, and a run stored the same save from RAM again.
             self.remove(target)
@@ -235,7 +235,7 @@ class PersistentRoot:
         return bool(found["aside"]) and is_whole
 
     def _numbers(self) -> list[int]:
-        # The steps with a directory, committed or not, ascending.
+        # The steps with a directory, committed or not, in ascending order.
         return [int(e["step"]) for e in self._directories() if not e["temporary"]]
 
     def _directories(self) -> list[re.Match[str]]:
@@ -265,7 +265,7 @@ def commit_text(final: epath.Path, run: str, save: str) -> bytes:
 
 def committed(directory: epath.Path) -> tuple[str, str]:
     """A committed step's run and save; empty if this library did not commit it."""
-    # A truncated or altered file names no save.
+    # A truncated or altered file does not identify a save.
     with contextlib.suppress(FileNotFoundError, LookupError, ValueError):
         found = _COMMITTED.search((directory / COMMIT_FILE).read_bytes())
         fields = json.loads(found[1]) if found else {}
@@ -303,9 +303,10 @@ def read_manifests(
 
     Args:
       directory: the step directory.
-      run: the run that they must belong to.
-      step: the step that they must belong to.
-      hosts: hosts known to have written manifests: an object store's listing may lag.
+      run: the run that the manifests must belong to.
+      step: the step that the manifests must belong to.
+      hosts: the hosts known to have written manifests, because an object store's
+        listing may lag.
 
     Raises:
       OutOfReachError: if storage is unavailable.

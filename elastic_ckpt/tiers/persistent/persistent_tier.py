@@ -1,8 +1,8 @@
 """The persistent tier: ordinary Orbax checkpoints, found and read by their manifests.
 
 Hosts write the checkpoints (`upload`), and any program can load them with stock Orbax.
-From this library's manifests, next to Orbax's files, a host finds a box's values and
-their digests without Orbax and reads only what it needs.
+With this library's manifests, next to Orbax's files, a host finds a box's values and
+their digests without Orbax and reads only the values that it needs.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class PersistentTier:
     def known_saves(self) -> list[StepId]:
         """This library's steps that are committed or set aside.
 
-        The save is empty if the step belongs to another run, or its save is unknown. An
-        abandoned step that is leased is not set aside, so the newest step does not
-        always have the newest save.
+        The save is empty if the step belongs to another run, or if its save is unknown.
+        A leased abandoned step is not set aside, so the newest step does not always
+        have the newest save.
 
         Raises:
           CheckpointError: if storage is unreachable; also in `foreign_saves`.
@@ -72,7 +72,7 @@ class PersistentTier:
         ]
 
     def recorded_lines(self) -> list[Line]:
-        """The newest recorded line, which may have no step in storage yet.
+        """The newest recorded line, which may not have a step in storage yet.
 
         Raises:
           CheckpointError: if the record is damaged or unreachable.
@@ -85,7 +85,7 @@ class PersistentTier:
         """The committed steps that stock Orbax wrote.
 
         Returns:
-          The save that each counts as, by step, ascending.
+          A dict from step to the save that it counts as, in ascending order.
         """
         foreign = [step for step, is_ours in self._are_ours.items() if not is_ours]
         return self.root.of_each(self.root.foreign_save, foreign)
@@ -94,8 +94,8 @@ class PersistentTier:
         """Orbax's metadata of a committed step.
 
         Returns:
-          `metrics`, `custom_metadata` and `commit_timestamp_nsecs`, each None if there
-          is none.
+          A dict with `metrics`, `custom_metadata` and `commit_timestamp_nsecs`, each
+          None if the step does not have it.
         """
         directory = self.root.final(step)
         metadata = read_json(directory / "_CHECKPOINT_METADATA") or {}
@@ -106,7 +106,7 @@ class PersistentTier:
         }
 
     def offers(self, step: int) -> Offered:
-        """See `source.Tier`; empty if the step is not committed or not reachable."""
+        """See `source.Tier`; empty if the step is uncommitted or unreachable."""
         copies: list[Copy] = []
         problems: list[str] = []
         try:
@@ -151,7 +151,7 @@ class PersistentTier:
         return retention.with_evaluations(held, metrics)
 
     def preserved(self) -> list[int]:
-        """The pinned steps, ascending."""
+        """The pinned steps, in ascending order."""
         found = self.root.of_each(
             lambda step: preserved.is_preserved(self.root.final(step)),
             list(self._are_ours),
@@ -208,7 +208,7 @@ class StepSource:
             raise ReadError(f"cannot be read ({error})") from error
         if len(content) < len(into):
             raise ReadError(
-                f"ends after {len(content)} bytes, but should have {len(into)}"
+                f"ends after {len(content)} bytes, but should be {len(into)} bytes long"
             )
         into[:] = content[: len(into)]
         on_piece(into)

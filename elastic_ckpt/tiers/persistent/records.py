@@ -1,17 +1,17 @@
 """Records in storage that are valid for as long as their holders renew them.
 
 A record names its process. On the same machine, the process ID, its start time and the
-machine's boot ID prove whether the process is alive. On a different machine nothing can
-be proved, so a holder increases a count in its record four times in `secs`. A record
-has lapsed if it was not renewed for `secs` by the clock of the program that reads it.
-Clocks are never compared.
+machine's boot ID prove whether the process is alive. On a different machine, nothing
+can be proved, so a holder increments a count in its record four times in `secs`. A
+record has lapsed if it was not renewed for `secs` by the clock of the program that
+reads it. Clocks of different machines are never compared.
 
     <directory>/<number>.json
 
 Of numbered records, only the newest counts. A program that wants to succeed its holder
-creates the next number, which storage allows only once. A holder that hung finds that
-record before it renews its own. Claims of a run's worlds and of its machines' leader
-are numbered records; step leases are single records.
+creates the record with the next number, which storage allows only once. A holder that
+hung finds that record before it renews its own. Claims of a run's worlds and of its
+machines' leader are numbered records; step leases are single records.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Record:
     """One record.
 
     Attributes:
-      start: the unique name of one start of a program.
-      secs: how long the record is valid without renewal; 0 once it was released.
+      start: the unique name of one launch of a program.
+      secs: the time that the record is valid without renewal; 0 once it was released.
       since_ms: when the record was created, in milliseconds since 1970.
-      count: how often the record was renewed.
+      count: the number of renewals.
     """
 
     start: str
@@ -73,7 +73,7 @@ class Record:
 
 
 def new_start() -> str:
-    """A unique name for a start of a program."""
+    """A unique name for a launch of a program."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
@@ -84,12 +84,12 @@ def to_bytes(value: Any) -> bytes:
 
 
 class OutOfReachError(errors.CheckpointError):
-    """Storage is unavailable, so its content is unknown; the cause says why."""
+    """Storage is unavailable, so its content is unknown; `__cause__` says why."""
 
 
 @contextlib.contextmanager
 def within_reach(path: epath.Path) -> Iterator[None]:
-    """Turns errors of storage, other than a missing file, into an OutOfReachError."""
+    """Turns storage errors, except for a missing file, into an OutOfReachError."""
     try:
         yield
     except FileNotFoundError:
@@ -102,7 +102,7 @@ def within_reach(path: epath.Path) -> Iterator[None]:
 
 
 def read(path: epath.Path, kind: type[T] = Record) -> T | None:
-    """Decodes a file that `to_bytes` encoded; None if there is no file.
+    """Decodes a file that `to_bytes` encoded; None if the file is missing.
 
     Raises:
       CheckpointError: if the file is damaged, or storage is unavailable.
@@ -117,13 +117,13 @@ def read(path: epath.Path, kind: type[T] = Record) -> T | None:
         return None
     except ValueError as error:
         raise errors.CheckpointError(
-            f"{path} {error}; restore the file from a copy, or stop all programs of the"
-            " run and remove it"
+            f"{path} {error}; restore the file from a good copy, or stop all programs"
+            " of the run and remove the file"
         ) from None
 
 
 def names(directory: epath.Path) -> list[str]:
-    """The names in a directory, in any order; none if it does not exist.
+    """The names in a directory, in any order; empty if it does not exist.
 
     Raises:
       OutOfReachError: if storage is unavailable.
@@ -138,7 +138,7 @@ def is_over(path: epath.Path, record: Record) -> bool:
     if not record.secs or record.process.is_here:
         return not record.secs or record.process.is_dead
     logging.warning(
-        "%s, may still hold %s: waiting for up to %g s to see whether it renews it",
+        "%s, may still hold %s: waiting up to %g s to see whether it renews the record",
         record,
         path,
         record.secs,
@@ -178,10 +178,10 @@ class Records:
         *,
         renewed: Callable[[int], None] = lambda _: None,
     ) -> Held | None:
-        """Creates a record unless its number exists; never removes records.
+        """Creates a record unless its number is taken; never removes records.
 
         Returns:
-          The record, which is renewed from now on; None if another program took the
+          The record, which is renewed from now on; None if another program took its
           number.
         """
         path, after = self.path(number), self.path(number + 1)
@@ -197,10 +197,10 @@ class Held:
 
     Args:
       after: the file that a successor creates; None if there can be no successor.
-      renewed: a function called with the count after each renewal, in that thread.
+      renewed: a function that the thread calls with the count after each renewal.
 
     Attributes:
-      record: the content last written.
+      record: the last-written content.
       is_lost: whether the record turned out to be gone or held by another program.
     """
 
@@ -234,7 +234,7 @@ class Held:
         return not self.is_lost
 
     def renew(self, **changes: Any) -> None:
-        """Increases the count and applies `changes` to other attributes.
+        """Increments the count and applies `changes` to other attributes.
 
         Does nothing if the record was lost or released.
         """
@@ -257,7 +257,7 @@ class Held:
         self._end(lambda: storage.remove(self.path))
 
     def _end(self, end: Callable[[], None]) -> None:
-        # A forked process has its parent's record.
+        # A forked process has a copy of its parent's record.
         if self._ended.is_set() or os.getpid() != self._pid:
             return
         with self._lock:

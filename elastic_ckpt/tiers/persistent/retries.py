@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 _ATTEMPTS = 8
 # Upper bounds of the first wait, which then doubles, and of the longest wait.
 _FIRST_SECS, _LONGEST_SECS = 0.5, 30.0
-# A later backup may succeed, but retrying this one will not.
+# A later backup may succeed, but retrying this backup will not help.
 _PERMANENT = ("full", "read_only", "refused")
 _PERMANENT_ERRNOS = (
     errno.EISDIR,
@@ -44,11 +44,11 @@ def call(what: str, act: Callable[[], Result]) -> Result:
     """Calls `act` until it succeeds and returns its result.
 
     Args:
-      what: how messages begin, such as `writing /a/b`.
-      act: a function that can be repeated after it fails halfway.
+      what: the beginning of messages, such as `writing /a/b`.
+      act: a function that can be called again after it fails halfway.
 
     Raises:
-      CheckpointError: if the last attempt failed, or an attempt failed permanently.
+      CheckpointError: if the last attempt fails, or an attempt fails permanently.
     """
     for attempt in range(1, _ATTEMPTS + 1):
         try:
@@ -61,7 +61,7 @@ def call(what: str, act: Callable[[], Result]) -> Result:
             if is_permanent or attempt == _ATTEMPTS:
                 advice = storage_cause.advice(str(error)) or _ADVICE
                 raise errors.CheckpointError(
-                    f"{failed}; {advice}; a run tries again with its next backup"
+                    f"{failed}; {advice}; the run will try again with its next backup"
                 ) from error
             # Ten thousand hosts that failed together must not retry together.
             secs = min(_LONGEST_SECS, _FIRST_SECS * 2 ** (attempt - 1))

@@ -6,19 +6,19 @@
     <root>/evaluations/<step>-<save>.json   metrics of training step <step>
 
 The first two are in a run's storage and on each of its RAM disks. Two runs may have the
-same name, and so the same path in RAM, for example after one run's output was removed.
-So each run has a random identity, created at its first start, and refuses a different
-run's RAM disk.
+same name, and therefore the same path in RAM, for example after one run's output was
+removed. So each run has a random identity, created by its first launch, and rejects a
+different run's RAM disk.
 
 Programs outside the run find its machines through the agents in storage; a new world
 finds idle machines through the agents on its hosts' RAM disks. The entries are hints:
 an agent may be gone, everything that it sends is verified, and the run's secret is not
 in the file.
 
-An evaluation applies to the saved step of the same number, otherwise to the newest step
-before it (`steps.retention.with_evaluations`) and is removed with that step. It stores
-its world's save: as with a step, the run's line (`steps.step`) decides whether the
-evaluation counts.
+An evaluation applies to the saved step with the same number or, if there is none, to
+the newest step before it (`steps.retention.with_evaluations`), and is removed with that
+step. It stores its world's save: as with a step, the run's line (`steps.step`) decides
+whether the evaluation counts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from elastic_ckpt.tiers.persistent.persistent_root import (
 IDENTITY = "run.json"
 AGENTS = "agents.json"
 EVALUATIONS = "evaluations"
-# A machine that was in no world for this long is dropped.
+# A machine that was not in any world for this long is dropped.
 _REMEMBERED_SECS = 14 * 24 * 3600
 
 
@@ -68,8 +68,9 @@ class Place:
     """A directory of a run's steps: in storage, or a RAM disk.
 
     Attributes:
-      identity: the run whose steps the directory has; None if it has no run yet.
-      is_out_of_reach: whether the directory cannot be read now.
+      identity: the identity of the run whose steps are in the directory; None if the
+        directory does not belong to a run yet.
+      is_out_of_reach: whether the directory is currently unreachable.
     """
 
     directory: str
@@ -93,7 +94,7 @@ class RunAgents:
 
     @property
     def urls(self) -> dict[str, str]:
-        """The agents of the newest world, by machine."""
+        """The URLs of the newest world's agents, by machine."""
         newest = max((each.secs for each in self.agents.values()), default=0)
         return {m: url for m, (url, secs) in self.agents.items() if secs == newest}
 
@@ -120,11 +121,12 @@ class Evaluation:
 
 
 def place(directory: epath.PathLike, *, has_steps: bool = True) -> Place:
-    """Reads which run a directory of steps belongs to, in storage or in RAM.
+    """Determines which run a directory of steps, in storage or RAM, belongs to.
 
     Args:
       directory: the directory.
-      has_steps: whether it has any steps; a RAM disk without steps belongs to no run.
+      has_steps: whether the directory has any steps; a RAM disk without steps does not
+        belong to any run.
 
     Raises:
       CheckpointError: if the directory's identity file is damaged.
@@ -146,7 +148,7 @@ def agreed(
     was unreachable has no identity yet and gets the run's identity.
 
     Args:
-      stored: the run's persistent storage; None if it has none.
+      stored: the run's persistent storage; None if the run does not have any.
       disks: the RAM disk of each host.
       fresh: the name for a new identity.
 
@@ -171,18 +173,19 @@ def agreed(
         # Only the name: hosts without storage do not know whether the run has storage.
         if own.name != known.name:
             raise errors.RunError(
-                f"host {number}: {each.directory} contains steps of another run, not of"
-                f" {place_of_run}; {remedy}"
+                f"host {number}: {each.directory} contains steps of another run and"
+                f" does not match {place_of_run}; {remedy}"
             )
         # By copying the identity, the user confirms that this is the run's storage.
         if is_new and own.is_stored:
             raise errors.RunError(
                 f"{place_of_run} has no steps, but {each.directory} has steps of a"
-                " run that was stored. If the storage of this run is gone or was"
+                " run that had persistent storage. If this run's storage is gone or was"
                 " replaced, RAM holds the only copy: to continue from it, copy"
                 f" {os.path.join(each.directory, IDENTITY)} to"
-                f" {os.path.join(place_of_run, IDENTITY)} and start again; to get only"
-                f" weights, run elastic-ckpt convert {each.directory} DIRECTORY/STEP."
+                f" {os.path.join(place_of_run, IDENTITY)} and restart the run; to get"
+                " only the weights, run"
+                f" elastic-ckpt convert {each.directory} DIRECTORY/STEP."
                 f" If these steps belong to another run, {remedy}"
             )
     is_stored = known.is_stored or stored is not None
@@ -190,7 +193,7 @@ def agreed(
 
 
 def keep(directory: epath.PathLike, identity: Identity, *, is_first: bool) -> None:
-    """Writes the run's identity to persistent storage, or checks that it is there.
+    """Writes the run's identity to persistent storage, or checks it on later calls.
 
     Args:
       directory: the directory of the run's steps.
@@ -198,7 +201,7 @@ def keep(directory: epath.PathLike, identity: Identity, *, is_first: bool) -> No
       is_first: whether this is the program's first call.
 
     Raises:
-      ReplacedError: if the directory was removed, or another run has taken it.
+      ReplacedError: if the directory was removed or now belongs to another run.
       OSError: if storage is unavailable, or another of `bucket_clients.failures`.
     """
     path = storage.absolute(directory) / IDENTITY
@@ -207,21 +210,21 @@ def keep(directory: epath.PathLike, identity: Identity, *, is_first: bool) -> No
     there = records.read(path, Identity)
     if there is None or there.name != identity.name:
         raise errors.ReplacedError(
-            f"{path} is gone or another run's: the directory was removed while this"
-            " run was writing to it, or another run has started in it at the same time."
-            " This run's steps there are lost, so it stops; restart it, in a different"
-            " directory if the other run needs this one"
+            f"{path} is gone or belongs to another run: the directory was removed"
+            " while this run was writing to it, or another run started in it at the"
+            " same time. This run's steps there are lost, so this run stops; restart"
+            " it, in a different directory if the other run needs this one"
         )
 
 
 def find_run(chosen: Chosen) -> str | None:
-    """The run whose steps are in the local tier, otherwise in the persistent tier.
+    """The run whose steps are in the local tier or, if it has none, in storage.
 
     An unnamed run keeps this name when tiers are added, removed or moved.
 
     Returns:
-      None if there are no steps, or if storage is unreachable and the local tier has no
-        steps: other hosts may have some in RAM.
+      The run's name. None if there are no steps, or if storage is unreachable and the
+      local tier has no steps: other hosts may have steps in RAM.
 
     Raises:
       CheckpointError: if storage is unreachable and there is no local tier.
@@ -232,7 +235,7 @@ def find_run(chosen: Chosen) -> str | None:
 def _runs(chosen: Chosen) -> Iterator[str | None]:
     if chosen.local is not None:
         disk = storage.absolute(chosen.local.directory)
-        # Whoever uses an unreadable disk rejects it and says why.
+        # Any later use of an unreadable disk raises an error that says why.
         with contextlib.suppress(OSError, errors.CheckpointError):
             steps = (each for each in disk.glob("hosts/*/*") if each.is_dir())
             yield from map(run_of, steps)
@@ -268,7 +271,7 @@ def read_agents(directory: epath.PathLike) -> RunAgents | None:
 
 
 def known_agents(root: epath.PathLike) -> dict[str, Seen]:
-    """The agents recorded on a RAM disk; none if the record is missing or damaged."""
+    """The agents recorded on a RAM disk; empty if the record is missing or damaged."""
     with contextlib.suppress(errors.CheckpointError):
         recorded = read_agents(root)
         return {} if recorded is None else dict(recorded.agents)
@@ -286,7 +289,7 @@ def forget_agent(root: epath.PathLike, url: str) -> None:
 def joined_agents(
     heard: Iterable[Mapping[str, Seen]], present: Mapping[str, str], *, now_secs: float
 ) -> dict[str, Seen]:
-    """Merges the agents that hosts know, each as last seen."""
+    """Merges the agents that hosts know; for each, the latest entry wins."""
     of_all = [each for agents in heard for each in agents.items()]
     newest = dict(sorted(of_all, key=lambda each: each[1].secs))
     oldest_secs = now_secs - _REMEMBERED_SECS
@@ -305,10 +308,10 @@ def record_evaluation(root: PersistentRoot, evaluation: Evaluation) -> None:
 
 
 def evaluations(root: PersistentRoot, line: Line, *, run: str) -> list[tuple[int, str]]:
-    """A line's evaluations: training steps and JSON of metrics, ascending.
+    """A line's evaluations as pairs of training step and metrics (JSON), in step order.
 
-    If a training step has two evaluations, the later save's comes last and takes
-    precedence. Skips an evaluation if its step was saved again since.
+    If a training step has two evaluations, the later save's evaluation comes last and
+    takes precedence. Skips an evaluation if its step has been saved again since.
 
     Raises:
       CheckpointError: if storage is out of reach.
@@ -326,7 +329,7 @@ def evaluations(root: PersistentRoot, line: Line, *, run: str) -> list[tuple[int
 def forget_evaluations(
     root: PersistentRoot, steps: Collection[int], line: Line
 ) -> None:
-    """Removes saved steps' evaluations, and abandoned ones that the line has passed.
+    """Removes evaluations of saved steps, and abandoned ones that the line has passed.
 
     Raises:
       OSError: if storage is unavailable, or another of `bucket_clients.failures`.

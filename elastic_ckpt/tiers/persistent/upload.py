@@ -2,7 +2,8 @@
 
 A host writes chunks and files in any order, from any number of threads. Every few
 seconds, and at the end, it lists the durable parts in its manifest. If an earlier
-upload of this save was killed, parts that any host listed are not written again.
+upload of this save was killed, the parts that any host had listed are not written
+again.
 
     <unfinished>/state/ocdbt.process_<save, host>/   its store: the chunks of `state`
     <unfinished>/data/shards-00000-00063.json.gz     a file of the component `data`
@@ -10,9 +11,9 @@ upload of this save was killed, parts that any host listed are not written again
 
 When all hosts have finished, one of them turns the upload into an ordinary Orbax
 checkpoint: it merges the stores, adds the files that Orbax requires, and then makes the
-step visible by a rename or by a last file (see `persistent_root`). If that host is
-killed at any point, any host can repeat this: until the very end, the step does not
-exist for this library or for Orbax, and then it is complete.
+step visible with a rename or with a last file (see `persistent_root`). If that host is
+killed at any point, any host can repeat this. Until the very end, the step does not
+exist for this library or for Orbax; then it is complete.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ _PROGRESS_SECS = 5.0
 _PROGRESS_SHARE = 20
 
 
-# A part to upload, as `Manifest.rows` lists it: the number of its leaf, its box and the
-# digest of its values, which the caller has verified.
+# A part to upload, as `Manifest.rows` lists it: its leaf's index, its box and the
+# digest of its values; the caller has verified them.
 Part = tuple[int, boxes.Box, bytes]
 
 
@@ -72,11 +73,11 @@ class Upload:
     """One host's part of an upload.
 
     Args:
-      claim: the number of the host's world, which must be the newest whenever a file is
-        written to a directory that another start may share; 0 for no world.
+      claim: the number of the host's world; 0 for no world. The world must be the
+        newest whenever a file is written to a directory that another launch may share.
 
     Attributes:
-      there: the parts that hosts already uploaded, if the upload was interrupted.
+      there: the parts that hosts already uploaded, if an upload was interrupted.
     """
 
     def __init__(
@@ -88,13 +89,13 @@ class Upload:
         claim: int = 0,
     ) -> None:
         self._root, self._saved, self._host = root, saved, host
-        # Another start may write to the same directory only if steps are in place.
+        # Another launch can write to the same directory only if steps are in place.
         self._claim = claim if root.in_place else 0
         self._directory = root.unfinished(saved.step_id)
         self._context = ocdbt.new_context()
         self._lock = threading.RLock()
         self.there: set[Part] = set()
-        # What this host has written.
+        # The parts that this host has written.
         self._parts: dict[tuple[int, boxes.Box], Part] = {}
         self._next_list_secs = clock.monotonic() + _PROGRESS_SECS
 
@@ -135,10 +136,10 @@ class Upload:
 
         Args:
           parts: parts of any leaves.
-          values: the values of each part, which must not change meanwhile.
+          values: the values of each part, which must not change during the call.
 
         Raises:
-          CheckpointError: if storage fails for good, or for longer than the retries.
+          CheckpointError: if storage fails permanently or for longer than the retries.
           ReplacedError: if another start of the run has claimed it since.
         """
         stored: dict[str, list[ocdbt.Chunk]] = {}
@@ -168,7 +169,7 @@ class Upload:
         """Writes the manifest of all written parts and returns it.
 
         Raises:
-          CheckpointError: if storage fails for good, or for longer than the retries.
+          CheckpointError: if storage fails permanently or for longer than the retries.
           ReplacedError: if another start of the run has claimed it since.
         """
         saved = self._saved
@@ -225,8 +226,8 @@ def commit(
       saved: the uploaded step.
       hosts: the IDs of the hosts that took part and have finished.
       orbax_files: Orbax's files, by path in the step (`checkpoint.orbax_format`).
-      make_way: a function called before the step becomes visible; it must move older
-        saves away.
+      make_way: a function that is called before the step becomes visible and must move
+        older saves away.
 
     Raises:
       CheckpointError: if the uploads do not make up the whole step, the step was
@@ -244,7 +245,7 @@ def commit(
     def act() -> None:
         if not root.is_pending(saved.step_id, run=saved.run):
             if not root.in_place:
-                # A host that missed the commit may have begun again.
+                # A host that missed the commit may have begun to upload again.
                 storage.remove(unfinished)
             return
         manifests = _complete(unfinished, saved, hosts)
@@ -267,7 +268,7 @@ def _assemble(
     manifests: Sequence[Manifest],
     orbax_files: Mapping[str, bytes],
 ) -> None:
-    # Pairs of a checkpointable and a store with chunks of it.
+    # Pairs of a checkpointable and a store that contains chunks of it.
     stores = {
         (saved.contents.leaves[number].part, saved.store(each.host.id))
         for each in manifests
@@ -284,7 +285,7 @@ def _assemble(
         ocdbt.merge(unfinished / part, [name for of, name in stores if of == part])
     for leaf in saved.contents.arrays:
         if 0 in leaf.shape:
-            # It has no chunks to upload, but Orbax requires its metadata.
+            # This array has no chunks to upload, but Orbax requires its metadata.
             values = np.empty(leaf.shape, leaf.dtype)
             whole = ocdbt.Chunk(leaf=leaf, box=boxes.whole(leaf.shape), values=values)
             ocdbt.write(unfinished / leaf.part, [whole], ocdbt.new_context())
@@ -296,7 +297,7 @@ def _assemble(
 def _complete(
     unfinished: epath.Path, saved: UploadedStep, hosts: Collection[str]
 ) -> list[Manifest]:
-    # Includes hosts of earlier worlds, which may have uploaded what others lack.
+    # Includes hosts of earlier worlds, which may have uploaded parts that others lack.
     manifests = _listed(unfinished, saved, hosts)
     problem = "no host has uploaded any of it"
     if manifests:

@@ -1,14 +1,14 @@
-"""Memory-mapped chunk files on a RAM disk: values copied into them are saved.
+"""Memory-mapped chunk files on a RAM disk: copying values into one stores them.
 
-Captures, and copies from peers, go straight into the mapping of a file that belongs to
-no step yet (`take`). Then the file gets a checksum and is renamed into its step
-directory (`place`). So a step is in memory only once, on the RAM disk. Small chunks
-stay in ordinary memory until `place` writes them.
+Captures, and copies from peers, are written directly into the mapping of a file that
+does not belong to a step yet (`take`). Then the file gets a checksum and is renamed
+into its step directory (`place`). So a step is in memory only once, on the RAM disk.
+Small chunks stay in ordinary memory until `place` writes them.
 
 The kernel clears fresh pages, which takes three times as long as a copy. So the files
-of a removed step stay mapped, in the slot's directory `spare`, for the next step. If
-there are none, they are created in advance (`prepare`). A later process removes all
-files there.
+of a removed step stay mapped, in the slot's `spare` directory, for the next step. If
+there are no spare files, they are created in advance (`prepare`). A later process
+removes all files there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from etils import epath
 from elastic_ckpt.core import background, digest, storage
 from elastic_ckpt.steps import layout
 
-# Smaller chunks are written: mapping a file takes longer than copying so few bytes.
+# Smaller chunks are written, because mapping a file takes longer than copying them.
 LEAST_BYTES = 2**20
 # Small enough to stay in the processor's cache between digest and checksum.
 _PIECE_BYTES = 256 * 2**10
@@ -38,7 +38,7 @@ class ChunkFile(NamedTuple):
     """One chunk's mapped file, or memory for a small chunk.
 
     Attributes:
-      memory: all bytes of the file, uint8: the values, and room for their checksum.
+      memory: all bytes of the file, uint8: the values and room for their checksum.
       inode: the inode of the file; 0 if it is not mapped.
       path: the file's path until it is placed; empty if it is not mapped.
     """
@@ -57,7 +57,7 @@ class ChunkFiles:
         self.num_made = 0
         # By size.
         self._spare: dict[int, list[ChunkFile]] = {}
-        # The files in steps with their paths, by step directory.
+        # The paths and files that were placed in steps, by step directory.
         self._placed: dict[str, list[tuple[str, ChunkFile]]] = {}
         self._preparing: list[futures.Future[None]] = []
 
@@ -68,7 +68,7 @@ class ChunkFiles:
             return sum(size * len(files) for size, files in self._spare.items())
 
     def take(self, num_bytes: int) -> ChunkFile:
-        """Takes a file for `num_bytes` of values; its content is undefined.
+        """Returns a file for `num_bytes` of values, with undefined content.
 
         Raises:
           OSError: if the RAM disk has no room for it.
@@ -88,7 +88,7 @@ class ChunkFiles:
         try:
             return ChunkFile(*storage.mapped_file(path, size), path)
         except OSError:
-            # Without the spare files there may be room.
+            # Dropping the spare files may make room.
             self.drop_spare()
         return ChunkFile(*storage.mapped_file(path, size), path)
 
@@ -108,7 +108,7 @@ class ChunkFiles:
         self._preparing = [background.in_thread(make, name="pages")]
 
     def discard(self, file: ChunkFile) -> None:
-        """Removes a file unless it was placed; call it before its step is removed."""
+        """Removes a file unless it was placed; call this before its step is removed."""
         if file.path:
             storage.remove(file.path)
 
@@ -121,7 +121,8 @@ class ChunkFiles:
     ) -> bytes:
         """Adds the checksum to a file and moves the file into a step.
 
-        A small file is written in place, because only the manifest makes a file count.
+        A small file is written in place, because a file counts only once it is in the
+        manifest.
 
         Args:
           file: the file with the values.
@@ -147,14 +148,15 @@ class ChunkFiles:
         return named
 
     def forget(self, step_directory: str) -> None:
-        """Unmaps a step's files, because removed files use memory until then."""
+        """Unmaps a step's files; otherwise they would use memory even once removed."""
         with self._lock:
             self._placed.pop(step_directory, None)
 
     def recycle(self, step_directory: str) -> None:
-        """Keeps the files of a step that is being removed for the next step.
+        """Keeps the files of a step that is being removed; the next step reuses them.
 
-        Its manifest must be gone already. Spare files never exceed this step's size.
+        The step's manifest must already be gone. The total size of spare files never
+        exceeds this step's size.
         """
         with self._lock:
             placed = self._placed.pop(step_directory, [])
@@ -176,7 +178,7 @@ class ChunkFiles:
             storage.remove(file.path)
 
     def close(self) -> None:
-        """Removes all files that belong to no step."""
+        """Removes all files that do not belong to a step."""
         background.wait(self._preparing)
         self._spare.clear()
         storage.remove(self._directory)

@@ -1,10 +1,10 @@
 """The local tier: the steps that one process keeps on its machine's RAM disk.
 
 Each process writes only to its own directory, a slot, but reads all slots of the
-machine. Each step has a directory there and exists once its manifest, which is written
-last, exists. After a crash there may be directories without a manifest, and files that
-no manifest lists; `clean` removes them. A writer that adds copies from peers to a
-committed step leaves the existing manifest valid until it commits.
+machine. Each step has a directory there; the step exists once its manifest, which is
+written last, exists. After a crash there may be directories without a manifest, and
+files that no manifest lists; `clean` removes them. A writer that adds copies from peers
+to a committed step leaves the existing manifest valid until it commits.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class LocalHost:
     """One process's slot of its machine's RAM disk, locked until it is closed.
 
     Attributes:
-      host: this process, as manifests name it.
-      files: the mapped files of chunks that are in no step yet.
+      host: this process, as manifests identify it.
+      files: the mapped files of chunks that are not in a step yet.
       being_written: the steps that have a writer.
     """
 
@@ -62,7 +62,7 @@ class LocalHost:
         """Takes a slot.
 
         Raises:
-          RunError: if a live process has the slot.
+          RunError: if a live process holds the slot.
         """
         self.disk, self.slot = disk, slot
         self.host = Host(id=disk.host_id(slot), number=number, domains=domains)
@@ -86,7 +86,7 @@ class LocalHost:
             self.files.prepare(large)
 
     def held(self) -> list[StepId]:
-        """The committed saves, ascending."""
+        """The committed saves, in ascending order."""
         return self.disk.known_saves([self.slot])
 
     def retained(self) -> list[retention.HeldStep]:
@@ -122,7 +122,7 @@ class LocalHost:
         if self.disk.manifest_path(self.slot, step_id).exists():
             raise errors.CheckpointError(
                 f"step {step_id.step}, save {step_id.save!r}, is already in"
-                f" {directory}; remove it, or save under a different name"
+                f" {directory}; remove that directory, or save under a different name"
             )
         storage.remove(directory)
         return StepWriter(
@@ -141,7 +141,7 @@ class LocalHost:
         try:
             return StepWriter(self, self.disk.manifest(self.slot, step_id))
         except errors.CheckpointError:
-            # Without a valid manifest, the files there are of no use.
+            # Without a valid manifest, the files there are useless.
             self.remove(step_id)
             return self.begin(step_id, contents)
 
@@ -151,7 +151,7 @@ class LocalHost:
         self._remove(self.slot, step_id)
 
     def remove_idle(self, is_removed: Callable[[StepId], bool]) -> bool:
-        """Removes steps from the slots of this machine whose process is gone.
+        """Removes steps from this machine's slots whose process is gone.
 
         Returns:
           Whether any step was removed.
@@ -244,14 +244,14 @@ class StepWriter:
         self._own = own
 
     def reserve(self, num_bytes: int, *, taken_bytes: int = 0) -> None:
-        """Reserves room for what will be written.
+        """Reserves room for the bytes that will be written.
 
         Args:
           num_bytes: the total number of bytes to write.
-          taken_bytes: how many of these are already in the host's `files`.
+          taken_bytes: the number of these bytes already in the host's `files`.
 
         Raises:
-          CheckpointError: if the bytes do not fit; the writer is abandoned then.
+          CheckpointError: if the bytes do not fit; the writer is then abandoned.
         """
         disk, files = self._own.disk, self._own.files
         with self._abandoned_on_failure():
@@ -269,8 +269,8 @@ class StepWriter:
                 raise errors.CheckpointError(
                     f"step {self.manifest.step_id.step} needs {num_bytes} bytes in"
                     f" {disk.root} ({bound or 'without a limit'}), but only"
-                    f" {max(0, free + num_bytes)} are free; raise the limit or the size"
-                    " of the file system, or keep fewer steps"
+                    f" {max(0, free + num_bytes)} are free; raise the limit, enlarge"
+                    " the file system, or keep fewer steps"
                 )
 
     def write(
@@ -282,7 +282,7 @@ class StepWriter:
 
         Raises:
           CheckpointError: if the values no longer fit or cannot be written; the writer
-            is abandoned then.
+            is then abandoned.
         """
         leaves = self.manifest.contents.leaves
         numbers = {leaf.path: number for number, leaf in enumerate(leaves)}
@@ -316,15 +316,15 @@ class StepWriter:
         """Writes a copy of another host's part.
 
         Args:
-          number: the number of the part's leaf.
+          number: the index of the part's leaf.
           box: the part's box.
           named: the part's digest.
-          read: a function that fills memory, uint8, with the part's values and verifies
-            them.
+          read: a function that takes uint8 memory, fills it with the part's values and
+            verifies them.
 
         Raises:
-          CheckpointError: if the copy cannot be written, or from `read`; the writer
-            stays usable.
+          CheckpointError: if the copy cannot be written, or if `read` raises it; the
+            writer stays usable.
         """
         leaf, files = self.manifest.contents.leaves[number], self._own.files
         num_bytes = leaf.num_bytes(box)
@@ -366,7 +366,7 @@ class StepWriter:
         return manifest
 
     def abandon(self) -> None:
-        """Removes written files that are in no manifest."""
+        """Removes written files that are not in the manifest."""
         self._own.sweep(self._own.slot, self.manifest.step_id)
         self._own.files.forget(os.fspath(self.directory))
         self._own.being_written.discard(self.manifest.step_id)
@@ -386,8 +386,8 @@ class StepWriter:
             free = shutil.disk_usage(self._own.disk.root).free
             raise errors.CheckpointError(
                 f"step {self.manifest.step_id.step} could not be written to"
-                f" {self.directory} ({error}), where {free} bytes were free; add space,"
-                " or keep fewer steps"
+                f" {self.directory} ({error}), where {free} bytes were free; free some"
+                " space, or keep fewer steps"
             ) from error
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The ID of a machine's memory, which is lost with the memory's content."""
+"""The ID of a machine's memory, which is lost along with the memory's content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IN_MEMORY = frozenset({"devtmpfs", "hugetlbfs", "ramfs", "tmpfs"})
 
 
 def machine_id(root: epath.PathLike) -> str:
-    """The ID of the RAM disk at `root`, 16 hex digits, created by the first call.
+    """The ID of the RAM disk at `root`, 16 hex digits, which the first call creates.
 
     Raises:
       CheckpointError: if `root` cannot be created or belongs to another user, or the
@@ -30,7 +30,7 @@ def machine_id(root: epath.PathLike) -> str:
     """
     path = os.path.join(root, FILE)
     if not os.path.exists(path):
-        # Only the owner of a run may read its files.
+        # Only a run's owner may read its files.
         try:
             storage.make_private_directory(root)
         except OSError as error:
@@ -40,14 +40,14 @@ def machine_id(root: epath.PathLike) -> str:
                 " ec.Local) to a tmpfs directory that this user may write to, such as"
                 " /dev/shm"
             ) from error
-    # The owner could change the steps and their digests. Root can change them anyway.
+    # The owner could change the steps and their digests. Root could always do so.
     owner = os.stat(root).st_uid
     if owner not in (0, os.geteuid()):
         raise errors.CheckpointError(
             f"{root} on {socket.gethostname()} belongs to user {owner}, but this"
-            f" process runs as user {os.geteuid()}: that user could change the steps"
-            " in it; remove it, or set local_checkpoint_directory (the directory of"
-            " ec.Local) to a directory of your own"
+            f" process runs as user {os.geteuid()}, so the other user could change the"
+            " steps there; remove the directory, or set local_checkpoint_directory (the"
+            " directory of ec.Local) to a directory of your own"
         )
     if not os.path.exists(path):
         storage.create(path, secrets.token_hex(ID_LENGTH // 2).encode())
@@ -69,8 +69,9 @@ def find(root: epath.PathLike) -> str | None:
         return None
     if not _ID.fullmatch(content):
         raise errors.CheckpointError(
-            f"{path} has {content[: 2 * ID_LENGTH]!r}, not the {ID_LENGTH} hex digits"
-            " of a machine; remove the RAM disk, whose files are useless without them"
+            f"{path} contains {content[: 2 * ID_LENGTH]!r}, not the {ID_LENGTH} hex"
+            " digits of a machine ID; remove the RAM disk directory, whose files are"
+            " useless without the ID"
         )
     return content.decode()
 
@@ -87,9 +88,9 @@ def warn_unless_in_memory(root: epath.PathLike) -> None:
     if kind is not None and kind not in _IN_MEMORY:
         logging.warning(
             "%s is on a file system of type %s, not in memory: saves are as slow as"
-            " that disk and wear it out; set the directory of ec.Local, which is"
-            " local_checkpoint_directory in a configuration, to a tmpfs, such as"
-            " /dev/shm/run",
+            " that disk and wear it out; set the directory of ec.Local"
+            " (local_checkpoint_directory in a configuration) to a tmpfs directory,"
+            " such as /dev/shm/run",
             root,
             kind,
         )

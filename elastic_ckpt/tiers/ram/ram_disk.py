@@ -1,12 +1,12 @@
 """A machine's RAM disk: its processes' parts of a run's steps, in memory.
 
-    machine                        the id of this machine's memory, created once
+    machine                        the ID of this machine's memory, created once
     run.json                       the identity of the run, see `run_files`
     holds/<step>-<save>            keeps a step for a reader, see `preserved`
     hosts/<slot>/lock              held by the process that owns the slot
     hosts/<slot>/repairs.lock      for repairs and removals, see `repairing`
     hosts/<slot>/messages/         messages to other hosts, for as long as needed
-    hosts/<slot>/spare/            files that are in no step, see `chunk_files`
+    hosts/<slot>/spare/            files that are not in a step, see `chunk_files`
     hosts/<slot>/<step>-<save>/    a step of that process, see `layout`; a file
                                    `preserve` in it keeps it, regardless of policies
 
@@ -65,11 +65,11 @@ from elastic_ckpt.tiers.source import (
 RESERVED = "reserved"
 # A slot's directory for files that a restore unpacks.
 RESTORED = "restored"
-# A slot's directory for chunk files that belong to no step (`chunk_files`).
+# A slot's directory for chunk files that are not in a step (`chunk_files`).
 SPARE = "spare"
 # A slot's directory for messages to other hosts (`checkpoint.host.exchange`).
 MESSAGES = "messages"
-# In a slot: the lock held by the process that owns the slot.
+# In a slot, the lock held by the process that owns the slot.
 LOCK = "lock"
 _BLOCK_BYTES = 512
 
@@ -103,17 +103,17 @@ class RamDisk:
         return self.root.joinpath("hosts", str(slot))
 
     def slots(self) -> list[int]:
-        """The slots that have a directory, ascending."""
+        """The slots that have a directory, in ascending order."""
         return sorted(map(int, filter(str.isdecimal, _names(self.root / "hosts"))))
 
     def saves(self, slot: int) -> list[StepId]:
-        """The saves for which a slot has a directory, ascending."""
+        """The saves for which a slot has a directory, in ascending order."""
         return sorted(
             filter(None, map(StepId.parse, _names(self.host_directory(slot))))
         )
 
     def all_saves(self) -> list[tuple[int, StepId]]:
-        """The slot and save of each step directory, ascending."""
+        """The slot and save of each step directory, in ascending order."""
         return [(slot, each) for slot in self.slots() for each in self.saves(slot)]
 
     def step_directory(self, slot: int, step_id: StepId) -> epath.Path:
@@ -125,7 +125,7 @@ class RamDisk:
         return self.step_directory(slot, step_id) / manifest_name(self.host_id(slot))
 
     def known_saves(self, slots: Collection[int] | None = None) -> list[StepId]:
-        """The saves with a manifest in `slots` (default: all), ascending."""
+        """The saves with a manifest in `slots` (default: all), in order."""
         return sorted({each for _, each in self._with_manifest(slots)})
 
     def offers(self, step: int, *, slots: Collection[int] | None = None) -> Offered:
@@ -153,20 +153,20 @@ class RamDisk:
         """The manifest of one save of a step in a slot.
 
         Raises:
-          CheckpointError: if the manifest is missing or altered, or belongs to another
-            run or save.
+          CheckpointError: if the manifest is missing or altered, or belongs to a
+            different run or save.
         """
         path = self.manifest_path(slot, step_id)
         manifest = read_manifest(path, run=self.run, step=step_id.step)
         if manifest.step_id != step_id:
             raise errors.CheckpointError(
                 f"manifest {path} belongs to save {manifest.step_id.save!r}, not to"
-                f" {step_id.save!r}; its parts count as lost; remove it"
+                f" {step_id.save!r}; its parts count as lost; remove the manifest"
             )
         return manifest
 
     def preserved(self) -> list[int]:
-        """The steps that are pinned on this machine, ascending."""
+        """The steps that are pinned on this machine, in ascending order."""
         return sorted(
             {
                 each.step
@@ -176,7 +176,7 @@ class RamDisk:
         )
 
     def kept(self) -> list[int]:
-        """The steps that are pinned or held by a reader, ascending."""
+        """The steps that are pinned or held by a reader, in ascending order."""
         return sorted({*self.preserved(), *preserved.held(self.root)})
 
     def leftovers(self) -> list[Leftover]:
@@ -191,12 +191,12 @@ class RamDisk:
         ]
 
     def room_bytes(self) -> int:
-        """The bytes that the run may take, including bytes already taken."""
+        """The number of bytes that the run may use, including bytes already in use."""
         room = shutil.disk_usage(self.root).free + used_bytes(self.root)
         return min(room, self.limit_bytes or room)
 
     def free_bytes(self) -> int:
-        """The free bytes, by limit and file system, without reserved bytes."""
+        """The bytes free under the limit and on the file system, minus reservations."""
         used = promised = 0
         for directory in pathlib.Path(self.root).glob("hosts/*/*"):
             written = reserved = used_bytes(directory)
@@ -220,7 +220,7 @@ class StepFiles:
     def read_into(
         self, leaf: Leaf, box: Box, into: memoryview, on_piece: OnPiece = ignored
     ) -> int:
-        """See `source.Source`; reads without a copy."""
+        """See `source.Source`; reads without an extra copy."""
         done = 0
         with self._opened(leaf, box) as file:
             while done < len(into):
@@ -259,11 +259,11 @@ class StepFiles:
 
 
 def _short(length: int, least: int) -> ReadError:
-    return ReadError(f"ends after {length} bytes, but should have {least}")
+    return ReadError(f"ends after {length} bytes, but should be {least} bytes long")
 
 
 def repairing(slot: epath.PathLike) -> AbstractContextManager[None]:
-    """Locks the slot in a directory to repair a file or to remove steps."""
+    """Locks the slot at this path, to repair a file or to remove steps."""
     return storage.exclusive_lock(os.path.join(slot, "repairs.lock"), waits=True)
 
 
@@ -291,7 +291,7 @@ def put_right(directory: epath.PathLike, file: str, content: bytes) -> None:
             for number, box, named in saved.rows()
         }
         if file not in listed:
-            raise RepairError("was not repaired: its manifest lists no such file")
+            raise RepairError("was not repaired: its manifest does not list this file")
         problem = stored_part.damage(np.frombuffer(content, np.uint8), *listed[file])
         if problem is not None:
             raise RepairError(f"was not repaired: {problem}")
@@ -305,7 +305,7 @@ def put_right(directory: epath.PathLike, file: str, content: bytes) -> None:
 
 
 def _unlinked(root: epath.PathLike, name: str) -> str:
-    # The path of a file below a directory; raises an OSError if it is behind a link.
+    # The path of a file in a directory; raises an OSError if it is behind a link.
     _, *places = itertools.accumulate(
         name.split("/"), os.path.join, initial=os.fspath(root)
     )
@@ -323,11 +323,11 @@ def _names(directory: epath.Path) -> list[str]:
 
 
 def used_bytes(directory: epath.PathLike) -> int:
-    """The file system space, in bytes, of the files below a directory."""
+    """The file system space, in bytes, that the files in a directory use."""
     total = 0
     for parent, _, files in os.walk(directory):
         for name in files:
-            # Its owner may remove the step meanwhile.
+            # Its owner may remove the step in the meantime.
             with contextlib.suppress(FileNotFoundError):
                 status = os.lstat(os.path.join(parent, name))
                 total += status.st_blocks * _BLOCK_BYTES

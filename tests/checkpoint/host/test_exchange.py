@@ -73,8 +73,8 @@ def test_of_a_silent_host_or_an_altered_list_only_its_own_parts_are_missing(sile
     others = {*range(LARGE - 1)} - {silent}
     assert merged.saves == [(host, "0") for host in sorted(others)]
     first, second = sorted(merged.problems, key=len)
-    assert first == f"the parts of host {silent}: the list cannot be read: timed out"
-    assert f"host {LARGE - 1}: the list was truncated or altered" in second
+    assert first == f"the list of host {silent}'s parts cannot be read: timed out"
+    assert f"host {LARGE - 1}'s parts was truncated or altered" in second
 
 
 def test_exchanges_of_one_host_do_not_disturb_each_other(tmp_path):
