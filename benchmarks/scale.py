@@ -51,7 +51,7 @@ from elastic_ckpt.checkpoint.host.trees import WantedLeaf
 from elastic_ckpt.checkpoint.host.world import HeldStep, HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts, Method
 from elastic_ckpt.checkpoint.run_world import ALONE
-from elastic_ckpt.checkpoint.saving import Saving
+from elastic_ckpt.checkpoint.saving import CapturedStep
 from elastic_ckpt.checkpoint.schedule import BackupClock
 from elastic_ckpt.checkpoint.stages import SaveStages
 from elastic_ckpt.checkpoint.structure import StepDescription
@@ -137,7 +137,7 @@ def _save(hosts: _SimulatedHosts) -> None:
         emit=lambda name, **_: names.append(name),
         writer=None,
     )
-    saving = Saving(
+    saving = CapturedStep(
         step_id=StepId(_STEP, "0"),
         # The step's manifests already exist.
         write_components=lambda: None,

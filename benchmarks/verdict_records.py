@@ -76,7 +76,7 @@ class ScriptedCluster:
         there = set(range(self.hosts)) - self._absent
         return decision.Slices(
             current=current - self._absent,
-            present_secs=dict.fromkeys(sorted(there), _SETTLED_SECS),
+            alive_secs=dict.fromkeys(sorted(there), _SETTLED_SECS),
         )
 
     def run_world(
@@ -284,7 +284,7 @@ _ON_ALL = {
 # Other errors on all hosts.
 _RAISED: dict[str, tuple[type[Exception], *tuple[str, ...]]] = {
     "network_failed: connections": (ValueError, *_GLOO),
-    "cannot_go_on": (
+    "cannot_continue": (
         errors.RunError,
         "hosts of this world have two versions of jax: 0.10.2 and 0.11.{}",
         "the mesh has an axis of {}, which does not divide the {} rows of a batch",

@@ -42,7 +42,7 @@ def main(run: str, picture: str) -> None:
     loss = {
         "height": 170,
         "data": {"values": losses},
-        "mark": {"type": "point", "filled": True, "size": 14, "color": page.COLOURS[0]},
+        "mark": {"type": "point", "filled": True, "size": 14, "color": page.COLORS[0]},
         "encoding": {
             "x": {**secs, "title": None, "axis": {"labels": False}},
             "y": {
@@ -56,7 +56,7 @@ def main(run: str, picture: str) -> None:
         "layer": [
             {
                 "data": {"values": _worlds(events, start, end)},
-                "mark": {"type": "bar", "height": 13, "color": page.COLOURS[0]},
+                "mark": {"type": "bar", "height": 13, "color": page.COLORS[0]},
                 "encoding": {
                     "x": secs,
                     "x2": {"field": "until"},

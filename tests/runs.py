@@ -224,7 +224,7 @@ def write_record(directory: os.PathLike | str, config: schema.Config) -> None:
     run_files.write(directory, run_files.RunRecord(steps_directory=steps, **record))
 
 
-def steps(run: pathlib.Path) -> list[step_log.Record]:
+def steps(run: pathlib.Path) -> list[step_log.StepRecord]:
     """The steps that count, in order."""
     lineage = step_log.lineage(step_log.read(run))
     return [lineage[step] for step in sorted(lineage)]

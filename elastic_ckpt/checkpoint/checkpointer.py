@@ -41,7 +41,7 @@ from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.response import Response, SaveResponse
 from elastic_ckpt.checkpoint.restore import Relayout, step_number
 from elastic_ckpt.checkpoint.run_world import RunWorld
-from elastic_ckpt.checkpoint.saving import Saving
+from elastic_ckpt.checkpoint.saving import CapturedStep
 from elastic_ckpt.checkpoint.schedule import BackupClock, Schedule
 from elastic_ckpt.checkpoint.stages import SaveStages, Stage
 from elastic_ckpt.checkpoint.structure import StepDescription, json_of_user
@@ -455,7 +455,7 @@ class HostsCheckpointer:
         *,
         partial: bool = False,
         layout: Any = None,
-        go_back: bool = False,
+        roll_back: bool = False,
     ) -> dict[str, Any]:
         """Restores and verifies pytrees and components from the nearest good copies.
 
@@ -475,11 +475,11 @@ class HostsCheckpointer:
           partial: whether the requested trees may omit saved leaves.
           layout: an `ec.universal.Layout`, or a layout name, for reading trees that
             were saved with different leaves.
-          go_back: whether to continue training from this step even though newer steps
+          roll_back: whether to continue training from this step even though newer steps
             are complete. The newer steps are abandoned, which is recorded in storage
-            before this call returns. Without `go_back`, the run does not continue from
-            an older step: if components are loaded, or nothing was loaded or saved
-            before, the next save raises an error.
+            before this call returns. Without `roll_back`, the run does not continue
+            from an older step: if components are loaded, or nothing was loaded or
+            saved before, the next save raises an error.
 
         Returns:
           A dict from name to the restored pytree or loaded object.
@@ -488,15 +488,15 @@ class HostsCheckpointer:
           StepNotFoundError: if there is no such step.
           CheckpointError: if the step is incomplete or belongs to a different model, or
             no good copy of one of its parts is left.
-          HostsFailedError: if `go_back` is set and storage is unreachable.
-          ReplacedError: if `go_back` is set and a later launch has continued the run.
+          HostsFailedError: if `roll_back` is set and storage is unreachable.
+          ReplacedError: if `roll_back` is set and a later launch has continued the run.
         """
         load = self._load_later(
             step,
             abstract_checkpointables,
             partial=partial,
             layout=layout,
-            go_back=go_back,
+            roll_back=roll_back,
         )
         self.wait()
         # In this thread, so that its JAX contexts apply.
@@ -510,7 +510,7 @@ class HostsCheckpointer:
         *,
         partial: bool = False,
         layout: Any = None,
-        go_back: bool = False,
+        roll_back: bool = False,
     ) -> Response[dict[str, Any]]:
         """Like `load_checkpointables`, in the background; other calls wait for it."""
         return self._in_background(
@@ -519,7 +519,7 @@ class HostsCheckpointer:
                 abstract_checkpointables,
                 partial=partial,
                 layout=layout,
-                go_back=go_back,
+                roll_back=roll_back,
             )
         )
 
@@ -531,12 +531,12 @@ class HostsCheckpointer:
         checkpointable_name: str = "state",
         partial: bool = False,
         layout: Any = None,
-        go_back: bool = False,
+        roll_back: bool = False,
     ) -> Any:
         """Like `load_checkpointables`, for a single pytree, which is returned."""
         wanted = {checkpointable_name: abstract_state}
         return self.load_checkpointables(
-            step, wanted, partial=partial, layout=layout, go_back=go_back
+            step, wanted, partial=partial, layout=layout, roll_back=roll_back
         )[checkpointable_name]
 
     def load_async(
@@ -547,7 +547,7 @@ class HostsCheckpointer:
         checkpointable_name: str = "state",
         partial: bool = False,
         layout: Any = None,
-        go_back: bool = False,
+        roll_back: bool = False,
     ) -> Response[Any]:
         """Like `load`, in the background; other calls wait for it."""
         load = self._load_later(
@@ -555,7 +555,7 @@ class HostsCheckpointer:
             {checkpointable_name: abstract_state},
             partial=partial,
             layout=layout,
-            go_back=go_back,
+            roll_back=roll_back,
         )
         return self._in_background(lambda: load()[checkpointable_name])
 
@@ -570,7 +570,7 @@ class HostsCheckpointer:
         with self._events.flushing():
             self._search_again()
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Starts the run over; the next save abandons all existing steps."""
         self.wait()
         with self._events.flushing():
@@ -653,13 +653,13 @@ class HostsCheckpointer:
         self._events.flush()
 
     @property
-    def is_left(self) -> bool:
+    def is_leaving_world(self) -> bool:
         """Whether the remaining backups are left to the run's next world.
 
         They cannot be left to it if any host's RAM is lost without a copy on a peer.
         """
         chosen, world = self._chosen, self._world
-        if chosen.local is None or not world.is_left():
+        if chosen.local is None or not world.is_leaving_world():
             return False
         peers = chosen.peers
         have_copies = peers and (peers.copies or peers.assume_data_parallelism)
@@ -722,7 +722,7 @@ class HostsCheckpointer:
     def _finish(self) -> None:
         self._background.wait()
         stages = self._stages
-        stages.committing.wait() if self.is_left else stages.end()
+        stages.committing.wait() if self.is_leaving_world else stages.end()
 
     def __enter__(self) -> Self:
         return self
@@ -740,11 +740,11 @@ class HostsCheckpointer:
         *,
         partial: bool,
         layout: Any,
-        go_back: bool,
+        roll_back: bool,
     ) -> Callable[[], dict[str, Any]]:
         # Checks the arguments and returns a function that loads in any thread.
         self._check_open()
-        if go_back:
+        if roll_back:
             self._check_writable()
         if step is not None:
             step_number(step)
@@ -754,7 +754,7 @@ class HostsCheckpointer:
         def load() -> dict[str, Any]:
             with context:
                 return self._load(
-                    step, wanted, partial=partial, layout=layout, go_back=go_back
+                    step, wanted, partial=partial, layout=layout, roll_back=roll_back
                 )
 
         return load
@@ -844,9 +844,9 @@ class HostsCheckpointer:
         forced = force or overwrite
         line = self._line_for(step, overwrite=overwrite)
         current = dataclasses.replace(self._current(step), metrics=metrics)
-        is_last_of_world = self.is_left
+        is_last_of_world = self.is_leaving_world
         is_backup_due = self._schedule.is_backup_due(
-            current, is_saving=is_saving, is_left=is_last_of_world
+            current, is_saving=is_saving, is_leaving_world=is_last_of_world
         )
         is_due = self._schedule.is_due(current, is_saving=is_saving)
         if not (forced or is_due or is_backup_due):
@@ -891,7 +891,7 @@ class HostsCheckpointer:
             return functools.partial(self._send, write, step_id, directory)
 
         write_components, problem = component_io.fail_later(begin)
-        saving = Saving(
+        saving = CapturedStep(
             step_id=step_id,
             write_components=write_components,
             back_up=back_up,
@@ -928,7 +928,7 @@ class HostsCheckpointer:
         *,
         partial: bool = False,
         layout: Any = None,
-        go_back: bool = False,
+        roll_back: bool = False,
     ) -> dict[str, Any]:
         if isinstance(abstract_checkpointables, CheckpointMetadata):
             abstract_checkpointables = abstract_checkpointables.metadata
@@ -953,19 +953,19 @@ class HostsCheckpointer:
         checkpoint = restored.search.required
         left = self._newest if self._is_older(checkpoint) else None
         # If step is None, training continues from the newest readable step.
-        goes_back = go_back or step is None
-        if left and self._is_placed and not (goes_back or stateful):
+        rolls_back = roll_back or step is None
+        if left and self._is_placed and not (rolls_back or stateful):
             # The run does not continue from the loaded step.
             return restored.parts
         # A step may be loaded in more than one call. A process that already has a state
         # may roll back only its weights.
         unloaded = self._unloaded if self._is_placed else restored.components
         self._unloaded = unloaded - abstract_checkpointables.keys()
-        if left and not goes_back:
+        if left and not rolls_back:
             self._is_placed, self._older = True, checkpoint
             return restored.parts
         newest_save = restored.search.newest_save
-        if left and go_back:
+        if left and roll_back:
             newest_save = self._abandoning(checkpoint, newest_save)
         # Training continues from the loaded step.
         self._is_placed, self._own_line = True, None
@@ -1061,7 +1061,7 @@ class HostsCheckpointer:
             storage_cause.report(self._emit, "peer", step, why)
         return was_there
 
-    def _is_stored(self, saving: Saving) -> bool:
+    def _is_stored(self, saving: CapturedStep) -> bool:
         if not saving.stored.is_set():
             self._stages.wait()
         return saving.stored.is_set()
@@ -1102,8 +1102,8 @@ class HostsCheckpointer:
         raise errors.CheckpointError(
             f"step {step} cannot be saved: {self.directory} has step {newest.step},"
             f" which is later{loaded}. To continue the run, load that step first; to"
-            " retrain from an earlier step, load that step with go_back=True; for a new"
-            " run, pass a different directory"
+            " retrain from an earlier step, load that step with roll_back=True; for a"
+            " new run, pass a different directory"
         )
 
     def _save_of(self, step: int) -> str:
@@ -1126,7 +1126,7 @@ class HostsCheckpointer:
             raise errors.CheckpointError(
                 f"step {step} cannot be overwritten: only the newest step,"
                 f" {latest.step}, can be; to continue from an earlier step, load it"
-                " with go_back=True"
+                " with roll_back=True"
             )
         if self._is_new(step):
             newest_step = -1 if latest is None else latest.step

@@ -39,7 +39,7 @@ from elastic_ckpt.checkpoint.host.answers import (
     Candidate,
     CheckpointMetadata,
     ReadParts,
-    Survey,
+    SearchableSteps,
 )
 from elastic_ckpt.checkpoint.host.reader import HostReader
 from elastic_ckpt.checkpoint.host.verified_read import OtherTree, VerifiedReader
@@ -188,7 +188,7 @@ def find(
 
 
 def _not_found(
-    step: int, newest: Candidate | None, survey: Survey
+    step: int, newest: Candidate | None, survey: SearchableSteps
 ) -> StepNotFoundError:
     if newest is None:
         return StepNotFoundError(f"there is no step {step}: {survey.nothing}")

@@ -38,7 +38,7 @@ class Callbacks(Protocol):
     def set_state(self, state: Any) -> None:
         """Restores the states."""
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Resets the states, because the step has no callback states."""
 
 
@@ -114,9 +114,9 @@ class RunSaver:
             if CALLBACKS in self.checkpointer.checkpointables_metadata(step).metadata:
                 wanted[CALLBACKS] = component.Component(self.callbacks)
             else:
-                self.callbacks.begin_anew()
+                self.callbacks.start_over()
         return self.checkpointer.load_checkpointables(
-            step, wanted, go_back=step is not None
+            step, wanted, roll_back=step is not None
         )
 
     def restore_data(self, step: int) -> bool:
@@ -142,11 +142,11 @@ class RunSaver:
                 self.best_step = step
         self.checkpointer.record_metrics(step, metrics)
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Rolls back to before the first step; `save_again` then saves step 0."""
-        self.checkpointer.begin_anew()
+        self.checkpointer.start_over()
         if self.callbacks is not None:
-            self.callbacks.begin_anew()
+            self.callbacks.start_over()
 
     def save_again(self, step: int, state: Any) -> None:
         """Saves the step that the run rolled back to, to every tier, and waits.
@@ -224,8 +224,8 @@ class RunSaver:
           CheckpointError: if the run's last step is not in persistent storage.
         """
         last_step, self.last_step = self.last_step, None
-        is_left = self.checkpointer.is_left
-        close(self.checkpointer, last_step=None if is_left else last_step)
+        is_leaving_world = self.checkpointer.is_leaving_world
+        close(self.checkpointer, last_step=None if is_leaving_world else last_step)
 
     def _parts(self, state: Any) -> dict[str, Any]:
         parts = {STATE: state, DATA: self.data}

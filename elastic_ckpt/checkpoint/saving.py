@@ -20,7 +20,7 @@ from elastic_ckpt.steps.step import Line, StepId
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Saving:
+class CapturedStep:
     """A captured step.
 
     Attributes:
@@ -85,7 +85,7 @@ class Saving:
             " same checkpointables on every host"
         )
 
-    def complete(self, hosts: Hosts) -> tuple[Saving, dict[str, str]]:
+    def complete(self, hosts: Hosts) -> tuple[CapturedStep, dict[str, str]]:
         """Omits, on all hosts, optional components that any of the hosts cannot save.
 
         Returns:

@@ -84,7 +84,7 @@ class Schedule:
         return self.is_backup_due(step, is_saving=is_saving)
 
     def is_backup_due(
-        self, step: Any, *, is_saving: bool, is_left: bool = False
+        self, step: Any, *, is_saving: bool, is_leaving_world: bool = False
     ) -> bool:
         """Whether a saved step goes to persistent storage.
 
@@ -97,13 +97,13 @@ class Schedule:
         Args:
           step: the step, with its number, time and metrics.
           is_saving: whether a save is in progress.
-          is_left: whether the run continues in another world, so that a termination
-            signal does not mean preemption.
+          is_leaving_world: whether the run continues in another world, so that a
+            termination signal does not mean preemption.
         """
         persistent = self.chosen.persistent
         if persistent is None:
             return False
-        preempted = not is_left and self._is_preempted(step)
+        preempted = not is_leaving_world and self._is_preempted(step)
         policy, every = persistent.save_decision_policy, persistent.every
         if policy is not None:
             context = ocp.training.save_decision_policies.DecisionContext(

@@ -43,7 +43,7 @@ from elastic_ckpt.checkpoint.host.saver import HostSaver, Written, lacking_room
 from elastic_ckpt.checkpoint.host.world import HostWorld
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.run_world import RunWorld
-from elastic_ckpt.checkpoint.saving import Saving
+from elastic_ckpt.checkpoint.saving import CapturedStep
 from elastic_ckpt.checkpoint.schedule import BackupClock
 from elastic_ckpt.checkpoint.structure import HostNotes, StepDescription
 from elastic_ckpt.core import (
@@ -164,7 +164,7 @@ class SaveStages:
         # it or a later step is backed up, the earlier ones are no longer due.
         self._lock = threading.Lock()
         self._due: set[StepId] = set()
-        self._newest: Saving | None = None
+        self._newest: CapturedStep | None = None
         # Why each step is not in storage; the newest failure of storage itself; and
         # when storage began to fail.
         self._why: dict[int, str] = {}
@@ -211,7 +211,7 @@ class SaveStages:
         if self._replaced is not None:
             raise self._replaced
 
-    def begin(self, saving: Saving) -> futures.Future[bool]:
+    def begin(self, saving: CapturedStep) -> futures.Future[bool]:
         """Starts to commit a step once the previous one is done.
 
         Returns:
@@ -271,7 +271,7 @@ class SaveStages:
                 if owed is not None:
                     self._add_due(step_id)
                     self._begin_backup(
-                        Saving(
+                        CapturedStep(
                             step_id=step_id,
                             description=StepDescription.from_contents(owed),
                             began_secs=clock.monotonic(),
@@ -341,7 +341,7 @@ class SaveStages:
         self.check()
 
     @property
-    def _late(self) -> Saving | None:
+    def _late(self) -> CapturedStep | None:
         # The step in RAM that is waiting for its backup or is being uploaded.
         late = self._newest
         if late is None or not any(each <= late.step_id for each in [*self._due]):
@@ -389,7 +389,7 @@ class SaveStages:
 
         return stage.start(guarded)
 
-    def _commit(self, saving: Saving) -> bool:
+    def _commit(self, saving: CapturedStep) -> bool:
         self._looking.wait()
         hosts = self._hosts
         # Also serves as a barrier: while a host is capturing, others on its machine
@@ -436,7 +436,7 @@ class SaveStages:
             return self._give_up(saving, f"it was not saved: {error}")
 
     def _keep(
-        self, saving: Saving, written: Sequence[Written], ready: Readiness
+        self, saving: CapturedStep, written: Sequence[Written], ready: Readiness
     ) -> bool:
         # Commits the parts that hosts have written; returns whether the step is
         # committed.
@@ -477,14 +477,14 @@ class SaveStages:
             self._begin_others(saving, ready)
         return True
 
-    def _give_up(self, saving: Saving, why: str) -> bool:
+    def _give_up(self, saving: CapturedStep, why: str) -> bool:
         self._why[saving.step] = why
         self._degraded(self._tier, saving.step, why)
         self._hosts.all(HostSaver.abandon, saving.step_id)
         return False
 
     def _store(
-        self, saving: Saving, contents: Contents, hold: Callable[[], object]
+        self, saving: CapturedStep, contents: Contents, hold: Callable[[], object]
     ) -> bool:
         # Uploads one step at a time from the captured memory, which `hold` retains.
         self._backup_stage.wait()
@@ -497,7 +497,7 @@ class SaveStages:
         self._hosts.all(HostSaver.abandon, saving.step_id)
         return is_stored
 
-    def _note_committed(self, saving: Saving, contents: Contents) -> None:
+    def _note_committed(self, saving: CapturedStep, contents: Contents) -> None:
         self.committed = CheckpointMetadata(
             step=saving.step,
             save=saving.step_id.save,
@@ -523,7 +523,7 @@ class SaveStages:
                 functools.partial(self.claim, saving.line),
             )
 
-    def _begin_others(self, saving: Saving, ready: Readiness) -> None:
+    def _begin_others(self, saving: CapturedStep, ready: Readiness) -> None:
         # Slow copies are reported once, and then again only after copies of two
         # successive saves were started in time.
         self._num_uncopied = max(self._num_uncopied - 1, 0)
@@ -599,7 +599,7 @@ class SaveStages:
             ),
         )
 
-    def _begin_backup(self, saving: Saving) -> None:
+    def _begin_backup(self, saving: CapturedStep) -> None:
         # Backs up a step from RAM, once its copies are made.
         self._newest = saving
         self._clock.begin_again()
@@ -613,7 +613,7 @@ class SaveStages:
         self._start(self._backup_stage, "persistent", saving.step, back_up)
 
     def _upload(
-        self, saving: Saving, hold: Callable[[], object] = lambda: None
+        self, saving: CapturedStep, hold: Callable[[], object] = lambda: None
     ) -> bool:
         # Uploads a step from RAM or from captured memory; returns whether it is stored.
         hosts, step_id, step = self._hosts, saving.step_id, saving.step

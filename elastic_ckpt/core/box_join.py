@@ -18,7 +18,7 @@ _FEW_PAIRS = 2**14
 # Maximum number of pairs in one comparison of sets that do not halve; bounds memory.
 _MANY_PAIRS = 2**22
 # Maximum average number of a box's neighbors that a sweep compares.
-_NEIGHBOURS = 4
+_NEIGHBORS = 4
 
 
 def overlaps(a: boxes.Boxes, b: boxes.Boxes) -> tuple[np.ndarray, np.ndarray]:
@@ -49,7 +49,7 @@ def _swept(
         first = np.searchsorted(stops, a.start[in_a, dim], side="right")
         last = np.searchsorted(b.start[by_start, dim], a.stop[in_a, dim])
         sizes = np.maximum(last - first, 0)
-        if sizes.sum() > _NEIGHBOURS * (len(in_a) + len(in_b)):
+        if sizes.sum() > _NEIGHBORS * (len(in_a) + len(in_b)):
             continue
         run, within = columns.runs(sizes)
         at_a, at_b = in_a[run], by_start[first[run] + within]

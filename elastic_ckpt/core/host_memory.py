@@ -91,7 +91,7 @@ class Pool:
         with self._lock:
             return bool(self._free.get(num_bytes))
 
-    def give_back(self, memory: np.ndarray) -> None:
+    def release(self, memory: np.ndarray) -> None:
         """Returns memory from `take` to the pool; nothing may refer to it afterward."""
         with self._lock:
             self._free.setdefault(memory.nbytes, []).append(memory)

@@ -251,7 +251,7 @@ def remove(path: epath.PathLike) -> None:
             target.unlink()
 
 
-def keep_alone(directory: epath.PathLike, named: Collection[str]) -> None:
+def keep_only(directory: epath.PathLike, named: Collection[str]) -> None:
     """Removes everything in a directory except the relative paths `named`."""
     above = {str(parent) for name in named for parent in pathlib.Path(name).parents}
     prefixes = [""]

@@ -104,7 +104,7 @@ class HostIterator:
         self._rows.close()
         self._start(stages.Course.first(self.course.data, self.course.base_size))
 
-    def go_on(self, course: stages.Course) -> None:
+    def continue_with(self, course: stages.Course) -> None:
         """Continues with a new batch size or stage.
 
         Every host of the mesh must call this after the same batch.
@@ -381,7 +381,7 @@ class Batches:
         self._go_on(course)
 
     def _go_on(self, course: stages.Course) -> None:
-        self._hosts.go_on(course)
+        self._hosts.continue_with(course)
         self._moved(course)
 
     def _moved(self, course: stages.Course) -> None:

@@ -124,7 +124,7 @@ class FollowedShard:
         self._rows = shard_rows.iterator(made, cursor, self._row)
         self._has_ended = False
 
-    def go_on(self, make_shard: shard_steps.MakeShard) -> None:
+    def continue_with(self, make_shard: shard_steps.MakeShard) -> None:
         """Continues with new weights or datasets, or in a different stage."""
         cursor = self.cursor()
         self._rows.close()

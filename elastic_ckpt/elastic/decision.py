@@ -109,13 +109,13 @@ class Slices:
     Attributes:
       current: the slices of the current or last world, except the lost ones; empty
         before the first world.
-      present_secs: the time for which each live slice has been alive, by slice number.
+      alive_secs: the time for which each live slice has been alive, by slice number.
       failures: all failures in this run, in any order.
       slow: the slices that have slow hosts.
     """
 
     current: frozenset[int] = frozenset()
-    present_secs: dict[int, float]
+    alive_secs: dict[int, float]
     failures: tuple[Failure, ...] = ()
     slow: frozenset[int] = frozenset()
 
@@ -146,11 +146,11 @@ class Slices:
         training would be disturbed: before the first world, or with fewer than
         `min_slices` slices.
         """
-        healthy = self.present_secs.keys() - self.quarantined(policy)
+        healthy = self.alive_secs.keys() - self.quarantined(policy)
         settled = {
             number
             for number in healthy
-            if number in self.current or self.present_secs[number] >= policy.settle_secs
+            if number in self.current or self.alive_secs[number] >= policy.settle_secs
         }
         is_training = self.current and len(settled) >= policy.min_slices
         usable = settled if is_training else healthy
@@ -205,9 +205,9 @@ def decide(
     if slices.slow and policy.leave_out_slow:
         others = dataclasses.replace(
             slices,
-            present_secs={
+            alive_secs={
                 number: secs
-                for number, secs in slices.present_secs.items()
+                for number, secs in slices.alive_secs.items()
                 if number not in slices.slow
             },
             slow=frozenset(),
@@ -229,7 +229,7 @@ def decide(
         else f"no subset of {_count(usable)} can divide a batch:"
         f" {'; '.join(objections)}"
     )
-    excluded = slices.quarantined(policy) & slices.present_secs.keys()
+    excluded = slices.quarantined(policy) & slices.alive_secs.keys()
     if excluded:
         missing += f"; {_count(excluded)} are quarantined after repeated failures"
     return Wait(why=missing, within_secs=max(0.0, policy.wait_secs - waited_secs))

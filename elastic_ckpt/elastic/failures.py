@@ -337,7 +337,7 @@ KINDS = (
          "NotStoredError"),
     Kind("step_unreadable", "storage", STOP, "has no readable step",
          "CheckpointError"),
-    Kind("cannot_go_on", "program", STOP, "cannot continue", "ElasticCkptError"),
+    Kind("cannot_continue", "program", STOP, "cannot continue", "ElasticCkptError"),
     # Hangs.
     Kind("host_unreachable", "network", LEAVE_OUT, "does not connect the host",
          f"hang one in:{watch.REACH}",

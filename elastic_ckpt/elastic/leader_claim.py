@@ -67,7 +67,7 @@ class LeaderClaims:
     ) -> None:
         # The mode protects the key of the links between supervisors.
         self.directory = storage.absolute(shared) / DIRECTORY
-        self._records = records.Records(self.directory, mode=0o600)
+        self._records = records.RecordStore(self.directory, mode=0o600)
         self._machine = machine
         self._lost_secs = lost_secs
         self._owner = owner or process.this()
@@ -144,8 +144,8 @@ class LeaderClaims:
         """Whether this machine holds the claim; asks storage if it is reachable."""
         return self._held is not None and self._held.check()
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """If this machine holds the claim, lets another take it immediately."""
         if self._held is not None:
-            self._held.give_back()
+            self._held.release()
             self._held = None

@@ -176,7 +176,7 @@ class MachineSupervisor:
                 if self._claims.has_lead:
                     # Steps down and leaves the claim to others for a while.
                     machines.close()
-                    self._claims.give_back()
+                    self._claims.release()
                     time.sleep(self._lost_secs)
                 return None
             except BaseException as error:
@@ -196,7 +196,7 @@ class MachineSupervisor:
                 raise
             finally:
                 # The others look for a claim when their links close.
-                self._claims.give_back()
+                self._claims.release()
                 self._since_secs = time.monotonic()
 
     def _train(self, machines: Machines, before: leader_claim.Leader | None) -> bool:

@@ -137,7 +137,7 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
         # A slice that was lost and has rejoined is no longer in the last world.
         return Slices(
             current=current & {n for n, secs in since if secs <= self._began_secs},
-            present_secs={number: now_secs - secs for number, secs in since},
+            alive_secs={number: now_secs - secs for number, secs in since},
             failures=tuple(self._failures),
         )
 
@@ -277,7 +277,7 @@ class Pathways(contextlib.AbstractContextManager["Pathways"]):
             if fault.kind is faults.Kind.KILL_SLICE:
                 self._simulated.lose(fault.target)
             else:
-                self._simulated.give_back(fault.target)
+                self._simulated.rejoin(fault.target)
 
 
 class SimulatedSlices(manager.Manager):
@@ -318,7 +318,7 @@ class SimulatedSlices(manager.Manager):
         self._faulty = contextlib.ExitStack()
 
     def start_monitoring(self, poll_interval: float | int = 10) -> None:
-        """Does nothing: `lose` and `give_back` update the slices."""
+        """Does nothing: `lose` and `rejoin` update the slices."""
 
     def lose(self, number: int) -> None:
         """Simulates the loss of a slice; a world on it fails when it reads an array."""
@@ -332,7 +332,7 @@ class SimulatedSlices(manager.Manager):
             self._faulty.enter_context(simulator)
         self.available_inactive_slices = self.alive - self.active_slice_indices
 
-    def give_back(self, number: int) -> None:
+    def rejoin(self, number: int) -> None:
         """Brings back a slice, without the arrays that it had."""
         self.alive.add(number)
         self.available_inactive_slices = self.alive - self.active_slice_indices

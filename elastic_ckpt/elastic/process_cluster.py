@@ -593,7 +593,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
                 for number in current & there.keys()
                 if there[number].since_secs <= self._began_secs
             ),
-            present_secs={
+            alive_secs={
                 number: now_secs - each.since_secs
                 for number, each in there.items()
                 if now_secs >= each.refused_until_secs

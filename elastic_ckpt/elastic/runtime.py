@@ -207,7 +207,7 @@ class _Run:
         if isinstance(now, Train):
             return None if [*now.slices] == self._slices else now
         # A slice is about to be lost, and the remaining slices are too few.
-        is_leaving = not slices.present_secs.keys() >= {*self._slices}
+        is_leaving = not slices.alive_secs.keys() >= {*self._slices}
         return now if is_leaving and self._policy.max_retries else None
 
     def _decide(self, *, waited_secs: float = 0.0) -> tuple[Slices, Decision]:
@@ -226,7 +226,7 @@ class _Run:
         if policy is not self._policy:
             self._policy = policy
             chosen = list(decided.slices) if isinstance(decided, Train) else []
-            most = policy.max_slices or len(slices.present_secs)
+            most = policy.max_slices or len(slices.alive_secs)
             self.emit("scale_requested", slices=most, chosen=chosen)
         return slices, decided
 

@@ -268,7 +268,9 @@ class World:
                 number=self.number,
                 claimant=self._between.claimant,
                 # A process that continues completes its backups before it leaves.
-                is_left=lambda: self.devices is None and self._between.resumes(),
+                is_leaving_world=lambda: (
+                    self.devices is None and self._between.resumes()
+                ),
                 loses_memory=lambda: self._between.loses_memory,
                 await_check=self._between.await_check,
             ),

@@ -26,11 +26,11 @@ Mood = Literal["", "good", "bad"]
 _INK, _SOFT, _LINE = "#1c2024", "#5b6570", "#dde1e6"
 _GOOD, _BAD = "#1a7f4b", "#c0392b"
 # Eight colors that color-blind people can distinguish (Okabe and Ito, adapted).
-COLOURS = (
+COLORS = (
     *("#0b66c3", "#c75000", "#1a7f4b", "#8e44ad"),
     *("#b58900", "#00798c", "#b0286a", "#6b7683"),
 )
-GOOD, LOST = COLOURS[2], COLOURS[1]
+GOOD, LOST = COLORS[2], COLORS[1]
 
 # Pixels.
 WIDTH = 520
@@ -80,14 +80,14 @@ class Series:
       points: the x and y of each point, in ascending order of x.
       kind: how to draw the line; with `steps` and `area`, each value lasts until the
         next point.
-      colour: one of `COLOURS`.
+      color: one of `COLORS`.
     """
 
     name: str
     points: Sequence[Point]
     kind: Literal["line", "steps", "area", "dots"] = "line"
     is_dashed: bool = False
-    colour: str = COLOURS[0]
+    color: str = COLORS[0]
 
 
 def lines(
@@ -111,10 +111,10 @@ def lines(
     """
     drawn = [each for each in series if each.points]
     scale: Spec = {"type": "log"} if is_log else {"zero": from_zero}
-    colour: Spec = {
+    color: Spec = {
         "scale": {
             "domain": [each.name for each in drawn],
-            "range": [each.colour for each in drawn],
+            "range": [each.color for each in drawn],
         },
         "legend": {} if len(drawn) > 1 else None,
     }
@@ -131,7 +131,7 @@ def lines(
                     **{"field": "y", "type": "quantitative", "title": y},
                     "scale": scale,
                 },
-                "color": {"datum": each.name, **colour},
+                "color": {"datum": each.name, **color},
             },
         }
         for each in drawn
@@ -235,7 +235,7 @@ def bars(
 
 def coloured(names: Sequence[str]) -> dict[str, str]:
     """A color for each name."""
-    return dict(zip(names, itertools.cycle(COLOURS), strict=False))
+    return dict(zip(names, itertools.cycle(COLORS), strict=False))
 
 
 def number(value: float) -> str:

@@ -22,7 +22,7 @@ from elastic_ckpt.core import digest, errors
 from elastic_ckpt.core.errors import MOST_NAMED, first_of
 from elastic_ckpt.data import cursors, mixing, records, state
 from elastic_ckpt.inspect.tier_locations import Locations
-from elastic_ckpt.steps.manifest import Tier
+from elastic_ckpt.steps.manifest import TierName
 from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.find import FoundStep
 
@@ -233,7 +233,7 @@ def _surveyed(
     )
 
 
-def _tier(table: StepTable, tier: Tier) -> TierOfStep:
+def _tier(table: StepTable, tier: TierName) -> TierOfStep:
     alone = table.held_by(lambda holder: holder.tier == tier)
     return TierOfStep(
         tier=tier,

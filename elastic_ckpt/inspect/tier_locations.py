@@ -29,7 +29,7 @@ from elastic_ckpt.tiers.persistent.persistent_tier import PersistentTier
 from elastic_ckpt.tiers.persistent.run_files import read_agents
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt.tiers.ram.ram_disk import RamDisk
-from elastic_ckpt.tiers.source import Copy, Leftover, Offered
+from elastic_ckpt.tiers.source import HeldParts, Leftover, Offered
 
 Location = RamDisk | Peer | PersistentTier
 
@@ -75,7 +75,7 @@ class Locations:
 
     def look(self, step: int) -> Looked[FoundStep]:
         """A step's saves, with each holder once, and problems of unreadable parts."""
-        copies: dict[tuple[str, str, str], Copy] = {}
+        copies: dict[tuple[str, str, str], HeldParts] = {}
         problems: list[str] = []
         for tier in self._tiers:
             try:

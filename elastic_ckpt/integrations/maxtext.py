@@ -510,7 +510,7 @@ class Manager:
         If the run continues in another world, returns immediately; `close` then waits
         only for RAM.
         """
-        if not self.checkpointer.is_left:
+        if not self.checkpointer.is_leaving_world:
             self.checkpointer.wait()
 
     def close(self) -> None:

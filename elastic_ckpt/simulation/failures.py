@@ -19,7 +19,7 @@ import numpy as np
 from elastic_ckpt.core import errors
 
 
-class Event(NamedTuple):
+class Failure(NamedTuple):
     """A failure, or the return of a slice.
 
     Attributes:
@@ -42,7 +42,7 @@ def draw(
     machine_hours: float = 6300.0,
     repair_hours: float = 4.0,
     seed: int = 0,
-) -> list[Event]:
+) -> list[Failure]:
     """Random losses of slices within `secs`, and their returns, ordered by time.
 
     Times are exponentially distributed. `machine_hours` is the mean time between
@@ -52,15 +52,15 @@ def draw(
     random = np.random.default_rng(seed)
     expected = secs * slices * hosts_per_slice / (machine_hours * 3600.0)
     times = np.sort(random.uniform(0.0, secs, random.poisson(expected)))
-    events: list[Event] = []
+    events: list[Failure] = []
     back_at = dict.fromkeys(range(slices), 0.0)
     for time in times.tolist():
         number = int(random.integers(slices))
         back = time + random.exponential(repair_hours * 3600.0)
         if time >= back_at[number]:
             events += [
-                Event(time, "slice_lost", number),
-                Event(back, "slice_returned", number),
+                Failure(time, "slice_lost", number),
+                Failure(back, "slice_returned", number),
             ]
             back_at[number] = back
     return sorted(events)
@@ -68,7 +68,7 @@ def draw(
 
 def of_log(
     log: Sequence[Mapping[str, Any]], *, slices: int, hosts_per_slice: int
-) -> list[Event]:
+) -> list[Failure]:
     """The failures in the log of a run, with times since its first event.
 
     Reads the three failure events and `world_started`, which maps hosts to slices. A
@@ -77,7 +77,7 @@ def of_log(
     Raises:
       ConfigError: if an event is about a slice that the cluster does not have.
     """
-    events: list[Event] = []
+    events: list[Failure] = []
     world: Sequence[int] = range(slices)
     # By slice, when this world lost the slice or one of its hosts.
     lost: dict[int, float] = {}
@@ -91,7 +91,7 @@ def of_log(
             back = {e.slice for e in events if e.time > lost.get(e.slice, math.inf)}
             kept = {*world, *line["spares"]} - back
             events += [
-                Event(at, "host_lost" if number in kept else "slice_lost", number)
+                Failure(at, "host_lost" if number in kept else "slice_lost", number)
                 for number, at in lost.items()
             ]
             lost = {}
@@ -107,7 +107,7 @@ def of_log(
                     " run"
                 )
             if name == "slice_returned":
-                events.append(Event(time, name, known[place]))
+                events.append(Failure(time, name, known[place]))
             else:
                 lost.setdefault(known[place], time)
     return sorted(events)

@@ -197,7 +197,7 @@ def alternatives(planned: RunPlan) -> dict[str, RunPlan]:
         min_slices=min(planned.policy.min_slices, fewer),
     )
     decided = decision.decide(
-        decision.Slices(present_secs=dict.fromkeys(range(planned.slices), 0.0)),
+        decision.Slices(alive_secs=dict.fromkeys(range(planned.slices), 0.0)),
         policy,
         planned.work,
     )

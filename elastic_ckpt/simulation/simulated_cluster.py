@@ -23,7 +23,7 @@ from elastic_ckpt.core import events as run_events
 from elastic_ckpt.elastic import cluster, decision, runtime
 from elastic_ckpt.elastic.failures import WorldLostError, silent_death
 from elastic_ckpt.monitoring import goodput
-from elastic_ckpt.simulation.failures import Event
+from elastic_ckpt.simulation.failures import Failure
 from elastic_ckpt.simulation.plan import RunPlan
 from elastic_ckpt.steps import owners
 from elastic_ckpt.steps.manifest import Host
@@ -64,7 +64,7 @@ class _SliceLostError(Exception):
     """The world lost a slice or a slice's process."""
 
 
-def simulate(plan: RunPlan, trace: Sequence[Event]) -> Outcome:
+def simulate(plan: RunPlan, trace: Sequence[Failure]) -> Outcome:
     """Simulates a run on a cluster with the events of a trace, ordered by time.
 
     A run that ends with an error is restarted.
@@ -222,7 +222,7 @@ class SimulatedCluster(cluster.Cluster):
       counts: counts of rows, steps lost, losses, and restores by tier.
     """
 
-    def __init__(self, plan: RunPlan, trace: Sequence[Event]) -> None:
+    def __init__(self, plan: RunPlan, trace: Sequence[Failure]) -> None:
         self._plan = plan
         self._events = collections.deque(trace)
         self.now = 0.0
@@ -247,7 +247,7 @@ class SimulatedCluster(cluster.Cluster):
         """The slices that are alive at this time."""
         return decision.Slices(
             current=(current - self._lost) & self._since.keys(),
-            present_secs={n: self.now - since for n, since in self._since.items()},
+            alive_secs={n: self.now - since for n, since in self._since.items()},
             failures=tuple(self._failures),
         )
 

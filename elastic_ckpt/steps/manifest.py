@@ -40,7 +40,7 @@ from elastic_ckpt.steps.step import StepId
 
 VERSION = 1
 # A host's memory is its own local tier and part of every other host's peer tier.
-Tier = Literal["local", "persistent"]
+TierName = Literal["local", "persistent"]
 # A host ID, and the name of the host's manifest in a step directory.
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FILE_NAME = re.compile(rf"manifest-{_ID.pattern}")
@@ -189,7 +189,7 @@ class Holder(NamedTuple):
     """
 
     host: Host
-    tier: Tier = "local"
+    tier: TierName = "local"
     url: str = ""
 
 
@@ -269,7 +269,7 @@ class Manifest:
             for n, leaf in enumerate(self.parts.leaf.tolist())
         ]
 
-    def at(self, tier: Tier, url: str = "") -> Manifest:
+    def at(self, tier: TierName, url: str = "") -> Manifest:
         """The same manifest, marked as found in a tier or at an agent."""
         holders = tuple(Holder(each.host, tier, url) for each in self.holders)
         return dataclasses.replace(self, holders=holders)

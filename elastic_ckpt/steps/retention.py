@@ -20,7 +20,7 @@ from elastic_ckpt.steps.step import StepId
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeldStep:
+class TierStep:
     """A step in one tier, with the fields of Orbax's `PolicyCheckpointInfo`.
 
     Attributes:
@@ -58,7 +58,7 @@ class PreservationPolicy(Protocol):
 
 
 def steps_to_delete(
-    held: Sequence[HeldStep],
+    held: Sequence[TierStep],
     policy: PreservationPolicy,
     *,
     newest_complete: int | None,

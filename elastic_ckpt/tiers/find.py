@@ -12,7 +12,7 @@ from elastic_ckpt.steps import manifest
 from elastic_ckpt.steps.search import Looked, Search
 from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.steps.table import StepTable
-from elastic_ckpt.tiers.source import Offered, Source, Tier
+from elastic_ckpt.tiers.source import Offered, Source, SourceTier
 
 _MOST_THREADS = 32
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class FoundStep:
 
 
 def search(
-    tiers: Sequence[Tier],
+    tiers: Sequence[SourceTier],
     *,
     lines: Collection[Line] = (),
     without: Mapping[StepId, str] = types.MappingProxyType({}),
@@ -60,7 +60,7 @@ def search(
     )
 
 
-def of_save(tiers: Sequence[Tier], step_id: StepId) -> FoundStep:
+def of_save(tiers: Sequence[SourceTier], step_id: StepId) -> FoundStep:
     """Finds a save of a step that another host found complete.
 
     Raises:
@@ -77,18 +77,18 @@ def of_save(tiers: Sequence[Tier], step_id: StepId) -> FoundStep:
     )
 
 
-def of_each(tiers: Sequence[Tier], ask: Callable[[Tier], T]) -> list[T]:
+def of_each(tiers: Sequence[SourceTier], ask: Callable[[SourceTier], T]) -> list[T]:
     """Asks all tiers simultaneously, because a failed peer may respond slowly."""
     with background.pool(max(1, min(_MOST_THREADS, len(tiers))), "tiers") as pool:
         return list(pool.map(ask, tiers))
 
 
-def saves(tiers: Sequence[Tier]) -> set[StepId]:
-    """The saves that any tier knows; see `Tier.known_saves`."""
+def saves(tiers: Sequence[SourceTier]) -> set[StepId]:
+    """The saves that any tier knows; see `SourceTier.known_saves`."""
     return set().union(*of_each(tiers, lambda tier: tier.known_saves()))
 
 
-def offered(tiers: Sequence[Tier], step: int) -> Offered:
+def offered(tiers: Sequence[SourceTier], step: int) -> Offered:
     """The parts of a step in all tiers together."""
     several = of_each(tiers, lambda tier: tier.offers(step))
     return Offered(

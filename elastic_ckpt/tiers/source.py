@@ -87,7 +87,7 @@ class MappedSource(Source, Protocol):
 class RepairableSource(Source, Protocol):
     """A source in a RAM disk's slot that this process does not own."""
 
-    def put_right(self, leaf: Leaf, box: Box, content: bytes) -> None:
+    def repair(self, leaf: Leaf, box: Box, content: bytes) -> None:
         """Replaces a bad copy, atomically.
 
         Args:
@@ -115,7 +115,7 @@ class Leftover:
     path: epath.Path
 
 
-class Copy(NamedTuple):
+class HeldParts(NamedTuple):
     """One holder's parts of a save of a step."""
 
     manifest: Manifest
@@ -130,11 +130,11 @@ class Offered(NamedTuple):
       problems: a sentence for each manifest that could not be read.
     """
 
-    copies: Sequence[Copy]
+    copies: Sequence[HeldParts]
     problems: Sequence[str]
 
 
-class Tier(Protocol):
+class SourceTier(Protocol):
     """A tier of storage that steps are restored from."""
 
     def known_saves(self) -> Sequence[StepId]:

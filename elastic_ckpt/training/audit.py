@@ -36,10 +36,10 @@ from elastic_ckpt.data import (
 from elastic_ckpt.data.lm import pipeline
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.training import step_log
-from elastic_ckpt.training.step_log import Attempt, Record
+from elastic_ckpt.training.step_log import Attempt, StepRecord
 
 # Returns a step's data, in its stage; equal for steps with the same data.
-DataOf: TypeAlias = Callable[[Record], elastic_data.ElasticData]
+DataOf: TypeAlias = Callable[[StepRecord], elastic_data.ElasticData]
 _NO_DIGEST = "00" * 16
 
 
@@ -93,14 +93,14 @@ class Batch(NamedTuple):
         run trained on it before a rollback, or read it but never trained on it.
     """
 
-    record: Record
+    record: StepRecord
     first: int
     is_used: bool
 
 
 def stream(attempts: Sequence[Attempt], data_of: DataOf) -> Iterator[Batch]:
     """The batches of the run's lineage and the batches it skipped, in row order."""
-    trained: dict[int, Record] = {}
+    trained: dict[int, StepRecord] = {}
     for attempt in attempts:
         if attempt.records:
             # This attempt trained on the rows after its start in different batches.
@@ -197,7 +197,7 @@ def audit(
     left_out = attempts[-1].left_out
     differences: dict[int, str] = {}
 
-    def differs(record: Record, what: str) -> None:
+    def differs(record: StepRecord, what: str) -> None:
         place = f"rows {record.row:,} to {record.stop - 1:,} of the data"
         text = f"step {record.step + first_step} ({place}): {what}"
         differences.setdefault(record.step, text)
@@ -316,7 +316,7 @@ class RunAudit:
         self._configured = functools.cache(_configured)
         self._settings = {each.attempt: each.data for each in self.attempts}
 
-    def data_of(self, record: Record) -> elastic_data.ElasticData:
+    def data_of(self, record: StepRecord) -> elastic_data.ElasticData:
         """The data of a step, in its stage."""
         data = self._own
         if data is None:

@@ -210,25 +210,25 @@ class Callbacks:
         self._emit = emit
         self.decided_step = self.rollbacks = 0
         self._fresh = self.get_state()["callbacks"]
-        self.go_on()
+        self.reset()
 
     def __len__(self) -> int:
         return len(self._callbacks)
 
-    def distrust_until(self, step: int, go_back: Callable[[int, str], bool]) -> None:
+    def distrust_until(self, step: int, roll_back: Callable[[int, str], bool]) -> None:
         """Distrusts the restored state until a step is done.
 
         If the loss becomes non-finite by then or a callback finds a divergence, the
-        decision is `Action.DISTRUST`, at most once and only if `go_back` agrees.
+        decision is `Action.DISTRUST`, at most once and only if `roll_back` agrees.
 
         Args:
           step: the last step at which the restored state is distrusted.
-          go_back: called with the step and the reason, in the same way on all hosts;
+          roll_back: called with the step and the reason, in the same way on all hosts;
             returns whether the run returns to an older step.
         """
-        self._distrusted_until, self._go_back = step, go_back
+        self._distrusted_until, self._roll_back = step, roll_back
 
-    def go_on(self) -> None:
+    def reset(self) -> None:
         """Drops the decision: the run continues from a different, trusted state."""
         self.decision: Finding | None = None
         self.distrust_until(0, lambda *_: False)
@@ -281,9 +281,9 @@ class Callbacks:
                     " the callback"
                 ) from error
         self.rollbacks = state["rollbacks"]
-        self.go_on()
+        self.reset()
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Continues from a step that was saved without callbacks."""
         self.set_state({"rollbacks": 0, "callbacks": {}})
 
@@ -303,14 +303,14 @@ class Callbacks:
     def _decide(self, step: int, finding: Finding) -> None:
         # The strongest action and the earliest bad step apply. A recent restore is the
         # first suspect, once.
-        action, goes_back = finding.action, False
+        action, rolls_back = finding.action, False
         is_doubt = finding.is_divergence or action is Action.DISTRUST
         if is_doubt and step <= self._distrusted_until:
             self._distrusted_until = 0
-            goes_back = self._go_back(step, finding.why)
-        if not goes_back and action in (Action.WARN, Action.DISTRUST):
+            rolls_back = self._roll_back(step, finding.why)
+        if not rolls_back and action in (Action.WARN, Action.DISTRUST):
             return
-        if goes_back:
+        if rolls_back:
             finding = dataclasses.replace(finding, action=Action.DISTRUST)
         found = [each for each in (self.decision, finding) if each is not None]
         strongest = max(found, key=lambda each: list(Action).index(each.action))

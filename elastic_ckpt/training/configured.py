@@ -406,9 +406,9 @@ def check_slices(config: schema.Config, number: int | None = None) -> None:
             " the run with different limits"
         )
     exactly = dataclasses.replace(chosen, min_slices=number, max_slices=number)
-    present_secs = dict.fromkeys(range(number), math.inf)
+    alive_secs = dict.fromkeys(range(number), math.inf)
     decided = decision.decide(
-        decision.Slices(present_secs=present_secs), exactly, work(config, available)
+        decision.Slices(alive_secs=alive_secs), exactly, work(config, available)
     )
     if not isinstance(decided, decision.Train):
         raise errors.ConfigError(f"{number} slices: {decided.why}")

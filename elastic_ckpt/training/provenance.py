@@ -40,7 +40,7 @@ from elastic_ckpt.data import (
 )
 from elastic_ckpt.data.sources import arrayrecord
 from elastic_ckpt.training import audit, step_log
-from elastic_ckpt.training.step_log import Record
+from elastic_ckpt.training.step_log import StepRecord
 
 # The number of rows between checks of whether a document can still appear.
 _CHECK_ROWS = 32
@@ -155,7 +155,7 @@ class Provenance:
         if not self._lineage:
             raise errors.DataError("the step log is empty: the run has not trained yet")
         # The trained batches by first row; each may have been trained on repeatedly.
-        self._trained: dict[int, list[Record]] = collections.defaultdict(list)
+        self._trained: dict[int, list[StepRecord]] = collections.defaultdict(list)
         for record in itertools.chain.from_iterable(a.records for a in attempts):
             self._trained[record.row].append(record)
         self._batches = [each.record for each in audit.stream(attempts, data_of)]
@@ -301,7 +301,7 @@ class Provenance:
         for number in numbers:
             if self._data[number] != data:
                 data = self._data[number]
-                followed.go_on(_sharded(data).make_shard)
+                followed.continue_with(_sharded(data).make_shard)
             for row in np.flatnonzero(self._shards(number) == shard).tolist():
                 yield number, row, followed.next()
 
@@ -329,7 +329,7 @@ class Provenance:
             )
 
     def _uses(
-        self, batch: Record, row: int = 0, piece: provenance.Piece | None = None
+        self, batch: StepRecord, row: int = 0, piece: provenance.Piece | None = None
     ) -> list[Use]:
         # The steps that were trained on a batch, for a piece in one of its rows.
         return [

@@ -17,7 +17,7 @@ from typing import Any
 from elastic_ckpt.core import errors, metrics
 from elastic_ckpt.core import events as run_events
 from elastic_ckpt.inspect import page, run_files, status
-from elastic_ckpt.inspect.page import COLOURS, Fact, Mood, Point, Section, Series
+from elastic_ckpt.inspect.page import COLORS, Fact, Mood, Point, Section, Series
 from elastic_ckpt.inspect.status import Event, Files
 from elastic_ckpt.monitoring import goodput
 from elastic_ckpt.training import audit as audit_run
@@ -34,7 +34,7 @@ _WORLD_ENDS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Record:
+class RunRecords:
     """The records that a run has written.
 
     Attributes:
@@ -85,7 +85,7 @@ class Record:
         return {cause: each for cause, each in by_secs if each}
 
     @functools.cached_property
-    def lineage(self) -> dict[int, step_log.Record]:
+    def lineage(self) -> dict[int, step_log.StepRecord]:
         """The logged steps that no later attempt retrained."""
         return step_log.lineage(self.attempts)
 
@@ -110,7 +110,7 @@ class Record:
         return [(step, loss) for step, loss in points if math.isfinite(loss)]
 
 
-def collect(directory: str) -> Record:
+def collect(directory: str) -> RunRecords:
     """Reads the records of the run in `directory`, without an audit.
 
     Raises:
@@ -119,7 +119,7 @@ def collect(directory: str) -> Record:
     """
     recorded, events = run_files.read(directory), run_files.read_events(directory)
     is_alive = run_files.is_alive(directory)
-    return Record(
+    return RunRecords(
         run=recorded.run,
         directory=directory,
         phase=status.phase(events, is_alive=is_alive, program=recorded.program),
@@ -139,7 +139,7 @@ def audit(directory: str) -> audit_run.Audit | str:
         return f"The run cannot be audited: {error}"
 
 
-def report(record: Record) -> str:
+def report(record: RunRecords) -> str:
     """The page, as HTML.
 
     Raises:
@@ -161,7 +161,7 @@ def report(record: Record) -> str:
     )
 
 
-def _facts(record: Record) -> list[Fact]:
+def _facts(record: RunRecords) -> list[Fact]:
     moods: dict[str, Mood] = {"finished": "good", "failed": "bad", "not running": "bad"}
     phase = record.phase.partition(":")[0]
     steps = f"{1 + max(record.lineage, default=-1):,}"
@@ -194,7 +194,7 @@ def _facts(record: Record) -> list[Fact]:
     ]
 
 
-def _interruptions(record: Record) -> Section:
+def _interruptions(record: RunRecords) -> Section:
     judged = record.named("verdict")
     if not judged:
         text = "Nothing failed."
@@ -233,13 +233,13 @@ def _interruptions(record: Record) -> Section:
     )
 
 
-def _goodput_percent(record: Record) -> str:
+def _goodput_percent(record: RunRecords) -> str:
     spent = record.goodput_secs
     productive = spent.get("productive", 0) / max(sum(spent.values()), 1e-9)
     return f"{100 * productive:.1f} %" if spent else "none"
 
 
-def _goodput(record: Record) -> Section:
+def _goodput(record: RunRecords) -> Section:
     title, spent = "Where the time went", record.goodput_secs
     if not spent:
         return Section(title=title, text="No goodput metrics were recorded.")
@@ -269,7 +269,7 @@ def _goodput(record: Record) -> Section:
     )
 
 
-def _slices(record: Record) -> Section:
+def _slices(record: RunRecords) -> Section:
     title, slices = "Slices over time", 0
     if not record.events:
         return Section(title=title, text="Nothing was recorded.")
@@ -302,7 +302,7 @@ def _slices(record: Record) -> Section:
     )
 
 
-def _marks(record: Record) -> list[tuple[float, str]]:
+def _marks(record: RunRecords) -> list[tuple[float, str]]:
     # A lost slice implies its hosts.
     lost = "slice_lost" if record.named("slice_lost") else "host_lost"
     texts = {
@@ -316,7 +316,7 @@ def _marks(record: Record) -> list[tuple[float, str]]:
     ]
 
 
-def _loss(record: Record) -> Section:
+def _loss(record: RunRecords) -> Section:
     lost = record.losses(is_counted=False)
     again = f" {len(lost)} steps were lost in slice changes and retrained."
     return _of_lines(
@@ -326,7 +326,7 @@ def _loss(record: Record) -> Section:
                 name="retrained",
                 points=lost,
                 kind="dots",
-                colour=page.LOST,
+                color=page.LOST,
             ),
         ],
         title="Loss",
@@ -335,7 +335,7 @@ def _loss(record: Record) -> Section:
     )
 
 
-def _step_time(record: Record) -> Section:
+def _step_time(record: RunRecords) -> Section:
     points = {
         float(line["step"]): 1000 * line["sum"] / line["count"]
         for line in record.lines(metrics.TRAIN_STEP)
@@ -350,7 +350,7 @@ def _step_time(record: Record) -> Section:
     )
 
 
-def _recoveries(record: Record) -> Section:
+def _recoveries(record: RunRecords) -> Section:
     title, changes = "Time per slice change", record.named("recovered")[-_MOST_ROWS:]
     if not changes:
         return Section(title=title, text="The slices did not change.")
@@ -378,7 +378,7 @@ def _recoveries(record: Record) -> Section:
     )
 
 
-def _sample_order(record: Record) -> Section:
+def _sample_order(record: RunRecords) -> Section:
     attempts = [
         (each, sum(record.lineage.get(step.step) is step for step in each.records))
         for each in record.attempts[-_MOST_BARS:]
@@ -392,7 +392,7 @@ def _sample_order(record: Record) -> Section:
             for each, num_counted in attempts
         ],
         {
-            "before it": COLOURS[7],
+            "before it": COLORS[7],
             "counts": page.GOOD,
             "retrained": page.LOST,
         },

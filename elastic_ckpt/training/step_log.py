@@ -47,7 +47,7 @@ _MAX_ROWS = 2**24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
+class StepRecord:
     """A step and the batch that it was computed from.
 
     Attributes:
@@ -104,7 +104,7 @@ class Attempt:
     data: dict[str, Any]
     world: int
     left_out: state.Ranges
-    records: tuple[Record, ...] = ()
+    records: tuple[StepRecord, ...] = ()
 
 
 class StepLog:
@@ -277,13 +277,13 @@ def read(run_directory: epath.PathLike) -> list[Attempt]:
     return sorted(attempts, key=lambda each: (keys[each.attempt], each.attempt))
 
 
-def lineage(attempts: Sequence[Attempt]) -> dict[int, Record]:
+def lineage(attempts: Sequence[Attempt]) -> dict[int, StepRecord]:
     """The valid record of each step: later attempts override earlier ones.
 
     Each attempt discards earlier records from its first step on, even if the attempt
     itself did not get as far.
     """
-    steps: dict[int, Record] = {}
+    steps: dict[int, StepRecord] = {}
     for attempt in attempts:
         steps = {n: r for n, r in steps.items() if n < attempt.start_step}
         steps |= {record.step: record for record in attempt.records}

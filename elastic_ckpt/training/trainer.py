@@ -401,11 +401,11 @@ class Trainer:
             assert data is not None
             state = self._new_state()
             data.leave_out(None)
-            saver.begin_anew()
+            saver.start_over()
         else:
             state = saver.restore(self.program.abstract_state, saved, data=data)
         _check_step(state, 0 if saved is None else saved.step)
-        self.callbacks.go_on()
+        self.callbacks.reset()
         self.callbacks.rollbacks = rollbacks
         return state
 

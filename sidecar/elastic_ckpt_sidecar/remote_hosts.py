@@ -224,7 +224,7 @@ class RemoteHosts:
                 # Frees the hosts' memory for the next group.
                 jax.block_until_ready(made)
             self._made |= made
-        return self.all(HostReader.materialise, tuple(components))
+        return self.all(HostReader.materialize, tuple(components))
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """See `Hosts`."""

@@ -121,10 +121,10 @@ class _Workers:
         self._move(HostData.reset, limit_secs=_ANSWER_SECS)
         self._course = stages.Course.first(self._course.data, self._course.base_size)
 
-    def go_on(self, course: stages.Course) -> None:
+    def continue_with(self, course: stages.Course) -> None:
         size = course.size if course.stage == self._course.stage else None
         args = self._number, course.progress, size
-        self._move(HostData.go_on, *args, limit_secs=_ANSWER_SECS)
+        self._move(HostData.continue_with, *args, limit_secs=_ANSWER_SECS)
         self._course = course
 
     def _move(self, method: Any, *args: Any, limit_secs: float | None = None) -> None:
@@ -235,7 +235,7 @@ class _Hosts:
     def fetch(self) -> _Fetched:
         """The next batch, on the accelerators."""
         if self._is_behind:
-            self.all(HostData.go_back, self._number)
+            self.all(HostData.rewind, self._number)
         self._is_behind = True
         with failures.reaching_the_head():
             arrived = self._agent.next(self._message)

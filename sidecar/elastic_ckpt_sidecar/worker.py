@@ -100,7 +100,7 @@ class HostData:
         self._begin(begin)
 
     @calls.call()
-    def go_back(self, number: int) -> None:
+    def rewind(self, number: int) -> None:
         """Moves back to the state `number`, unless this host is still there."""
         taken = self._state(number)
         if self._states[-1][0] != number:
@@ -109,7 +109,7 @@ class HostData:
             self._states.pop()
 
     @calls.call()
-    def go_on(
+    def continue_with(
         self,
         begin: int,
         number: int,
@@ -124,9 +124,9 @@ class HostData:
           progress: the run's progress.
           size: rows of a batch; None begins the next stage.
         """
-        self.go_back(number)
+        self.rewind(number)
         course = self._rows.course.with_progress(progress)
-        self._rows.go_on(course.due() if size is None else course.resized(size))
+        self._rows.continue_with(course.due() if size is None else course.resized(size))
         self._begin(begin)
 
     @calls.call()

@@ -98,7 +98,7 @@ def test_steps_that_orbax_alone_saved_are_found_and_told_as_unverified(make, tmp
     assert checkpointer.save(8, {"n": 8})
     checkpointer.wait()
     assert [each.step for each in checkpointer.checkpoints if each.path] == [3, 7, 8]
-    assert checkpointer.load(3, go_back=True) == {"n": 3}
+    assert checkpointer.load(3, roll_back=True) == {"n": 3}
     assert checkpointer.save(4, {"n": 4})
     checkpointer.wait()
     # Steps of Orbax are abandoned, too.
@@ -148,7 +148,7 @@ def test_a_start_searches_once_for_the_step_that_it_loads(make, monkeypatch):
         save(checkpointer, 3)
         check(checkpointer, 3)
     with make() as checkpointer:
-        checkpointer.begin_anew()
+        checkpointer.start_over()
         check(checkpointer, 3)
 
 

@@ -96,7 +96,7 @@ def test_after_a_rollback_what_is_saved_again_is_yielded_and_nothing_else(tmp_pa
         tiered_steps.save(checkpointer, 1, 2, 3)
         steps = followed(tmp_path, timeout_secs=0)
         before = next(steps)
-        checkpointer.load(1, go_back=True)
+        checkpointer.load(1, roll_back=True)
         tiered_steps.save(checkpointer, 2)
         again = next(steps)
         assert [before.step, again.step] == [3, 2]

@@ -77,7 +77,7 @@ def test_abandoned_steps_come_back_by_name(run):
     newest = policies.LatestN(1)
     with run.open(newest) as opened:
         run.save(opened, 1, 2, 3, 4)
-        opened.load(2, go_back=True)
+        opened.load(2, roll_back=True)
         run.save(opened, 3, line=2)
     with run.open(newest) as opened:
         for step, expected in ((4, 104), (3, 203), (4, 104)):
@@ -110,7 +110,9 @@ def test_a_run_that_begins_anew_or_looks_at_an_older_step_abandons_nothing(run):
     with run.open() as opened:
         # A process that goes on from nothing else may not save after newer steps.
         assert value(opened.load(2)) == 102
-        behind = "step 5 cannot be saved: .* step 4, .* than the loaded step 2.*go_back"
+        behind = (
+            "step 5 cannot be saved: .* step 4, .* than the loaded step 2.*roll_back"
+        )
         for refused in (opened.should_save, functools.partial(run.save, opened)):
             with pytest.raises(errors.CheckpointError, match=behind):
                 refused(5)
@@ -141,16 +143,16 @@ def test_which_of_two_loads_decides(run, loads):
     with run.open() as opened:
         at = newest = 3
         is_placed = False
-        for step, has_data, go_back in loads:
+        for step, has_data, roll_back in loads:
             parts = {"state": None} | ({"data": Counter()} if has_data else {})
-            opened.load_checkpointables(step, parts, go_back=go_back)
+            opened.load_checkpointables(step, parts, roll_back=roll_back)
             # An abandoned step is gone on from as if it was the newest.
-            if go_back or has_data or not is_placed or step >= newest:
+            if roll_back or has_data or not is_placed or step >= newest:
                 at, is_placed = step, True
-            if go_back or step > newest:
+            if roll_back or step > newest:
                 newest = step
         if at < newest:
-            with pytest.raises(errors.CheckpointError, match="go_back=True"):
+            with pytest.raises(errors.CheckpointError, match="roll_back=True"):
                 run.save(opened, 4, line=2)
         else:
             run.save(opened, 4, line=2)
@@ -161,7 +163,7 @@ def test_which_of_two_loads_decides(run, loads):
 def test_going_back_abandons_newer_steps_at_once_and_they_are_saved_again(run):
     with run.open() as opened:
         run.save(opened, 1, 2, 3, 4)
-        opened.load(2, go_back=True)
+        opened.load(2, roll_back=True)
         with pytest.raises(errors.CheckpointError, match="only the newest step, "):
             run.save(opened, 1, overwrite=True)
     # Also if it is killed before it saves.
@@ -171,7 +173,7 @@ def test_going_back_abandons_newer_steps_at_once_and_they_are_saved_again(run):
         run.save(opened, 3, line=2)
         opened.load(1)
         run.save(opened, 3, line=2, overwrite=True)
-        opened.load(1, go_back=True)
+        opened.load(1, roll_back=True)
         for force in (True, False):
             with pytest.raises(ocp.training.errors.StepAlreadyExistsError):
                 run.save(opened, 1, force=force)
@@ -224,7 +226,7 @@ def test_a_component_that_was_not_loaded_is_reported_once_when_it_is_saved(run, 
 def test_a_step_that_is_leased_is_neither_set_aside_nor_replaced(run):
     with run.open() as opened:
         run.save(opened, 1, 2, 3)
-        opened.load(1, go_back=True)
+        opened.load(1, roll_back=True)
         with leases.lease(run.path / "steps" / "3"):
             run.save(opened, 2, line=2)
             assert [step for step, _ in run.stock()] == [1, 2, 3]

@@ -227,7 +227,7 @@ def test_what_a_world_owes_to_storage_the_next_ones_store(sim, monkeypatch):
     # storage, and stands for those before it.
     sim.threads.late = frozenset({"back-up", "replicate"})
     begin(sim, 9, 10, 15, 20)
-    sim.is_left = True
+    sim.is_leaving_world = True
     assert begin(sim, 21, force=True) == [True]
     sim.world.close()
     sim.threads.late = frozenset()

@@ -164,7 +164,7 @@ def test_after_a_rollback_preserved_steps_stay(tmp_path):
         (newest,) = (tmp_path / "ram" / "hosts" / "0").glob("6-*")
         ec.pin(newest)
         # As a run that diverged, which saves the step that it goes back to again.
-        checkpointer.load(2, go_back=True)
+        checkpointer.load(2, roll_back=True)
         tiered_steps.save(checkpointer, 2, overwrite=True)
         # Of step 2 the old save comes back when retention has removed the new one.
         tiered_steps.save(checkpointer, 8, 10)

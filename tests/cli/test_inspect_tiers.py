@@ -148,7 +148,7 @@ def test_it_shows_the_line_of_a_run_and_the_one_that_was_abandoned(tmp_path):
         tiered_steps.save(checkpointer, 1, 2, 3)
     with tiered_steps.checkpointer(*roots) as checkpointer:
         checkpointer.load_checkpointables(
-            1, {"data": tiered_steps.Cursors()}, go_back=True
+            1, {"data": tiered_steps.Cursors()}, roll_back=True
         )
         tiered_steps.save(checkpointer, 2)
     printed = inspect(*roots)

@@ -23,7 +23,7 @@ def test_memory_that_was_given_back_is_used_again_for_the_same_size_alone():
     pool = host_memory.Pool()
     memory = pool.take(3 * 2**20)
     first = address(memory)
-    pool.give_back(memory)
+    pool.release(memory)
     other = pool.take(2**20)
     assert address(other) != first
     assert address(pool.take(3 * 2**20)) == first

@@ -114,7 +114,7 @@ def hosts_of(monkeypatch, tmp_path_factory):
 
 
 def resize(size):
-    return lambda host: host.go_on(host.course.resized(size))
+    return lambda host: host.continue_with(host.course.resized(size))
 
 
 def test_hosts_that_divide_shards_and_rows_keep_their_shards_in_any_size(hosts_of):

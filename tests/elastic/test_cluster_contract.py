@@ -100,7 +100,7 @@ def test_a_world_runs_to_its_end(case):
     assert {each["loss"] for each in case.named("step")} == {8.0}
     assert case.cluster.devices_per_slice == 4
     assert case.cluster.slices(BOTH).current == BOTH
-    assert case.cluster.slices(BOTH).present_secs.keys() == BOTH
+    assert case.cluster.slices(BOTH).alive_secs.keys() == BOTH
 
 
 def test_hosts_get_the_world_that_was_decided_on(case):
@@ -118,17 +118,17 @@ def test_a_lost_slice_is_reported_and_missing_and_new_when_it_returns(case):
         case.run(steps=MANY)
     assert [each["slice"] for each in case.named("slice_lost")] == [1]
     left = case.cluster.slices(BOTH)
-    assert (left.current, set(left.present_secs)) == ({0}, {0})
+    assert (left.current, set(left.alive_secs)) == ({0}, {0})
 
     def has_changed():
-        return 1 in case.cluster.slices(frozenset({0})).present_secs
+        return 1 in case.cluster.slices(frozenset({0})).alive_secs
 
     assert not case.run(slices=(0,), number=2, steps=MANY, has_changed=has_changed)
     assert case.named("slice_returned") == [{"slice": 1}]
     there = case.cluster.slices(BOTH)
     # It was lost since, and is a member of the world only when it is in one again.
     assert there.current == {0}
-    assert there.present_secs[1] < there.present_secs[0]
+    assert there.alive_secs[1] < there.alive_secs[0]
     assert case.run(number=3)
     assert case.cluster.slices(BOTH).current == BOTH
 
@@ -139,7 +139,7 @@ def test_hosts_leave_after_the_same_step_and_lose_none(case):
     assert {each["why"] for each in case.notes("left")} == {"resume"}
     assert case.named("world_left") == [{"step": step}]
     assert not case.named("slice_lost")
-    assert set(case.cluster.slices(BOTH).present_secs) == BOTH
+    assert set(case.cluster.slices(BOTH).alive_secs) == BOTH
 
 
 def test_an_exception_of_the_training_is_the_users(case):

@@ -82,7 +82,7 @@ DECISIONS = {
 @pytest.mark.parametrize("name", DECISIONS)
 def test_run_trains_on(name):
     current, there, special, policy, decided = DECISIONS[name]
-    slices = decision.Slices(current=frozenset(current), present_secs=there, **special)
+    slices = decision.Slices(current=frozenset(current), alive_secs=there, **special)
     trains, spares, rows, parts = decided
     assert decide(slices, **policy) == decision.Train(
         slices=trains, spares=spares, rows=rows, accumulated=parts
@@ -90,7 +90,7 @@ def test_run_trains_on(name):
 
 
 def test_the_reason_names_slices_that_are_quarantined():
-    slices = decision.Slices(present_secs=present(0, 1), failures=failed(1, 2))
+    slices = decision.Slices(alive_secs=present(0, 1), failures=failed(1, 2))
     decided = decide(slices, min_slices=2, quarantine_failures=1)
     assert decided.why == (
         "slices [0] are usable, but min_slices=2; slices [1] are quarantined after"
@@ -113,14 +113,14 @@ def test_the_reason_names_slices_that_are_quarantined():
 )
 def test_a_slice_that_fails_repeatedly_is_quarantined(at_secs, is_quarantined):
     failures = sum((failed(1, at_secs=each) for each in at_secs), failed(0, 2))
-    slices = decision.Slices(present_secs={}, failures=failures)
+    slices = decision.Slices(alive_secs={}, failures=failures)
     policy = decision.Policy(quarantine_failures=3, quarantine_secs=20.0)
     assert slices.quarantined(policy) == ({1} if is_quarantined else set())
     assert not slices.quarantined(decision.Policy())
 
 
 def test_too_few_slices_are_waited_for_and_then_the_run_stops():
-    slices = decision.Slices(current=frozenset((0, 1)), present_secs=present(1))
+    slices = decision.Slices(current=frozenset((0, 1)), alive_secs=present(1))
     waiting = decide(slices, min_slices=2, wait_secs=60, waited_secs=20)
     assert waiting == decision.Wait(
         why="slices [1] are usable, but min_slices=2", within_secs=40
@@ -130,7 +130,7 @@ def test_too_few_slices_are_waited_for_and_then_the_run_stops():
 
 
 def test_an_objection_of_the_data_is_part_of_the_reason():
-    slices = decision.Slices(present_secs=present(0, 1))
+    slices = decision.Slices(alive_secs=present(0, 1))
     asked = []
 
     def objection(num_slices, rows):
@@ -160,7 +160,7 @@ def test_whatever_is_decided_can_be_done(
 ):
     slices = decision.Slices(
         current=frozenset(current),
-        present_secs=dict.fromkeys(alive, LONG),
+        alive_secs=dict.fromkeys(alive, LONG),
         failures=failed(*quarantined),
     )
     work = decision.Work(
@@ -195,7 +195,7 @@ def test_whatever_is_decided_can_be_done(
 
 @pytest.mark.parametrize(("rows", "parts"), [(1, 1), (3, 1), (4, 2), (5, 5), (12, 4)])
 def test_the_parts_are_equal_and_as_few_as_possible(rows, parts):
-    slices = decision.Slices(present_secs=present(0))
+    slices = decision.Slices(alive_secs=present(0))
     work = decision.Work(
         num_slices=1, rows=rows, devices_per_slice=1, max_rows_per_device=3
     )

@@ -121,7 +121,7 @@ def test_a_machine_that_does_not_end_its_hosts_is_lost(hosts, listener):
 
 def test_a_machine_that_was_asked_to_end_may_come_back(hosts, listener):
     def present():
-        return hosts.slices(frozenset()).present_secs.keys()
+        return hosts.slices(frozenset()).alive_secs.keys()
 
     far = connected(listener)
     wait_until(lambda: present() == {0, 1}, hosts)
@@ -202,9 +202,9 @@ def test_the_memory_of_a_machine_that_ends_stays(hosts, host_alone):
 def test_a_slice_that_returns_is_refused_no_longer(hosts):
     hosts._refuse(0, "its devices are wrong")
     hosts._slices[0].is_away = True
-    assert not hosts.slices(frozenset()).present_secs
+    assert not hosts.slices(frozenset()).alive_secs
     hosts._slices[0].is_away = False
-    assert hosts.slices(frozenset()).present_secs.keys() == {0}
+    assert hosts.slices(frozenset()).alive_secs.keys() == {0}
 
 
 @pytest.mark.parametrize("hello", [{"configured": "d"}, {"machine": 0}])

@@ -257,7 +257,7 @@ def led(machines, meet):
     listener.accepted.put(None)
     thread.join()
     listener.close()
-    first._claims.give_back()
+    first._claims.release()
 
 
 TAKEN = {"agents": [], "machines": [0, 1]}

@@ -109,10 +109,10 @@ def test_slices_beside_a_world_are_lost_and_come_back(cluster):
     def train(_):
         for change, there in (
             (cluster.simulated.lose, {0, 1, 2}),
-            (cluster.simulated.give_back, {0, 1, 2, 3}),
+            (cluster.simulated.rejoin, {0, 1, 2, 3}),
         ):
             change(3)
-            assert set(cluster.slices(frozenset({0, 1})).present_secs) == there
+            assert set(cluster.slices(frozenset({0, 1})).alive_secs) == there
 
     assert cluster.train(train, 0, 1)
     assert cluster.fields("slice_lost") == [{"slice": 3, "why": "it does not answer"}]

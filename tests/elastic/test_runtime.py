@@ -33,7 +33,7 @@ class ScriptedCluster:
     def slices(self, current):
         return decision.Slices(
             current=current - self.lost,
-            present_secs=dict(self.present),
+            alive_secs=dict(self.present),
             failures=tuple(self.failures),
         )
 
@@ -221,7 +221,7 @@ def test_a_run_with_too_few_slices_has_a_verdict_before_its_first_world():
     with pytest.raises(errors.RunError, match="min_slices=2"):
         run(ScriptedCluster(range(1), []), events, min_slices=2, wait_secs=0)
     (judged,) = named(events, "verdict")
-    assert judged["kind"] == "cannot_go_on"
+    assert judged["kind"] == "cannot_continue"
     assert (judged["world"], judged["step"]) == (0, 0)
 
 

@@ -20,7 +20,7 @@ from tests.tiers import saved_worlds
 
 VALUES = st.floats(-1e9, 1e9, allow_nan=False) | st.integers(-5, 5).map(float)
 record = functools.partial(
-    report.Record,
+    report.RunRecords,
     **{"run": "<r>", "directory": "runs/r", "phase": "finished", "files": {}},
     **{"audit": "No audit.", "made_secs": 0.0},
 )
@@ -130,7 +130,7 @@ def test_loss_costs_what_a_search_without_that_host_or_slice_finds(data):
     stored = [each for each in manifests if each not in in_ram]
 
     def looked(left):
-        copies = [source.Copy(each, None) for each in left]
+        copies = [source.HeldParts(each, None) for each in left]
         return find.looked(source.Offered(copies, [])).saves
 
     def newest(left):
@@ -163,7 +163,7 @@ def test_every_point_is_drawn_within_the_frame(points, kind, is_log):
     width, height = map(float, root.get("viewBox").split()[2:])
     assert (width, root.get("aria-label")) == (page.WIDTH, "a < b")
     paths = [each.attrib for each in root.iter() if each.tag.endswith("}path")]
-    drawn = [p for p in paths if page.COLOURS[0] in (p.get("stroke"), p.get("fill"))]
+    drawn = [p for p in paths if page.COLORS[0] in (p.get("stroke"), p.get("fill"))]
     assert len(drawn) == len(points) if kind == "dots" else drawn
     for path in drawn if kind != "dots" else ():
         numbers = [*map(float, re.findall(r"-?[0-9.]+(?:e-?\d+)?", path["d"]))]

@@ -146,18 +146,18 @@ class CheckedRun:
                 if self.model.newest(out_of_reach) is not None:
                     raise
             assert self.model.newest(out_of_reach) is None
-            world.begin_anew()
+            world.start_over()
 
-    def load(self, step, *, go_back=False):
+    def load(self, step, *, roll_back=False):
         """Loads a step by its number, which has to be sure."""
         with self._may_end():
             self.sim.world.wait()
             self._note_events()
-            if go_back:
+            if roll_back:
                 # Others count no more, or if it is cut short, perhaps still.
                 (wanted,) = (each for each in self.sure_steps() if each.step == step)
                 self._leave_others(wanted)
-            self._load(step, frozenset(), go_back=go_back)
+            self._load(step, frozenset(), roll_back=roll_back)
 
     def _leave_others(self, head):
         # Saves that are not of the line of one are not sure any more.
@@ -165,12 +165,12 @@ class CheckedRun:
         for each in set(self.model.saves.values()) - line:
             each.in_ram = each.stored = False
 
-    def _load(self, step, out_of_reach, *, go_back=False):
+    def _load(self, step, out_of_reach, *, roll_back=False):
         position = simulated_world.Position()
         restored = self.sim.world.load_checkpointables(
             step,
             {"state": simulated_world.abstract(), "data": position},
-            go_back=go_back,
+            roll_back=roll_back,
         )
         step_id = self.sim.hosts.opened_id
         save = self.model.saves[step_id]
@@ -184,14 +184,14 @@ class CheckedRun:
         # It stays until a newer one has its copies.
         save.is_covered = True
         # A run that does not go back may not save to an older step.
-        self.is_behind = not (go_back or step is None or save is self.head)
+        self.is_behind = not (roll_back or step is None or save is self.head)
         head = self.head
         self._go_on_from(save)
         self._note_events()
         if self.is_behind:
             self._go_on_from(head)
             return
-        if go_back and save is not head:
+        if roll_back and save is not head:
             self.model.leave(save)
 
     def _go_on_from(self, save):
@@ -282,7 +282,7 @@ class CheckedRun:
 
     def preempt(self, step, *, loses_memory):
         """Saves a last step; the copies and the backup are left to the next world."""
-        self.sim.is_left, self.sim.loses_memory = True, loses_memory
+        self.sim.is_leaving_world, self.sim.loses_memory = True, loses_memory
         self.save(step)
         if self.is_open:
             self.close()

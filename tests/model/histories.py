@@ -90,19 +90,19 @@ class Histories(stateful.RuleBasedStateMachine):
         return self.run.sure_steps()
 
     @precondition(lambda self: self.run.is_open and self.run.sure_steps())
-    @rule(data=st.data(), go_back=st.booleans())
-    def load(self, data, go_back):
+    @rule(data=st.data(), roll_back=st.booleans())
+    def load(self, data, roll_back):
         sure = self.sure_steps()
         if sure and self.run.is_open:
             save = data.draw(st.sampled_from(sure))
-            self.run.load(save.step, go_back=go_back)
+            self.run.load(save.step, roll_back=roll_back)
 
     @precondition(lambda self: self.run.is_open and self.run.sure_steps()[1:])
     @rule(data=st.data())
     def roll_back(self, data):
         older = self.sure_steps()[:-1]
         if older and self.run.is_open:
-            self.run.load(data.draw(st.sampled_from(older)).step, go_back=True)
+            self.run.load(data.draw(st.sampled_from(older)).step, roll_back=True)
         if self.run.is_open:
             self.run.save(self.next_step())
 

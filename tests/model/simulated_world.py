@@ -312,7 +312,7 @@ class _Endpoint:
             raise source.RepairError(str(error)) from None
         slot, step, *file = self._name(path).split("/")
         directory = os.path.join(root, "hosts", slot, step)
-        ram_disk.put_right(directory, "/".join(file), content)
+        ram_disk.repair(directory, "/".join(file), content)
 
     def _name(self, path):
         return urllib.parse.unquote(path.removeprefix("/hosts/"))
@@ -623,7 +623,7 @@ class Simulation:
         self.world = None
         self.hosts = None
         # Whether the run goes on in another world, and the memory of a host is lost.
-        self.is_left = self.loses_memory = False
+        self.is_leaving_world = self.loses_memory = False
 
     def __enter__(self):
         self._resources.enter_context(seams.watched(self.files))
@@ -679,7 +679,7 @@ class Simulation:
           Crash: if the hosts crashed meanwhile.
         """
         self.files.ended = set()
-        self.is_left = self.loses_memory = False
+        self.is_leaving_world = self.loses_memory = False
         self.events.clear()
         tiers = []
         if local:
@@ -727,7 +727,7 @@ class Simulation:
             relayout=no_layout,
             world=RunWorld(
                 claimant=self._claimant(),
-                is_left=lambda: self.is_left,
+                is_leaving_world=lambda: self.is_leaving_world,
                 loses_memory=lambda: self.loses_memory,
             ),
             emit=self._note,

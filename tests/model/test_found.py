@@ -87,7 +87,7 @@ def test_the_newest_step_is_known_when_a_load_in_the_background_has_ended():
         world, position = run.sim.world, simulated_world.Position()
         run.sim.threads.late = frozenset({"background"})
         wanted = {"state": simulated_world.abstract(), "data": position}
-        world.load_checkpointables_async(1, wanted, go_back=True)
+        world.load_checkpointables_async(1, wanted, roll_back=True)
         assert world.latest.step == 1
         assert position.value == 1
 
@@ -255,7 +255,7 @@ def test_an_evaluation_of_a_saved_step_stays_when_a_world_ends_without_a_save():
         run.save(4)
         run.wait()
         run.check_evaluations()
-        run.load(older.step, go_back=True)
+        run.load(older.step, roll_back=True)
         run.check_evaluations()
 
 
@@ -315,7 +315,7 @@ def test_metrics_before_a_step_that_was_saved_again_count_for_their_step(goes_ba
         (second,) = (each for each in run.sure_steps() if each.step == 2)
         run.evaluate(second)
         if goes_back:
-            run.load(2, go_back=True)
+            run.load(2, roll_back=True)
             run.save(3)
         else:
             run.save(5)

@@ -112,7 +112,7 @@ class Claims(RuleBasedStateMachine):
     @rule(number=numbers)
     def gives_back(self, number):
         is_holder = self.machines[number].check()
-        self.machines[number].give_back()
+        self.machines[number].release()
         self.is_back |= is_holder
 
     @rule(number=numbers)
@@ -161,7 +161,7 @@ def changes(act):
     return len(made)
 
 
-@pytest.mark.parametrize("act", ["renew", "give_back"])
+@pytest.mark.parametrize("act", ["renew", "release"])
 def test_a_leader_that_stands_still_within_a_change_of_its_claim_has_lost_it(
     tmp_path, act
 ):
@@ -180,7 +180,7 @@ def test_a_leader_that_stands_still_within_a_change_of_its_claim_has_lost_it(
                     assert take(second)
 
             with seams.watched(watch):
-                (first._held.renew if act == "renew" else first.give_back)()
+                (first._held.renew if act == "renew" else first.release)()
             if at is None:
                 return count
             # It goes on, and what it has written changes nothing.
@@ -188,7 +188,7 @@ def test_a_leader_that_stands_still_within_a_change_of_its_claim_has_lost_it(
                 assert not first.check()
             assert second.check()
             assert third.look().machine == 1
-            second.give_back()
+            second.release()
             assert take(third)
             assert not first.check()
             assert third.check()
@@ -204,7 +204,7 @@ def test_a_crash_within_any_change_of_a_claim_leaves_one_that_can_be_taken(tmp_p
     def turn(first, virtual):
         assert take(first)
         first._held.renew()
-        first.give_back()
+        first.release()
         virtual.sleep(1)
         assert take(first)
 
@@ -256,7 +256,7 @@ def test_a_request_that_was_carried_out_though_it_failed_is_no_leader(
             raise OSError
 
         assert take(first)
-        first.give_back()
+        first.release()
         first.look()
         with monkeypatch.context() as patch:
             patch.setattr(storage, "create", fail)

@@ -56,7 +56,7 @@ POINTS = {
     "back_up": Point(at="elastic_ckpt.tiers.persistent.ocdbt:merge", host=0),
     "restore": Point(
         at="elastic_ckpt.core.storage:write_atomic",
-        within="elastic_ckpt.checkpoint.host.reader:HostReader.materialise",
+        within="elastic_ckpt.checkpoint.host.reader:HostReader.materialize",
         call=3,
     ),
 }

@@ -97,18 +97,18 @@ class Taken:
 
     def __init__(self):
         self.num_bytes = 0
-        take, give_back = host_memory.Pool.take, host_memory.Pool.give_back
+        take, release = host_memory.Pool.take, host_memory.Pool.release
 
         def counted_take(pool, num_bytes):
             self.num_bytes += num_bytes
             return take(pool, num_bytes)
 
-        def counted_give_back(pool, memory):
+        def counted_release(pool, memory):
             self.num_bytes -= memory.nbytes
-            give_back(pool, memory)
+            release(pool, memory)
 
         host_memory.Pool.take = counted_take
-        host_memory.Pool.give_back = counted_give_back
+        host_memory.Pool.release = counted_release
 
 
 def fail_to_save(checkpointer, mesh, slot):

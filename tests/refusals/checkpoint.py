@@ -50,7 +50,7 @@ REFUSALS = {
         "opened with read_only=True", lambda c: c.save(2, {"w": np.ones(2)})
     ),
     "a reader that goes back": reading(
-        "opened with read_only=True", lambda c: c.load(go_back=True)
+        "opened with read_only=True", lambda c: c.load(roll_back=True)
     ),
     "a directory that is not there": Refusal(
         lambda path: read(path / "stepz"), r"no directory .*stepz; save", FAILED

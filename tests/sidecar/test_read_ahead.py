@@ -82,7 +82,7 @@ def test_a_change_of_size_that_is_refused_leaves_the_position(
     def refuse(*_):
         raise errors.ConfigError("has logical shards [3], which this run does not have")
 
-    monkeypatch.setattr(iterator.HostIterator, "go_on", refuse)
+    monkeypatch.setattr(iterator.HostIterator, "continue_with", refuse)
     batches = batches_of(remote)
     for step in range(2):
         if step % 2:

@@ -19,13 +19,13 @@ def host(data):
 
 def test_a_host_goes_back_unless_it_has_gone_elsewhere(host):
     first, *others = (ids(host.next()) for _ in range(3))
-    host.go_back(1)
+    host.rewind(1)
     assert [ids(host.next()) for _ in range(2)] == others
     host.reset(9)
-    host.go_back(9)
+    host.rewind(9)
     assert ids(host.next()) == first
     with pytest.raises(errors.DataError, match="no longer at the same batch"):
-        host.go_back(3)
+        host.rewind(3)
 
 
 def test_states_are_kept_of_the_last_batches_and_saves_and_of_no_older_one(

@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.simulation import failures
-from elastic_ckpt.simulation.failures import Event
+from elastic_ckpt.simulation.failures import Failure
 
 
 @given(st.integers(0, 100))
@@ -48,11 +48,11 @@ def test_failures_of_a_log_are_counted_once_and_numbered_as_in_the_cluster():
         {"time": 40.0, "event": "host_lost", "host": 1},
     ]
     assert failures.of_log(log, slices=4, hosts_per_slice=2) == [
-        Event(10.0, "slice_lost", 2),
-        Event(15.0, "host_lost", 0),
-        Event(20.0, "slice_returned", 2),
-        Event(25.0, "slice_lost", 2),
-        Event(26.0, "slice_returned", 2),
-        Event(30.0, "slice_lost", 3),
+        Failure(10.0, "slice_lost", 2),
+        Failure(15.0, "host_lost", 0),
+        Failure(20.0, "slice_returned", 2),
+        Failure(25.0, "slice_lost", 2),
+        Failure(26.0, "slice_returned", 2),
+        Failure(30.0, "slice_lost", 3),
     ]
     assert failures.of_log([], slices=4, hosts_per_slice=2) == []

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import decision
 from elastic_ckpt.simulation import failures, simulated_cluster
-from elastic_ckpt.simulation.failures import Event
+from elastic_ckpt.simulation.failures import Failure
 from elastic_ckpt.simulation.plan import Costs, RunPlan
 from elastic_ckpt.steps import owners
 
@@ -40,7 +40,7 @@ def plan(*, slices=4, hosts=1, copies=2, **changed):
 
 
 def simulate(planned, *events):
-    return simulated_cluster.simulate(planned, [Event(*each) for each in events])
+    return simulated_cluster.simulate(planned, [Failure(*each) for each in events])
 
 
 def seconds(outcome):

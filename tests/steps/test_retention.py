@@ -11,7 +11,7 @@ policies = ocp.training.preservation_policies
 
 def held(step, *, complete=True, loss=None):
     """A step that is saved one minute after the one before."""
-    return retention.HeldStep(
+    return retention.TierStep(
         step=step,
         time_ms=60_000 * step,
         metrics=None if loss is None else {"loss": loss},

@@ -321,7 +321,7 @@ def test_a_step_takes_files_of_removed_ones_but_no_repaired_file(disk, host):
             (directory / "large" / "zarr.json").write_bytes(b"{")
             leaf, files = saved.contents.leaves[0], ram_disk.StepFiles(directory)
             content = stored_part.content(leaf, state["large"])
-            files.put_right(leaf, boxes.whole(leaf.shape), content)
+            files.repair(leaf, boxes.whole(leaf.shape), content)
     assert inodes[2:5] == [*inodes[:2], inodes[0]]
     # They take no more than the last step.
     for step in (7, 8):

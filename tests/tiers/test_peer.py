@@ -304,7 +304,7 @@ def test_an_agent_puts_right_files_of_steps_alone(directory, url, root, client):
 
     def put(file, content):
         leaf = manifest.Leaf.of_file(file, len(content))
-        remote.put_right(leaf, boxes.whole(leaf.shape), content)
+        remote.repair(leaf, boxes.whole(leaf.shape), content)
 
     def refuse(why, file="data/part", content=SAVED, *, there=part, here=True):
         with pytest.raises(source.RepairError, match=why):
@@ -312,7 +312,7 @@ def test_an_agent_puts_right_files_of_steps_alone(directory, url, root, client):
         # So does a program of this machine, which needs no agent.
         if here:
             with pytest.raises(source.RepairError, match=why):
-                ram_disk.put_right(directory, file, content)
+                ram_disk.repair(directory, file, content)
         assert there.read_bytes() == b"damaged"
 
     refuse("its digest differs", content=SAVED[:-1] + b"x")
@@ -339,12 +339,12 @@ def test_an_agent_puts_right_files_of_steps_alone(directory, url, root, client):
     assert part.read_bytes() == SAVED
     # One that is gone is made.
     shutil.rmtree(part.parent)
-    ram_disk.put_right(directory, "data/part", SAVED)
+    ram_disk.repair(directory, "data/part", SAVED)
     assert part.read_bytes() == SAVED
 
 
 def test_a_repair_waits_while_a_process_removes_the_step(directory):
-    repair = ram_disk.put_right, directory, "data/part", SAVED
+    repair = ram_disk.repair, directory, "data/part", SAVED
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         with ram_disk.repairing(directory.parent):
             repairing = executor.submit(*repair)

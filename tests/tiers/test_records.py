@@ -127,15 +127,15 @@ def test_a_claim_counts_though_its_answer_was_lost(tmp_path, monkeypatch):
 
 
 def test_a_dropped_writer_gives_its_claim_back_in_a_thread(tmp_path, monkeypatch):
-    threads, give_back = [], records.Held.give_back
+    threads, release = [], records.Held.release
 
     def noted(held):
-        give_back(held)
+        release(held)
         # Garbage of other tests may be collected, too.
         if held.path.is_relative_to(tmp_path):
             threads.append(threading.current_thread())
 
-    monkeypatch.setattr(records.Held, "give_back", noted)
+    monkeypatch.setattr(records.Held, "release", noted)
     writer = begin(tmp_path)
     del writer
     gc.collect()
@@ -145,7 +145,7 @@ def test_a_dropped_writer_gives_its_claim_back_in_a_thread(tmp_path, monkeypatch
 
 
 def test_a_lost_record_is_not_renewed(tmp_path, monkeypatch, caplog):
-    told, there = [], records.Records(storage.absolute(tmp_path))
+    told, there = [], records.RecordStore(storage.absolute(tmp_path))
     record = records.Record(start="a", process=process.this(), secs=600.0)
     held = there.take(1, record, renewed=told.append)
     held.renew()
@@ -153,16 +153,16 @@ def test_a_lost_record_is_not_renewed(tmp_path, monkeypatch, caplog):
     held.renew()
     assert (told, held.is_lost) == ([1], True)
     for each in (held, after):
-        each.give_back()
+        each.release()
     # Storage that is away is logged; what a closed client raises is the caller's.
     away, closed = OSError(5, "storage is away"), RuntimeError("the client is closed")
     for number, problem in ((3, away), (4, closed)):
         held = there.take(number, record)
         with monkeypatch.context() as patch, contextlib.suppress(RuntimeError):
             patch.setattr(storage, "write_atomic", mock.Mock(side_effect=problem))
-            held.give_back()
+            held.release()
             assert problem is away
-        held.give_back()
+        held.release()
         assert records.read(held.path).secs == 600.0
     assert "was not written: " in caplog.text
 

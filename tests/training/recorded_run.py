@@ -40,7 +40,7 @@ def recorded(batch, step, *, attempt=1):
     """The record of a batch that a step was trained on."""
     ids = example_id.joined(batch["example_id"])
     tokens = np.concatenate(digest.row_features(batch), axis=1)
-    return step_log.Record(
+    return step_log.StepRecord(
         step=step,
         row=step_log.first_row(ids),
         rows=len(ids),

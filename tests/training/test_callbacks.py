@@ -165,7 +165,7 @@ def test_loss_that_is_not_finite_soon_after_a_restore_distrusts_it(step, is_dist
     found = Finding(action=Action.DISTRUST, why="the loss is nan", since=5)
     assert none.decision == (found if is_distrusted else None)
     # Once for each restore, and another state is trusted.
-    none.go_on()
+    none.reset()
     none.after_step(step, NAN)
     none.distrust_until(9, None)
     none.set_state(none.get_state())

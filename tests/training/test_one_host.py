@@ -56,7 +56,7 @@ def test_supervisor_of_an_accelerator_leaves_the_devices_to_its_host(hardware):
     # It does not know their number, which the rows of a batch depend on.
     groups = configured.groups(config)
     decided = decision.decide(
-        decision.Slices(present_secs={0: 99.0}),
+        decision.Slices(alive_secs={0: 99.0}),
         configured.policy(config, groups),
         configured.work(config, groups),
     )

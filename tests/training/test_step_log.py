@@ -43,7 +43,7 @@ def test_attempt_is_read_as_it_was_written(tmp_path):
     (attempt,) = step_log.read(tmp_path)
     first, second = attempt.records
     ids = [2**40, 2**40 + 1]
-    assert first == step_log.Record(
+    assert first == step_log.StepRecord(
         step=3,
         row=2**40,
         rows=2,

@@ -42,12 +42,12 @@ from elastic_ckpt.core import (
 
 Level: TypeAlias = Literal["none", "quick", "tensor", "full"]
 LEVELS = ("none", "quick", "tensor", "full")
-Groups: TypeAlias = "tuple[tuple[Holder, ...], ...]"
+Groups: TypeAlias = "tuple[tuple[Replica, ...], ...]"
 
 _MOST_FINDINGS = 100
 
 
-class Holder(NamedTuple):
+class Replica(NamedTuple):
     """The memory that holds a copy.
 
     Attributes:
@@ -65,7 +65,7 @@ class Holder(NamedTuple):
 
 # A copy of a box: the index of the leaf in the tree, the box, the copy's holder, and a
 # digest of its content.
-_Copy: TypeAlias = tuple[int, boxes.Box, Holder, str]
+_Copy: TypeAlias = tuple[int, boxes.Box, Replica, str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class Finding:
         return len(self.groups[0]) > len(self.groups[1])
 
     @property
-    def suspects(self) -> tuple[Holder, ...]:
+    def suspects(self) -> tuple[Replica, ...]:
         """The holders outside the largest group; all holders if there is a tie."""
         return tuple(sorted(itertools.chain(*self.groups[self.is_certain :])))
 
@@ -187,7 +187,7 @@ def compared(
     if not differ:
         return []
     own = [copy for group in differ for copy in by_group.get(group, ())]
-    by_box: dict[tuple[int, boxes.Box], list[tuple[str, Holder]]] = {}
+    by_box: dict[tuple[int, boxes.Box], list[tuple[str, Replica]]] = {}
     for of_host in gather(codec.encode(own)):
         for copy in codec.decode(tuple[_Copy, ...], of_host, name="copies"):
             number, box, holder, content = copy
@@ -230,13 +230,13 @@ def _structure_finding(of_hosts: Sequence[Mapping[str, str]]) -> Finding:
     }
     path, kinds = next(each for each in listed.items() if len(set(each[1])) > 1)
     each = ", ".join(f"host {n}: {kind}" for n, kind in enumerate(kinds))
-    groups = _groups((kind, Holder(n, -1)) for n, kind in enumerate(kinds))
+    groups = _groups((kind, Replica(n, -1)) for n, kind in enumerate(kinds))
     return Finding(leaf=path, groups=groups, why=f"the trees differ ({each})")
 
 
-def _groups(contents: Iterable[tuple[str, Holder]]) -> Groups:
+def _groups(contents: Iterable[tuple[str, Replica]]) -> Groups:
     # Groups holders by content; the largest group comes first.
-    groups: dict[str, list[Holder]] = {}
+    groups: dict[str, list[Replica]] = {}
     for content, holder in sorted(contents):
         groups.setdefault(content, []).append(holder)
     return tuple(sorted(map(tuple, groups.values()), key=lambda g: (-len(g), g)))
@@ -291,13 +291,13 @@ def _digests(copies: Sequence[_Copy]) -> list[str]:
 @functools.lru_cache(maxsize=2**14)
 def _held(
     sharding: Sharding | None, shape: tuple[int, ...]
-) -> tuple[tuple[Holder, boxes.Box, str], ...]:
+) -> tuple[tuple[Replica, boxes.Box, str], ...]:
     # This host's holders of boxes with more than one holder, with the hosts of each
     # box. Values without a sharding, and arrays on one process's devices, are on every
     # host.
     num_hosts = topology.num_hosts()
     if sharding is None:
-        own = Holder(topology.this_host(), -1), boxes.whole(()), "hosts"
+        own = Replica(topology.this_host(), -1), boxes.whole(()), "hosts"
         return (own,) * (num_hosts > 1)
     is_own = sharding.is_fully_addressable and num_hosts > 1
     held = []
@@ -306,7 +306,7 @@ def _held(
         group = "hosts" if is_own else ",".join(map(str, hosts))
         if box.volume and (len(devices) > 1 or is_own):
             local = sharding.addressable_devices.intersection(devices)
-            held += [(Holder(d.process_index, d.id), box, group) for d in local]
+            held += [(Replica(d.process_index, d.id), box, group) for d in local]
     return tuple(held)
 
 

@@ -92,7 +92,7 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Survey:
+class SearchableSteps:
     """The searchable contents of all hosts and storage.
 
     Attributes:

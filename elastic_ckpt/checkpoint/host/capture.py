@@ -251,9 +251,9 @@ class Memory:
         """Returns a piece of memory, if possible the last one, whose pages are warm."""
         return self._pool.take(num_bytes)
 
-    def give_back(self, files: Iterable[ChunkFile], piece: np.ndarray) -> None:
+    def release(self, files: Iterable[ChunkFile], piece: np.ndarray) -> None:
         """Releases memory and files, except files that became part of a step."""
-        self._pool.give_back(piece)
+        self._pool.release(piece)
         self.discard(files)
 
     def discard(self, files: Iterable[ChunkFile]) -> None:
@@ -319,7 +319,7 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
     return Captured(
         [_captured(part, of_leaf) for part, of_leaf in here],
         # Only the files: chunks refer to arrays, whose memory could then not be reused.
-        on_release=functools.partial(memory.give_back, _files(rest), piece),
+        on_release=functools.partial(memory.release, _files(rest), piece),
         is_lent=is_lent,
     )
 

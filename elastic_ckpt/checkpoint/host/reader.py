@@ -33,7 +33,7 @@ from elastic_ckpt.checkpoint.host.answers import (
     Candidate,
     CheckpointMetadata,
     ReadParts,
-    Survey,
+    SearchableSteps,
 )
 from elastic_ckpt.checkpoint.host.exchange import GIVEN, Report
 from elastic_ckpt.checkpoint.host.verified_read import (
@@ -53,7 +53,7 @@ from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import secret
 from elastic_ckpt.tiers.peers.peer import Peer
 from elastic_ckpt.tiers.ram import ram_disk
-from elastic_ckpt.tiers.source import Offered, ReadError, Tier
+from elastic_ckpt.tiers.source import Offered, ReadError, SourceTier
 
 
 class HostReader:
@@ -64,7 +64,7 @@ class HostReader:
         self._exchange = world.mail
         # On host 0: storage as listed for the search, the saves that stock Orbax steps
         # count as, the hosts' reports, and the examined steps.
-        self._storage: Tier | None = None
+        self._storage: SourceTier | None = None
         self._foreign: Mapping[int, str] = {}
         self._reported = Report()
         self._examined: dict[StepId, FoundStep] = {}
@@ -82,7 +82,7 @@ class HostReader:
             self._exchange.offer(Report(saves=sorted(saves), refusing=refusing))
 
     @calls.call()
-    def survey(self) -> Survey:
+    def survey(self) -> SearchableSteps:
         """Lists what all hosts and storage have; called on host 0."""
         world = self._world
         self._examined, self._reported = {}, self._exchange.merged
@@ -101,7 +101,7 @@ class HostReader:
         peers = [tier for tier in ram if isinstance(tier, Peer)]
         refusing = [*self._reported.refusing]
         refusing += [each.url for each in peers if each.listing.is_refused]
-        return Survey(
+        return SearchableSteps(
             saves=(*known, *self._foreign_steps()),
             lines=tuple(recorded),
             out_of_reach=out_of_reach,
@@ -223,9 +223,9 @@ class HostReader:
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def read(self, components: tuple[str, ...]) -> ReadParts:
-        """Reads and verifies all selected parts; see `read_leaves`, `materialise`."""
+        """Reads and verifies all selected parts; see `read_leaves`, `materialize`."""
         self.read_leaves()
-        return self.materialise(components)
+        return self.materialize(components)
 
     def read_leaves(self, paths: tuple[str, ...] | None = None) -> None:
         """Reads and verifies the selected leaves of the step.
@@ -250,7 +250,7 @@ class HostReader:
         }
 
     @calls.call(limit_secs=calls.LONG_SECS)
-    def materialise(self, components: tuple[str, ...]) -> ReadParts:
+    def materialize(self, components: tuple[str, ...]) -> ReadParts:
         """Writes the verified files of components, once all leaves are read."""
         reader, contents = self._opened().reader, self.opened()
         assert reader.near is not None
@@ -339,7 +339,7 @@ class HostReader:
         return self._world.idle_peers([self._world.number])
 
     @property
-    def _stored(self) -> list[Tier]:
+    def _stored(self) -> list[SourceTier]:
         return [] if self._storage is None else [self._storage]
 
     def _slots(self) -> set[int]:

@@ -113,7 +113,7 @@ class HostSaver:
             pinned_bytes=PINNED_BYTES if local is None else local.pinned_bytes,
         )
         self.staging = _staging(world)
-        self._saving: dict[StepId, _Saving] = {}
+        self._saving: dict[StepId, _HostSave] = {}
         # The sizes of the last-saved values.
         self._sizes: list[int] = []
 
@@ -128,7 +128,7 @@ class HostSaver:
     def begin(self, step_id: StepId, captured: Captured) -> CapturedIn:
         """Begins to save the captured values of all leaves."""
         storage.make_private_directory(self.staging)
-        saving = _Saving(captured=captured, staging=self.staging / str(step_id))
+        saving = _HostSave(captured=captured, staging=self.staging / str(step_id))
         storage.remove(saving.staging)
         self._saving[step_id] = saving
         return CapturedIn(str(saving.staging), captured.is_lent, self._memory.notice)
@@ -208,7 +208,7 @@ class HostSaver:
         """The digests, by part name, that a digest in `Written.shared` covers."""
         return self._shared(self._saving[step_id]).get(shared, {})
 
-    def _shared(self, saving: _Saving) -> dict[str, dict[str, str]]:
+    def _shared(self, saving: _HostSave) -> dict[str, dict[str, str]]:
         # Digests of parts that other hosts also hold or may have written, keyed by host
         # set or file path, then by part name.
         holders = saving.captured.holders(num_hosts=len(self._world.hosts))
@@ -371,7 +371,7 @@ class HostSaver:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class _Saving:
+class _HostSave:
     captured: Captured
     # Has a subdirectory for each component's files.
     staging: epath.Path

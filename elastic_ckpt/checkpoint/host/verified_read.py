@@ -199,7 +199,7 @@ class VerifiedReader:
                 try:
                     content = stored_part.content(leaf, self.values(item))
                     if isinstance(source, RepairableSource):
-                        source.put_right(leaf, box, content)
+                        source.repair(leaf, box, content)
                     mended.append(name)
                 except (errors.CheckpointError, RepairError, OSError) as error:
                     logging.warning("%s at host %s: %s", name, holder.host.id, error)

@@ -23,7 +23,7 @@ from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
 from elastic_ckpt.tiers.persistent.run_files import Seen
 from elastic_ckpt.tiers.ram import local, ram_disk
 from elastic_ckpt.tiers.ram.machine import find as find_machine
-from elastic_ckpt.tiers.source import ReadError, Source, Tier
+from elastic_ckpt.tiers.source import ReadError, Source, SourceTier
 
 
 class HeldStep(NamedTuple):
@@ -157,7 +157,7 @@ class HostWorld:
         return owners.Owners(self.hosts, self.copy_policy)
 
     @property
-    def tiers(self) -> list[Tier]:
+    def tiers(self) -> list[SourceTier]:
         """All tiers in which this host can search for steps, in their current state.
 
         Peers are asked for their lists of steps only once; to see new steps, read this
@@ -167,7 +167,7 @@ class HostWorld:
         return [*self.ram_tiers, *([] if stored is None else [stored])]
 
     @property
-    def ram_tiers(self) -> list[Tier]:
+    def ram_tiers(self) -> list[SourceTier]:
         """The tiers in the RAM of this and other machines; see `tiers`."""
         return [*self._disks, *self._peers(self._agents)]
 

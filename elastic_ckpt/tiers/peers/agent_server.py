@@ -245,7 +245,7 @@ class _Answers:
         async with self._repairing:
             content = await request.read()
             try:
-                await asyncio.to_thread(ram_disk.put_right, directory, path, content)
+                await asyncio.to_thread(ram_disk.repair, directory, path, content)
             except RepairError as error:
                 raise web.HTTPConflict(text=str(error)) from None
         return web.Response(status=204)

@@ -81,7 +81,7 @@ class PeerSource:
         """See `source.Source`."""
         return self._endpoint.read_into(self._of(leaf, box), into, on_piece)
 
-    def put_right(self, leaf: Leaf, box: Box, content: bytes) -> None:
+    def repair(self, leaf: Leaf, box: Box, content: bytes) -> None:
         """Has the agent replace a bad copy; see `source.RepairableSource`."""
         self._endpoint.put(self._of(leaf, box), content)
 
@@ -91,7 +91,7 @@ class PeerSource:
 
 
 class Peer:
-    """The RAM disk of one other machine at one moment, a `source.Tier`.
+    """The RAM disk of one other machine at one moment, a `source.SourceTier`.
 
     Requests the list of steps once, when it is first needed. A new object requests the
     list again and reads only new manifests. A failed peer delays the caller by one time
@@ -124,12 +124,12 @@ class Peer:
         return Listing(machine, manifests)
 
     def known_saves(self) -> Sequence[StepId]:
-        """See `source.Tier`; empty if the peer fails, which `offers` reports."""
+        """See `source.SourceTier`; empty if the peer fails, which `offers` reports."""
         return sorted({each.step_id for each in self.listing.manifests})
 
     def offers(self, step: int) -> source.Offered:
-        """See `source.Tier`."""
-        copies: list[source.Copy] = []
+        """See `source.SourceTier`."""
+        copies: list[source.HeldParts] = []
         problems = list(filter(None, [self.listing.problem]))
         for each in self.listing.manifests:
             if each.step_id.step == step:
@@ -139,7 +139,7 @@ class Peer:
                     problems.append(f"manifest {each.path} of {self.url} {error}")
         return source.Offered(copies, problems)
 
-    def _copy(self, listed: Listed) -> source.Copy:
+    def _copy(self, listed: Listed) -> source.HeldParts:
         known, (directory, _, name) = (
             self._endpoint.manifests,
             listed.path.rpartition("/"),
@@ -158,4 +158,4 @@ class Peer:
                 )
             known[listed] = parsed
         there = known[listed].at("local", self.url)
-        return source.Copy(there, PeerSource(self._endpoint, directory))
+        return source.HeldParts(there, PeerSource(self._endpoint, directory))

@@ -226,7 +226,7 @@ class Writer:
     def close(self) -> None:
         """Releases the record, so that another program may write immediately."""
         if self._held is not None:
-            self._held.give_back()
+            self._held.release()
 
     def _agreed(self, name: str, act: Callable[[], int]) -> int:
         # Named, because a backup and a commit may ask simultaneously.
@@ -277,16 +277,16 @@ class Writer:
             # thread is needed, because garbage may be collected in a storage client's
             # thread, which must not wait for itself.
             named = {"name": "give-back"}
-            util.Finalize(self, background.in_thread, [held.give_back], named)
-            util.Finalize(None, held.give_back, exitpriority=0)
+            util.Finalize(self, background.in_thread, [held.release], named)
+            util.Finalize(None, held.release, exitpriority=0)
         return held
 
 
-def _records(steps: epath.PathLike) -> records.Records:
-    return records.Records(storage.absolute(steps) / DIRECTORY)
+def _records(steps: epath.PathLike) -> records.RecordStore:
+    return records.RecordStore(storage.absolute(steps) / DIRECTORY)
 
 
-def _replaced(there: records.Records) -> errors.ReplacedError:
+def _replaced(there: records.RecordStore) -> errors.ReplacedError:
     number, by = there.newest()
     other = "another program" if by is None else f"{by.start} ({by})"
     return errors.ReplacedError(

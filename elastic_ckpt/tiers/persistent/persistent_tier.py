@@ -29,11 +29,11 @@ from elastic_ckpt.tiers.persistent.persistent_root import (
     read_json,
     read_manifests,
 )
-from elastic_ckpt.tiers.source import Copy, Offered, OnPiece, ReadError, ignored
+from elastic_ckpt.tiers.source import HeldParts, Offered, OnPiece, ReadError, ignored
 
 
 class PersistentTier:
-    """The committed steps of a run in persistent storage; a `source.Tier`.
+    """The committed steps of a run in persistent storage; a `source.SourceTier`.
 
     The steps are listed once; create a new object to see new ones.
 
@@ -106,8 +106,8 @@ class PersistentTier:
         }
 
     def offers(self, step: int) -> Offered:
-        """See `source.Tier`; empty if the step is uncommitted or unreachable."""
-        copies: list[Copy] = []
+        """See `source.SourceTier`; empty if the step is uncommitted or unreachable."""
+        copies: list[HeldParts] = []
         problems: list[str] = []
         try:
             for directory in self._directories(step):
@@ -117,7 +117,7 @@ class PersistentTier:
                         raise each
                     if isinstance(each, Manifest):
                         of_step = each.at("persistent", source.directory)
-                        copies.append(Copy(of_step, source))
+                        copies.append(HeldParts(of_step, source))
                     else:
                         problems.append(str(each))
         except checked_json.LaterVersionError:
@@ -137,7 +137,7 @@ class PersistentTier:
             [self.root.final(step), *aside] if self.root.is_committed(step) else aside
         )
 
-    def held(self, line: Line) -> list[retention.HeldStep]:
+    def held(self, line: Line) -> list[retention.TierStep]:
         """The committed steps of this run, for retention.
 
         Skips steps of another run, or of a later version of elastic_ckpt. The time is
@@ -166,14 +166,14 @@ class PersistentTier:
             self.root.remove(directory)
         return bool(ours)
 
-    def _held(self, step: int) -> retention.HeldStep | None:
+    def _held(self, step: int) -> retention.TierStep | None:
         directory = self.root.final(step)
         if committed(directory)[0] != self._run:
             return None
         metrics = read_json(directory / "metrics" / "metrics")
         if metrics is None:
             logging.warning("step %d is kept, because its metrics are not JSON", step)
-        return retention.HeldStep(
+        return retention.TierStep(
             step=step,
             time_ms=commit_nsecs(directory) // 1_000_000,
             metrics=metrics or None,

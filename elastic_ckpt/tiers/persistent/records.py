@@ -152,7 +152,7 @@ def is_over(path: epath.Path, record: Record) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Records:
+class RecordStore:
     """The numbered records in a directory, local or in an object store."""
 
     directory: epath.Path
@@ -248,7 +248,7 @@ class Held:
         if self.record.secs:
             self._renewed(self.record.count)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Makes the record lapse immediately, so that another program may follow."""
         self._end(lambda: self.renew(secs=0.0))
 

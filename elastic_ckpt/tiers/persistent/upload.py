@@ -140,7 +140,7 @@ class Upload:
 
         Raises:
           CheckpointError: if storage fails permanently or for longer than the retries.
-          ReplacedError: if another start of the run has claimed it since.
+          ReplacedError: if another launch of the run has claimed it since.
         """
         stored: dict[str, list[ocdbt.Chunk]] = {}
         for (number, box, _), each in zip(parts, values, strict=True):
@@ -170,7 +170,7 @@ class Upload:
 
         Raises:
           CheckpointError: if storage fails permanently or for longer than the retries.
-          ReplacedError: if another start of the run has claimed it since.
+          ReplacedError: if another launch of the run has claimed it since.
         """
         saved = self._saved
         with self._lock:
@@ -280,7 +280,7 @@ def _assemble(
         *saved.contents.files,
         *map("/".join, stores),
     }
-    storage.keep_alone(unfinished, named)
+    storage.keep_only(unfinished, named)
     for part in sorted({part for part, _ in stores}):
         ocdbt.merge(unfinished / part, [name for of, name in stores if of == part])
     for leaf in saved.contents.arrays:

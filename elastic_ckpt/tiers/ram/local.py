@@ -89,7 +89,7 @@ class LocalHost:
         """The committed saves, in ascending order."""
         return self.disk.known_saves([self.slot])
 
-    def retained(self) -> list[retention.HeldStep]:
+    def retained(self) -> list[retention.TierStep]:
         """The committed saves for retention, as their manifests describe them."""
         retained = []
         for each in self.held():
@@ -102,7 +102,7 @@ class LocalHost:
             except errors.CheckpointError:
                 complete = False
             retained.append(
-                retention.HeldStep(
+                retention.TierStep(
                     step=each.step,
                     save=each.save,
                     time_ms=contents.time_ms,
@@ -217,7 +217,7 @@ class LocalHost:
                 for number, box, _ in manifest.rows()
             ),
         }
-        storage.keep_alone(path.parent, named)
+        storage.keep_only(path.parent, named)
 
 
 class StepWriter:

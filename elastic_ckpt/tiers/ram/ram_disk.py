@@ -15,7 +15,7 @@ its process and is lost only with the machine's memory.
 
 Only a slot's owner writes to it (`local`) and repairs its bad copies. Bad copies in
 other slots (on an idle machine or a backup host, or from a process that is gone) are
-repaired by the machine's agent, or by another process there (`put_right`). A file is
+repaired by the machine's agent, or by another process there (`repair`). A file is
 replaced only by bytes with the digest that the manifest next to it lists, so a repair
 cannot make a good copy bad.
 """
@@ -52,7 +52,7 @@ from elastic_ckpt.tiers import preserved, stored_part
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt.tiers.source import (
     PIECE_BYTES,
-    Copy,
+    HeldParts,
     Leftover,
     Offered,
     OnPiece,
@@ -135,7 +135,7 @@ class RamDisk:
             if step_id.step == step:
                 files = StepFiles(self.step_directory(slot, step_id))
                 try:
-                    copies.append(Copy(self.manifest(slot, step_id), files))
+                    copies.append(HeldParts(self.manifest(slot, step_id), files))
                 except errors.CheckpointError as problem:
                     problems.append(str(problem))
         return Offered(copies, problems)
@@ -253,9 +253,9 @@ class StepFiles:
         except OSError as error:
             raise ReadError(f"cannot be read ({error.strerror})") from None
 
-    def put_right(self, leaf: Leaf, box: Box, content: bytes) -> None:
+    def repair(self, leaf: Leaf, box: Box, content: bytes) -> None:
         """Replaces a bad copy in a slot; see `source.RepairableSource`."""
-        put_right(self.directory, layout.part_file(leaf, box), content)
+        repair(self.directory, layout.part_file(leaf, box), content)
 
 
 def _short(length: int, least: int) -> ReadError:
@@ -267,7 +267,7 @@ def repairing(slot: epath.PathLike) -> AbstractContextManager[None]:
     return storage.exclusive_lock(os.path.join(slot, "repairs.lock"), waits=True)
 
 
-def put_right(directory: epath.PathLike, file: str, content: bytes) -> None:
+def repair(directory: epath.PathLike, file: str, content: bytes) -> None:
     """Replaces a bad file of a committed step, atomically.
 
     Args:

@@ -203,7 +203,7 @@ class Conversion:
                 for each in batch:
                     if each.values.nbytes >= _LEAST_KEPT_BYTES:
                         memory = each.values.reshape(-1).view(np.uint8)
-                        self._free.give_back(memory)
+                        self._free.release(memory)
 
     def _stored(self, move: Move) -> list[int]:
         num_stored = len(self.checkpoint.tensors)
