@@ -18,8 +18,8 @@ class RunWorld:
         before the first save; None if the world is not claimed.
       is_leaving_world: a function that returns whether the run continues in another
         world after the current save or after the checkpointer is closed. The result is
-        the same on all hosts. If it is true, a save goes only to RAM, and the next world makes the
-        step's copies and backup.
+        the same on all hosts. If it is true, a save goes only to RAM, and the next
+        world makes the step's copies and backup.
       loses_memory: a function that returns whether any host's RAM is lost with this
         world. If it is true, copies of the last save are made before the world ends.
       await_check: a function called on each host when a save begins; it raises an error

@@ -374,7 +374,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the sidecar goes on from batches that were dropped",
         "sidecar/elastic_ckpt_sidecar/worker.py",
-        "self.roll_back(number)\n        course",
+        "self.rewind(number)\n        course",
         "course",
         ("tests/sidecar/test_remote_iterator.py",),
     ),
