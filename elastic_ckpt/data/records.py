@@ -307,7 +307,7 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
         if row is not None and self._num_fruitless > most:
             files = files_of(self._records)
             raise errors.DataError(
-                f"{files[0]} and the {len(files) - 1} files after it:"
+                f"data files from {files[0]} on:"
                 f" {self._num_fruitless:,} consecutive records, more than two epochs,"
                 " produced no row; check whether a filter or another step drops them"
                 " all"

@@ -98,7 +98,10 @@ class MachineSupervisor:
           RunError: with the run's first failure, or if no leader can be reached.
         """
         while True:
-            why = "a leader"
+            why = (
+                "a leader; run the command on every machine, and let all machines reach"
+                " each other and the run directory"
+            )
             try:
                 ended = self._lead_or_follow()
                 if ended is not None:

@@ -176,6 +176,7 @@ def length(node: Node, scope: Scope) -> int | Fraction:
 
     Raises:
       KeyError: if `scope` lacks a size.
+      LayoutError: if the `widths` of a name do not list one size for each rank.
     """
     if isinstance(node, Name):
         return scope.sizes[node.name]

@@ -31,7 +31,6 @@ from etils import epath
 
 from elastic_ckpt.core import boxes, bucket_clients, errors, host_memory, storage
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.steps import layout
 from elastic_ckpt.steps import layout as step_layout
 from elastic_ckpt.universal import opening, shipped
 from elastic_ckpt.universal.factors import row_major
@@ -424,7 +423,7 @@ def _cut(
     target: TargetTensor, order: Sequence[int], chunk_bytes: int
 ) -> tuple[int, tuple[int, ...]]:
     # The number and shape of the chunks if dims are cut in this order.
-    shape = layout.chunk_shape(
+    shape = step_layout.chunk_shape(
         [target.shape[dim] for dim in order],
         item_bytes=target.dtype.itemsize,
         chunk_bytes=chunk_bytes,
