@@ -100,7 +100,7 @@ class Policy:
       inner: a smaller kind of domain that may also be lost as a whole; empty if there
         is none.
       assume_data_parallelism: whether to skip all copies, for models too large to copy;
-        `Placement.shortfalls` lists the resulting risks.
+        `CopyPlan.shortfalls` lists the resulting risks.
     """
 
     copies: int = 2
@@ -109,7 +109,7 @@ class Policy:
     assume_data_parallelism: bool = False
 
 
-class Placement(NamedTuple):
+class CopyPlan(NamedTuple):
     """The copies to make.
 
     Attributes:
@@ -154,7 +154,7 @@ class Owners:
         self._firsts = dict(reversed(firsts))
         self.copies = functools.cache(self._copies)
 
-    def place(self, holders: Sequence[Holders], num_bytes: np.ndarray) -> Placement:
+    def place(self, holders: Sequence[Holders], num_bytes: np.ndarray) -> CopyPlan:
         """Plans the minimum number of copies that satisfy the policy for every item.
 
         Args:
@@ -184,7 +184,7 @@ class Owners:
                 0 < number <= policy.copies for number in machines
             ),
         }
-        return Placement(
+        return CopyPlan(
             item=item,
             source=np.array(senders, np.int64)[item],
             target=np.array([each for some in copies for each in some], np.int64),

@@ -1,6 +1,6 @@
 """Callbacks of the training loop, whose state is saved with each step.
 
-A callback receives the metrics of each step and evaluation and may return a `Finding`,
+A callback receives the metrics of each step and evaluation and may return a `Detection`,
 which makes the run continue, stop, or roll back. Each saved step contains
 every callback's state under the callback's name; the states can be restored on any
 number of hosts.
@@ -57,7 +57,7 @@ class Action(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
+class StepMetrics:
     """The metrics of a step, the same on all hosts.
 
     Attributes:
@@ -73,7 +73,7 @@ class Report:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
+class Detection:
     """A divergence, or another reason to act.
 
     Attributes:
@@ -108,7 +108,7 @@ def good_step(saved: Sequence[int], *, since: int, margin: int = 0) -> int | Non
 
 
 def step_to_go_back_to(
-    finding: Finding,
+    finding: Detection,
     saved: Sequence[int],
     *,
     before: int,
@@ -161,7 +161,7 @@ def step_to_go_back_to(
 class Callback(Protocol):
     """A callback; a run may have any number, each under its own name."""
 
-    def after_step(self, step: int, report: Report) -> Finding | None:
+    def after_step(self, step: int, report: StepMetrics) -> Detection | None:
         """Receives the metrics of a step while the next one is computed.
 
         Args:
@@ -169,7 +169,7 @@ class Callback(Protocol):
           report: the metrics of the step.
         """
 
-    def after_evaluation(self, step: int, loss: float) -> Finding | None:
+    def after_evaluation(self, step: int, loss: float) -> Detection | None:
         """Receives the mean loss of an evaluation after `step` steps."""
 
     def get_state(self) -> Any:
@@ -230,18 +230,18 @@ class Callbacks:
 
     def reset(self) -> None:
         """Drops the decision: the run continues from a different, trusted state."""
-        self.decision: Finding | None = None
+        self.decision: Detection | None = None
         self.distrust_until(0, lambda *_: False)
 
     def reads(self, step: int) -> bool:
         """Whether the metrics of a step are needed."""
         return bool(self._callbacks) or step <= self._distrusted_until
 
-    def after_step(self, step: int, report: Report) -> None:
+    def after_step(self, step: int, report: StepMetrics) -> None:
         """Passes the metrics of a step to all callbacks."""
         if not math.isfinite(report.loss):
             why = f"the loss is {report.loss}"
-            self._decide(step, Finding(action=Action.DISTRUST, why=why, since=step))
+            self._decide(step, Detection(action=Action.DISTRUST, why=why, since=step))
         for name, callback in self._callbacks.items():
             self._note(name, step, callback.after_step(step, report))
 
@@ -287,7 +287,7 @@ class Callbacks:
         """Continues from a step that was saved without callbacks."""
         self.set_state({"rollbacks": 0, "callbacks": {}})
 
-    def _note(self, name: str, step: int, finding: Finding | None) -> None:
+    def _note(self, name: str, step: int, finding: Detection | None) -> None:
         is_late = self.decision is not None and step > self.decided_step
         if finding is None or is_late:
             return
@@ -300,7 +300,7 @@ class Callbacks:
         )
         self._decide(step, dataclasses.replace(finding, why=f"{name}: {finding.why}"))
 
-    def _decide(self, step: int, finding: Finding) -> None:
+    def _decide(self, step: int, finding: Detection) -> None:
         # The strongest action and the earliest bad step apply. A recent restore is the
         # first suspect, once.
         action, rolls_back = finding.action, False
@@ -322,10 +322,10 @@ class Callbacks:
 # A rule's state; empty before the first step.
 State: TypeAlias = dict[str, Any]
 # Updates the state with a step's metrics; returns why the step is bad, or "".
-Rule = Callable[[State, Report], str]
+Rule = Callable[[State, StepMetrics], str]
 
 
-def non_finite(state: State, report: Report) -> str:
+def non_finite(state: State, report: StepMetrics) -> str:
     """A rule: a step is bad if its loss or gradient norm is infinite or NaN."""
     del state
     values = {"loss": report.loss, "gradient norm": report.gradient_norm}
@@ -334,7 +334,7 @@ def non_finite(state: State, report: Report) -> str:
 
 
 def loss_above_best(
-    state: State, report: Report, *, smoothing: float, factor: float
+    state: State, report: StepMetrics, *, smoothing: float, factor: float
 ) -> str:
     """A rule: a step is bad if the smoothed loss exceeds `factor` times its best."""
     if not math.isfinite(report.loss):
@@ -348,7 +348,7 @@ def loss_above_best(
 
 
 def gradient_spike(
-    state: State, report: Report, *, smoothing: float, factor: float
+    state: State, report: StepMetrics, *, smoothing: float, factor: float
 ) -> str:
     """A rule: a step is bad if its gradient norm exceeds `factor` times the average.
 
@@ -387,7 +387,7 @@ class Detector:
         # The count of consecutive bad steps restarts after each action.
         self._state: State = {"bad": 0, "since": None, "rule": {}}
 
-    def after_step(self, step: int, report: Report) -> Finding | None:
+    def after_step(self, step: int, report: StepMetrics) -> Detection | None:
         """See `Callback`."""
         state = self._state
         why = self._rule(state["rule"], report)
@@ -399,7 +399,7 @@ class Detector:
         if state["bad"] < self._patience:
             return None
         state["bad"] = 0
-        return Finding(
+        return Detection(
             action=self._action,
             why=f"{why}, since step {state['since']}",
             since=state["since"],

@@ -46,7 +46,7 @@ from elastic_ckpt.training import (
     model,
     schema,
 )
-from elastic_ckpt.training.callbacks import Action, Callbacks, Finding, Report
+from elastic_ckpt.training.callbacks import Action, Callbacks, Detection, StepMetrics
 from elastic_ckpt.training.own_loop import RunDirectory
 from elastic_ckpt.universal import loading, shipped
 from elastic_ckpt.universal.formats import files
@@ -70,7 +70,7 @@ class Ended(NamedTuple):
     state: model.TrainState
     step: int
     is_stopped: bool
-    finding: Finding | None = None
+    finding: Detection | None = None
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -303,7 +303,7 @@ class Trainer:
         step, report = pending
         jax.block_until_ready(report.loss)
         if self.callbacks.reads(step):
-            numbers = Report(
+            numbers = StepMetrics(
                 loss=float(report.loss),
                 gradient_norm=float(report.gradient_norm),
                 tokens=int(report.tokens),
@@ -336,7 +336,7 @@ class Trainer:
         if self.saver:
             self.saver.record(step, {EVAL_METRIC: mean})
 
-    def _is_end_due(self, step: int, finding: Finding | None) -> bool:
+    def _is_end_due(self, step: int, finding: Detection | None) -> bool:
         # Whether to save the loop's last step, which may be saved already or bad.
         if self.saver is None or self.saver.last_step == step:
             return False
@@ -410,7 +410,7 @@ class Trainer:
         return state
 
     def _leave_newest_good(
-        self, saver: run_saver.RunSaver, ended: Ended, finding: Finding
+        self, saver: run_saver.RunSaver, ended: Ended, finding: Detection
     ) -> None:
         # Abandons steps saved since the divergence, so that a restarted run does not
         # continue from one of them.
@@ -424,7 +424,7 @@ class Trainer:
         self,
         saver: run_saver.RunSaver,
         ended: Ended,
-        finding: Finding,
+        finding: Detection,
         began_at: int,
     ) -> model.TrainState:
         # Restores an older step and saves it as if the loop had ended with this step.

@@ -242,11 +242,11 @@ def test_a_run_can_gain_drop_and_rename_its_tiers(tmp_path, ram):
 def test_the_disks_of_hosts_without_storage_are_of_one_run():
     known = [run_files.Identity(name=name, is_stored=True) for name in ("1", "3")]
     disks = [
-        run_files.Place(directory=name, identity=identity)
+        run_files.StepsDirectory(directory=name, identity=identity)
         for name, identity in (("a", known[0]), ("b", None), ("c", known[0]))
     ]
     assert run_files.agreed(None, disks, fresh="2") == known[0]
-    disks[1] = run_files.Place(directory="b", identity=known[1])
+    disks[1] = run_files.StepsDirectory(directory="b", identity=known[1])
     with pytest.raises(
         errors.RunError, match="host 1: b contains steps of another run"
     ):

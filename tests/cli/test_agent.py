@@ -55,7 +55,7 @@ def test_second_agent_is_refused_until_the_first_is_killed(root):
     with served.agent_process(root) as (process, url):
         known = secret.read_or_create(root)
         output = runs.verb("agent", root, code=1)
-        assert f"another agent serves {root}" in output
+        assert f"another agent already serves {root}" in output
         assert url in output
         process.kill()
         process.wait()

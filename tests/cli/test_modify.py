@@ -128,7 +128,7 @@ def test_step_of_a_live_run_is_not_edited(steps):
         assert checkpointer.save(3, state(3))
         refused = runs.cli("modify", steps / "3", "--set", "step=4")
         assert "is being written by another live program" in refused.stderr
-        assert "wait for it or stop it" in refused.stderr
+        assert "wait for that program or stop it" in refused.stderr
         assert "-> 4" in modify(steps / "3", "--set", "step=4", "--dry-run")
     modify(steps / "3", "--set", "step=4")
     assert loaded(steps / "3")["step"] == 4

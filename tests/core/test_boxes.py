@@ -78,7 +78,7 @@ def test_overlaps_are_the_pairs_that_share_an_element(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(box_join, "_FEW_PAIRS", few_pairs)
         patch.setattr(box_join, "_MANY_PAIRS", few_pairs)
-        patch.setattr(box_join, "_NEIGHBOURS", neighbours)
+        patch.setattr(box_join, "_NEIGHBORS", neighbours)
         pairs = box_join.overlaps(columns(shape, first), columns(shape, second))
     assert list(zip(*(each.tolist() for each in pairs), strict=True)) == [
         (n, m)
@@ -147,6 +147,6 @@ def test_overlaps_of_many_boxes_are_those_of_each_with_each(neighbours, seed, ra
     apart = (a.start[:, None] >= b.stop) | (b.start >= a.stop[:, None])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(box_join, "_FEW_PAIRS", 256)
-        patch.setattr(box_join, "_NEIGHBOURS", neighbours)
+        patch.setattr(box_join, "_NEIGHBORS", neighbours)
         actual = box_join.overlaps(a, b)
     assert np.array_equal(actual, np.nonzero(~apart.any(axis=-1)))

@@ -227,7 +227,7 @@ OWN = {
             beside_steps.IDENTITY,
             lambda path: beside_steps.keep(path, IDENTITY, is_first=True),
         ),
-        read=lambda directory: beside_steps.place(directory).identity,
+        read=lambda directory: beside_steps.steps_directory(directory).identity,
         page=STEPS / "FORMAT.md",
     ),
     "claim of a world": OwnFormat(

@@ -11,7 +11,7 @@ import numpy as np
 
 from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.elastic import faults
-from elastic_ckpt.training.callbacks import Action, Finding
+from elastic_ckpt.training.callbacks import Action, Detection
 
 # The step at which `Planted` finds a divergence.
 PLANTED_STEP = 21
@@ -75,7 +75,7 @@ class Planted(Stateless):
             return None
         self._has_acted = True
         why = "it is planted"
-        return Finding(action=Action.ROLLBACK, why=why, since=PLANTED_STEP - 1)
+        return Detection(action=Action.ROLLBACK, why=why, since=PLANTED_STEP - 1)
 
 
 class Stuck(Stateless):

@@ -43,7 +43,7 @@ group = row(
 
 REFUSALS = {
     "peers without RAM": row(ec.Checkpointer)(
-        r"a list of Peers, Persistent: give ec.Local\(directory",
+        r"tiers contains Peers, Persistent; pass one ec.Local\(directory",
         [ec.Peers(), ec.Persistent("/a", every=1)],
     ),
     "a writer that only reads": reading(

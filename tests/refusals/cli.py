@@ -151,7 +151,7 @@ REFUSALS = {
         secret="too short",
     ),
     "domains of an agent of no node": verb(
-        "--domains, .* are for a node.s agent; add --node",
+        "--domains, .* apply only to a node's agent; add --node",
         *("agent", "DIR", "--domains", "rack=r7"),
         error=errors.ElasticCkptError,
     ),

@@ -153,7 +153,7 @@ REFUSALS = {
     ),
     "rows of no token": in_rows("length=0; pass at least 1", numbers(0), length=0),
     "a negative window": in_rows(
-        "window=-1; pass 0 or m", numbers(0), length=8, window=-1
+        "window=-1; pass at least 0", numbers(0), length=8, window=-1
     ),
     "a limit of documents to rows that cut them anywhere": in_rows(
         "max_examples=2 does not work with packing='concat_then_split'",

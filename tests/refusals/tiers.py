@@ -71,7 +71,7 @@ def _open_secret(path):
 def _setting(kind, given):
     ((name, value),) = given.items()
     tier = getattr(kind, "func", kind).__name__
-    return row(kind)(rf"^{tier}\({name}={re.escape(repr(value))}\).*give ", **given)
+    return row(kind)(rf"^{tier}\({name}={re.escape(repr(value))}\).*pass ", **given)
 
 
 def _secrets(text):
@@ -115,7 +115,7 @@ REFUSALS = {
         _link, "is inside Local", writes=True
     ),
     "an agent for every network": serving(
-        "address at which the other machines reach", interface="0.0.0.0"
+        "address at which other machines reach", interface="0.0.0.0"
     ),
     "no certificate for an agent": serving(
         r"none\.pem.* certificate with its key", tls_certificate="/none.pem"

@@ -104,8 +104,10 @@ def test_what_was_not_saved_or_is_lost_cannot_be_wanted():
     near = read_plan.Nearness(StepTable([lone]), lone.host)
     with pytest.raises(errors.CheckpointError, match=r"w\[63:64\].*complete step"):
         read_plan.ReadPlan(near, WANTED)
-    with pytest.raises(errors.CheckpointError, match=r"no leaf 'v'; it has \['data/"):
+    with pytest.raises(
+        errors.CheckpointError, match=r"no leaf 'v'; its leaves are \['data/"
+    ):
         read_plan.Wanted.from_boxes([("v", boxes.whole([64]))], contents=WHOLE)
     for shape in ([65], [8, 8]):
-        with pytest.raises(errors.CheckpointError, match=r"saved, w\[0:64\]; restore"):
+        with pytest.raises(errors.CheckpointError, match=r"array, w\[0:64\]; request"):
             read_plan.Wanted.from_boxes([("w", boxes.whole(shape))], contents=WHOLE)

@@ -293,7 +293,7 @@ def test_programs_attach_to_their_node_and_secrets_open_one_run(tmp_path):
     known = secret.read_or_create(told)
     (told / "secret").chmod(0o644)
     with served.serving_node(tmp_path, domains={"rack": "r7"}):
-        refused = pytest.raises(errors.RunError, match="another agent serves")
+        refused = pytest.raises(errors.RunError, match="another agent already serves")
         with refused, served.serving_node(tmp_path):
             pass
         paths = ("run", "slice-3/run", "an odd%2Fname")
@@ -412,7 +412,7 @@ def test_labels_of_a_node_are_read_or_the_remedy_is_told(tmp_path, monkeypatch):
         stack.callback(api.shutdown)
         assert labels_of("node-7") == LABELS
         for node in ("node-8", "../secrets", "node-7/status"):
-            with pytest.raises(errors.RunError, match="verb get on nodes"):
+            with pytest.raises(errors.RunError, match="needs permission to get nodes"):
                 labels_of(node)
         with pytest.raises(errors.RunError, match="403") as error:
             labels_of("node-7", "another-token")

@@ -7,11 +7,11 @@ from etils import epath
 from elastic_ckpt.checkpoint.components import component
 from elastic_ckpt.core import errors
 from elastic_ckpt.training import callbacks, schema
-from elastic_ckpt.training.callbacks import Action, Finding
+from elastic_ckpt.training.callbacks import Action, Detection
 from tests import iterator_contract
 from tests.recorded_events import RecordedEvents
 
-REPORT = callbacks.Report(loss=1.0, gradient_norm=2.0, tokens=8, learning_rate=0.1)
+REPORT = callbacks.StepMetrics(loss=1.0, gradient_norm=2.0, tokens=8, learning_rate=0.1)
 
 
 class Counter:
@@ -26,7 +26,7 @@ class Counter:
         self.steps += 1
         if self._action is None or step != self._at:
             return None
-        return Finding(action=self._action, why="it counts", since=self._since)
+        return Detection(action=self._action, why="it counts", since=self._since)
 
     def after_evaluation(self, step, loss):
         del step, loss
@@ -104,7 +104,7 @@ def test_of_several_findings_the_strongest_action_and_the_first_bad_step_count()
     several.after_step(1, REPORT)
     assert several.decision is None
     several.after_step(2, REPORT)
-    assert several.decision == Finding(
+    assert several.decision == Detection(
         action=Action.STOP, why="stops: it counts", since=2
     )
     first, *others = recorded.named("divergence_found")
@@ -162,7 +162,7 @@ def test_loss_that_is_not_finite_soon_after_a_restore_distrusts_it(step, is_dist
     none.after_step(4, REPORT)
     none.after_step(step, NAN)
     assert asked == [(step, "the loss is nan")] * is_distrusted
-    found = Finding(action=Action.DISTRUST, why="the loss is nan", since=5)
+    found = Detection(action=Action.DISTRUST, why="the loss is nan", since=5)
     assert none.decision == (found if is_distrusted else None)
     # Once for each restore, and another state is trusted.
     none.reset()

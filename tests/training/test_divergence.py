@@ -11,8 +11,8 @@ from elastic_ckpt.training import callbacks, schema
 from elastic_ckpt.training.callbacks import (
     Action,
     Detector,
-    Finding,
-    Report,
+    Detection,
+    StepMetrics,
     good_step,
     step_to_go_back_to,
 )
@@ -35,7 +35,9 @@ each_rule = pytest.mark.parametrize("name", RULES)
 
 
 def report(loss, gradient_norm=1.0):
-    return Report(loss=loss, gradient_norm=gradient_norm, tokens=8, learning_rate=0.01)
+    return StepMetrics(
+        loss=loss, gradient_norm=gradient_norm, tokens=8, learning_rate=0.01
+    )
 
 
 def bad_steps(rule, values):
@@ -124,7 +126,7 @@ def test_detector_acts_after_its_patience_and_as_long_as_steps_are_bad(
     for step, loss in enumerate(losses, 1):
         finding = detector.after_step(step, report(loss))
         if finding is not None:
-            assert finding == Finding(
+            assert finding == Detection(
                 action=Action.ROLLBACK,
                 why=f"it is bad, since step {finding.since}",
                 since=finding.since,
@@ -186,7 +188,7 @@ NEVER_ANEW = {"most": 2, "margin": 3}
 def test_run_goes_back_to_the_newest_good_step_or_to_its_beginning(
     bounds, saved, since, options, step
 ):
-    finding = Finding(action=Action.ROLLBACK, why="the loss is nan", since=since)
+    finding = Detection(action=Action.ROLLBACK, why="the loss is nan", since=since)
     options = {"before": 0, **bounds, **options}
     if isinstance(step, int):
         assert step_to_go_back_to(finding, saved, **options) == step

@@ -219,11 +219,11 @@ class Recorded:
 
     def after_step(self, step, report):
         self._parts.calls.append(f"called {step}: {report.loss}")
-        assert report == callbacks.Report(
+        assert report == callbacks.StepMetrics(
             loss=step - 1, gradient_norm=step, tokens=8, learning_rate=0.5
         )
         if step == self._step:
-            return callbacks.Finding(action=self._action, why="it is", since=step)
+            return callbacks.Detection(action=self._action, why="it is", since=step)
         return None
 
     def after_evaluation(self, step, loss):

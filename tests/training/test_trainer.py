@@ -9,7 +9,7 @@ import pytest
 
 from elastic_ckpt.core import errors, metrics
 from elastic_ckpt.training import step_log
-from elastic_ckpt.training.callbacks import Action, Finding
+from elastic_ckpt.training.callbacks import Action, Detection
 from tests import jobs, runs
 from tests.recorded_events import RecordedEvents
 
@@ -102,7 +102,7 @@ def test_slices_that_do_not_share_the_devices_are_refused(tmp_path, corpus):
 def planted(config):
     """A callback that finds a divergence at step 4, once."""
     del config
-    found = [Finding(action=Action.ROLLBACK, why="planted", since=4)]
+    found = [Detection(action=Action.ROLLBACK, why="planted", since=4)]
     return {
         "planted": types.SimpleNamespace(
             after_step=lambda step, _: found.pop() if found and step == 4 else None,

@@ -61,8 +61,8 @@ class Introduction:
     agents: Mapping[str, run_files.Seen]
     now_secs: float
     fresh_identity: str
-    disk: run_files.Place
-    stored: run_files.Place | None
+    disk: run_files.StepsDirectory
+    stored: run_files.StepsDirectory | None
 
     def last_secs(self) -> float:
         """When the machine was last in a world, as recorded; 0 without a record."""
@@ -117,8 +117,12 @@ class HostEndpoint:
             agents=run_files.known_agents(root),
             now_secs=clock.time_ns() / 10**9,
             fresh_identity=secrets.token_hex(16),
-            disk=run_files.place(found.root, has_steps=bool(found.all_saves())),
-            stored=run_files.place(persistent.directory) if persistent else None,
+            disk=run_files.steps_directory(
+                found.root, has_steps=bool(found.all_saves())
+            ),
+            stored=run_files.steps_directory(persistent.directory)
+            if persistent
+            else None,
         )
 
     @calls.call()

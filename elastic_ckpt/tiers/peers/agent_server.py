@@ -323,9 +323,10 @@ async def listening(
             )
         except OSError as error:
             raise errors.RunError(
-                f"the agent cannot listen at {host}:{service.port} ({error}); pass an"
-                " address of this machine, a free port or 0, and a certificate with its"
-                " key as PEM files"
+                f"the agent cannot listen at {host}:{service.port} with the certificate"
+                f" {service.tls_certificate} ({error}); pass an address of this"
+                " machine, a free port or 0, and a certificate with its key as PEM"
+                " files"
             ) from None
         stack.callback(server.close)
         at = f"[{host}]" if ":" in host else host

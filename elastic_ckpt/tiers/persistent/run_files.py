@@ -64,7 +64,7 @@ class Identity:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
+class StepsDirectory:
     """A directory of a run's steps: in storage, or a RAM disk.
 
     Attributes:
@@ -120,7 +120,9 @@ class Evaluation:
         return StepId(self.step, self.save)
 
 
-def place(directory: epath.PathLike, *, has_steps: bool = True) -> Place:
+def steps_directory(
+    directory: epath.PathLike, *, has_steps: bool = True
+) -> StepsDirectory:
     """Determines which run a directory of steps, in storage or RAM, belongs to.
 
     Args:
@@ -135,12 +137,14 @@ def place(directory: epath.PathLike, *, has_steps: bool = True) -> Place:
     try:
         there = records.read(path / IDENTITY, Identity) if has_steps else None
     except records.OutOfReachError:
-        return Place(directory=os.fspath(path), identity=None, is_out_of_reach=True)
-    return Place(directory=os.fspath(path), identity=there)
+        return StepsDirectory(
+            directory=os.fspath(path), identity=None, is_out_of_reach=True
+        )
+    return StepsDirectory(directory=os.fspath(path), identity=there)
 
 
 def agreed(
-    stored: Place | None, disks: Sequence[Place], *, fresh: str
+    stored: StepsDirectory | None, disks: Sequence[StepsDirectory], *, fresh: str
 ) -> Identity | None:
     """Agrees on the identity of the run; None if it cannot be determined now.
 
