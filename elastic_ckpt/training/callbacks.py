@@ -1,7 +1,7 @@
 """Callbacks of the training loop, whose state is saved with each step.
 
-A callback receives the metrics of each step and evaluation and may return a `Detection`,
-which makes the run continue, stop, or roll back. Each saved step contains
+A callback receives the metrics of each step and evaluation and may return a
+`Detection`, which makes the run continue, stop, or roll back. Each saved step contains
 every callback's state under the callback's name; the states can be restored on any
 number of hosts.
 

@@ -10,8 +10,8 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.training import callbacks, schema
 from elastic_ckpt.training.callbacks import (
     Action,
-    Detector,
     Detection,
+    Detector,
     StepMetrics,
     good_step,
     step_to_go_back_to,
