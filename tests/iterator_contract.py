@@ -164,7 +164,7 @@ class IteratorContract:
         batches.reset()
         with pytest.raises(
             errors.DataError,
-            match="position 16, after the run's position 0; load it",
+            match="position 16, which is after the run's current position, 0",
         ):
             run(batches.leaving_out().load(epath.Path(tmp_path)))
         assert batches.left_out == ()
@@ -175,7 +175,7 @@ class IteratorContract:
         expected = self.expected(data, GLOBAL_BATCH_SIZE, GLOBAL_BATCH_SIZE)
         next(batches)
         (tmp_path / "data_state.json").write_text('{"version": 1')
-        with pytest.raises(errors.DataError, match="is cut short"):
+        with pytest.raises(errors.DataError, match="is truncated"):
             run(batches.load(epath.Path(tmp_path)))
         assert ids(next(batches)) == ids(expected[1])
 

@@ -266,7 +266,9 @@ class SourceContract:
         for each in refused:
             path.write_bytes(each)
             data_files.forget_all()
-            with self.refused(files[2], "(another file|cut short|not a complete)"):
+            with self.refused(
+                files[2], "(another file|does not match its index|not a complete)"
+            ):
                 source.indexes(self.make(files))
 
     def test_files_without_a_record_are_named(self, files):

@@ -210,7 +210,9 @@ def test_what_a_step_has_is_told_wherever_it_is_found(make, tmp_path):
         assert bits(opened.load(latest, held.metadata["state"])) == bits(tree)
         whole = {"state": tree, "ema": parts["ema"]}
         assert bits(opened.load_checkpointables()) == bits(whole)
-        with pytest.raises(errors.CheckpointError, match="no 'opt'; it has"):
+        with pytest.raises(
+            errors.CheckpointError, match="not contain 'opt'; it contains"
+        ):
             opened.metadata(checkpointable_name="opt")
         root = ocp.training.RootMetadata(directory=opened.directory)
         assert opened.root_metadata() == root

@@ -166,7 +166,7 @@ def test_steps_in_storage_are_followed_under_a_lease(tmp_path, caplog):
     assert not list((tmp_path / "steps" / leases.DIRECTORY).iterdir())
     (tmp_path / "steps" / run_files.AGENTS).unlink(missing_ok=True)
     assert next(followed(tmp_path, after=4, timeout_secs=0)).step == 5
-    assert "agents.json names no agents" in caplog.text
+    assert "agents.json lists no agents" in caplog.text
 
 
 def test_a_step_comes_once_its_older_save_is_removed(tmp_path, monkeypatch):

@@ -220,7 +220,7 @@ def test_a_component_that_was_not_loaded_is_reported_once_when_it_is_saved(run, 
         run.save(opened, 3, 4)
     (event,) = run.recorded.named("component_not_loaded")
     assert (event["step"], event["component"]) == (2, "data")
-    assert "step 2 has 'data', which was not loaded" in caplog.text
+    assert "step 2 contains 'data', which was not loaded" in caplog.text
 
 
 def test_a_step_that_is_leased_is_neither_set_aside_nor_replaced(run):

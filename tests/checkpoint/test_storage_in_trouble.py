@@ -74,7 +74,7 @@ def test_storage_is_cleaned_once_it_is_back(make, tmp_path, monkeypatch):
         raise records.OutOfReachError(f"{there.directory} is out of reach")
 
     with monkeypatch.context() as patch:
-        patch.setattr(records.Records, "newest", away)
+        patch.setattr(records.RecordStore, "newest", away)
         checkpointer = make()
     assert left.exists()
     assert checkpointer.save(2, {"n": 2})

@@ -30,7 +30,7 @@ def test_costs_of_a_run_are_the_means_of_its_worlds_and_steps():
     assert (costs.compile_secs, costs.load_secs) == (6.0, 0.5)
     assert costs.first_step_secs == 1.5
     assert costs.block_secs == plan.Costs().block_secs
-    with pytest.raises(errors.RunError, match="no step"):
+    with pytest.raises(errors.RunError, match="has not recorded a step"):
         plan.measured(events, [])
 
 

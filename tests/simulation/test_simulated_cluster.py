@@ -169,5 +169,5 @@ def test_a_change_after_the_last_step_trains_no_further_one():
 
 def test_hosts_that_the_cluster_has_not_are_refused():
     log = [{"time": 0.0, "event": "host_lost", "host": 40}]
-    with pytest.raises(errors.ConfigError, match="host_lost of host 40"):
+    with pytest.raises(errors.ConfigError, match="host_lost event for host 40"):
         failures.of_log(log, slices=4, hosts_per_slice=2)

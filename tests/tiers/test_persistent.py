@@ -156,7 +156,7 @@ def test_a_killed_upload_does_not_send_again_what_is_there(root, tier, monkeypat
 
 def test_a_committed_step_is_replaced_by_a_newer_save_alone_and_set_aside(root, tier):
     storage.write_atomic(root.final(7) / persistent_root.COMMIT_FILE, b"done")
-    with pytest.raises(errors.CheckpointError, match="saved by Orbax"):
+    with pytest.raises(errors.CheckpointError, match="saved by stock Orbax"):
         upload.Upload(root, uploaded.saved_step(7), WORLD[0]).begin()
     storage.remove(root.final(7))
     put(root, save="1")
@@ -164,7 +164,7 @@ def test_a_committed_step_is_replaced_by_a_newer_save_alone_and_set_aside(root, 
     older, later = (uploaded.saved_step(save=save) for save in "02")
     ours = upload.Upload(root, older, WORLD[0])
     for act in (ours.begin, lambda: uploaded.commit_all(root, older)):
-        with pytest.raises(errors.CheckpointError, match=r"its save is 1.*remove the"):
+        with pytest.raises(errors.CheckpointError, match=r"its save is 1.*remove it"):
             act()
 
     def set_aside():

@@ -228,7 +228,7 @@ def test_losses_may_be_left_out_and_mistakes_are_refused(recording):
         for arguments, says in (
             ((0, batch), "step=0, but the first step is 1; pass the number"),
             ((batch, 1), r"step is a dict; .*log\(step, b"),
-            ((6, some), "no 'example_id', but inputs"),
+            ((6, some), "no 'example_id'; it has only inputs"),
         ):
             with pytest.raises(ec.ElasticCkptError, match=says):
                 run.log(*arguments)

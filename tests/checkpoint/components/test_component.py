@@ -141,7 +141,9 @@ def test_another_pattern_than_before_is_a_resize(saved, turns):
     assert values("global", 2, "global") == [10, 10]
     assert values("per_host", 4, "per_host") == OLD
     assert values("global", 1, "per_host") == [10]
-    with pytest.raises(errors.CheckpointError, match="'global': it was saved global"):
+    with pytest.raises(
+        errors.CheckpointError, match="'global': it was saved as 'global'"
+    ):
         values("global", 2, "per_host")
     assert values("global", 2, "per_host", on_resize="from_first") == [10, 10]
 

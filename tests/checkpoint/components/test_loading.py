@@ -75,5 +75,5 @@ def test_a_component_that_fails_leaves_the_others_as_they_were(checkpointer):
     assert list(loading.load(checkpointer, wanted).failed) == ["cache"]
     # A name to ignore need not be asked for.
     assert loading.load(checkpointer, wanted[:1], ignore=["cache"]).loaded
-    with pytest.raises(errors.ConfigError, match=r"called \['cache', 'schedule'\]"):
+    with pytest.raises(errors.ConfigError, match=r"\['cache', 'schedule'\] are used"):
         loading.load(checkpointer, [*wanted, *wanted, ("state", {})])

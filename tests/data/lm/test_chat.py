@@ -126,7 +126,7 @@ REFUSED = {
     "{% include '/etc/hostname' %}": "cannot render a conversation",
     "{{ raise_exception('no\nno') }}": "rejects a conversation: no",
     "{{ strftime_now('%Y') }}": "chat_template_date",
-    "{% set t %}{% generation %}a{% endgeneration %}{% endset %}{{ t[1:] }}": "cuts",
+    "{% set t %}{% generation %}a{% endgeneration %}{% endset %}{{ t[1:] }}": "drops",
     "{{ messages|length }}" + LINES: (
         "first 1 messages.*generation.*chat_template_path.*completion_only"
     ),

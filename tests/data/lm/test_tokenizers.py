@@ -184,7 +184,7 @@ def test_begin_and_end_are_told_by_the_files_beside_it_or_their_usual_names(
     assert (identity["begin"], identity["end"]) == expected
     (tmp_path / CONFIG).write_text(json.dumps({"bos_token": "CC"}))
     tokenizers._open.cache_clear()
-    with pytest.raises(errors.DataError, match="lacks 'CC', the bos_token of f"):
+    with pytest.raises(errors.DataError, match=r"lacks 'CC', which .* as bos_token"):
         tokenizer.encode("a")
 
 

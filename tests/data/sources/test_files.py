@@ -39,7 +39,7 @@ def test_a_pattern_that_matches_no_file_is_named(root, missing):
 def test_a_file_that_two_patterns_match_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a1").write_text("a1")
-    match = "grain_train_files: a1 and .* both match .*a1, which"
+    match = "grain_train_files: a1 and .* both match .*a1, so"
     for patterns in ("a1,*", "a1, ./a1", f"a1,{tmp_path}/*"):
         with pytest.raises(errors.ConfigError, match=match):
             files.find_files(patterns)

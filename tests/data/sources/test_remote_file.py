@@ -96,7 +96,7 @@ def test_a_block_that_failed_or_is_short_is_requested_again():
     with pytest.raises(PermissionError):
         reader.readinto(bytearray(10))
     system.missing = 1
-    with pytest.raises(OSError, match=f"instead of {BLOCK} from byte 0 on"):
+    with pytest.raises(OSError, match=f"instead of {BLOCK} at byte 0"):
         reader.readinto(bytearray(10))
     system.missing = 0
     assert reader.read(10) == CONTENT[:10]
