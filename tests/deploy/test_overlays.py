@@ -43,8 +43,18 @@ def test_each_base_with_each_choice_of_components_is_valid(base, tmp_path):
         components = list(itertools.chain(*chosen))
         built = overlays.overlay(tmp_path, base, components)
         assert faults(built) == [], components
+        # Their order does not matter.
+        reordered = overlays.overlay(tmp_path, base, components[::-1])
+        assert unordered(reordered) == unordered(built), components
         # The prefix reaches each name.
         assert "run" not in names(built)
+
+
+def unordered(value):
+    """The value with its lists sorted."""
+    if isinstance(value, dict):
+        return {key: unordered(each) for key, each in value.items()}
+    return sorted(map(unordered, value), key=repr) if isinstance(value, list) else value
 
 
 def names(documents):
