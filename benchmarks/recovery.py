@@ -209,7 +209,7 @@ class _Run:
         return {**recovered, "recover_secs": recovered["time"] - began}
 
     def scale(self, slices: int) -> Event:
-        # The event `world_started` of the next world, once that world has recovered.
+        # The next world's `world_started` event, once that world has recovered.
         asked = time.time()
         scale_request.write(self.directory, slices)
         started = self.wait_for("world_started", after=asked)

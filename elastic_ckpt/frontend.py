@@ -67,8 +67,8 @@ def batches(
     elastic_data.check(data, caller="ec.batches")
     if not isinstance(mesh, Mesh):
         raise errors.ConfigError(
-            f"ec.batches: mesh is a {type(mesh).__name__}; pass a jax.sharding.Mesh,"
-            ' such as jax.make_mesh((jax.device_count(),), ("data",))'
+            f"ec.batches: mesh is of type {type(mesh).__name__}; pass a"
+            ' jax.sharding.Mesh such as jax.make_mesh((jax.device_count(),), ("data",))'
         )
     if spec is not None and not isinstance(spec, PartitionSpec):
         raise errors.ConfigError(
@@ -146,7 +146,7 @@ class Checkpointer(checkpointer.HostsCheckpointer):
         Raises:
           ConfigError: if the tiers are incompatible or differ between hosts.
           RunError: if a host cannot be reached, if the RAM disk is in use or stores
-            steps of a different run, or if another run writes to the same storage.
+            steps of a different run, or if another run is writing to the same storage.
         """
         chosen = Chosen.from_choices(tiers, read_only=read_only)
         mesh = mesh or Mesh(np.array(jax.devices()), ("device",))

@@ -43,7 +43,7 @@ def open_disk(root: epath.PathLike, *, run: str) -> local.LocalHost:
     """Opens the RAM disk of a backup host, which an agent serves.
 
     Raises:
-      RunError: if another process stores steps on the RAM disk.
+      RunError: if another process is storing steps on the RAM disk.
     """
     disk = ram_disk.RamDisk(root, run=run)
     domains = {"host": disk.machine, "backup": "backup"}

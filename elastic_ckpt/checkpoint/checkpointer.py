@@ -1,6 +1,6 @@
 """The checkpointer for any set of tiers, with the methods of Orbax's `Checkpointer`.
 
-It tracks the newest step and decides which tiers are due, which line a step is saved
+It tracks the newest step and determines which tiers are due, which line a step is saved
 to, and whether training continues from a loaded step. `stages` takes each step through
 its tiers in the background, and `restore` reads a step.
 
@@ -686,7 +686,7 @@ class HostsCheckpointer:
 
         If this is the only process or all processes leave at the same time, waits at
         most ten minutes for saves in flight to finish. A second Ctrl-C ends the wait.
-        A `with` block calls this when an exception leaves it.
+        A `with` block calls this when an exception escapes the block.
 
         Args:
           error: the error; if a save could not be finished, a note is added to it.

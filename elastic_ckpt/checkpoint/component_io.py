@@ -66,7 +66,7 @@ def split(
         keys = f" with the keys {[*checkpointables][:8]}" if is_mapping else ""
         raise errors.CheckpointError(
             'pass checkpointables as a mapping from names to values, as in {"'
-            'state": tree, "data": batches}, not a'
+            'state": tree, "data": batches}, not'
             f" {type(checkpointables).__name__}{keys}; for a single pytree, use `save`"
             " and `load`"
         )

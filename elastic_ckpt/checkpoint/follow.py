@@ -148,7 +148,7 @@ def watch_steps(
     Steps that the run removes before they are reached are skipped. If the run rolls
     back and saves a step again, the step is yielded again.
 
-    With the run's secret, steps in the RAM of its hosts are followed, too. Each yielded
+    With the run's secret, steps in the RAM of its hosts are also followed. Each yielded
     step is then the newest complete step, and the steps in between are skipped. Before
     a step is yielded, the leaves that `Step.load` loaded from the previous step are
     read; if the step is removed in the meantime, it is skipped. The run needs
@@ -286,7 +286,7 @@ class _Follower:
     Args:
       root: the steps directory in storage, where the run records its agents.
       client: a client that reads from agents; None to follow only steps in storage.
-      secret_file: the file with the run's secret, for messages.
+      secret_file: the file with the run's secret, used in error messages.
       after: the step after which to yield steps.
       poll_secs: the time between checks of storage while RAM has no new step.
 
@@ -474,7 +474,7 @@ class _Follower:
         if refusing and not any(each.listing.manifests for each in peers):
             raise errors.RunError(
                 f"{', '.join(refusing)}: no agent of the run accepts the secret in"
-                f" {self._secret_file}; pass a copy of the file `secret` from the"
+                f" {self._secret_file}; pass a copy of the `secret` file from the"
                 " ec.Local directory on any of the run's machines, or of the"
                 " secret_file of its ec.Peers"
             )

@@ -174,7 +174,7 @@ def check_same_tree(step_path: str, saved: Any, wanted: Any) -> None:
     """Raises an OtherModelError naming the first leaves in which two trees differ.
 
     Args:
-      step_path: the source of `saved`, for the error message.
+      step_path: the source of `saved`, used in error messages.
       saved: the saved pytree, whose leaves have a `shape` or are numbers or strings.
       wanted: the requested tree. Shapes must match, and strings must be requested as
         strings; `...` and None skip a leaf.

@@ -244,8 +244,8 @@ def leaf_kind(leaf: Any, path: str) -> str:
         return "scalar"
     if jax.tree.structure(leaf).num_leaves:
         raise errors.CheckpointError(
-            f"{path} is a {type(leaf).__name__}, which Orbax does not save; convert it"
-            " to a jax.Array, a NumPy array, an int, a float or a str"
+            f"{path} is of type {type(leaf).__name__}, which Orbax does not save;"
+            " convert it to a jax.Array, a NumPy array, an int, a float or a str"
         )
     if isinstance(leaf, Mapping):
         return _EMPTY[dict]

@@ -30,7 +30,7 @@ class CapturedStep:
       back_up: whether the step goes to persistent storage.
       overwrite: whether the save replaces other saves of the step there.
       write_components: a function that makes the components write their files.
-      path: the step directory in persistent storage; None without that tier.
+      path: the step directory in persistent storage; None if there is no such tier.
       is_last_of_world: whether the run continues in another world, which makes the
         step's copies and backup.
       is_copied_at_once: whether the save is done only after its copies have been made.

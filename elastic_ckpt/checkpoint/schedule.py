@@ -67,7 +67,7 @@ class Schedule:
     _next_look: int = 0
 
     def note_save(self, step: Any, *, back_up: bool) -> None:
-        """Notes that a save has begun."""
+        """Records that a save has begun."""
         if back_up:
             self.stored.append(step)
         if self.chosen.local is None:

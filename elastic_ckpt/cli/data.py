@@ -18,8 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--type",
         choices=("arrayrecord", "parquet"),
-        help="the file format; by default parquet if FILE ends in .parquet, or else"
-        " arrayrecord. Each document is a record, in Parquet in the column text",
+        help="the file format; by default parquet if FILE ends in .parquet,"
+        " otherwise arrayrecord. Each document is a record, in Parquet in the column"
+        " text",
     )
 
 

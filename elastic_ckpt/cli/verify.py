@@ -1,7 +1,7 @@
 """`elastic-ckpt verify PATH...`: reads every copy of every part and compares digests.
 
-The run may continue in the meantime. Steps that it removes during the verification
-count as missing, so specify the newest step with --step.
+The run may continue during verification. Steps that it removes then count as missing,
+so specify the newest step with --step.
 """
 
 from __future__ import annotations

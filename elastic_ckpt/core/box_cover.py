@@ -34,15 +34,15 @@ def gaps(region: boxes.Box, held: boxes.Boxes) -> boxes.Boxes:
 
 
 def tiled(shapes: np.ndarray, array: np.ndarray, held: boxes.Boxes) -> np.ndarray:
-    """Whether a complete regular grid of boxes covers each array.
+    """For each array, whether its boxes form a complete regular grid.
 
-    Such arrays have neither gaps nor overlaps; other arrays may have gaps. The test is
-    fast because it handles many arrays at a time.
+    If they do, the array has no gaps or overlaps; otherwise, it may have gaps. The test
+    is fast because it handles many arrays at a time.
 
     Args:
       shapes: the shape of each array, int64 `[a, r]`.
       array: the index of each box's array, int `[n]`.
-      held: distinct boxes.
+      held: the boxes; no duplicates.
 
     Returns:
       A bool for each array, `[a]`.

@@ -134,7 +134,8 @@ def _prepare_protocol(protocol: str) -> None:
     package, extra = _CLIENTS[protocol]
     if importlib.util.find_spec(package) is None:
         raise errors.ConfigError(
-            f"{protocol}:// needs the `{extra}` extra; install it {extras.hint(extra)}"
+            f"{protocol}:// needs the `{extra}` extra; to install it,"
+            f" {extras.hint(extra)}"
         )
     # Imported only when needed: the import is slow.
     import fsspec.config

@@ -38,7 +38,7 @@ def parse(
 
     Args:
       content: the result of `to_bytes`.
-      what: the kind of content, for messages.
+      what: the kind of content, used in error messages.
       version: the format version that the caller can read.
 
     Raises:

@@ -49,7 +49,7 @@ def parse(
 
     Args:
       text: the content of the file.
-      what: the kind of file, for messages.
+      what: the kind of file, used in error messages.
       version: the format version that the caller can read.
       exact: whether the content must be byte for byte what `to_bytes` writes.
 

@@ -55,10 +55,12 @@ def _encoded(value: Any) -> Any:
         return str(value)
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{value!r} is a {type(value).__name__}, which cannot be encoded")
+    raise TypeError(
+        f"{value!r} is of type {type(value).__name__}, which cannot be encoded"
+    )
 
 
 def _decoded(kind: type, encoded: Any) -> Any:
     if kind is epath.Path and isinstance(encoded, str):
         return epath.Path(encoded)
-    raise TypeError(f"{encoded!r} is not a {kind.__name__}")
+    raise TypeError(f"{encoded!r} is not of type {kind.__name__}")

@@ -37,11 +37,11 @@ def values_digest(values: np.ndarray) -> bytes:
 
     Source: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
     """
-    # The digest detects damage and identifies equal values. It need not resist forgery:
-    # the run's secret keeps attackers out. A flipped bit is missed with probability
-    # 2**-128, and two of 1e6 boxes of a step collide with probability 1e-27. On one
-    # core it reaches 25 GiB/s; BLAKE2b reaches 1.1; CRC32C reaches 14, but has only
-    # 2**32 values.
+    # The digest detects damage and identifies identical values. It need not resist
+    # forgery: the run's secret keeps attackers out. A flipped bit is missed with
+    # probability 2**-128, and two of 1e6 boxes of a step collide with probability
+    # 1e-27. On one core it reaches 25 GiB/s; BLAKE2b reaches 1.1; CRC32C reaches 14,
+    # but has only 2**32 values.
     flat = np.ascontiguousarray(values).reshape(-1)
     return xxhash.xxh3_128_digest(flat.view(np.uint8).data)
 

@@ -203,7 +203,7 @@ class Emit(Protocol):
     """A callable that receives events."""
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
-        """Receives the event `name`, one of `NAMES`, with exactly its fields."""
+        """Receives the event named `name`, one of `NAMES`, with exactly its fields."""
 
 
 def check(name: str, fields: dict[str, storage.Json]) -> None:

@@ -11,7 +11,7 @@ from elastic_ckpt.core import errors
 def hint(extra: str) -> str:
     """The commands that install an extra; elastic_ckpt is not on any package index."""
     return (
-        f"in a clone of elastic_ckpt: pip install '.[{extra}]' (or uv run --extra"
+        f"run `pip install '.[{extra}]'` in a clone of elastic_ckpt (or uv run --extra"
         f" {extra} elastic-ckpt ...)"
     )
 
@@ -28,6 +28,6 @@ def module(name: str, *, extra: str, otherwise: str) -> Any:
     except ImportError as error:
         package = name.partition(".")[0].replace("_", "-").lower()
         raise errors.ConfigError(
-            f"the package {package} cannot be imported ({error}); install it"
-            f" {hint(extra)}, or {otherwise}"
+            f"the package {package} cannot be imported ({error}); to install"
+            f" it, {hint(extra)}, or {otherwise}"
         ) from None

@@ -214,7 +214,8 @@ class _Segments(JsonLog):
         uploading.result()
 
     def _begun(self) -> _Upload | None:
-        # The upload in progress, or a new upload of all lines; None without lines.
+        # The upload in progress, or a new upload of all lines; None if there are no
+        # lines.
         with self._lock:
             if self._uploading is None and self._lines:
                 # A failed upload may have reached the store, so it keeps its name.
@@ -281,8 +282,8 @@ def _read_file(path: epath.Path, last_bytes: int | None = None) -> list[dict[str
             records.append({**json.loads(line)})
         except (TypeError, ValueError):
             raise errors.DataError(
-                f"{path}, line {number}: not a JSON object, so the log was changed"
-                " after it was written; restore the log from a good copy"
+                f"{path}, line {number}: not a JSON object, so the log must have"
+                " been changed after it was written; restore the log from a good copy"
             ) from None
     return records
 

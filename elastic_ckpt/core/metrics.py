@@ -179,7 +179,7 @@ VALIDATION_FINDINGS = _metric(
     "counter",
     "parts of the state whose copies differ; recorded by the first host",
 )
-TRAIN_STEPS = _metric("train/steps", "gauge", "steps done, by the step log")
+TRAIN_STEPS = _metric("train/steps", "gauge", "completed steps, by the step log")
 TRAIN_PLANNED = _metric(
     "train/planned_steps", "gauge", "steps after which the run is finished"
 )
@@ -227,10 +227,12 @@ MISSING_SLICES = _metric(
     "slices lost, refused or quarantined that have not rejoined",
 )
 SAVED_STEPS = _metric(
-    "run/saved_steps", "gauge", "steps done at the newest complete save"
+    "run/saved_steps", "gauge", "completed steps at the newest complete save"
 )
 STORED_STEPS = _metric(
-    "run/stored_steps", "gauge", "steps done at the newest save in persistent storage"
+    "run/stored_steps",
+    "gauge",
+    "completed steps at the newest save in persistent storage",
 )
 LOST_STEPS = _metric("run/lost_steps", "counter", "steps lost to a change of slices")
 LOST_HOSTS = _metric("run/lost_hosts", "counter", "hosts whose loss ended a world")

@@ -12,7 +12,7 @@ step N + 1 and then asks about step N, both get the same number. Questions about
 different older steps in a row mean that the run has rolled back; they get new numbers.
 
 The part that asks about the agreed number may not be the part that stops the run. So
-after the first yes, all further questions get a yes. Hosts ask the same questions, so
+after the first yes, all later questions get a yes. Hosts ask the same questions, so
 they get their first yes at the same one.
 """
 

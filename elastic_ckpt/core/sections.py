@@ -75,7 +75,7 @@ def render(value: Value) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A key's value as it was set, and where it was set, for messages."""
+    """A key's value as it was set, and where it was set (used in error messages)."""
 
     value: object
     place: str

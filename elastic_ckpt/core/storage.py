@@ -228,7 +228,7 @@ def rename(source: epath.PathLike, target: epath.PathLike) -> None:
 
 
 def copy_tree(source: epath.PathLike, target: epath.PathLike, *, last: str) -> None:
-    """Copies a directory and replaces existing files; copies the file `last` last."""
+    """Copies a directory and replaces existing files; copies file `last` last."""
     copied = epath.Path(target)
     remove(copied / last)
     filesystem, root = bucket_clients.opened(os.fspath(source))

@@ -15,10 +15,10 @@ from elastic_ckpt.core import bucket_clients, errors, events
 # A bare number could be a step number.
 _HTTP = r"(?:[Ss]tatus|HTTP|[Cc]ode|[Ee]rror)[^0-9;]{0,20}"
 # For each cause, by its name in events: advice for the user, and a pattern that matches
-# messages. The first match decides.
+# messages. The first match applies.
 _CAUSES = {
     "full": (
-        "make room there, or keep fewer steps",
+        "free up space there, or keep fewer steps",
         "No space left|Disk quota exceeded|bytes in .* are free; raise",
     ),
     "read_only": ("remount it as writable", "Read-only file system"),

@@ -48,7 +48,7 @@ class WorkingDirectory:
         self._release = weakref.finalize(self, _release, os.fspath(path), presence)
 
     def close(self) -> None:
-        """Removes the directory, unless another process uses it."""
+        """Removes the directory, unless another process is using it."""
         self._release()
 
 
@@ -66,7 +66,7 @@ def _remove_leftovers(parent: str) -> None:
 
 
 def _remove_unless_used(path: str) -> None:
-    # The lock fails if another process uses the directory.
+    # The lock fails if another process is using the directory.
     with contextlib.suppress(errors.RunError, OSError):
         # Never removes another user's directory or the target of another user's link.
         if os.lstat(path).st_uid == os.getuid():

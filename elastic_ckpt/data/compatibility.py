@@ -60,7 +60,7 @@ def versions() -> Facts:
 
 
 def host_name() -> str:
-    """This host's index and name, for messages."""
+    """This host's index and name, used in error messages."""
     return f"host {topology.this_host()} ({platform.node()[:64]})"
 
 

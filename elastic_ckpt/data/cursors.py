@@ -36,7 +36,7 @@ def write(directory: epath.PathLike, cursors: Cursors, position: Position) -> No
         content = checked_json.to_bytes(
             {"position": position, "cursors": values}, version=VERSION
         )
-        # Without a timestamp, equal content has equal bytes.
+        # Without a timestamp, identical content has identical bytes.
         compressed = gzip.compress(content, mtime=0)
         storage.write_atomic(epath.Path(directory) / name, compressed)
 
@@ -62,10 +62,10 @@ def read(
         values = content["cursors"]
         if content["position"] != position or len(values) != last + 1 - first:
             raise errors.DataError(
-                f"shard cursors {path} belong to position {content['position']} and"
-                f" {len(values)} shards, not to position {position} and shards {first}"
-                f" to {last}: the file is from a different step; restore it from a good"
-                " copy"
+                f"the shard cursors in {path} are for position {content['position']}"
+                f" and {len(values)} shards, but position {position} and the shards"
+                f" {first} to {last} are needed: the file is from a different step;"
+                " restore it from a good copy"
             )
         values_by_shard |= {shard: values[shard - first] for shard in in_file}
     missing = sorted(required - values_by_shard.keys())

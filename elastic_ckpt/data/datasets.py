@@ -78,7 +78,7 @@ def from_file(path: epath.PathLike) -> list[Dataset]:
     except (OSError, ValueError) as error:
         raise errors.ConfigError(
             f"{path}: this mixture file cannot be read as JSON ({error}); check the"
-            " file's path and content"
+            " file's path and contents"
         ) from None
     found = list(_entries(content, place=os.fspath(path), prefix="", share=1.0))
     names = [dataset.name for dataset in found]

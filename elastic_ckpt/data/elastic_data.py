@@ -99,8 +99,9 @@ def check(data: Any, *, caller: str) -> None:
     if hasattr(data, "host_batches") and not isinstance(data, type):
         return
     raise errors.ConfigError(
-        f"{caller}: data is a {type(data).__name__}, not elastic data; pass the result"
-        " of ec.data.from_config(keys); for a Grain MapDataset without filters, of"
+        f"{caller}: data is of type {type(data).__name__}, not elastic data; pass the"
+        " result of ec.data.from_config(keys); for a Grain MapDataset without filters,"
+        " of"
         ' ec.data.positional(dataset, pipeline="a name, version 1"); or, with filters,'
         ' of ec.data.sharded(make_shard, num_shards=S, pipeline="a name, version 1"),'
         " where make_shard(shard) returns dataset[shard::S].to_iter_dataset()"

@@ -129,7 +129,7 @@ class LocalBatches:
                 lambda shards: {shard: now[shard] for shard in shards},
             )
         num_steps = self._skips + 1
-        # To detect the end, a worker must see the batches of other workers, too.
+        # To detect the end, a worker must also see the other workers' batches.
         while self._finite and self._skips:
             self._next()
             self._skips -= 1

@@ -99,7 +99,7 @@ def positional(
     """
     if not isinstance(dataset, grain.MapDataset):
         raise errors.ConfigError(
-            f"positional: dataset is a {type(dataset).__name__}; pass a"
+            f"positional: dataset is of type {type(dataset).__name__}; pass a"
             " grain.MapDataset, or use ec.data.sharded"
         )
     if pipeline in ("", None):
@@ -182,8 +182,9 @@ def _row(
     if not isinstance(element, Mapping) or _ADDED & element.keys():
         raise errors.DataError(
             f"positional: example {number} of the dataset is {element!r:.200}; examples"
-            f" must be dicts of arrays without features named {sorted(_ADDED)}, which"
-            " batches add; if the dataset filters examples, use ec.data.sharded"
+            " must be dicts of arrays, and must not use the feature names"
+            f" {sorted(_ADDED)}, which elastic_ckpt adds to each batch; if the dataset"
+            " filters examples, use ec.data.sharded"
         )
     if is_padding:
         element = {n: shard_rows.zeros_like(each) for n, each in element.items()}

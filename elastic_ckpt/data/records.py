@@ -350,7 +350,7 @@ _DUE = threading.local()
 
 
 def note_progress() -> None:
-    """Notes that the records read so far contribute to the row that is due."""
+    """Records that the records read so far contribute to the row that is due."""
     if getattr(_DUE, "row", None) is not None:
         _DUE.row = object()
 

@@ -25,7 +25,7 @@ import numpy as np
 from elastic_ckpt.core import errors
 
 Array: TypeAlias = Any  # an int or an array of ints
-# Periods of equal batches: the rows of a batch, and the number of batches.
+# Periods of identical batches: the rows of a batch, and the number of batches.
 History = tuple[tuple[int, int], ...]
 
 
@@ -161,7 +161,7 @@ def shard_hosts(
 
 
 def shard_reads(num_shards: int, placements: Iterable[Placement]) -> float:
-    """The mean number of hosts that run a shard; hosts with equal rows count as one."""
+    """The mean number of hosts that run a shard; those with the same rows are one."""
     distinct = {(each.held.tobytes(), each.first): each for each in placements}
     return sum(each.shards(num_shards).size for each in distinct.values()) / num_shards
 

@@ -1,9 +1,9 @@
 """Reads the rows of some logical shards, batch by batch, in the current process.
 
-A cursor is a restart point of a shard: the number of rows that the shard had yielded
-and the state of its pipeline then. A shard can continue from any earlier cursor: it
-recreates the rows in between and drops them. So cursors are noted only where a pipeline
-begins a chapter, or after each batch if the pipeline has no chapters.
+A cursor is a restart point in a shard: the number of rows yielded so far and the
+pipeline's state at that point. A shard can continue from any earlier cursor: it
+recreates the rows in between and drops them. Cursors are therefore recorded only where
+a pipeline begins a chapter, or after each batch if the pipeline has no chapters.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Loaded:
 
     Attributes:
       rows: features of shape `[rows, ...]`; None if the batch needs none of these rows.
-      cursors: the cursors noted since the previous batch, keyed by shard.
+      cursors: the cursors recorded since the previous batch, keyed by shard.
     """
 
     rows: Rows | None
@@ -264,7 +264,7 @@ def _in_chapters(opened: Any) -> list[Any]:
 def _stacked(examples: list[Any], *, finite: bool) -> Rows:
     if not isinstance(examples[0], Mapping):
         raise errors.DataError(
-            f"make_shard yields a {type(examples[0]).__name__} as a row; yield dicts"
+            f"make_shard yields {type(examples[0]).__name__} as a row; yield dicts"
             " that map feature names to arrays"
         )
     added = {elastic_data.EXAMPLE_ID} | ({elastic_data.MASK} if finite else set())
@@ -342,7 +342,7 @@ def to_json(state: Any) -> Any:
             content = base64.b64encode(state.tobytes()).decode()
             return {"array()": [state.dtype.str, list(state.shape), content]}
     raise errors.DataError(
-        f"get_state of an iterator in make_shard returns a {type(state).__name__},"
+        f"get_state of an iterator in make_shard returns {type(state).__name__},"
         f" {state!r:.60}, which cannot be saved; return only dicts, lists, tuples,"
         " numbers, strings, bytes and NumPy arrays"
     )

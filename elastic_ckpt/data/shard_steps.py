@@ -115,7 +115,7 @@ class CheckedShards:
         made = self.make_shard(shard)
         if not isinstance(made, grain.IterDataset):
             raise errors.ConfigError(
-                f"make_shard({shard}) returned a {type(made).__name__}, not a"
+                f"make_shard({shard}) returned {type(made).__name__}, not a"
                 " grain.IterDataset; convert a MapDataset with .to_iter_dataset()"
             )
         for step in datasets(made):

@@ -150,9 +150,9 @@ def staged(stages: Sequence[Stage]) -> StagedData:
     for stage in stages:
         if not isinstance(stage.data, sharded_data.ShardedData):
             raise errors.ConfigError(
-                f"staged: the data of the stage that begins at step {stage.begin} is a"
-                f" {type(stage.data).__name__}; pass the result of ec.data.sharded, or"
-                " of ec.data.from_config with num_logical_shards"
+                f"staged: the data of the stage that begins at step {stage.begin} is"
+                f" of type {type(stage.data).__name__}; pass the result of"
+                " ec.data.sharded, or of ec.data.from_config with num_logical_shards"
             )
     begins = [stage.begin for stage in stages]
     if begins[0] != 0 or sorted(set(begins)) != begins:
@@ -186,7 +186,7 @@ def staged(stages: Sequence[Stage]) -> StagedData:
 
 
 def of(data: elastic_data.ElasticData) -> StagedData | None:
-    """Returns `data` if it has stages, or else None."""
+    """Returns `data` if it has stages, otherwise None."""
     return data if isinstance(data, StagedData) else None
 
 
@@ -203,7 +203,7 @@ class Course:
     Attributes:
       data: the data in the current stage.
       base_size: rows of a global batch until a stage sets its own size.
-      progress: the step of the next batch; None without stages.
+      progress: the step of the next batch; None if there are no stages.
       resized_in: the stage in which `resized` set `base_size`, which then applies until
         a later stage sets its own size; None if batches were never resized.
     """
@@ -221,13 +221,13 @@ class Course:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """All stages; empty without stages."""
+        """All stages; empty if there are none."""
         of_stages = of(self.data)
         return () if of_stages is None else of_stages.stages
 
     @property
     def stage(self) -> int:
-        """The index of the current stage; 0 without stages."""
+        """The index of the current stage; 0 if there are no stages."""
         of_stages = of(self.data)
         return 0 if of_stages is None else of_stages.number
 

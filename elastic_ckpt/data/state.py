@@ -65,12 +65,12 @@ class DataState:
 
     Attributes:
       engine: the engine's name.
-      position: the position, equal on all hosts: `{"global_next_index": 960}`, or the
-        sizes and counts of the batches so far, `{"batches": [[96, 8], [48, 4]]}`.
+      position: the position, the same on all hosts: `{"global_next_index": 960}`, or
+        the sizes and counts of the batches so far, `{"batches": [[96, 8], [48, 4]]}`.
       pipeline: the pipeline's identity, a dict from configuration key to value.
       left_out: the ranges before `position` that were not trained on, because the run
         rolled back and continued after them: starts and stops, in ascending order.
-      progress: the progress of data with stages; None without stages.
+      progress: the progress of data with stages; None if there are no stages.
     """
 
     engine: str

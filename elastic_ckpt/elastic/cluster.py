@@ -31,7 +31,7 @@ class Assignment:
 
 
 def leaving_for(decided: Decision | None) -> list[storage.Json]:
-    """The next world's slices, for the event `world_leaving`; [] if the run waits."""
+    """The next world's slices, for the `world_leaving` event; [] if the run waits."""
     return list(decided.slices) if isinstance(decided, Train) else []
 
 
@@ -69,7 +69,7 @@ class Cluster(Protocol):
           has_changed: a function to call often. It returns a decision to continue on
             other slices or to wait for more, or None while the world should continue.
             After a decision, the cluster may prepare the next world. It then asks the
-            hosts to leave, with the event `world_leaving`; they leave after a step that
+            hosts to leave, with the `world_leaving` event; they leave after a step that
             they agree on.
 
         Returns:

@@ -35,8 +35,8 @@ class Policy:
 
     Attributes:
       min_slices: the minimum number of slices to train on.
-      max_slices: the maximum number of slices to train on; further slices are spares.
-        None uses all.
+      max_slices: the maximum number of slices to train on; additional slices are
+        spares. None uses all.
       batch: what stays the same when the number of slices changes: the rows of the
         global batch (`"keep_global"`) or the rows of each device (`"keep_per_device"`).
       wait_secs: the time to wait for `min_slices` before the run ends with an error.

@@ -222,9 +222,9 @@ class ProgramFailedError(errors.RunError):
 def first_failure(failures: Sequence[HostFailure]) -> HostFailure:
     """The failure that caused the others.
 
-    Most of our own errors never result from another host's death. Death by a signal
-    never results from an exception or failed devices, unless JAX aborted the host.
-    Among equals, the earliest failure is first.
+    Most elastic_ckpt errors are not caused by another host's death. Death by a signal
+    is not caused by an exception or failed devices, unless JAX aborted the host. Ties
+    go to the earliest failure.
     """
     return min(
         failures,
@@ -449,7 +449,7 @@ class Verdict:
         return "\n".join([words, *log])
 
     def fields(self) -> dict[str, Any]:
-        """The fields of the event `verdict`, except `world`."""
+        """The fields of the `verdict` event, except `world`."""
         lead, kind = self.lead, self.kind
         since_secs = lead.at_secs if lead.since_secs is None else lead.since_secs
         since = time.time() - time.monotonic() + since_secs

@@ -324,7 +324,7 @@ def run(
         sys.stdout.flush()
         if failure.is_of_devices:
             # The supervisor kills this host when all have reported. If host 0 exited
-            # earlier, the service would stop, too, and JAX would abort the others.
+            # earlier, the service would also stop, and JAX would abort the others.
             time.sleep(_REPORT_SECS)
         # Skips JAX's shutdown, which would wait for hosts that hang.
         os._exit(1)

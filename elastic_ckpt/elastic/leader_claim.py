@@ -111,7 +111,7 @@ class LeaderClaims:
         )
 
     def note(self, term: int, count: int) -> None:
-        """Notes that the newest claim has been renewed `count` times."""
+        """Records that the newest claim has been renewed `count` times."""
         if (term, count) > self._seen:
             self._seen = (term, count)
             self._since_secs = clock.monotonic()

@@ -55,7 +55,7 @@ class MachineSupervisor:
       kept: a function that opens the run's journal while this machine leads.
       begin: a function called on the machine where the run begins, not where it
         continues.
-      configured: a digest of the configuration, which must be equal on all machines.
+      configured: a digest of the configuration, which must be the same on all machines.
       policy: the run's initial policy.
       show: a function called with an event when this machine follows a leader.
     """

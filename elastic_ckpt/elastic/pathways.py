@@ -34,8 +34,8 @@ try:
     from pathwaysutils.test import mock_fault_injection
 except ImportError:
     raise errors.ConfigError(
-        "a run under a single controller needs the `pathways` extra; install it"
-        f" {extras.hint('pathways')}"
+        "a run under a single controller needs the `pathways` extra; to install"
+        f" it, {extras.hint('pathways')}"
     ) from None
 
 # The longest pause between checks of the slices while there are too few.

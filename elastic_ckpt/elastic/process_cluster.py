@@ -80,7 +80,7 @@ class Machines:
       listener: the listener to which the others connect; None if there is only one
         machine.
       has_lead: a function that returns whether this machine still leads.
-      configured: a digest of the configuration, which must be equal on all machines.
+      configured: a digest of the configuration, which must be the same on all machines.
 
     Attributes:
       lost_secs: the time after which a silent machine is lost.
@@ -338,7 +338,7 @@ class HostsOfWorld:
         """
         is_abandoned = may_abandon and not self.has_stepped
         if self._asked == LEAVE and loses_memory:
-            # A machine must leave, too, and the newest order takes precedence.
+            # A machine must also leave, and the newest order takes precedence.
             self._ask(LOSE_MEMORY)
         if self._asked or not (is_abandoned or self.is_running):
             return False
@@ -351,7 +351,7 @@ class HostsOfWorld:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the hosts were asked to stop because the run ends."""
+        """Whether the hosts were asked to stop because the run is ending."""
         return self._asked == STOP
 
     def stop(self) -> None:
@@ -393,7 +393,7 @@ class HostsOfWorld:
                 self.emit(name, **fields)
 
     def lose(self, machine: int) -> None:
-        """Notes that a machine and its hosts are lost."""
+        """Records that a machine and its hosts are lost."""
         for host in sorted(self.alive):
             if self._machine(host) == machine:
                 self._end(host, -signal.SIGKILL)
@@ -556,7 +556,7 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
         # When the last world began.
         self._began_secs = math.inf
         self._failures: list[Failure] = []
-        # The number of worlds abandoned in a row, and the number of steps done.
+        # The number of worlds abandoned in a row, and the number of completed steps.
         self._num_abandoned = self._step = 0
         # Whether this machine was asked to stop, and whether others may continue.
         self._is_ending = self._hands_over = False

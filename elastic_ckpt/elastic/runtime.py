@@ -270,7 +270,7 @@ class _Run:
         self._step = self._done = step
 
     def lose(self, error: WorldLostError) -> None:
-        """Notes that a world was lost.
+        """Records that a world was lost.
 
         Raises:
           RunError: if the loss ends the run.
@@ -323,7 +323,7 @@ class _Run:
         return judged
 
     def begin_recovery(self, since: float) -> None:
-        """Notes that a world has ended.
+        """Records that a world has ended.
 
         Args:
           since: the time at which the first host failed or all hosts were asked to

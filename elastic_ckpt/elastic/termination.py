@@ -32,7 +32,7 @@ def exit_code() -> int:
 
 
 def cause() -> str:
-    """The signal that asked the run to stop, for messages."""
+    """The signal that asked the run to stop, as named in messages."""
     return "Ctrl-C" if _interrupted.is_set() else "SIGTERM"
 
 

@@ -66,8 +66,8 @@ class Limits:
 
     Attributes:
       most_secs: the time limit for a step or another phase, such as a restore. Once a
-        host has done steps, its limit for a step is a multiple of its longest step, if
-        that is shorter.
+        host has completed steps, its limit for a step is a multiple of its longest
+        step, if that is shorter.
       heartbeat_secs: the time without a heartbeat after which a host is lost.
       grace_secs: the time that hosts have to save and stop after SIGTERM.
     """
@@ -154,14 +154,14 @@ class Watch:
             self.begin(host, told.phase, begun)
 
     def begin(self, host: int, phase: str, begun: int) -> None:
-        """Notes that a host begins its `begun`-th phase, maybe the same one again."""
+        """Records that a host begins its `begun`-th phase, possibly a repeat."""
         told = self._hosts[host]
         longest_secs = told.longest_secs.get(told.phase, 0.0)
         told.longest_secs[told.phase] = max(longest_secs, self._secs - told.since_secs)
         told.phase, told.since_secs, told.begun = phase, self._secs, begun
 
     def end(self, host: int) -> None:
-        """Notes that a host has exited."""
+        """Records that a host has exited."""
         self._hosts.pop(host, None)
 
     def hang(self) -> Hang | None:

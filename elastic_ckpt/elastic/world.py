@@ -83,9 +83,9 @@ class BetweenWorlds:
 
     Attributes:
       emit: a function called with each of the world's events.
-      ask: a function called with the number of steps done. It returns how the hosts
-        leave the world, or None to stay. The result is the same on all hosts. Once it
-        is not None, `ask` is not called again.
+      ask: a function called with the number of completed steps. It returns how the
+        hosts leave the world, or None to stay. The result is the same on all hosts.
+        Once it is not None, `ask` is not called again.
       await_check: a function that waits until this host's devices have passed their
         check; until then, steps neither count nor are saved.
       compiled: a function that compiles a jitted function, or loads what an earlier
@@ -94,7 +94,7 @@ class BetweenWorlds:
         claims.
       device_state: state that stays on the devices if the process continues.
       answer: the first answer of `ask`; None until the hosts leave.
-      step: the number of steps done when `ask` was last called; 0 before the first
+      step: the number of completed steps when `ask` was last called; 0 before the first
         call.
       loses_memory: whether a host loses its memory when it leaves, so that copies must
         be made first.
@@ -143,9 +143,10 @@ class World:
       number: the world number; each launch of the run counts from 1.
       slices: the world's slice numbers, in mesh order.
       slice_name: the name of this host's slice.
-      rows: the rows of a global batch; 0 if the training function chooses them.
-      devices: the world's devices if a single controller has more than these; None
-        means all devices.
+      rows: the number of rows in a global batch; 0 if the training function chooses
+        them.
+      devices: the world's devices, if the single controller also has others; None means
+        all devices.
       ram_directory: the run directory on this slice's RAM disk, for
         `ec.Local(world.ram_directory)`; None if the cluster has no RAM disk.
       microbatches: the number of equal parts into which a device splits its rows so
@@ -153,9 +154,9 @@ class World:
         of the parts.
       emit: a function that reports an event.
       leaving: a function to call after each step, on all hosts, with the number of
-        steps done. It returns the same value on all hosts: None to continue, `"stop"`
-        to save and return because the run ends, or `"resume"` to save and return
-        because the run continues in the next world.
+        completed steps. It returns the same value on all hosts: None to continue,
+        `"stop"` to save and return because the run is ending, or `"resume"` to save and
+        return because the run continues in the next world.
       begin: a function to call with a phase name (`restore`, `step`, `evaluate`)
         whenever a phase begins, so that a hang in that phase is found sooner.
     """
@@ -208,7 +209,7 @@ class World:
         Call this method before the training function returns.
 
         Args:
-          step: the number of steps done.
+          step: the number of completed steps.
           state: a pytree of arrays, which must not be donated afterward.
         """
         if self._between.resumes():

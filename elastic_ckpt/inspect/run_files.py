@@ -42,7 +42,7 @@ class RunRecord:
       steps_directory: the run's steps directory in storage. If it is inside the run
         directory, the file has the relative path, so that a run can be moved.
       every: the number of steps between saves in storage; 0 if none are saved there,
-        None if something else decides.
+        None if something else determines it.
       at_end: whether the last step is also stored.
       ram: the directories that the run may use in a machine's RAM.
       first_step: the number of the first step: 1, or 0 under MaxText.

@@ -75,7 +75,7 @@ class Status:
       slices: the number of live slices in the current world; None as for `hosts`.
       devices: the number of devices that these hosts have; None as for `hosts`.
       slice_numbers: the slices of the current world; empty if the run is not elastic.
-      step: the number of steps done.
+      step: the number of completed steps.
       steps: the total number of steps of the run.
       time: the time of the newest metric, in seconds since the epoch.
       loss: the loss of the newest step; None if only an older loss is known.
@@ -88,16 +88,17 @@ class Status:
       tiers: the newest step of each tier.
       losses: the step that would be restored after losing each slice or host.
       steps_behind: the number of steps by which the newest step in storage is behind
-        the newest one in RAM; None without a step in RAM.
+        the newest one in RAM; None if there is no step in RAM.
       being_written: the steps that are not committed yet or were interrupted.
       backup_failed: the reason why the newest backup failed; None if a backup has
         succeeded since.
-      backup_cause: the cause of that failure, as in events; None without a failure.
+      backup_cause: the cause of that failure, as in events; None if there is no
+        failure.
       due_steps: the number of steps due in storage but missing, as counted by the run.
       first_step: the number of the first step: 0 under MaxText, where step 9 is the
         tenth.
       replicas: lines about the newest comparison of copies of the state and the newest
-        difference found; empty without a comparison.
+        difference found; empty if nothing has been compared.
       verdict: the newest `verdict` event; None if nothing has failed.
       last_event: the newest event; None before the first event.
     """

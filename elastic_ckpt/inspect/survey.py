@@ -50,8 +50,8 @@ class StepComponent:
       num_leaves: the number of arrays and numbers in a pytree.
       num_files: the number of files in a component.
       num_bytes: the size of one copy.
-      digest: a digest of the parts' digests, which is equal for equal values that are
-        split into the same parts.
+      digest: a digest of the parts' digests, which is the same for identical values
+        that are split into the same parts.
       hosts: the sorted IDs of the hosts that hold a part.
     """
 

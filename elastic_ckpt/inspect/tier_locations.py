@@ -183,7 +183,7 @@ def is_ram_disk(directory: epath.Path) -> bool:
 
 
 def find_run(path: epath.PathLike) -> str | None:
-    """The run in the first readable manifest at `path`; None without a manifest."""
+    """The run in the first readable manifest at `path`; None if there is none."""
     directory = storage.absolute(path)
     pattern = "hosts/*/[0-9]*" if is_ram_disk(directory) else "[0-9]*"
     places = itertools.chain([directory], directory.glob(pattern))

@@ -82,7 +82,7 @@ class VerifiedStep:
     Attributes:
       step: the step number.
       save: the ID of the save; empty if stock Orbax saved the step.
-      state: `complete` if all locations together have all of it, or else `incomplete`
+      state: `complete` if all locations together have all of it, otherwise `incomplete`
         or `unverifiable`.
       num_copies: the number of copies of the step's items that were read.
       num_bytes: the size of these copies, including the checksums after the values.

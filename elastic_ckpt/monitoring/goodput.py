@@ -34,7 +34,7 @@ from typing import Any
 from elastic_ckpt.core import events, metrics, storage
 
 CAUSES = tuple(metrics.GOODPUT_SECS)
-# The causes of a recovery, by their names in the event `recovered`.
+# The causes of a recovery, by their names in the `recovered` event.
 PHASES = ("end", "decide", "start", "prepare", "restore", "compile", "step")
 # The causes of phases before the first step of a world; other phases belong to `end`.
 _CAUSES = {
@@ -91,7 +91,7 @@ class Account:
         return 100 * self.secs["productive"] / max(sum(self.secs.values()), 1e-9)
 
     def recovered(self) -> dict[str, Any] | None:
-        """The seconds for the event `recovered`; None unless a recovery has ended."""
+        """The seconds for the `recovered` event; None unless a recovery has ended."""
         if self.before is None or self.phase:
             return None
         spent = {cause: self.secs[cause] - self.before[cause] for cause in CAUSES}
@@ -155,12 +155,12 @@ def _ended(account: Account, cause: str, time: float) -> Account:
 class RunMetrics:
     """An `Emit` that passes events on and records the run's metrics.
 
-    The process that writes the journal records the metrics. It outlives worlds, so each
-    series continues when slices are lost or rejoin.
+    The process that writes the journal records the metrics. That process outlives
+    worlds, so each series continues when slices are lost or rejoin.
 
     Args:
       emit: a function called with each event, before its metrics are recorded.
-      newest_step: the number of steps that earlier launches of the run have done.
+      newest_step: the number of steps that earlier launches of the run have completed.
     """
 
     def __init__(

@@ -9,8 +9,8 @@ summaries per metric and launch: about 9,000 in four months. A line is one summa
     {"time":1795168800.25,"metric":"/elastic_ckpt/data/rows","count":1,"sum":16.0,
      "min":16.0,"max":16.0,"last":16.0}
 
-(on one line in the file). If the process records them, `step`, the number of steps done
-by then, and `claim`, the last claimed world (`core.events.counted`), come last. A
+(on one line in the file). If the process records them, `step`, the number of completed
+steps by then, and `claim`, the last claimed world (`core.events.counted`), come last. A
 restarted run appends to the same file.
 
 Recording only adds numbers in memory; a background thread passes the summaries to the
@@ -114,7 +114,7 @@ def listening(
             warned.set()
             logging.warning(
                 "metrics cannot be written to %s (%s); the run continues and tries to"
-                " write later metrics without further warnings",
+                " write later metrics without additional warnings",
                 name,
                 reason,
             )
@@ -156,7 +156,7 @@ class _Pending:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: collections.Counter[str] = collections.Counter()
-        # The number of steps done, and the claimed world.
+        # The number of completed steps, and the claimed world.
         self._at: dict[str, int] = {}
         # Keyed by metric and the value's position.
         self._summaries: dict[tuple[str, int], Summary] = {}

@@ -2,8 +2,8 @@
 
 A metric's tag is its name, such as `elastic_ckpt/data/wait_secs`. A point is the mean
 of a summary's values, usually a single value. The point's step is the number of
-training steps done; in a process that does not record steps, it is the number of values
-so far.
+completed training steps; in a process that does not record steps, it is the number of
+values so far.
 
 Each launch and each world adds a file to the directory. The file begins with a mark
 that makes TensorBoard drop points from retrained steps, so that the series continues.

@@ -1,6 +1,6 @@
 """The failures of a simulated cluster: random or taken from a real run.
 
-Failures are the events `slice_lost`, `slice_returned` and `host_lost` of `core.events`,
+Failures are the `slice_lost`, `slice_returned` and `host_lost` events of `core.events`,
 so a simulation can replay the failures in any run's log.
 
 Source of the default rate: 419 unexpected interruptions of 2,048 hosts within 54 days

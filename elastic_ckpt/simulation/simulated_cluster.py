@@ -183,7 +183,7 @@ class Saves:
         self._saves.append(save)
 
     def lose(self, number: int, *, now: float) -> None:
-        """Notes that a slice lost its memory and with it any upload in progress."""
+        """Records that a slice lost its memory and with it any upload in progress."""
         for save in self._saves:
             save.holders = frozenset(each - {number} for each in save.holders)
             is_lost = self._plan.in_ram and not all(save.holders)

@@ -116,8 +116,8 @@ class CopyPlan(NamedTuple):
       item: the index of each copy's item, int64 `[m]`.
       source: the host that sends each copy, int64 `[m]`.
       target: the host that receives each copy, int64 `[m]`.
-      shortfalls: a sentence for each requirement that items do not meet even after all
-        copies; the sentence is the same on all hosts with such items.
+      shortfalls: a message for each requirement that items do not meet even after all
+        copies; the message is the same on all hosts with such items.
       num_machines: the minimum number of machines that then have an item; 0 if an item
         has no holder.
     """
@@ -202,7 +202,7 @@ class Owners:
         return tuple(held[len(holders) :])
 
     def _next(self, held: Sequence[int], source: int, *, leaves: bool) -> Sequence[int]:
-        # The next holder: preferably in a new domain if the copy `leaves`, or else in
+        # The next holder: preferably in a new domain if the copy `leaves`, otherwise in
         # the source's domain, and in a new inner domain. Empty if all machines have the
         # item.
         machines, domains, inner = (

@@ -1,4 +1,4 @@
-"""Retention decides which steps a tier removes and which it always keeps.
+"""Retention determines which steps a tier removes and which it always keeps.
 
 A policy is any object with Orbax's `should_preserve` method. All policies in
 `orbax.checkpoint.v1.training.preservation_policies` work unchanged: `LatestN`,
@@ -75,7 +75,7 @@ def steps_to_delete(
 
     Args:
       held: the tier's steps, without abandoned steps.
-      policy: the policy that decides which other complete steps to keep.
+      policy: the policy that determines which other complete steps to keep.
       newest_complete: the newest step that is complete in all tiers together; None if
         there is none.
       in_flight: steps that are being written, uploaded, sent or read.
@@ -138,7 +138,7 @@ class BestN:
         return [(rank, number) in best for number, rank in enumerate(ranks)]
 
     def rank(self, metrics: Mapping[str, Any] | None) -> float | None:
-        """A step's rank, where lower is better; None without a finite metric."""
+        """A step's rank, where lower is better; None if it has no finite metric."""
         value: Any = (metrics or {}).get(self.metric)
         if type(value) not in (int, float) or not math.isfinite(value):
             return None

@@ -50,7 +50,7 @@ class Looked(NamedTuple, Generic[ExaminedT]):
 
     Attributes:
       saves: the step's saves, newest first.
-      problems: a sentence for each manifest that could not be read.
+      problems: a message for each manifest that could not be read.
     """
 
     saves: Sequence[ExaminedT]

@@ -57,8 +57,8 @@ class Local(Tier):
       directory: a directory on a RAM disk that only this run uses, such as
         `/dev/shm/my_run`.
       every: steps between saves.
-      keep: one of Orbax's preservation policies, which decides which steps to keep in
-        RAM; by default only the newest complete step, because memory is small and
+      keep: one of Orbax's preservation policies, which determines which steps to keep
+        in RAM; by default only the newest complete step, because memory is small and
         storage has older steps. A policy that ranks steps sees the metrics that they
         were saved with; metrics that `record_metrics` adds later rank only the steps in
         storage. A step that is due in storage stays in RAM until that step or a later
@@ -100,23 +100,23 @@ class Peers(Tier):
 
     Attributes:
       copies: the number of other hosts that keep the parts that a host saved, including
-        hosts that saved an equal replica.
+        hosts that saved an identical replica.
       assume_data_parallelism: whether to make no copies, because each slice already has
         the whole model; for models too large to keep twice.
       domain: kinds of failure domain that may be lost as a whole, largest first,
         separated by `;`. One copy is kept outside the saving host's domain, whose kind
         is the first one that every host has and whose largest domain has at most 60 %
-        of the hosts, or else the last one.
+        of the hosts; if there is none, the last one.
       domains: this host's failure domains, as a dict from kind to name such as
         `{"rack": "r7"}`, in addition to `slice`, `host` and the domains in the
         environment variable `ELASTIC_CKPT_DOMAINS` (`rack=r7;zone=us-east5-a`).
       interface: the address at which other hosts reach this machine's agent; by default
         `POD_IP`, or the address from which this host reaches JAX's coordinator.
       port: the agent's port; 0 lets the system choose.
-      known: URLs of idle machines' agents, from which copies are read, too.
+      known: URLs of idle machines' agents, from which copies are also read.
       backups: URLs of backup hosts' agents. Together, the backup hosts keep one more
         copy of everything.
-      secret_file: a file with the run's secret, which the backup hosts must have, too;
+      secret_file: a file with the run's secret, which the backup hosts must also have;
         None lets the hosts agree on a secret.
       max_bytes_per_sec: the maximum rate, in bytes per second, at which this host
         receives copies; None sets no limit.
@@ -154,7 +154,7 @@ class Peers(Tier):
                 "Peers(backups=...) needs secret_file (peer_secret_file in a"
                 " configuration): backup hosts are not in any world, so they cannot"
                 " agree on a secret with the other hosts; pass a file that the backup"
-                " hosts have, too"
+                " hosts also have"
             )
 
 
@@ -173,13 +173,13 @@ class Persistent(Tier):
       every_minutes: minutes between saves. With a local tier, the next step that is
         saved there goes to storage.
       save_decision_policy: one of Orbax's save decision policies.
-      keep: one of Orbax's preservation policies, which decides which steps to keep; by
-        default all steps.
+      keep: one of Orbax's preservation policies, which determines which steps to keep;
+        by default all steps.
       capture: where to keep a step that is not on a RAM disk until it is in storage: as
         a copy in the memory of the `host` or the `device`s, while training continues,
         or nowhere, so that training has to `wait`. `auto` uses the accelerators if they
-        have room, or else the host; if neither has room, it logs that training has to
-        wait. At most 512 MiB pass through host memory at a time.
+        have room, and otherwise the host; if neither has room, it logs that training
+        has to wait. At most 512 MiB pass through host memory at a time.
 
     Raises:
       ConfigError: if a setting is invalid. A checkpointer that writes also raises it

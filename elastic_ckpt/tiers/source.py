@@ -45,7 +45,7 @@ class Source(Protocol):
 
     @property
     def directory(self) -> str:
-        """The path or URL of the step's files, for messages."""
+        """The path or URL of the step's files, used in error messages."""
 
     def read_into(
         self, leaf: Leaf, box: Box, into: memoryview, on_piece: OnPiece = ignored
@@ -127,7 +127,7 @@ class Offered(NamedTuple):
 
     Attributes:
       copies: the holders' parts of all saves of the step.
-      problems: a sentence for each manifest that could not be read.
+      problems: a message for each manifest that could not be read.
     """
 
     copies: Sequence[HeldParts]

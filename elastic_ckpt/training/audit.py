@@ -38,7 +38,7 @@ from elastic_ckpt.inspect import run_files
 from elastic_ckpt.training import step_log
 from elastic_ckpt.training.step_log import Attempt, StepRecord
 
-# Returns a step's data, in its stage; equal for steps with the same data.
+# Returns a step's data, in its stage; the same for steps with the same data.
 DataOf: TypeAlias = Callable[[StepRecord], elastic_data.ElasticData]
 _NO_DIGEST = "00" * 16
 
@@ -418,8 +418,8 @@ def _named(name: str) -> elastic_data.ElasticData:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise errors.ConfigError(
             f"--data {name}: {error}; use MODULE:NAME, where MODULE can be imported"
-            " here and NAME is the data that was passed to ec.batches or a function"
-            " that takes no arguments and returns that data"
+            " here and NAME is either the data passed to ec.batches or a function"
+            " that takes no arguments and returns it"
         ) from error
     finally:
         if own in sys.path:

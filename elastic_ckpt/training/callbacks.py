@@ -203,9 +203,9 @@ class Callbacks:
         for name, callback in self._callbacks.items():
             if isinstance(callback, type) or not isinstance(callback, Callback):
                 raise errors.ConfigError(
-                    f"the callback {name!r} is a {type(callback).__name__}, which lacks"
-                    " some of the methods after_step, after_evaluation, get_state and"
-                    " set_state; follow elastic_ckpt.training.callbacks.Callback"
+                    f"the callback {name!r} is of type {type(callback).__name__}, which"
+                    " lacks some of the methods after_step, after_evaluation, get_state"
+                    " and set_state; follow elastic_ckpt.training.callbacks.Callback"
                 )
         self._emit = emit
         self.decided_step = self.rollbacks = 0
@@ -446,7 +446,7 @@ def configured(
         own = make(config)
         if not isinstance(own, Mapping):
             raise errors.ConfigError(
-                f"training_callbacks={name!r} returned a {type(own).__name__}; it must"
+                f"training_callbacks={name!r} returned {type(own).__name__}; it must"
                 " return a dict of callbacks by name"
             )
     return Callbacks({**detectors(section), **own}, emit=emit)

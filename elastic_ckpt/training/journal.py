@@ -200,7 +200,7 @@ def kept(
         may write.
 
     Raises:
-      RunError: if another live process writes to the run, or the log was removed.
+      RunError: if another live process is writing to the run, or the log was removed.
       ConfigError: if this account has no write permission there.
       CheckpointError: if the run is not locked and its claims cannot be read.
     """

@@ -98,7 +98,7 @@ def on_hosts(
       train: a picklable function that trains on each host; by default the reference
         trainer.
       program: words that identify what the hosts run, apart from the configuration;
-        must be equal on all machines.
+        must be the same on all machines.
 
     Returns:
       Whether the run or this machine was asked to stop before the last step.

@@ -93,7 +93,8 @@ class RunDirectory:
         slices = int(self._record.settings.get("slices", 1))
         self._world = topology.present(slices) if world is None else world.topology
         self._between = BetweenWorlds() if world is None else world._between
-        # The number of steps done (None before the first), and the newest saved step.
+        # The number of completed steps (None before the first), and the newest saved
+        # step.
         self._done: int | None = None
         self._saved = 0
         self._claim = 0
@@ -134,7 +135,7 @@ class RunDirectory:
     def emit(self, name: str, **fields: storage.Json) -> None:
         """Records an event; pass this method to `ec.Checkpointer(emit=)`.
 
-        The event `data_ended` means that the run has completed its last step.
+        The `data_ended` event means that the run has completed its last step.
         """
         if name == "save_started":
             self._sync()
@@ -180,8 +181,8 @@ class RunDirectory:
             step = operator.index(step)
         except TypeError:
             raise errors.ConfigError(
-                f"RunDirectory.log: step is a {type(step).__name__}; pass the number of"
-                " completed steps first, and then the batch: log(step, batch)"
+                f"RunDirectory.log: step is of type {type(step).__name__}; pass the"
+                " number of completed steps first, and then the batch: log(step, batch)"
             ) from None
         if step < 1:
             raise errors.ConfigError(

@@ -222,8 +222,8 @@ class DivergenceSection:
         "What happens when the loss or the gradient norm is infinite or NaN, or when a"
         " detector below finds a divergence: `warn` reports it; `stop` stops the run"
         " and leaves the last checkpoint before the divergence as the newest; `abort`"
-        " stops the run without saving; `rollback` returns to that checkpoint, or else"
-        " to the beginning, and skips the data read since.",
+        " stops the run without saving; `rollback` returns to that checkpoint or, if"
+        " there is none, to the beginning, and skips the data read since.",
         choices=("off", "warn", "stop", "abort", "rollback"),
     )
     divergence_patience_steps: int = key(
@@ -312,9 +312,9 @@ class TiersSection:
         "zone;block;rack;slice",
         "Kinds of failure domains, from large to small: `slice`, or kinds from"
         " peer_domains or a node's agent. One copy goes outside the host's domain of"
-        " the first kind in which no domain has most of the hosts (or else of the last"
-        " kind). The other copies stay in the host's domain, in different domains of"
-        " the last kind if possible.",
+        " the first kind in which no domain has most of the hosts (otherwise of the"
+        " last kind). The other copies stay in the host's domain, in different domains"
+        " of the last kind if possible.",
     )
     peer_domains: str = key(
         "",
@@ -325,8 +325,8 @@ class TiersSection:
     peer_interface: str = key(
         "",
         "Address at which other machines reach this host's memory. Empty uses POD_IP"
-        " from the environment, or else the address from which the host reaches JAX's"
-        " coordinator.",
+        " from the environment or, if it is not set, the address from which the host"
+        " reaches JAX's coordinator.",
     )
     peer_port: int = key(
         0, "Port on peer_interface; 0 lets the system choose one.", at_least=0
@@ -375,7 +375,7 @@ class TiersSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidationSection:
-    """Comparison of replicas of the state, which should be equal."""
+    """Comparison of replicas of the state, which should be identical."""
 
     replica_validation: str = key(
         "none",

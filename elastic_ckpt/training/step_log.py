@@ -174,7 +174,7 @@ class StepLog:
         """Makes every step so far durable; called before a checkpoint is saved.
 
         Returns:
-          None if the steps are durable, or else the reason that the disk or object
+          None if the steps are durable; otherwise, the reason that the disk or object
           store rejects them. Rejected steps stay in memory, and each later step retries
           the write.
 

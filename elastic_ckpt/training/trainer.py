@@ -470,7 +470,7 @@ def assembled(config: schema.Config, world: World) -> Trainer:
     Raises:
       ConfigError: if parts, devices or the number of steps are incompatible.
       DataError: if the data cannot be read.
-      RunError: if another run uses the RAM disk or hosts cannot be reached.
+      RunError: if another run is using the RAM disk or hosts cannot be reached.
     """
     data, mesh, place = config.data, world.mesh, world.topology
     called = callbacks.configured(config, emit=world.emit)
@@ -630,14 +630,15 @@ def alone(
 def initial_weights(
     section: schema.ModelSection, params: Any, emit: events.Emit
 ) -> Any:
-    """The weights of a new run, from the checkpoint `init_from` in any format.
+    """The initial weights of a run, loaded from the `init_from` checkpoint.
 
-    Each host reads the data its devices need. A step saved by a run of the same model
-    needs no layout; any other checkpoint does. The result has the shapes, dtypes and
-    shardings of `params`.
+    The checkpoint may be in any format. Each host reads the data its devices need. A
+    step saved by a run of the same model needs no layout; any other checkpoint needs
+    one. The result has the shapes, dtypes and shardings of `params`.
 
     Raises:
-      ConfigError: if the layout is missing, malformed or does not match.
+      ConfigError: if the layout is missing, is malformed, or does not match the
+        checkpoint.
       CheckpointError: if the checkpoint cannot be read or comes from a different model.
     """
     began_secs = time.monotonic()

@@ -238,7 +238,7 @@ def read_tree(
 
     Raises:
       CheckpointError: if no source or two sources fill an element of a leaf, a file
-        cannot be read, or sources that should be equal differ.
+        cannot be read, or sources that should be identical differ.
       FormatError: if a file is truncated or its checksum does not match.
     """
     leaves = {leaf.target: leaf for leaf in _leaves(abstract)}

@@ -97,8 +97,8 @@ class Derived:
         and third.
       operands: the stored tensors. The first has all dims of the derived tensor, in the
         same order.
-      dtype: the first operand's dtype for `equal`, int64 for sums of integers, or else
-        float32 or wider, so that only the move rounds.
+      dtype: the first operand's dtype for `equal`, int64 for sums of integers,
+        otherwise float32 or wider, so that only the move rounds.
       factor: the factor that multiplies the product of `times` or `plus`.
     """
 

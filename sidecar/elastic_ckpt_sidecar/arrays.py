@@ -256,8 +256,8 @@ class HeadArrays:
             return Mesh(np.array([self._beside[device]]), (_ONE,)), ()
         if not isinstance(sharding, NamedSharding):
             raise errors.CheckpointError(
-                f"leaf {path!r} has a {type(sharding).__name__}, which cannot be sent"
-                " to other hosts; use a NamedSharding"
+                f"leaf {path!r} has a sharding of type {type(sharding).__name__}, which"
+                " cannot be sent to other hosts; use a NamedSharding"
             )
         grid = np.vectorize(self._beside.__getitem__, otypes=[object])(
             sharding.mesh.devices

@@ -47,8 +47,8 @@ def reaching_the_head() -> Iterator[None]:
     """Raises a worker's error in the head.
 
     Raises:
-      ElasticCkptError: an error of the same class if the class is one of ours, or else
-        a DataError.
+      ElasticCkptError: an error of the same class if the class is one of ours,
+        otherwise a DataError.
     """
     try:
         yield

@@ -326,8 +326,8 @@ def test_leaves_and_parts_are_restored_in_the_forms_that_orbax_takes(steps):
 
 def test_a_form_that_orbax_does_not_restore_is_refused(steps):
     for why, form in {
-        "state/a cannot be restored as a bytes": {"a": b""},
-        "state/a cannot be restored as a object": {"a": object()},
+        "state/a cannot be restored as bytes": {"a": b""},
+        "state/a cannot be restored as object": {"a": object()},
         "state/s was saved as": {"s": int},
         "state/i was saved as": {"i": "any"},
         r"state/f was saved with the value 1.5 .* 1 as the requested int64;": {"f": 0},

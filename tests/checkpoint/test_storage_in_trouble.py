@@ -11,7 +11,7 @@ from tests.checkpoint.test_checkpointer import check, save, stored
 from tests.recorded_events import RecordedEvents
 
 CAUSES = {
-    errno.ENOSPC: ("full", "make room there, or keep fewer steps"),
+    errno.ENOSPC: ("full", "free up space there, or keep fewer steps"),
     errno.EACCES: ("refused", "check the credentials"),
 }
 
@@ -52,7 +52,7 @@ def test_an_end_with_a_backlog_is_an_error_that_names_it(make, tmp_path, breaks)
         checkpointer.wait()
     message = (
         r"^step 6 was due in persistent storage but is not there \(like 1 before it,"
-        r" from step 4 on\).*No space left on device; make room there"
+        r" from step 4 on\).*No space left on device; free up space there"
     )
     with pytest.raises(errors.CheckpointError, match=message):
         checkpointer.close()

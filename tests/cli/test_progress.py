@@ -107,7 +107,7 @@ def test_full_storage_is_one_line_until_it_takes_steps_again():
         degraded(140), degraded(160), ("storage_recovered", recovered), degraded(200)
     )
     assert first.startswith("persistent tier, step 140: it was not backed up: ")
-    assert first.endswith("No space left; make room there, or keep fewer steps")
+    assert first.endswith("No space left; free up space there, or keep fewer steps")
     assert told.startswith("storage accepts steps again")
     assert second.startswith("persistent tier, step 200: ")
 

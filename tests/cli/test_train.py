@@ -91,7 +91,7 @@ def test_step_that_full_storage_lacks_at_the_end_is_one_error(config, tmp_path):
     error = one_error(ended)
     assert "step 12 was due in persistent storage but is not there" in error
     assert "No space left on device" in error
-    assert "make room there" in error
+    assert "free up space there" in error
     causes = {each["cause"] for each in runs.events(tmp_path / "tiny", "degraded")}
     # A step that is due while the one before is tried waits for it.
     assert causes - {"slow"} == {"full"}

@@ -77,7 +77,9 @@ def test_a_state_of_another_pipeline_or_of_other_examples_is_another(data):
 
 
 def test_what_is_not_a_dataset_with_a_name_is_refused():
-    with pytest.raises(errors.ConfigError, match=r"dataset is a .*IterDataset; pass a"):
+    with pytest.raises(
+        errors.ConfigError, match=r"dataset is of type .*IterDataset; pass a"
+    ):
         positional_data.positional(numbers().to_iter_dataset(), pipeline="numbers")
     with pytest.raises(errors.ConfigError, match="pass pipeline="):
         positional_data.positional(numbers(), pipeline="")

@@ -84,7 +84,7 @@ REFUSALS = {
         "are in 2 groups",
     ),
     "a group that cuts a host": group(
-        r"along another axis of \('data', 'model', 'pipe'\), too, or",
+        r"along a different axis of \('data', 'model', 'pipe'\), or",
         ["data"],
         **{"hosts": CUBE // 2, "host": 1},
     ),
@@ -103,6 +103,6 @@ REFUSALS = {
         "none, quick, tensor, full", {}, level="all"
     ),
     "an object that cannot be compared": row(ec.components.validate, error=FAILED)(
-        "'a/b' is a object", {"a": {"b": object()}}
+        "'a/b' is of type object", {"a": {"b": object()}}
     ),
 }

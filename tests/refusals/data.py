@@ -166,7 +166,7 @@ REFUSALS = {
         **{"length": 8, "features": ("inputs",)},
     ),
     "a shard that is no iterable dataset": in_shards(
-        r"returned a \w+, .*to_iter_dataset\(\)", lambda _: NUMBERS
+        r"returned \w+, .*to_iter_dataset\(\)", lambda _: NUMBERS
     ),
     "no number of shards": in_shards(
         r"must have one value, but has \[\]; set it once", num_shards=None
@@ -308,7 +308,7 @@ REFUSALS = {
         "the chat template is invalid", chat_template="{% if %}"
     ),
     "a conversation that is text": in_turns(
-        "contains a str, not a list of messages; list", "Hello"
+        r"contains str, not a list of messages; in columns \(train", "Hello"
     ),
     "messages of another form": in_turns(
         r"invalid message \(\['from', 'value'\]\); each message must have a role",
@@ -329,7 +329,7 @@ REFUSALS = {
         "not a list of tokens; if .* use a tok", PRE_TOKENIZED, {"tokens": "text"}
     ),
     "tokens in place of text": in_document(
-        "contains a ndarray, not text; .* set tokenizer=None",
+        "contains ndarray, not text; .* set tokenizer=None",
         *(documents.Documents(), {"text": np.zeros(2)}),
     ),
     # Stages.

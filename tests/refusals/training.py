@@ -226,11 +226,11 @@ REFUSALS = {
         errors.RunError,
     ),
     "callback without methods": called(
-        "'mine' is a object, which lacks some of the methods after_step",
+        "'mine' is of type object, which lacks some of the methods after_step",
         f"{__name__}:objects",
     ),
     "callbacks without names": called(
-        "returned a type; it must return a dict", "builtins:type"
+        "returned type; it must return a dict", "builtins:type"
     ),
     "module of callbacks": called(
         "training_callbacks='no_such_module:make' cannot be imported",

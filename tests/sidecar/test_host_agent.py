@@ -217,7 +217,7 @@ def test_a_leaf_that_cannot_be_saved_is_named(machines):
     with simulated_hosts.world(machines, 2, apart=True) as (checkpointer, mesh, _):
         elsewhere = jax.device_put(1.0, jax.devices()[7])
         for leaf, why in (
-            (b"bytes", "state/x is a bytes"),
+            (b"bytes", "state/x is of type bytes"),
             (elsewhere, "leaf 'state/x' is on .* not in this checkpointer's mesh"),
         ):
             with pytest.raises(errors.CheckpointError, match=why):

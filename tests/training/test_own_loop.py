@@ -227,7 +227,7 @@ def test_losses_may_be_left_out_and_mistakes_are_refused(recording):
         some = {name: batch[name] for name in ("inputs", "targets")}
         for arguments, says in (
             ((0, batch), "step=0, but the first step is 1; pass the number"),
-            ((batch, 1), r"step is a dict; .*log\(step, b"),
+            ((batch, 1), r"step is of type dict; .*log\(step, b"),
             ((6, some), "no 'example_id'; it has only inputs"),
         ):
             with pytest.raises(ec.ElasticCkptError, match=says):

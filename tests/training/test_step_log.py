@@ -92,7 +92,9 @@ def test_steps_that_a_full_disk_does_not_take_are_logged_when_it_has_room(
     assert log.sync() is None
     monkeypatch.setattr(jsonlog._File, "_take", full)
     log.write(4, *rows([4]), 4)
-    with pytest.raises(errors.RunError, match=r"cannot be logged: .* make room there"):
+    with pytest.raises(
+        errors.RunError, match=r"cannot be logged: .* free up space there"
+    ):
         log.close()
     assert logged() == [0, 1, 2, 3]
 

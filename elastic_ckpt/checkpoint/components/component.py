@@ -3,7 +3,7 @@
 | sharing | states | written by | loaded by |
 |---|---|---|---|
 | `global` | one | host 0 | all hosts |
-| `replicated` | one, equal on all hosts | host 0 | all hosts |
+| `replicated` | one, identical on all hosts | host 0 | all hosts |
 | `per_host` | one for each host (process) | each host | the host with its index |
 | `per_node` | one for each node (machine) | the first host on it | the hosts on it |
 | `per_group` | one for each group along mesh axes | its first host | its hosts |
@@ -246,8 +246,8 @@ class Component:
     ) -> None:
         if not callable(on_resize) and on_resize not in (ERROR, RESET, FROM_FIRST):
             raise errors.ConfigError(
-                f"on_resize={on_resize!r} is not a known rule; omit it to get 'error',"
-                f" or {_CHOICES}"
+                f"on_resize={on_resize!r} is not a known rule; omit it for the default,"
+                f" 'error', or {_CHOICES}"
             )
         check_level(validation)
         self.state = state
@@ -390,10 +390,10 @@ class Component:
         """Chooses this host's values from states that any program has saved.
 
         Args:
-          name: the component name, for messages.
-          pattern: the saved sharing, for messages.
+          name: the component name, used in error messages.
+          pattern: the saved sharing, used in error messages.
           states: the names of the saved states, in order; if the hosts now have
-            different states, `on_resize` decides.
+            different states, `on_resize` determines the result.
           read: a function that takes an index of `states` and reads that state.
 
         Raises:
@@ -556,7 +556,7 @@ def per_group(
             f"the devices of host {host} are in {len(groups)} groups of"
             f" axis={tuple(axes)!r} ({errors.first_of(names[n] for n, _ in groups)}),"
             " but they must be in exactly one, because a host has one state. Either"
-            f" share the state along another axis of {tuple(axis_names)}, too, or"
+            f" share the state along a different axis of {tuple(axis_names)}, or"
             " create a mesh of all hosts' devices in which each host's devices are in"
             " one group"
         )

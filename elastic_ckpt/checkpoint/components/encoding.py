@@ -90,7 +90,7 @@ def write(path: epath.Path, encoded: Encoded) -> None:
 
 
 def dump(encoded: Encoded, file: IO[bytes]) -> None:
-    """Writes the file's content; equal states have equal bytes."""
+    """Writes the file's content; identical states have identical bytes."""
     # Names of dtypes from other packages, which NumPy would not store.
     dtypes = [
         each.dtype.name if each.dtype.isbuiltin == 2 else "" for each in encoded.arrays
@@ -204,7 +204,9 @@ def _encoded(value: Any, path: str, arrays: list[np.ndarray]) -> storage.Json:
         pairs: list[storage.Json] = []
         for key, each in value.items():
             if type(key) not in (bool, int, str, type(None)):
-                raise _refused(path, f"a dict with the key {key!r}, a {type_name(key)}")
+                raise _refused(
+                    path, f"a dict with the key {key!r} of type {type_name(key)}"
+                )
             pairs.append([key, _encoded(each, f"{path}/{key}", arrays)])
         return {"dict": pairs}
     if kind is bytes:
@@ -215,7 +217,7 @@ def _encoded(value: Any, path: str, arrays: list[np.ndarray]) -> storage.Json:
         return value
     children = _children(value)
     if children is None:
-        raise _refused(path, f"a {type_name(value)}")
+        raise _refused(path, f"of type {type_name(value)}")
     nodes: list[storage.Json] = [
         [name, _encoded(child, _below(path, name), arrays)]
         for name, child in children.items()
@@ -289,11 +291,12 @@ def _decoded(node: Any, current: Any, path: str, arrays: Sequence[np.ndarray]) -
             names = [name for name, _ in node["children"]]
             children = {} if current is _NOTHING else _children(current) or {}
             if type_name(current) != node["node"] or list(children) != names:
-                now = "nothing" if current is _NOTHING else f"a {type_name(current)}"
+                now = "nothing" if current is _NOTHING else f"type {type_name(current)}"
                 raise errors.CheckpointError(
-                    f"the state{path} was saved as a {node['node']} with {names}, but"
-                    f" the current state has {now} with {list(children)} in its place;"
-                    " before loading, create the state with the same classes and fields"
+                    f"the state{path} was saved as type {node['node']} with {names},"
+                    f" but the current state has {now} with {list(children)} in its"
+                    " place; before loading, create the state with the same classes and"
+                    " fields"
                 )
             made = [
                 below(child, children, name, _below(path, name))

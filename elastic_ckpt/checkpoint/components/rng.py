@@ -64,11 +64,11 @@ class Rng(Component):
         return _folded(self.key, _NEXT, taken & _LOW, taken >> 32)
 
     def for_shard(self, shard: int, step: Any = 0) -> jax.Array:
-        """The key for a logical shard and `step`, a 32-bit integer, maybe traced."""
+        """The key for a logical shard and `step`, a 32-bit integer, possibly traced."""
         return _folded(self.key, _SHARD, shard, step)
 
     def for_name(self, name: str, step: Any = 0) -> jax.Array:
-        """The key for a name and `step`, a 32-bit integer, maybe traced."""
+        """The key for a name and `step`, a 32-bit integer, possibly traced."""
         number = digest.name_hash(name)
         return _folded(self.key, _NAME, number & _LOW, number >> 32, step)
 

@@ -70,12 +70,12 @@ _Copy: TypeAlias = tuple[int, boxes.Box, Replica, str]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A part of a leaf whose copies should be equal but differ.
+    """A part of a leaf whose copies should be identical but differ.
 
     Attributes:
       leaf: the path of the leaf, such as `opt_state/1/0/mu/embedding`.
       box: the part of the leaf, such as `[0:64, 0:32]`; empty for the whole value.
-      groups: the holders, grouped by equal copies; the largest group comes first.
+      groups: the holders, grouped by identical copies; the largest group comes first.
       differing: the number of elements that differ; None if they were not counted.
       why: a description of the difference, if copies differ in more than their values.
     """
@@ -113,7 +113,8 @@ class Finding:
             more = f", in {self.differing} element{'s' * (self.differing > 1)}"
         if self.is_certain:
             return (
-                f"{part} of {who} differs from {len(self.groups[0])} equal copies{more}"
+                f"{part} of {who} differs from {len(self.groups[0])} identical"
+                f" copies{more}"
             )
         return f"{part} differs between {who}, and any of them may be right{more}"
 
@@ -251,8 +252,8 @@ def _kind(path: str, leaf: Any) -> str:
     if isinstance(leaf, bool | int | float | complex | str | bytes):
         return type(leaf).__name__
     raise errors.CheckpointError(
-        f"leaf {path!r} is a {type(leaf).__name__}, which cannot be compared; remove"
-        " the leaf from the tree, or replace it with arrays, numbers or strings"
+        f"leaf {path!r} is of type {type(leaf).__name__}, which cannot be compared;"
+        " remove the leaf from the tree, or replace it with arrays, numbers or strings"
     )
 
 

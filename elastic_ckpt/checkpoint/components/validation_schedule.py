@@ -86,7 +86,7 @@ class ValidationSchedule:
             )
         if findings and self.stops:
             raise errors.RunError(
-                f"after step {step}, copies that should be equal differ:"
+                f"after step {step}, copies that should be identical differ:"
                 f" {findings[0]} ({len(findings)} in total; see the run's"
                 " `replicas_differ` events). The step was not saved. Restart the run"
                 " without these hosts, and check their memory: the run resumes from the"

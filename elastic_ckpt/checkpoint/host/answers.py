@@ -100,7 +100,7 @@ class SearchableSteps:
       lines: the lines recorded in storage.
       out_of_reach: why storage cannot be searched; None if it can be, or if there is no
         storage.
-      refusing: a sentence for each peer that may have steps but refuses this run.
+      refusing: a message for each peer that may have steps but refuses this run.
       nothing: the beginning of a sentence that explains why there is no step.
     """
 

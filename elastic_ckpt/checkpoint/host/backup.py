@@ -128,7 +128,7 @@ class HostBackup:
         upload has already written.
 
         Returns:
-          The number of bytes in the share, and a sentence for each bad copy.
+          The number of bytes in the share, and a message for each bad copy.
 
         Raises:
           CheckpointError: if no good copy of a part is left, or storage fails.
@@ -253,7 +253,7 @@ class HostBackup:
         Does not remove a step that stock Orbax saved.
 
         Raises:
-          CheckpointError: if a program reads the step under a lease.
+          CheckpointError: if a program is reading the step under a lease.
         """
         root = self._root
         with leases.removing(root, {step}, line, watch=self._leases, replaced=step):

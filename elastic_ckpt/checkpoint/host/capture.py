@@ -89,7 +89,7 @@ STORABLE = frozenset(
 _PACKED = frozenset({"float4_e2m1fn", "int2", "int4", "uint2", "uint4"})
 _ALIGNMENT_BYTES = 64
 # Small chunks are copied into memory. If they exceed this size in total, the larger
-# ones get files, too.
+# ones also get files.
 _MOST_SMALL_BYTES = 2**27
 _LEAST_OF_MANY_BYTES = 2**16
 # The minimum memory to leave for the rest of the process, and on a device for programs.
@@ -362,7 +362,7 @@ def leaf_of(path: str, value: jax.Array | Whole) -> Leaf:
     """
     if not isinstance(value, jax.Array | np.ndarray | np.generic | int | float):
         raise errors.CheckpointError(
-            f"leaf {path!r} is a {type(value).__name__}, but a state can contain"
+            f"leaf {path!r} is of type {type(value).__name__}, but a state can contain"
             " only arrays and numbers; remove the leaf from the state, or save it as a"
             " separate checkpointable"
         )

@@ -31,13 +31,13 @@ _MESSAGE = "copies-"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replicated:
-    """The copies that a host has taken.
+    """The copies that a host has made.
 
     Attributes:
       copies: the number of copies.
       num_bytes: the total size of the copies.
-      problems: a sentence for each copy that could not be fetched or was bad at a
-        holder.
+      problems: a message for each copy that could not be fetched or was corrupt on a
+        host that holds it.
     """
 
     copies: int = 0
@@ -56,9 +56,9 @@ class HostCopies:
         """Leaves each target a list of the parts to copy from this host.
 
         Returns:
-          The targets; a sentence for each requirement that this host's parts do not
-          meet even after all copies; and the minimum number of machines that then have
-          a part, 0 if a part has no holder.
+          The targets; a message for each requirement that this host's parts do not meet
+          even after all copies; and the minimum number of machines that then have a
+          part, 0 if a part has no holder.
         """
         world, held = self._world, self._world.holding(step_id)
         table = held.found.table
@@ -80,7 +80,7 @@ class HostCopies:
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def take(self, step_id: StepId, targets: tuple[tuple[int, ...], ...]) -> Replicated:
-        """Takes the copies meant for this host.
+        """Fetches the parts that this host must copy.
 
         Args:
           step_id: the step.
@@ -148,7 +148,7 @@ def fetch(
     # Without repetitions: a cause that fails one write fails all later writes.
     problems = list(dict.fromkeys([*problems, *map(str, reader.bad)]))
     is_enough = is_partial or len(sizes) == len(listed)
-    # A backup host's share may be empty; it is complete then.
+    # A backup host's share may be empty; in that case, it is complete.
     if is_enough and (sizes or not is_partial):
         writer.commit()
     else:

@@ -65,7 +65,7 @@ class Introduction:
     stored: run_files.StepsDirectory | None
 
     def last_secs(self) -> float:
-        """When the machine was last in a world, as recorded; 0 without a record."""
+        """When the machine was last in a world; 0 if there is no record of it."""
         return max((each.secs for each in self.agents.values()), default=0.0)
 
 

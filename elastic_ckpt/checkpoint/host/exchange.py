@@ -47,7 +47,7 @@ class Report:
 
     Attributes:
       manifests: step manifests, merged for all holders with the same contents.
-      problems: a sentence for each manifest or message that could not be read.
+      problems: a message for each manifest or message that could not be read.
       refusing: the URLs of agents that reject the run's secret.
       silent: the indices of hosts whose reports could not be read.
     """

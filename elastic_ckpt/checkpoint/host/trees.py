@@ -206,7 +206,7 @@ def _asked(path: str, leaf: Any) -> AskedLeaf:
         return AskedLeaf(path=path, shape=(), finish=number)
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         raise errors.CheckpointError(
-            f"{path.removeprefix('/')} cannot be restored as a {type(leaf).__name__};"
+            f"{path.removeprefix('/')} cannot be restored as {type(leaf).__name__};"
             " pass an array, a jax.ShapeDtypeStruct with a sharding, a NumPy array or a"
             " number, or None to skip it"
         )

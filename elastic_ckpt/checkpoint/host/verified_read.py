@@ -64,7 +64,7 @@ class BadCopy:
 
     @property
     def holder(self) -> str:
-        """The holder, for messages."""
+        """The holder, as named in messages."""
         return f"host {self.host}" if self.tier == "local" else "the persistent tier"
 
 

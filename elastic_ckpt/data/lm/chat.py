@@ -182,9 +182,9 @@ def _turns(element: dict[str, Any], column: str, *, role: str) -> Messages:
         return [{"role": role, "content": tokenizers.readable(value)}]
     if not isinstance(value, list):
         raise errors.DataError(
-            f"column {column!r} contains a {type(value).__name__}, not a list of"
-            " messages; list the conversation column, or the prompt and completion"
-            f" columns ({_KEYS})"
+            f"column {column!r} contains {type(value).__name__}, not a list of"
+            f" messages; in columns ({_KEYS}), name the conversation column, or the"
+            " prompt and completion columns"
         )
     return [_message(each, column) for each in value]
 
@@ -213,7 +213,7 @@ def _plain(value: Mapping[str, Any], column: str) -> chat_templates.Message:
         if isinstance(item, np.ndarray | np.generic):
             return item.tolist()
         raise errors.DataError(
-            f"column {column!r} has a message that contains a {type(item).__name__};"
+            f"column {column!r} has a message that contains {type(item).__name__};"
             " messages may contain only text, numbers, lists and objects"
         )
 

@@ -46,7 +46,7 @@ class Encoder(Protocol):
 
     @property
     def column(self) -> str:
-        """The column that the encoder reads, for error messages."""
+        """The column that the encoder reads, used in error messages."""
 
     @property
     def tokenizer(self) -> tokenizers.Tokenizer | None:
@@ -118,7 +118,7 @@ class Documents:
             return token_numbers.of_element(element, self.column)
         if not isinstance(value, str | bytes):
             raise errors.DataError(
-                f"column {self.column!r} contains a {type(value).__name__}, not text;"
+                f"column {self.column!r} contains {type(value).__name__}, not text;"
                 " if it contains tokens, set tokenizer=None (tokenize_train_data=false"
                 " in a configuration)"
             )

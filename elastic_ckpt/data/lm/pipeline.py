@@ -247,7 +247,7 @@ def from_config(
     given = vars(data) if isinstance(data, data_keys.DataKeys) else data or {}
     if not isinstance(given, Mapping):
         raise errors.ConfigError(
-            f"from_config: data is a {type(data).__name__}; pass the data keys as"
+            f"from_config: data is of type {type(data).__name__}; pass the data keys as"
             " keyword arguments, as a mapping, or from a configuration file:"
             ' ec.data.from_config(ec.load_config("train.yml").data, ...)'
         )

@@ -77,7 +77,7 @@ def find_files(patterns: str, *, key: str = "grain_train_files") -> tuple[str, .
 
     Args:
       patterns: paths or globs, local or as URIs of any scheme that fsspec supports.
-      key: the configuration key of the patterns, for error messages.
+      key: the configuration key of the patterns, used in error messages.
 
     Raises:
       DataError: if a pattern matches nothing. The message includes the pattern.
@@ -220,7 +220,7 @@ def retried(read: Callable[[], T], place: str, *, at_start: bool = False) -> T:
 
     Args:
       read: the function, which may be called more than once.
-      place: the file and the position in the file, for error messages.
+      place: the file and the position in the file, used in error messages.
       at_start: whether this is the run's first read of the file. If it is, a missing
         file fails immediately.
 

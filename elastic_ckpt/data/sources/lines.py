@@ -122,7 +122,7 @@ class JsonLines(LineFiles):
             raise source.corrupt(place, f"it cannot be read as JSON: {error}") from None
         if not isinstance(fields, dict):
             raise source.corrupt(
-                place, f"it is a {type(fields).__name__}, not an object"
+                place, f"it is of type {type(fields).__name__}, not an object"
             )
         names = self.columns or tuple(fields)
         source.check_columns(place, names, sorted(fields), what="field")

@@ -265,7 +265,7 @@ class RawBlock(Block):
       records: an iterable over the records, in order, that raises a `LostError` where
         the file is damaged.
       element: a function that decodes a record; its second argument is the record's
-        place, for error messages.
+        place, used in error messages.
       name: the place of the records, without a record number.
       first: the index of the first record.
 

@@ -1,4 +1,4 @@
-"""A machine's agent, which its hosts find by its address or else start.
+"""A machine's agent, which its hosts find by its address, or start if there is none.
 
 An agent is a separate process (`agent_server`), so that a new world can read the
 machine's steps before, while and after a training process runs there. The agent's
@@ -124,7 +124,7 @@ def serving_directory(root: epath.PathLike) -> pathlib.Path | None:
 
 
 def domains(root: epath.PathLike) -> Mapping[str, str]:
-    """The failure domains that the node's agent reports; empty without an agent."""
+    """The failure domains that the node's agent reports; empty if there is no agent."""
     directory = serving_directory(root)
     address = None if directory is None else find(directory)
     return {} if address is None else address.domains

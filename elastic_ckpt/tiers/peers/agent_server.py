@@ -168,7 +168,7 @@ def listing(root: epath.PathLike) -> dict[str, storage.Json]:
 
 
 def served(root: epath.PathLike, name: str) -> str | None:
-    """The path of the file `hosts/<name>`; None if the file does not belong to a step.
+    """The path of the `hosts/<name>` file; None if the file does not belong to a step.
 
     Never serves hidden files or follows links.
     """
@@ -380,7 +380,7 @@ def node_domains(
 
     Args:
       named: domains from the agent's command line; they override labels.
-      node: the node's name in Kubernetes; None without Kubernetes.
+      node: the node's name in Kubernetes; None outside Kubernetes.
       further: labels, by kind of domain, that extend or replace `LABELS`.
 
     Raises:

@@ -175,7 +175,7 @@ class Writer:
           identity: the run's identity; None if it is unknown.
 
         Raises:
-          RunError: if another program writes.
+          RunError: if another program is writing there.
           ReplacedError: if another launch has claimed a later world.
           HostsFailedError: if a record cannot be read.
         """
@@ -197,7 +197,8 @@ class Writer:
           This world's number.
 
         Raises:
-          ReplacedError: if another program writes now, or the directory was removed.
+          ReplacedError: if another program is writing now, or the directory was
+            removed.
           HostsFailedError: if storage is out of reach.
         """
         return self._agreed("check", self._begin)

@@ -137,7 +137,7 @@ def leased(root: PersistentRoot, watch: Watch) -> set[int]:
     """The leased steps; removes leases that have lapsed.
 
     Raises:
-      CheckpointError: if a lease cannot be read; no step may be removed then.
+      CheckpointError: if a lease cannot be read; in that case, no step may be removed.
     """
     files, before = _files(root, _LEASE), dict(watch)
     watch.clear()

@@ -62,12 +62,12 @@ class Chunk:
 
 
 def store_name(host_id: str, save: str) -> str:
-    """The name of a host's store for one save, in a checkpointable directory.
+    """The name of a host's store for one save, in a checkpointable's directory.
 
     Orbax uses process indices here. But a later world that repeats an upload may assign
     the same index to a different host, and a replaced launch may still write to its
-    store. So the name contains a hash of save and host. Orbax accepts only letters and
-    digits.
+    store. So the name contains a hash of the save and the host. Orbax accepts only
+    letters and digits.
     """
     return f"{_PREFIX}{digest.name_hash(f'{save}/{host_id}'):016x}"
 

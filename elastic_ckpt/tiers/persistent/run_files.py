@@ -17,8 +17,8 @@ in the file.
 
 An evaluation applies to the saved step with the same number or, if there is none, to
 the newest step before it (`steps.retention.with_evaluations`), and is removed with that
-step. It stores its world's save: as with a step, the run's line (`steps.step`) decides
-whether the evaluation counts.
+step. It stores its world's save: as with a step, the run's line (`steps.step`)
+determines whether the evaluation counts.
 """
 
 from __future__ import annotations

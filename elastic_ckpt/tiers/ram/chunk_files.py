@@ -88,7 +88,7 @@ class ChunkFiles:
         try:
             return ChunkFile(*storage.mapped_file(path, size), path)
         except OSError:
-            # Dropping the spare files may make room.
+            # Dropping the spare files may free up space.
             self.drop_spare()
         return ChunkFile(*storage.mapped_file(path, size), path)
 

@@ -140,7 +140,9 @@ def contiguous(
 
 
 def checked_shape(shape: Iterable[object], place: str) -> tuple[int, ...]:
-    """Checks a shape from a file. `place` is the file and the tensor, for messages.
+    """Checks a shape from a file.
+
+    `place` is the file and the tensor, used in error messages.
 
     Raises:
       FormatError: if the value is not a shape or is too large.
@@ -159,7 +161,7 @@ def checked_shape(shape: Iterable[object], place: str) -> tuple[int, ...]:
 def check_cover(shape: tuple[int, ...], parts: Sequence[Box], place: str) -> None:
     """Checks that `parts` cover an array of `shape`, each element once.
 
-    `place` is the file and the tensor, for messages.
+    `place` is the file and the tensor, used in error messages.
 
     Raises:
       FormatError: if a part lies outside the array, two parts overlap, or there is a

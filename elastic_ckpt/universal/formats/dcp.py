@@ -6,8 +6,8 @@ tensor. An optimizer state has the name of its parameter, and a kind. Everything
 tensors is in the values, which are decoded on demand.
 
 There may be a million chunks. So only a few bytes at each item's start and end are
-read, with one read for nearby items, and items with equal pickles (of the same shape)
-are decoded once.
+read, with one read for nearby items, and items with identical pickles (of the same
+shape) are decoded once.
 """
 
 from __future__ import annotations

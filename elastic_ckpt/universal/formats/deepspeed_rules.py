@@ -109,7 +109,7 @@ def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> La
                 )
             matched = {key: each for key, p, each in entries if p.match(name)}
             if kind == _BUFFER and not matched:
-                # Buffers are equal on all ranks.
+                # Buffers are identical on all ranks.
                 matched = {_REPLICATED: None}
             cut = _cut(name, set(held), matched, info)
             cuts.setdefault(name, {}).setdefault(cut, []).append(kind)
@@ -171,7 +171,8 @@ def _entries(info: Mapping[str, Any]) -> list[_Entry]:
         )
     if refused := [key for key in _REFUSED if info.get(key)]:
         raise FormatError(
-            f"{deepspeed.INFO} has AutoTP's {refused[0]}, which is unsupported; {_OWN}"
+            f"{deepspeed.INFO} has AutoTP's {refused[0]}, which is not supported;"
+            f" {_OWN}"
         )
     entries = [
         (key, re.compile(text), entry)
@@ -190,7 +191,7 @@ def _cut(
     if len(shapes) > 1:
         raise FormatError(
             f"{name}: the shards have different shapes, {sorted(shapes)}, which is"
-            f" unsupported; {_OWN}, with `widths`"
+            f" not supported; {_OWN} with `widths`"
         )
     if () in shapes:
         return _Cut("...", "...", _REPLICATED)

@@ -263,7 +263,7 @@ class Archive:
     """A `torch.save` zip: `size` bytes of a file, beginning at offset `begin`.
 
     Attributes:
-      place: the file and the zip's position in it, for messages.
+      place: the file and the zip's position in it, used in error messages.
       entries: the entries by name.
       has_crc: whether the file was written with CRC-32 checksums.
 

@@ -141,7 +141,7 @@ class Weights:
                 raise FormatError(
                     f"{path} has only {number} of the {int(count)} files"
                     f" {stem}-*-of-{count}{suffix} and no index, so a conversion or"
-                    " download did not finish; repeat it"
+                    " download did not finish; run it again"
                 )
         if len(found) != 1 and not self.are_joined:
             raise FormatError(
@@ -173,7 +173,7 @@ PYTORCH = Weights(
 
 
 def config_values(path: epath.Path) -> dict[str, Any]:
-    """The values in a configuration file, as `config/...`; empty without the file.
+    """The values in a configuration file, as `config/...`; empty if there is no file.
 
     Raises:
       FormatError: if the file is not a JSON object.

@@ -74,10 +74,10 @@ def is_safe(stored: np.dtype, dtype: np.dtype) -> bool:
 
 @np.errstate(all="ignore")
 def check_cast(values: np.ndarray, dtype: np.dtype, name: str) -> None:
-    """Checks that a cast to `dtype` keeps the values.
+    """Checks that a cast to `dtype` preserves the values.
 
-    The cast may round reals and integers to floats, but not to infinity. `name` is the
-    target's name, for the error.
+    A cast to a floating-point dtype may round but must not overflow to infinity. `name`
+    is the target's name, used in error messages.
 
     Raises:
       CheckpointError: if `dtype` cannot represent a value.
@@ -189,7 +189,7 @@ def computed(
     """Computes a box of a derived tensor.
 
     Raises:
-      CheckpointError: if values that should be equal differ in any bit, or integers
+      CheckpointError: if values that should be identical differ in any bit, or integers
         would be rounded.
     """
     operands = (_aligned(each, box, stored, read) for each in spec.operands)
@@ -299,8 +299,8 @@ def _check_equal(
     raise errors.CheckpointError(
         f"{tensor.name} {_rank(tensor)} and {other.name} {_rank(other)}"
         f" differ at {index}: {first[element]} and {second[element]}; the layout"
-        " requires them to be equal. Use a different step or, in the layout, `mean`"
-        " to average the ranks, `unchecked` to read only one of them, or"
+        " requires them to be equal. Use a different step, or change the layout: set"
+        " `mean` to average the ranks, `unchecked` to read only one of them, or"
         " `copy: unchecked` if one tensor is a copy of the other"
     )
 

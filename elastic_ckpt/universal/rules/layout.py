@@ -54,7 +54,7 @@ class CheckpointValue:
     Attributes:
       paths: paths such as `args/num_query_groups`; the first that exists is used.
       default: the number to use if no path exists; None for no default.
-      place: the position in the layout, for messages.
+      place: the position in the layout, used in error messages.
     """
 
     paths: tuple[str, ...]
@@ -62,7 +62,7 @@ class CheckpointValue:
     place: str = dataclasses.field(default="the layout", compare=False)
 
     def number(self, values: Mapping[str, Any]) -> int | float | None:
-        """Looks up the number in a checkpoint's values, or else returns the default.
+        """Looks up the number in a checkpoint's values; defaults to `default`.
 
         Args:
           values: values by path; see `Checkpoint.values`. None means missing, and a
@@ -109,8 +109,8 @@ class TensorPattern:
       name: a name pattern.
       dims: a dims expression. For scales in `times`, it may contain blocks:
         `out/128 in/128`.
-      replicated: captures and rank axes over which values must be bit-equal, and dims
-        whose first index is the only one that is read.
+      replicated: captures and rank axes over which values must be bit-identical, and
+        dims whose first index is the only one that is read.
       unchecked: captures, rank axes and dims for which only the first value is read.
       mean: captures and rank axes over which values are averaged.
       sum: captures and rank axes over which values are added.
@@ -186,7 +186,7 @@ class Rule:
       require: the checkpoint values that the rule needs, by path.
       unmet: a message about the first required value that the checkpoint lacks; "" if
         it has all values.
-      place: the position in the layout, for messages.
+      place: the position in the layout, used in error messages.
     """
 
     source: tuple[TensorPattern, ...]
@@ -214,7 +214,7 @@ class Rule:
 
     @property
     def text(self) -> str:
-        """The rule's position in the layout, or else the name of its first tensor."""
+        """The rule's position in the layout; without one, its first tensor's name."""
         return self.place or f"the rule of {(*self.source, *self.target)[0].name!r}"
 
 
@@ -249,7 +249,7 @@ class Layout:
       through: layouts to apply one after another, instead of rules.
       tree: the tree's name in an Orbax step to write.
       tree_inverse: the same in the other direction.
-      place: the layout's file or another name for it, for messages.
+      place: the layout's file or another name for it, used in error messages.
     """
 
     version: Literal[1] = 1

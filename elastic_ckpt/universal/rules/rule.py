@@ -159,7 +159,7 @@ class ParsedRule:
 
     Attributes:
       rule: the rule as written, with its layout's sizes and widths.
-      text: the rule's position in the layout, for messages.
+      text: the rule's position in the layout, used in error messages.
       sources: the tensors of the checkpoint, with operands last.
       numbers: the keys of captures whose values are numbers.
       kept: the keys of captures in all names; the rule has an instance for each

@@ -190,7 +190,7 @@ class Conversion:
 
         Raises:
           CheckpointError: if no source or two sources fill an element, a file cannot be
-            read, or values that should be equal differ.
+            read, or values that should be identical differ.
           FormatError: if a file is truncated or its checksums cannot be read.
         """
         units = ((each, [box]) for each in targets for box in self.boxes(like or each))
@@ -237,7 +237,7 @@ class Destination(abc.ABC):
           CheckpointError: if the target exists, the source cannot be read, or storage
             fails.
           FormatError: if the source's checksums do not match.
-          RunError: if a run writes to the same place.
+          RunError: if a run is writing to the same place.
           OSError: if storage fails. Any of `bucket_clients.failures` is also possible.
         """
 
@@ -282,7 +282,7 @@ def convert(
       LayoutError: if the layout does not match the source.
       CheckpointError: if the target exists, the source cannot be read, or storage
         fails.
-      RunError: if another process writes to the same directory.
+      RunError: if another process is writing to the same directory.
     """
     conversion = Conversion(job)
     destination = destination_of(conversion)

@@ -1,6 +1,6 @@
 """Converts to safetensors, and to a model that `from_pretrained` loads.
 
-    model.safetensors                     if all tensors fit into one file, or else:
+    model.safetensors                     if all tensors fit into one file; otherwise:
     model-00001-of-00003.safetensors      one of the files
     model.safetensors.index.json          an index that maps each tensor to its file
 

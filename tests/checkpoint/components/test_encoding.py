@@ -101,7 +101,7 @@ def test_nodes_and_shardings_are_those_of_the_current_state():
     same(state, saved)
     assert state[1].w.sharding == sharded
     assert state[1].b[1].sharding == replicated
-    said = r"state/p was saved as a .*Point"
+    said = r"state/p was saved as type .*Point"
     for lacking in ({}, *({"p": each} for each in (None, (0, 0), current[1]))):
         with pytest.raises(errors.CheckpointError, match=said) as raised:
             turned({"p": Point(1, 2)}, lacking)

@@ -157,9 +157,7 @@ def test_a_finding_is_an_event_and_may_stop_a_run(recorded, mesh):
     assert recorded[metrics.VALIDATION_FINDINGS] == [1]
     assert len(recorded[metrics.VALIDATION]) == 2
     schedule.stops = True
-    said = (
-        r"after step 6, .*: \[0:6\] of device 0 of host 0 .* 7 equal copies, in 1 elem"
-    )
+    said = r"after step 6, .*: \[0:6\] of device 0 of host 0 .* 7 identical copies, in"
     with pytest.raises(errors.RunError, match=said):
         schedule.run(6, bad)
     assert len(emit.named("validated")) == 3
