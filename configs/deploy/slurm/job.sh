@@ -7,10 +7,11 @@
 #SBATCH --gres=gpu:h100:8
 #SBATCH --exclusive
 #SBATCH --partition=h100
-# For the program of a node and its RAM disk, whose files Slurm counts as memory.
+# 64 GiB for the RAM disk, whose files count toward the job's memory, and 400 GiB for the
+# node's hosts.
 #SBATCH --mem=464G
 #SBATCH --time=1-00:00:00
-# Hosts get SIGTERM this many seconds before the time limit, and save:
+# Hosts receive SIGTERM this many seconds before the time limit, and save:
 # termination_grace_period_seconds of run.yml.
 #SBATCH --signal=TERM@60
 #SBATCH --output=%x-%j.out
