@@ -1,7 +1,7 @@
 """Writes PyTorch distributed checkpoints of many small tensors, without PyTorch.
 
 The classes that PyTorch pickles are replaced by empty classes with the same names, so
-that Python's pickler writes the same opcodes. All tensors have equal values.
+that Python's pickler writes the same opcodes. All tensors have the same values.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ _STEP_MS = 50
 # Worlds before the run, and the same number after it.
 _BARE_WORLDS = 5
 _KILLS = sized(2, 1)
-# The pause between two checks of the events; the events' times do not depend on it.
+# The pause between checks of the events; the events' times do not depend on it.
 _LOOK_SECS = 0.2
 # The time limit for a run's next event, on a machine that is ten times slower.
 _PATIENCE_SECS = 600.0
@@ -217,7 +217,7 @@ class _Run:
         return started
 
     def pauses_secs(self, worlds: list[Event]) -> list[float]:
-        # How long no step was done around each event `world_started`.
+        # How long no step was completed around each `world_started` event.
         recorded = run_files.read_metrics(self.directory / "metrics")["run"]
         name = "/elastic_ckpt/train/steps"
         steps = [each["time"] for each in recorded if each["metric"] == name]
@@ -261,7 +261,7 @@ def _warm(config: pathlib.Path) -> dict[str, report.Figure]:
     with _live(config) as run:
         run.wait_until_ready()
         for number in range(_KILLS):
-            # At any time between two saves.
+            # At any time between saves.
             while len(saves := run.named("save_started")) < 2:
                 time.sleep(_LOOK_SECS)
             time.sleep(random.uniform(0, saves[-1]["time"] - saves[-2]["time"]))

@@ -184,7 +184,7 @@ def _wanted(contents: Contents, number: int, num_hosts: int) -> list[WantedLeaf]
 
 
 class _CountedStore:
-    # The coordination service as one `host` after the other uses it.
+    # The coordination service, as used by one `host` at a time.
 
     def __init__(self, messages: _Messages) -> None:
         self.host = 0

@@ -13,7 +13,7 @@ Creating a batch's rows takes 0.7 of a step (`slow`) or almost nothing (`trivial
   does nothing else and thus waits for read-ahead, relative to the plain in-process way:
   Grain's batches of the same rows and `jax.make_array_from_process_local_data`.
   `next_ratio_colocated` likewise. `..._between_steps`: the cost of `next()` to a loop
-  with steps of 5 ms that reads its data meanwhile.
+  with steps of 5 ms that reads its data in the meantime.
 * `save_block_ms`: how long `save` blocks a loop of slow rows, with batches in flight.
 * `ratio_maxtext_wrapper`: a step with slow rows from MaxText's `RemoteIteratorWrapper`,
   relative to a step with `RemoteIterator`; `..._trivial` is the same for `next()` with
@@ -78,7 +78,7 @@ class Row:
         """Features `inputs` and `targets`, int32 `[1024]`."""
         ends = time.perf_counter() + self.secs
         while time.perf_counter() < ends:
-            # Short enough that Python does not let other threads run meanwhile.
+            # Short enough that Python does not let other threads run in the meantime.
             hashlib.sha256(bytes(1000))
         inputs = np.full(_LENGTH, number, np.int32)
         return {"inputs": inputs, "targets": inputs + 1}

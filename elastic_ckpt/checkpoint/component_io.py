@@ -97,7 +97,8 @@ def begin_save(
     Raises:
       TimeoutError: if a component does not return in time, here or in the returned
         function.
-      Exception: the error of a component's `save`; then no component writes its state.
+      Exception: the error of a component's `save`; in that case, no component writes
+        its state.
     """
     begun: dict[str, Awaitable[None]] = {}
     try:

@@ -152,7 +152,7 @@ class InEveryProcess:
             call.limit_secs,
             call.order,
         )
-        # Equal answers are one object: decode it once.
+        # Identical answers are one object: decode it once.
         distinct = {id(each): each for each in answers}
         decoded = {n: call.decode_answer(each) for n, each in distinct.items()}
         return [decoded[id(each)] for each in answers]
@@ -205,14 +205,14 @@ class InEveryProcess:
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """See `Hosts`."""
         arrays = self._reader.arrays(trees)
-        # No other host needs the step any more.
+        # No other host needs the step anymore.
         self._reader.close_step()
         return arrays
 
     def are_leaving(self, error: BaseException) -> bool:
         """See `Hosts`."""
         if self.num_hosts > 1 and _is_of_devices(error):
-            # A host is gone or has left a computation, so waiting would be in vain.
+            # A host is gone or has left a computation, so waiting would be pointless.
             return False
         try:
             self._messages.gather("leaving", None, timeout_secs=_LEAVING_SECS)

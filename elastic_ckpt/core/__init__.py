@@ -1,1 +1,1 @@
-"""What all other packages build on: errors, files, digests, topology, events."""
+"""The foundation of all other packages: errors, files, digests, topology, events."""

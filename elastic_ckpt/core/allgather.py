@@ -30,7 +30,7 @@ Order = Literal["together", "up", "down"]
 _GRACE_SECS = 2.0
 # Gives each unnamed object of this process a number.
 _numbers = itertools.count()
-# Runs of equal values from consecutive hosts: the number of hosts, and the value's
+# Runs of identical values from consecutive hosts: the number of hosts, and the value's
 # JSON, or None if the value has not arrived.
 _Runs = list[tuple[int, str | None]]
 
@@ -215,7 +215,7 @@ class Allgather:
             self._store.key_value_delete(f"{self._prefix}/{kind}/{turn - 1}/")
 
     def take(self, kind: str, turn: int, *, timeout_secs: float) -> list[Any]:
-        """The second half of `run`: returns all results; equal ones share an object."""
+        """The second half of `run`: returns all results, without duplicate objects."""
         deadline = time.monotonic() + timeout_secs + self._grace_secs(0) + _GRACE_SECS
         runs = self._published.pop(kind, None) or self._runs(
             f"{self._prefix}/{kind}/{turn}/all", 0, deadline

@@ -208,7 +208,7 @@ class _Segments(JsonLog):
                 if not self._failure:
                     del self._lines[:num_bytes]
             elif self._uploading is begun:
-                late = TimeoutError(f"the upload of {path} timed out, but goes on")
+                late = TimeoutError(f"the upload of {path} timed out, but continues")
                 self._failure = self._failure or late
                 raise self._failure
         uploading.result()

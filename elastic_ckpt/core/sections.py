@@ -84,7 +84,7 @@ class Setting:
 def compose(path: epath.Path, *, by: str) -> yaml.Node | None:
     """Parses a YAML file, local or in a bucket; None if it is empty.
 
-    `by` says who set the path, for the message that the file does not exist.
+    `by` says who set the path; it is used in the message that the file does not exist.
 
     Raises:
       ConfigError: if the file cannot be read or is not valid YAML.
@@ -151,7 +151,7 @@ def checked(
       settings: the settings by key.
       fields: the fields of all sections that may define the keys.
       also: additional keys to suggest in place of an unknown key.
-      of: the owner of these keys, for the message about an unknown key.
+      of: the owner of these keys, used in the message about an unknown key.
 
     Raises:
       ConfigError: if a key is unknown or a value is invalid.

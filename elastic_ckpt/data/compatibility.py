@@ -21,7 +21,7 @@ from elastic_ckpt.data import elastic_data
 
 Facts = dict[str, str]
 
-# The fact with the host name; all other facts must be equal.
+# The fact with the host name; all other facts must be the same.
 HOST = "host"
 PIPELINE = "pipeline"
 

@@ -65,7 +65,7 @@ class HostIterator:
     Args:
       data: the data.
       sharding: the sharding of a global batch; see `delivery.feature_sharding`.
-      global_batch_size: rows of a global batch, B.
+      global_batch_size: the number of rows in a global batch, B.
       read_ahead: how far to load batches onto the devices ahead of `next`.
 
     Attributes:
@@ -282,7 +282,7 @@ class Batches:
       data: the data.
       mesh: the training mesh.
       spec: the axes over which a batch is sharded; see `ec.batches`.
-      global_batch_size: rows of a global batch, B.
+      global_batch_size: the number of rows in a global batch, B.
       read_ahead: how far each host reads ahead of the loop.
     """
 
@@ -366,8 +366,8 @@ class Batches:
         both batch sizes.
 
         Args:
-          global_batch_size: rows of a global batch from now on, or until a stage of the
-            data sets its own size.
+          global_batch_size: the number of rows in a global batch from now on, or until
+            a stage of the data sets its own size.
 
         Raises:
           ConfigError: if the batch cannot be split evenly over the mesh, if logical

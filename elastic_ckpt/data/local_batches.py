@@ -49,7 +49,8 @@ class LocalBatches:
       data: the result of `ec.data.from_config`, `positional` or `sharded`.
       rank: the index of this process, from 0.
       num_ranks: the number of processes.
-      global_batch_size: rows of a global batch, B; each rank gets B / num_ranks.
+      global_batch_size: the number of rows in a global batch, B; each rank gets B /
+        num_ranks.
       agree: a function that all-reduces a bool and returns whether any rank passed
         True; required if multiple ranks read finite data.
       read_ahead: how far a thread reads ahead: a number of batches or an

@@ -6,7 +6,7 @@ the token's index in the document. Everything else is the pipeline's own code an
 so the rerun can begin at any saved cursor. In a run with stages, each stage has its own
 pipeline, and documents carried over to the next stage keep their IDs.
 
-In a pipeline without `Tokens`, the field `record` of the rows identifies the records.
+In a pipeline without `Tokens`, the `record` field of the rows identifies the records.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class FollowedShard:
         return len(self._documents)
 
     def note_tokens(self, document: int, num_tokens: int) -> None:
-        """Notes the number of tokens in a document; threads call this concurrently."""
+        """Records the number of tokens in a document; called from multiple threads."""
         if document:
             self._num_tokens[document - 1] = num_tokens
 

@@ -63,7 +63,7 @@ class Turn:
     """When a shard reads a record.
 
     Attributes:
-      number: the value of the field `record`.
+      number: the value of the `record` field.
       epoch: the epoch, from 0.
       shard: the shard that reads the record.
       taken: the number of records that the shard reads before this one in the epoch.
@@ -83,7 +83,7 @@ class Turn:
 class Records(shard_steps.Step[source.Element]):
     """A `grain.IterDataset` of one shard's records, as dicts of columns.
 
-    Each element also has the field `record`, an int that is unique over all epochs.
+    Each element also has a `record` field, an int that is unique over all epochs.
 
     Args:
       source: the files, for example a `Parquet`.
@@ -112,7 +112,7 @@ class Records(shard_steps.Step[source.Element]):
         self._reading = read_options or ReadOptions()
         # See `order.share`.
         self.lead = 0
-        # Replaces the field `record` of each element; `provenance` sets it.
+        # Replaces the `record` field of each element; `provenance` sets it.
         self.tag: Callable[[int], int] | None = None
 
     def __iter__(self) -> RecordsIterator:

@@ -48,8 +48,8 @@ class Stage:
     Attributes:
       begin: the training step of its first batch, from 0.
       data: the result of `ec.data.from_config` or `sharded`.
-      global_batch_size: rows of a global batch; None keeps the size of the previous
-        stage, or of the iterator.
+      global_batch_size: the number of rows in a global batch; None keeps the size of
+        the previous stage, or of the iterator.
     """
 
     begin: int
@@ -202,7 +202,7 @@ class Course:
 
     Attributes:
       data: the data in the current stage.
-      base_size: rows of a global batch until a stage sets its own size.
+      base_size: the number of rows in a global batch until a stage sets its own size.
       progress: the step of the next batch; None if there are no stages.
       resized_in: the stage in which `resized` set `base_size`, which then applies until
         a later stage sets its own size; None if batches were never resized.
@@ -233,17 +233,17 @@ class Course:
 
     @property
     def step(self) -> int | None:
-        """The step of the next batch; None if unknown, or without stages."""
+        """The step of the next batch; None if unknown, or if there are no stages."""
         return None if self.progress is None else self.progress.step
 
     @property
     def size(self) -> int:
-        """Rows of a global batch."""
+        """The number of rows in a global batch."""
         return self.sizes[self.stage]
 
     @property
     def sizes(self) -> list[int]:
-        """Rows of a global batch in each stage; without stages, the current size."""
+        """The global batch size in each stage; without stages, the current size."""
         found, size = [], self.base_size
         own = [stage.global_batch_size for stage in self.stages] or [None]
         for number, of_stage in enumerate(own):

@@ -74,8 +74,9 @@ class Work:
     Attributes:
       devices_per_slice: the number of devices in a slice.
       num_slices: the number of slices for which `rows` was chosen.
-      rows: the rows of a global batch on `num_slices` slices; `Policy.batch` determines
-        the rows on any other number of slices. 0 lets the training function choose.
+      rows: the number of rows in a global batch on `num_slices` slices; `Policy.batch`
+        determines the rows on any other number of slices. 0 lets the training function
+        choose.
       max_rows_per_device: the maximum number of rows that a device computes at a time;
         a device splits more rows into microbatches.
       objection: a function of a number of slices and a number of rows. It returns why
@@ -164,7 +165,7 @@ class Train:
     Attributes:
       slices: the slices, in mesh order.
       spares: the usable slices that the world does not need.
-      rows: the rows of a global batch.
+      rows: the number of rows in a global batch.
       accumulated: the number of equal parts in which a device computes its rows.
     """
 

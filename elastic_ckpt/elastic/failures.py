@@ -9,8 +9,8 @@ one of three actions: restart the world, leave the slice out, or stop.
 
 Two rules take precedence over the table:
 
-* An exception is the program's fault if several hosts raise it, or if it recurs at the
-  same step in the next world, even if the exception mentions a device.
+* An exception is the program's fault if more than one host raises it, or if it recurs
+  at the same step in the next world, even if the exception mentions a device.
 * A host that lost its connection to another host does not show the cause: such errors
   count only if nothing else was recorded.
 
@@ -416,7 +416,7 @@ class Verdict:
       which: the indices, path or line that identify the failed part; empty if unknown.
       lead: the failure that caused the others.
       how: the manner and step of the world's failure, for comparing worlds.
-      step: the number of steps that the world had done.
+      step: the number of steps that the world had completed.
       action: what the run does.
       hosts: the lost hosts: those that died or whose devices failed.
       evidence: the recorded facts that support the verdict.
@@ -489,7 +489,7 @@ def judge(
       slices: the slices of the world, in host order.
       gone: the slices that were lost with their memory.
       machines: the machines that were lost.
-      step: the number of steps that the world had done.
+      step: the number of steps that the world had completed.
       before: the previous world's `Verdict.how`; empty if that world did not fail.
       is_lost: whether a world was lost and the next may continue; if False, the run has
         ended.

@@ -8,7 +8,7 @@
 * `kill_host`: a host process is killed; the machine keeps its memory.
 * `hang_host`: a host is frozen (SIGSTOP); its connections stay open.
 
-A fault happens when `at_step` steps are done. Hosts are numbered as in the current
+A fault happens when `at_step` steps are completed. Hosts are numbered as in the current
 world. Faults are for tests and demonstrations; the supervisor injects them, so training
 code need not contain any.
 
@@ -63,7 +63,7 @@ class Fault:
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """Parses the key `faults`, a JSON list; returns the faults in step order.
+    """Parses the `faults` key, a JSON list; returns the faults in step order.
 
     Raises:
       ConfigError: if an entry is not a fault; the message quotes the entry.
@@ -81,7 +81,7 @@ def parse(text: str) -> tuple[Fault, ...]:
 
 
 def due(faults: Sequence[Fault], step: int) -> tuple[Fault, ...]:
-    """The faults that happen once `step` steps are done."""
+    """The faults that happen once `step` steps are completed."""
     return tuple(fault for fault in faults if fault.at_step <= step)
 
 

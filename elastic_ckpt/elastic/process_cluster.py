@@ -117,7 +117,8 @@ class Machines:
 
     def address(self, machine: int) -> str:
         """The address that a machine has reserved for host 0 of the next world."""
-        # Any address will do for a machine just lost: its hosts count as killed.
+        # Any address will do for a machine that was just lost: its hosts count as
+        # killed.
         far = self._links.get(machine)
         hello = self.own.hello if far is None else far.hello
         return f"{hello['interface']}:{hello['port']}"
@@ -225,9 +226,9 @@ class HostsOfWorld:
       failures: the failures that were reported or detected.
       deadline_secs: the time at which the hosts are killed; infinite while they may
         continue.
-      is_running: whether a host has done more than join; until then, there is nothing
-        to save.
-      has_stepped: whether a host has done a step.
+      is_running: whether a host has done anything except join; until then, there is
+        nothing to save.
+      has_stepped: whether a host has completed a step.
       preempted: the slices of hosts that received a SIGTERM that this cluster did not
         send.
     """
@@ -325,8 +326,8 @@ class HostsOfWorld:
         """Asks the hosts to leave for the next world.
 
         They agree on a step, save after it, and leave. With `may_abandon`, hosts that
-        have not done a step are killed immediately instead: they have nothing to save
-        and may be about to compile for a long time.
+        have not completed a step are killed immediately instead: they have nothing to
+        save and may be about to compile for a long time.
 
         Args:
           step: the step that the run has reached.
@@ -622,9 +623,9 @@ class ProcessCluster(contextlib.AbstractContextManager["ProcessCluster"]):
                     if notice.is_coming() and notice.received():
                         self._terminate(world)
                     self._look(world)
-                    # If this process received a SIGTERM, the hosts may have received
-                    # it, too. In that case, they do not leave for a world without this
-                    # machine.
+                    # If this process received a SIGTERM, the hosts may also have
+                    # received it. In that case, they do not leave for a world without
+                    # this machine.
                     if not notice.is_coming() and world.deadline_secs == math.inf:
                         self._preempt(world.preempted)
                         self._change(world, has_changed())

@@ -139,7 +139,7 @@ class Watch:
         return self._hosts[host].phase if host in self._hosts else ""
 
     def heartbeat(self, host: int, begun: int, spent_secs: Mapping[str, float]) -> None:
-        """Notes a heartbeat.
+        """Records a heartbeat.
 
         Args:
           host: the host that sent it.

@@ -29,7 +29,7 @@ Event = Mapping[str, Any]
 # The metrics by file name, as from `run_files.read_metrics`.
 Files = Mapping[str, Sequence[Mapping[str, Any]]]
 
-# Events that report how many steps are done.
+# Events that report how many steps are completed.
 _DONE = ("save_started", "run_stopped", "run_finished")
 
 

@@ -114,8 +114,8 @@ class SurveyedStep:
       components: the save's components; empty if the save is incomplete.
       state: the arrays in storage, as Orbax reads them; empty if the step is not in
         storage.
-      data: the data state in storage, or the reason why it cannot be read; None without
-        one.
+      data: the data state in storage, or the reason why it cannot be read; None if
+        there is none.
     """
 
     step: int

@@ -120,9 +120,11 @@ class Run:
         self._record: ec.RunDirectory | None = None
         self._manager: Manager | None = None
         self._data: list[Data] = []
-        # Rows of a global batch in the previous attempt; 0 if there was none.
+        # The number of rows in a global batch in the previous attempt; 0 if there was
+        # none.
         self._rows_before = 0
-        # Rows of the previous batch, and MaxText's batch sizes during a ramp.
+        # The number of rows in the previous batch, and MaxText's batch sizes during a
+        # ramp.
         self._rows = 0
         self._sizes: Any = None
         # The batch of the current step, until the step is logged.

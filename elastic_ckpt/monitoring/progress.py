@@ -88,7 +88,7 @@ class Progress:
         self._world = self._saved = ""
         # The reasons already shown why storage accepts no steps.
         self._causes: set[str] = set()
-        # When the last steps were done.
+        # When the last steps were completed.
         self._step_times: collections.deque[float] = collections.deque(
             maxlen=_RECENT_STEPS + 1
         )
@@ -166,7 +166,7 @@ class Progress:
         return (len(times) - 1) / max(times[-1] - times[0], 1e-9) if times else 0.0
 
     def _step(self, event: Mapping[str, Any]) -> None:
-        # A user's loop may report only that a step is done.
+        # A user's loop may report only that a step is completed.
         step, steps, loss = event["step"], event.get("steps"), event.get("loss")
         self._phase_secs = self._shown_secs = self._clock()
         self._step_times.append(self._shown_secs)

@@ -92,7 +92,7 @@ def measured(
     )
     secs["load"] = max(0.0, secs["compile"] - sum(compiled))
     phases = ("start", "prepare", "restore", "load", "first_step")
-    # By cost, the sum and the number of times that the run has paid it.
+    # By cost, the sum and the number of times that the run has incurred it.
     paid = {
         "step": (
             secs["productive"] + secs["again"],
@@ -121,7 +121,8 @@ class RunPlan:
       period: the number of steps between saves.
       in_ram: whether the plan has a local tier.
       backup_steps: the number of steps between saves that go to storage.
-      secs: the time to simulate; if infinite, the run stops when all steps are done.
+      secs: the time to simulate; if infinite, the run stops when all steps are
+        completed.
       steps: the number of steps; if infinite, the run stops when the time is up.
     """
 
@@ -144,7 +145,7 @@ def of_config(
 ) -> RunPlan:
     """The run that a configuration describes; each slice has `state_bytes` of state.
 
-    If `secs` is infinite, the run continues until the configured steps are done.
+    If `secs` is infinite, the run continues until the configured steps are completed.
 
     Raises:
       ConfigError: if the configuration cannot run.

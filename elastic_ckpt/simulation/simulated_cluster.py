@@ -278,7 +278,7 @@ class SimulatedCluster(cluster.Cluster):
         emit: run_events.Emit,
         has_changed: Callable[[], decision.Decision | None],
     ) -> bool:
-        """Trains in virtual time until the steps are done or the slices change."""
+        """Trains in virtual time until the steps are completed or the slices change."""
         del train
         plan, work = self._plan, assignment.work
         self._world = frozenset(work.slices)

@@ -160,7 +160,7 @@ class Host:
       id: an ID that lasts as long as the host's memory; it consists of letters, digits
         and `._-`. On a RAM disk it is `<machine>.<slot>`: the ID of the machine's
         memory, and the slot.
-      number: the process index at the time of the save; only for messages.
+      number: the process index at the time of the save; used only in messages.
       domains: the host's failure domains, by kind: `host` (the machine, if hosts share
         one), `rack`, `slice`, `zone`.
     """

@@ -76,9 +76,9 @@ def domain_kinds(hosts: Sequence[Host], kinds: str) -> tuple[str, str]:
 
     Returns:
       A tuple of the outer kind and the inner kind. The outer kind is the first one that
-      every host has and whose largest domain has at most `_MOST_SHARE` of the hosts, or
-      else the last one. The inner kind is the last one, or an empty string if that is
-      the outer kind or a host lacks it.
+      every host has and whose largest domain has at most `_MOST_SHARE` of the hosts; if
+      there is none, the last one. The inner kind is the last one, or an empty string if
+      that is the outer kind or a host lacks it.
     """
     listed = kinds.split(";")
     outer = inner = listed[-1]

@@ -103,7 +103,7 @@ class BestN:
 
     Unlike Orbax's policy of this name, this policy does not keep every step that was
     never evaluated: a step whose metric is missing, NaN or infinite is not among the
-    best. Among steps with equal metrics, the oldest wins, so only a better step
+    best. Among steps with the same metrics, the oldest wins, so only a better step
     replaces a kept step. Until a step's metric is known, only other policies or the
     evaluating program's lease keep the step.
 

@@ -38,7 +38,7 @@ class Examined(Protocol):
 
     @property
     def problem(self) -> str | None:
-        """A sentence that says why the save cannot be read; None if it is complete."""
+        """A message that says why the save cannot be read; None if it is complete."""
         ...
 
 

@@ -140,7 +140,7 @@ class StepTable:
         return not (self.gaps or len(self.diverged))
 
     def problem(self) -> str:
-        """A human-readable sentence that says why the step is not complete."""
+        """A human-readable message that says why the step is not complete."""
         tiers = " and ".join(sorted({holder.tier for holder in self.holders}))
         return f"step {self.step_id.step} in {tiers} {self.lacking()}"
 

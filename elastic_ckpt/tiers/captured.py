@@ -158,7 +158,7 @@ class CapturedSource(NamedTuple):
     """A host's captured values, as a `source.Source`.
 
     Attributes:
-      directory: a name for messages.
+      directory: a name, used in messages.
       values: each part's values, which must not be released during reads.
     """
 

@@ -1,6 +1,6 @@
 """Steps that retention must keep: pinned by hand, or held by a reader for a while.
 
-A pin is an empty file `preserve` in a step's directory, on a RAM disk or in persistent
+A pin is an empty `preserve` file in a step's directory, on a RAM disk or in persistent
 storage, where Orbax ignores it. A hold is a file `<root>/holds/<step>-<save>` on a RAM
 disk; it expires at its modification time. A pin or hold on one host's RAM disk applies
 to the step on all hosts.

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import data_keys, rows
 
-# The first step of each stage and the rows of its global batches.
+# The first step of each stage and the number of rows in its global batches.
 Schedule: TypeAlias = tuple[tuple[int, int], ...]
 
 

@@ -165,7 +165,7 @@ class Callback(Protocol):
         """Receives the metrics of a step while the next one is computed.
 
         Args:
-          step: the number of steps that are done, including this one.
+          step: the number of completed steps, including this one.
           report: the metrics of the step.
         """
 
@@ -216,7 +216,7 @@ class Callbacks:
         return len(self._callbacks)
 
     def distrust_until(self, step: int, roll_back: Callable[[int, str], bool]) -> None:
-        """Distrusts the restored state until a step is done.
+        """Distrusts the restored state until a step is completed.
 
         If the loss becomes non-finite by then or a callback finds a divergence, the
         decision is `Action.DISTRUST`, at most once and only if `roll_back` agrees.

@@ -41,7 +41,7 @@ with epy.lazy_imports():
     from elastic_ckpt.tiers.persistent import claims
 
 _MAX_REASON = 500
-# Events that report how many steps are done.
+# Events that report how many steps are completed.
 _OF_STEPS = ("run_started", "step", "step_done", "restored_from", "world_left")
 # The longest delay before an event appears in a log in an object store.
 _SYNC_SECS = 10.0
@@ -112,7 +112,7 @@ class Journal:
         # newest world in storage may belong to this launch.
         self._claim, self._has_claimed = claim, False
         self._lock = threading.Lock()
-        # The steps that are done, and the step of the newest save or restore.
+        # The number of completed steps, and the step of the newest save or restore.
         self._step, self._saved = 0, -1
         self._has_begun = self.is_stopped = False
         self._is_closed = threading.Event()

@@ -319,7 +319,7 @@ def _write(
     if named_type != file_type:
         raise errors.ConfigError(
             f"grain_file_type={file_type}, but text_directory would be written to"
-            f" {patterns}, whose name is that of a {named_type} file; set"
+            f" {patterns}, which has the name of a {named_type} file; set"
             f" grain_file_type={named_type} or rename the file"
         )
     written = text.write(directory, patterns, file_type=file_type)

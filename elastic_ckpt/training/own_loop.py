@@ -166,9 +166,9 @@ class RunDirectory:
         step's record while the next step runs.
 
         Args:
-          step: the number of steps that are done, including this one; also the number
-            under which the step is saved. A number that does not follow the last one
-            means that the loop restarted at that step.
+          step: the number of completed steps, including this one; also the number under
+            which the step is saved. A number that does not follow the last one means
+            that the loop restarted at that step.
           batch: the global batch from `ec.batches`, with `example_id`.
           loss: the loss of the step, a scalar; None if unknown.
           tokens: the number of tokens in the batch, to report tokens per second.

@@ -473,7 +473,7 @@ def _saved_at(path: epath.Path) -> Iterator[Saved]:
     # The readable data states of a step, nearly always just one.
     for file in path.glob(f"*/{state.FILE_NAME}"):
         directory = file.parent
-        # If a state cannot be read, an older one serves.
+        # If a state cannot be read, an older one is used.
         with contextlib.suppress(errors.DataError):
             found = state.read(directory)
             yield (

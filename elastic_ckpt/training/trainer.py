@@ -61,7 +61,7 @@ class Ended(NamedTuple):
     """The result of a loop.
 
     Attributes:
-      step: the number of steps that are done.
+      step: the number of completed steps.
       is_stopped: whether the hosts left before the last step.
       finding: the callback's finding that ended the loop, if any. The last step is
         saved if the action is to stop and the finding is not a divergence.
@@ -85,7 +85,7 @@ class Trainer:
       sizes: the batch size of each step.
       saver: the object that saves and restores steps; None trains without
         checkpoints.
-      start_step: the number of steps already done; 0 for a new run.
+      start_step: the number of steps already completed; 0 for a new run.
       first_due: the first step that is saved.
       evaluated: finite batches to evaluate; None disables evaluation.
       validation: the schedule of replica comparisons; None disables them.
@@ -187,7 +187,7 @@ class Trainer:
                 return Ended(state, int(state["step"]), is_stopped=True)
 
     def loop(self, state: model.TrainState, *, start_step: int, steps: int) -> Ended:
-        """Trains from `state`, which is donated, until `steps` steps are done.
+        """Trains from `state`, which is donated, until `steps` steps are completed.
 
         Steps are logged one step behind the devices, which never wait for the log.
         Callbacks also run one step behind, but before a save, so that a step they find

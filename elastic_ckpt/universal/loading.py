@@ -70,7 +70,7 @@ def load(
       FormatError: if the checkpoint is damaged, or not in a supported format.
       LayoutError: if the layout does not match the checkpoint or the tree.
       CheckpointError: if a file cannot be read, or copies of a tensor that should be
-        equal differ.
+        identical differ.
       RunError: if loading fails on another host. The message contains that host and its
         error.
     """

@@ -35,8 +35,8 @@ def encode(content: storage.Json, sharding: NamedSharding) -> jax.Array:
         num_bytes *= 2
     line = np.frombuffer(text.ljust(num_bytes), np.uint8)
     copies = np.broadcast_to(line, (sharding.mesh.devices.size, len(line)))
-    # Not `device_put`: with several controllers, it compares values across hosts, and a
-    # thread may send a message while a training step runs its own collectives.
+    # Not `device_put`: with multiple controllers, it compares values across hosts, and
+    # a thread may send a message while a training step runs its own collectives.
     return jax.make_array_from_callback(copies.shape, sharding, lambda i: copies[i])
 
 

@@ -122,7 +122,7 @@ class HostData:
           begin: the number of the new state.
           number: the number of the old state.
           progress: the run's progress.
-          size: rows of a batch; None begins the next stage.
+          size: the number of rows in a batch; None begins the next stage.
         """
         self.rewind(number)
         course = self._rows.course.with_progress(progress)

@@ -106,9 +106,9 @@ class Description:
       axes: the mesh axes that the hosts of a group share.
       states: the names of all states, in order; their files are `<name>.npz`.
       hosts: the number of hosts that saved the component.
-      kind: the class of the state, only for messages.
-      on_resize: the declared rule, only for messages.
-      required: whether the component was declared as required, only for messages.
+      kind: the class of the state; used only in messages.
+      on_resize: the declared rule; used only in messages.
+      required: whether the component was declared as required; used only in messages.
     """
 
     pattern: str
@@ -199,9 +199,9 @@ class Component:
         machine. Without it, the hosts exchange their machine IDs, so all hosts must
         create the component.
       validation: for `"replicated"`, the level of `validate` at which a save compares
-        all hosts' states: `"quick"`, `"tensor"` or `"full"`. The event
-        `replicas_differ` reports a difference, but the step is saved. Only
-        `ec.Checkpointer` compares states.
+        all hosts' states: `"quick"`, `"tensor"` or `"full"`. The `replicas_differ`
+        event reports a difference, but the step is saved. Only `ec.Checkpointer`
+        compares states.
       on_resize: what to load if the number of hosts, machines or groups, or the
         sharing, has changed since the save:
 

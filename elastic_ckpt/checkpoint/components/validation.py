@@ -1,4 +1,4 @@
-"""Validation of values that should be equal: device replicas and host values.
+"""Validation of values that should be identical: device replicas and host values.
 
 A copy in device memory can change without an error (silent corruption). Then one
 replica trains with different weights than the others, and which of them is saved is a
@@ -10,8 +10,8 @@ matter of chance. `validate` compares the copies of each leaf of a tree:
 
 Each device digests its parts (`device_digests`), and hosts exchange digests through
 JAX's coordination service: first one digest for all boxes that are stored on the same
-hosts, then, if those differ, one per box. So if all copies are equal, hosts exchange
-only a few bytes.
+hosts, then, if those differ, one per box. So if all copies are identical, hosts
+exchange only a few bytes.
 
 A box with a single copy is not read. Devices count differing elements only in arrays
 that differ.

@@ -24,8 +24,8 @@ from elastic_ckpt.core import errors, events, metrics, topology
 class ValidationSchedule:
     """Validates a run's state before saves, at intervals, or both.
 
-    The first finding pins the newest saved step at which all copies were equal, so that
-    retention does not leave only steps whose copies differed.
+    The first finding pins the newest saved step at which all copies were identical, so
+    that retention does not leave only steps whose copies differed.
 
     Attributes:
       level: the level at which copies are compared; see `validate`.
@@ -34,10 +34,10 @@ class ValidationSchedule:
       stops: whether a finding stops the run, before the step is saved.
       emit: a function called for each finding and after each validation.
       preserve: a function called on all hosts with the last step after which all copies
-        were equal; it pins the newest saved step up to that step and returns the pinned
-        step, if any.
-      equal_step: the last step after which all copies were equal, such as a restored
-        step; None once that step is preserved.
+        were identical; it pins the newest saved step up to that step and returns the
+        pinned step, if any.
+      equal_step: the last step after which all copies were identical, such as a
+        restored step; None once that step is preserved.
     """
 
     level: validation.Level

@@ -287,7 +287,7 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
       leaves: a dict from path to a JAX array under any sharding, typed random keys
         (whose data is captured), a value that is whole in every process (a NumPy array
         or a number), or `Shards`.
-      memory: the memory for the copies, which they give back on release.
+      memory: the memory for the copies, which they return on release.
 
     Raises:
       CheckpointError: if a leaf has any other type, or a dtype that no tier stores; the

@@ -406,7 +406,7 @@ class HostReader:
         return self._world.root.final(step)
 
     def _nothing(self) -> str:
-        # Why there is no step, for a message.
+        # Says why there is no step; used in messages.
         places = [] if self._world.root is None else [self._world.root.path]
         if self._world.chosen.local is not None:
             places.append(self._world.disk.root)

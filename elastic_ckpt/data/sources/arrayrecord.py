@@ -88,7 +88,7 @@ def _refuse_forked_loader() -> None:
     if is_forked and torch_data and torch_data.get_worker_info() is not None:
         raise errors.ConfigError(
             "ArrayRecord files cannot be read in a forked worker of a PyTorch loader;"
-            " start the workers by a different method (pass"
+            " start the workers with a different method (pass"
             ' multiprocessing_context="forkserver" to the loader), or read in the'
             " rank's process (num_workers=0)"
         )

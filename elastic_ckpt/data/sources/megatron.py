@@ -148,7 +148,7 @@ def _index_of(file: str) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _index(path: str, name: str) -> _Index:
-    # Reads the index at a local path; `name` is for errors.
+    # Reads the index at a local path; `name` is used in error messages.
     with open(path, "rb") as stream:
         header = stream.read(_HEADER.size).ljust(_HEADER.size)
     magic, version, code, num_sequences, num_documents = _HEADER.unpack(header)

@@ -237,7 +237,7 @@ class Source(abc.ABC):
 
     @functools.cached_property
     def key(self) -> str:
-        """A string that is equal for sources that decode the same file identically."""
+        """A string that is the same for sources that decode a file identically."""
         return digest.json_digest(self.settings())
 
 

@@ -81,7 +81,7 @@ def check_url(url: object, *, what: str, needs_tls: bool = False) -> None:
 
     Args:
       url: the value to check.
-      what: the name of the setting, for the message.
+      what: the name of the setting, used in error messages.
       needs_tls: whether the URL must begin with `https://`.
 
     Raises:

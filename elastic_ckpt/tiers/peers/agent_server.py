@@ -137,7 +137,7 @@ _REMOVED = ".removed-"
 _POLL_SECS = 0.2
 # Longer than replacing a pod takes.
 _LEAST_UNUSED_SECS = 600.0
-# Names below `hosts` and `holds`, in which nothing is percent-encoded.
+# Names under `hosts` and `holds`, in which nothing is percent-encoded.
 _SAVE = "{step:[0-9]+-[0-9A-Za-z]+}"
 _STEP = "{slot:[0-9]+}/" + _SAVE
 _log = logging.getLogger(__name__)

@@ -49,8 +49,7 @@ class Listing(NamedTuple):
 
     Attributes:
       machine: the ID of the machine's memory; empty if the list could not be read.
-      problem: a sentence that says why the list could not be read; empty if it was
-        read.
+      problem: a message that says why the list could not be read; empty if it was read.
       is_refused: whether the agent rejects this process's secret.
     """
 

@@ -43,7 +43,7 @@ def read_or_create(root: epath.PathLike) -> str:
     if not private or status.st_uid != os.geteuid():
         raise errors.RunError(
             f"{file} is not a file with mode 0600 that this user owns, so others may"
-            " know the run's secret; remove the file, and a new secret is created"
+            " know the run's secret; remove the file to let a new secret be created"
         )
     return read(file)
 

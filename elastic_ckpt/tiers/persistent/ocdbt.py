@@ -136,7 +136,7 @@ def _write_large(
             "driver": "zarr3",
             "kvstore": {**spec, "path": array_prefix(chunk.leaf.name)},
             "metadata": layout.array_metadata(chunk.leaf),
-            # Stores chunks of zeros, too: a missing chunk means a loss.
+            # Also stores chunks of zeros: a missing chunk means a loss.
             "store_data_equal_to_fill_value": True,
         },
         open=True,

@@ -7,8 +7,9 @@
     hosts/<slot>/repairs.lock      for repairs and removals, see `repairing`
     hosts/<slot>/messages/         messages to other hosts, for as long as needed
     hosts/<slot>/spare/            files that are not in a step, see `chunk_files`
-    hosts/<slot>/<step>-<save>/    a step of that process, see `layout`; a file
-                                   `preserve` in it keeps it, regardless of policies
+    hosts/<slot>/<step>-<save>/    a step of that process, see `layout`; a
+                                   `preserve` file in it keeps it, regardless of
+                                   policies
 
 Any process may read the whole disk, even if the writers are dead: a directory outlives
 its process and is lost only with the machine's memory.

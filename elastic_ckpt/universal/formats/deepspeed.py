@@ -108,7 +108,7 @@ def is_format(names: Collection[str]) -> bool:
 
 
 def open_checkpoint(path: epath.PathLike) -> Checkpoint:
-    """Opens a step directory, or a directory whose file `latest` names a step.
+    """Opens a step directory, or a directory whose `latest` file names a step.
 
     Raises:
       FormatError: if a file is missing or damaged, or contradicts another file.

@@ -93,7 +93,7 @@ def read_json(path: epath.PathLike) -> dict[str, Any]:
 
 
 def parse_json(content: bytes, place: str) -> dict[str, Any]:
-    """Parses a JSON object in UTF-8; `place` is for messages.
+    """Parses a JSON object in UTF-8; `place` is used in error messages.
 
     Raises:
       FormatError: if the content is not a JSON object or repeats a name.

@@ -1,7 +1,7 @@
 """Opens Megatron's checkpoints: `torch_dist`, and one file for each model rank.
 
 `torch_dist` is a PyTorch distributed checkpoint, whose tensors are global. Layers of
-equal shapes are stacked: `decoder.layers.mlp.linear_fc1.weight` has a layer dim, and
+the same shape are stacked: `decoder.layers.mlp.linear_fc1.weight` has a layer dim, and
 an expert dim if there are experts. Optimizer states get the name of their parameter.
 Values are the numbers and strings in `common.pt`, such as `args/num_layers`, except RNG
 states.

@@ -245,7 +245,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def decoded(content: bytes, place: str) -> Any:
-    """Decodes a pickle; objects become `Inert`. `place` is for messages.
+    """Decodes a pickle; objects become `Inert`. Errors name `place`.
 
     Raises:
       FormatError: if the pickle is malformed or truncated.
@@ -363,7 +363,7 @@ class Archive:
     def tensor(self, view: Any, name: str) -> tuple[StoredTensor, Checksum]:
         """The unnamed tensor that `decoded` returned as `view`, and its storage entry.
 
-        `name` is for messages.
+        `name` is used in error messages.
 
         Raises:
           FormatError: if `view` is not a tensor, does not lie inside its storage, or is

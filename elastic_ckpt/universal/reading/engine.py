@@ -213,7 +213,7 @@ class Reader:
 
         Raises:
           CheckpointError: if an element is filled twice or not at all, a file cannot be
-            read, a dtype cannot represent a value, or values that should be equal
+            read, a dtype cannot represent a value, or values that should be identical
             differ.
           FormatError: if a file is truncated or its checksums cannot be read.
         """

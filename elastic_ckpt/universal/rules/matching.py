@@ -321,8 +321,8 @@ class _Matching:
         self._check_patterns(taken)
 
     def _first(self, matches: Sequence[_Match]) -> _Match | None:
-        # Of the rules that match a tensor, the first all of whose tensors exist, or
-        # else the first whose needed tensors exist.
+        # Of the rules that match a tensor, the first all of whose tensors exist;
+        # otherwise, the first whose needed tensors exist.
         found = []
         for each in matches:
             owner, _, kept, _ = each

@@ -1,10 +1,10 @@
 """Name patterns: `layers.{layer}.{part:q|k|v}.weight` matches tensor names.
 
-A capture `{layer}` is a number if the rule uses it as one (as a dim or in an index), or
-else a string without `.` and `/`. `{name:path}` is any string, `{part:q|k|v}` is one of
-these strings (or its position, where it is used as a number), `{layer:03}` is a number
-with at least three digits, `{layer+1}` is the number `layer + 1`, and `{(stage local)}`
-is the index of a dims expression. `{{` and `}}` are literal braces.
+A capture `{layer}` is a number if the rule uses it as one (as a dim or in an index),
+and otherwise a string without `.` and `/`. `{name:path}` is any string, `{part:q|k|v}`
+is one of these strings (or its position, where it is used as a number), `{layer:03}` is
+a number with at least three digits, `{layer+1}` is the number `layer + 1`, and `{(stage
+local)}` is the index of a dims expression. `{{` and `}}` are literal braces.
 
 Names that differ only in numbers share a skeleton, which is used to find the patterns
 that may match.

@@ -684,7 +684,7 @@ class Planner:
                 )
 
     def _chosen(self, tensor: Tensor, members: Sequence[int]) -> Sequence[int]:
-        # The rows of a tensor that have to be read.
+        # The rows of a tensor that must be read.
         if len(members) == 1:
             return members
         values = [dict(self._rows[number].values) for number in members]

@@ -103,7 +103,7 @@ class Equation:
 
     Attributes:
       ranks: the rank and the number of ranks, by axis, as in `dims.Scope`.
-      origin: a description of the dim for messages.
+      origin: a description of the dim, used in error messages.
       is_least: whether `length` is only a lower bound because a capture need not have
         all values.
     """
