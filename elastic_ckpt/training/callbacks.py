@@ -446,8 +446,8 @@ def configured(
         own = make(config)
         if not isinstance(own, Mapping):
             raise errors.ConfigError(
-                f"training_callbacks={name!r} returned {type(own).__name__}; it must"
-                " return a dict of callbacks by name"
+                f"training_callbacks={name!r} returned a value of type"
+                f" {type(own).__name__}; it must return a dict of callbacks by name"
             )
     return Callbacks({**detectors(section), **own}, emit=emit)
 

@@ -230,7 +230,7 @@ REFUSALS = {
         f"{__name__}:objects",
     ),
     "callbacks without names": called(
-        "returned type; it must return a dict", "builtins:type"
+        "of type type; it must return a dict", "builtins:type"
     ),
     "module of callbacks": called(
         "training_callbacks='no_such_module:make' cannot be imported",

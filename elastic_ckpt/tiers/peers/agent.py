@@ -142,7 +142,7 @@ def wait_for(root: epath.PathLike, *, within_secs: float = 60) -> Address:
     while (address := find(root)) is None or address.machine != machine_id:
         if time.monotonic() > deadline:
             raise errors.RunError(
-                f"no agent has served {os.fspath(root)} for {within_secs:g} s; look at"
+                f"no agent has served {os.fspath(root)} for {within_secs:g} s; check"
                 " the agent's log. A node's agent must run as the same user as this"
                 " program; if it runs as a different user, stop it"
             )

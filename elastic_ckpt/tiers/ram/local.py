@@ -386,7 +386,7 @@ class StepWriter:
             free = shutil.disk_usage(self._own.disk.root).free
             raise errors.CheckpointError(
                 f"step {self.manifest.step_id.step} could not be written to"
-                f" {self.directory} ({error}), where {free} bytes were free; free some"
+                f" {self.directory} ({error}), where {free} bytes were free; free up"
                 " space, or keep fewer steps"
             ) from error
 
