@@ -115,8 +115,8 @@ def _document_of(asked: str) -> tuple[str, int]:
     file, _, record = asked.rpartition(":")
     if not file or not record.isdecimal():
         raise errors.ConfigError(
-            f"--find {asked} is not FILE:RECORD; specify the end of the file path and"
-            " the record index, from 0, such as a.parquet:17"
+            f"--find {asked} does not have the form FILE:RECORD; specify the end of the"
+            " file path and the record index, from 0, such as a.parquet:17"
         )
     return file, int(record)
 

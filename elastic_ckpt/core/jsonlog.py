@@ -136,7 +136,7 @@ class _File(JsonLog):
             raise errors.RunError(
                 f"{self._path} was removed or replaced while this run was writing to"
                 " it. The lines written so far are lost, so the run stops; restart the"
-                " run, and do not touch its directory while it runs"
+                " run, and do not change its directory while it is running"
             )
 
     def close(self) -> None:

@@ -48,8 +48,8 @@ def parse_domains(text: str, *, what: str) -> dict[str, str]:
     wrong = [pair for pair in pairs if pair.find("=") < 1]
     if wrong:
         raise errors.ConfigError(
-            f"{what}={text!r}: {wrong[0]!r} is not `kind=name`; use a list such as"
-            " rack=r7;zone=us-east5-a"
+            f"{what}={text!r}: {wrong[0]!r} does not have the form `kind=name`; use a"
+            " list such as rack=r7;zone=us-east5-a"
         )
     named = (pair.partition("=") for pair in pairs)
     return {kind: name for kind, _, name in named if name}

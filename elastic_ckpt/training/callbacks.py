@@ -205,7 +205,7 @@ class Callbacks:
                 raise errors.ConfigError(
                     f"the callback {name!r} is of type {type(callback).__name__}, which"
                     " lacks some of the methods after_step, after_evaluation, get_state"
-                    " and set_state; follow elastic_ckpt.training.callbacks.Callback"
+                    " and set_state; implement elastic_ckpt.training.callbacks.Callback"
                 )
         self._emit = emit
         self.decided_step = self.rollbacks = 0

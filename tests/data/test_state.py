@@ -88,7 +88,7 @@ def test_a_reader_needs_the_files_of_its_shards_alone(tmp_path):
     (tmp_path / "shards-00000-00001.json.gz").rename(
         tmp_path / "shards-00002-00004.json.gz"
     )
-    with refused("2 shards, not to .* shards 2 to 4"):
+    with refused("2 shards, but .* shards 2 to 4"):
         cursors.read(tmp_path, [3], POSITION)
 
 

@@ -57,7 +57,9 @@ REFUSALS = {
     ),
     "best of none": row(retention.BestN)("BestN", -1),
     "a domain without a name": row(owners.parse_domains)(
-        "x='rack=r7;zone': 'zone' is not `kind=name`", "rack=r7;zone", what="x"
+        "x='rack=r7;zone': 'zone' does not have the form `kind=name`",
+        "rack=r7;zone",
+        what="x",
     ),
     "an unknown sharing": component(
         "sharing='per_rank' is not a component sharing; pass one of", {}, "per_rank"

@@ -180,7 +180,7 @@ REFUSALS = {
     ),
     # Batches.
     "Grain's data": in_batches(
-        r"data is a \w+MapDataset, .*ec.data.sharded\(mak", data=NUMBERS
+        r"data is of type \w+MapDataset, .*ec.data.sharded\(mak", data=NUMBERS
     ),
     "text for a number of batches ahead": in_batches(
         "read_ahead='2' is invalid; pass a number of batches", read_ahead="2"

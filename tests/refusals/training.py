@@ -179,7 +179,8 @@ REFUSALS = {
         local_checkpoint_pinned_memory="1 GB",
     ),
     "domain without a kind": tiers(
-        "peer_domains='rack': 'rack' is not `kind=name`", peer_domains="rack"
+        "peer_domains='rack': 'rack' does not have the form `kind=name`",
+        peer_domains="rack",
     ),
     "URL of an agent": tiers(
         r"peer_urls.* has '10\.0\.0\.1:1', which",

@@ -553,7 +553,7 @@ def _flat(tokens: list[Any], dtype: Any) -> np.ndarray:
         if np.issubdtype(flat.dtype, np.integer):
             return token_numbers.narrowed(flat, place="a document to pack")
     raise errors.DataError(
-        f"a document to pack has the type {[*others, *kinds][0].__name__}; Rows accepts"
+        f"a document to pack is of type {[*others, *kinds][0].__name__}; Rows accepts"
         " only one-dimensional arrays of integers, [tokens]"
     )
 
