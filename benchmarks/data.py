@@ -46,7 +46,7 @@ NUM_SHARDS = 64
 _ROUNDS = sized(5, 1)
 # The tokens timed for each side in each round, and the tokens before that.
 _NUM_TOKENS = sized(16_000_000, 1_000_000)
-# By then, ours is a few million tokens ahead, as it is later.
+# By then, our side is a few million tokens ahead, as it is later.
 _WARM_UP_TOKENS = sized(4_000_000, 1_000_000)
 
 # How our side packs in each setting.

@@ -76,7 +76,7 @@ _COMMON = {
     "num_logical_shards": 24,
     "global_batch_size": 24,
     "elastic_enabled": True,
-    # Fewer slices are of no use to this suite.
+    # This suite cannot use fewer slices.
     "elastic_min_slice_count": _HOSTS - 1,
     "enable_multi_tier_checkpointing": True,
     "local_checkpoint_period": _PERIOD,

@@ -273,7 +273,7 @@ def _fetched(own: LocalHost, found: FoundStep) -> copies.Replicated:
 
 
 class _ReaderAlone(reader.HostReader):
-    # Plans its reads but reads no values.
+    # Plans its reads but does not read values.
 
     def open_step(self, step_id: StepId) -> None:
         world = self._world

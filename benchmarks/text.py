@@ -9,7 +9,7 @@ rows of 2048 tokens.
   as many threads as cores. With more shards, the corpus would end before each shard has
   read the first of its longest chapters: until then, more is tokenized than delivered.
 * `text_ratio_tokenizer`: relative to the library's own `encode_batch_fast` on lists of
-  1000 documents, which reads no file, creates no array and packs nothing.
+  1000 documents, which does not read files, create arrays or pack anything.
 * `text_ratio_grain_map`: relative to Grain's interleave of the files, `map` of each
   record, and packer.
 * `text_ratio_hf_datasets_map`: relative to `map(batched=True)` of Hugging Face

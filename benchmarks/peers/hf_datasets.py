@@ -92,7 +92,7 @@ def _rows_from_arrow(
             for name in batch.column_names
         ]
         for more in columns[1:]:
-            more.copy()  # whoever counts the tokens copies the first
+            more.copy()  # the caller copies the first to count tokens
         yield columns[0].reshape(-1, ROW_LENGTH)
 
 

@@ -9,7 +9,7 @@ from elastic_ckpt.core import errors
 
 
 def hint(extra: str) -> str:
-    """The commands that install an extra; elastic_ckpt is not on any package index."""
+    """Says how to install an extra; elastic_ckpt is not on any package index."""
     return (
         f"run `pip install '.[{extra}]'` in a clone of elastic_ckpt (or uv run --extra"
         f" {extra} elastic-ckpt ...)"

@@ -520,8 +520,7 @@ def sweep(
             with contextlib.suppress(errors.RunError), contextlib.ExitStack() as locks:
                 for slot in pathlib.Path(root, "hosts").glob("*/"):
                     locks.enter_context(storage.exclusive_lock(slot / ram_disk.LOCK))
-                # A host that starts during the removal finds no directory, rather than
-                # half of it.
+                # A host that starts during the removal must not find half a directory.
                 storage.rename(root, hidden)
                 storage.remove(hidden)
                 removed.append(name)
