@@ -79,30 +79,39 @@ def mixed(*columns: np.ndarray) -> np.ndarray:
     return state
 
 
-def row_digests(tokens: Array) -> Array:
+def row_digests(batch: Mapping[str, Array]) -> Array:
     """A digest of each row, bit-identical in NumPy and in JAX under any sharding.
 
+    Covers every feature except the example IDs, which `batch_digest` covers. As in JAX
+    without 64-bit types, only the lower 32 bits of an integer count, and floats are
+    rounded to float32.
+
     Args:
-      tokens: integers of shape `[rows, length]`.
+      batch: numbers of shape `[rows, ...]` by feature.
 
     Returns:
       uint32 of shape `[rows]`.
     """
-    length = tokens.shape[1]
-    weights = _odd_multipliers(length)
-    # One is added so that zero tokens contribute to the sum.
-    return ((tokens.astype(np.uint32) + np.uint32(1)) * weights).sum(
-        axis=1, dtype=np.uint32
-    )
-
-
-def row_features(batch: Mapping[str, Array]) -> list[Array]:
-    """The features of a batch that row digests cover, each `[rows, length]`.
-
-    `batch_digest` covers the example IDs.
-    """
     names = sorted(batch.keys() - {"example_id"})
-    return [batch[name] for name in names if batch[name].ndim == 2]
+    features = [_words(batch[name]) for name in names]
+    weights = _odd_multipliers(sum(words.shape[1] for words in features))
+    first, digests = 0, np.uint32(0)
+    for words in features:
+        chosen = weights[first : first + words.shape[1]]
+        # One is added so that zeros contribute to the sum.
+        digests += ((words + np.uint32(1)) * chosen).sum(axis=1, dtype=np.uint32)
+        first += words.shape[1]
+    return digests
+
+
+def _words(values: Array) -> Array:
+    # Equal values have equal words, uint32 `[rows, n]`.
+    rows = values.reshape(len(values), -1)
+    if rows.dtype.kind == "c":
+        return _words(rows.real) + np.uint32(0x9E3779B1) * _words(rows.imag)
+    if rows.dtype.kind not in "biu":
+        rows = rows.astype(np.float32).view(np.uint32)
+    return rows.astype(np.uint32)
 
 
 def batch_digest(

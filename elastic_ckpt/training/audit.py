@@ -148,8 +148,7 @@ def one_host_run(
                 opened, made_by = _continued(opened, *makes), makes
             content = next(opened)
             ids = example_id.joined(content[elastic_data.EXAMPLE_ID])
-            tokens = np.concatenate(digest.row_features(content), axis=1)
-            found = step_log.batch_digest(ids, digest.row_digests(tokens))
+            found = step_log.batch_digest(ids, digest.row_digests(content))
             yield batch, ids[ids != np.uint64(example_id.NONE)], found
     finally:
         if opened is not None:

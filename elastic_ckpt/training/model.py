@@ -230,11 +230,10 @@ def build(config: schema.Config, mesh: Mesh, *, microbatches: int = 1) -> Progra
         updates, opt_state = optimizer.update(
             gradients, state["opt_state"], state["params"]
         )
-        rows = jnp.concatenate(digest.row_features(batch), axis=1)
         report = StepReport(
             loss=total / count,
             example_id=batch["example_id"],
-            row_digests=digest.row_digests(rows),
+            row_digests=digest.row_digests(batch),
             tokens=is_counted(batch).sum(dtype=jnp.int32),
             learning_rate=jnp.float32(learning_rate(state["step"])),
             gradient_norm=optax.tree.norm(gradients),

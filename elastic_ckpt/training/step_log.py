@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
@@ -233,8 +232,7 @@ def digested(batch: elastic_data.Batch) -> tuple[jax.Array, jax.Array]:
 @functools.lru_cache(maxsize=8)
 def _jitted(replicated: NamedSharding) -> jax.stages.Wrapped:
     def ids_and_digests(batch: elastic_data.Batch) -> tuple[jax.Array, jax.Array]:
-        tokens = jnp.concatenate(digest.row_features(batch), axis=1)
-        return batch[elastic_data.EXAMPLE_ID], digest.row_digests(tokens)
+        return batch[elastic_data.EXAMPLE_ID], digest.row_digests(batch)
 
     return jax.jit(ids_and_digests, out_shardings=replicated)
 

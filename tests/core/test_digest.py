@@ -1,7 +1,10 @@
 import hashlib
 
 import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -9,39 +12,64 @@ from hypothesis.extra import numpy as hnp
 from elastic_ckpt.core import digest, topology
 
 # Few shapes: a program is compiled for each.
-SHAPES = st.sampled_from([(1, 1), (3, 4), (2, 7)])
-TOKENS = hnp.arrays(np.int32, SHAPES, elements=st.integers(0, 258))
+FEATURES = {
+    "tokens": hnp.arrays(np.int32, (3, 4)),
+    "label": hnp.arrays(np.int64, (3,)),
+    "weight": hnp.arrays(np.float64, (3,), elements=st.floats(width=32)),
+    "image": hnp.arrays(np.float32, (3, 2, 2), elements=st.floats(width=32)),
+    "half": hnp.arrays(np.float16, (3, 2), elements=st.floats(width=16)),
+    "brain": hnp.arrays(np.float32, (3, 2), elements=st.floats(width=16)).map(
+        lambda values: values.astype(ml_dtypes.bfloat16)
+    ),
+    "wave": hnp.arrays(
+        np.complex64,
+        (3, 2),
+        elements=st.builds(complex, *[st.floats(-9, 9, width=32)] * 2),
+    ),
+    "mask": hnp.arrays(np.bool_, (3,)),
+    "id": hnp.arrays(np.uint64, (3, 2)),
+}
+BATCHES = st.fixed_dictionaries(FEATURES)
 
 
-@settings(max_examples=8)
-@given(TOKENS)
-def test_numpy_and_jax_give_the_same_row_digests(tokens):
-    on_device = np.asarray(jax.jit(digest.row_digests)(jax.numpy.asarray(tokens)))
-    np.testing.assert_array_equal(on_device, digest.row_digests(tokens))
+@settings(max_examples=20)
+@given(BATCHES)
+def test_numpy_and_jax_give_the_same_row_digests(batch):
+    on_device = np.asarray(
+        jax.jit(digest.row_digests)(jax.tree.map(jnp.asarray, batch))
+    )
+    np.testing.assert_array_equal(on_device, digest.row_digests(batch))
 
 
 def test_row_digests_do_not_depend_on_the_sharding():
-    tokens = np.random.default_rng(0).integers(0, 259, (8, 50), np.int32)
+    batch = {"tokens": np.random.default_rng(0).integers(0, 259, (8, 50), np.int32)}
     mesh = topology.mesh_of(topology.present(2))
-    sharded = jax.device_put(tokens, topology.batch_sharding(mesh))
+    sharded = jax.device_put(batch, topology.batch_sharding(mesh))
     np.testing.assert_array_equal(
-        jax.jit(digest.row_digests)(sharded), digest.row_digests(tokens)
+        jax.jit(digest.row_digests)(sharded), digest.row_digests(batch)
     )
 
 
-@given(TOKENS, st.data())
-def test_one_changed_token_changes_the_digest_of_its_row_alone(tokens, data):
-    row = data.draw(st.integers(0, tokens.shape[0] - 1))
-    column = data.draw(st.integers(0, tokens.shape[1] - 1))
-    changed = tokens.copy()
-    changed[row, column] += 1
-    differs = digest.row_digests(changed) != digest.row_digests(tokens)
-    assert np.flatnonzero(differs).tolist() == [row]
+@pytest.mark.parametrize("feature", FEATURES)
+@given(data=st.data())
+@settings(max_examples=5)
+def test_one_changed_value_changes_the_digest_of_its_row_alone(feature, data):
+    batch = {feature: data.draw(FEATURES[feature]), "other": np.ones((3, 2))}
+    values = np.where(np.isfinite(batch[feature]), batch[feature], 0)
+    values = values.astype(batch[feature].dtype)
+    changed = values.copy()
+    place = tuple(data.draw(st.integers(0, size - 1)) for size in values.shape)
+    # Complex numbers may differ in their imaginary parts alone.
+    added = 0.25 if values.dtype.kind in "fV" else 1j if feature == "wave" else 1
+    values[place], changed[place] = 0, added
+    before, after = ({**batch, feature: each} for each in (values, changed))
+    differs = digest.row_digests(after) != digest.row_digests(before)
+    assert np.flatnonzero(differs).tolist() == [place[0]]
 
 
 def test_padding_is_not_the_same_as_a_shorter_row():
-    row = np.array([[5, 6]])
-    padded = np.array([[5, 6, 0]])
+    row = {"tokens": np.array([[5, 6]])}
+    padded = {"tokens": np.array([[5, 6, 0]])}
     assert digest.row_digests(row) != digest.row_digests(padded)
 
 
