@@ -85,7 +85,7 @@ def describe(outcome: audit.Audit) -> str:
         f" {outcome.num_redone_steps}": outcome.num_redone_steps,
         "rows skipped where the run rolled back:"
         f" {outcome.num_left_out:,}": outcome.num_left_out,
-        "PASSED: every step used the examples and tokens of the one-host run's batch,"
+        "PASSED: every step used the examples and values of the one-host run's batch,"
         f" and none was lost or repeated\n{_LIMITS}": outcome.passed,
         f"FAILED: {problem}": not outcome.passed,
     }

@@ -3,7 +3,7 @@
 For each step, the log has the data rows in its batch and a digest of these rows. Sorted
 by rows, the batches show which rows no step used and which rows more than one step
 used. The one-host run executes the same pipeline again, with the same batch sizes. Its
-batches must have the same digests: the same examples with the same tokens in the same
+batches must have the same digests: the same examples with the same values in the same
 rows. The audit does not report data that the pipeline itself drops (filters,
 truncation, rows of an incomplete batch), because it is missing in both runs.
 """
@@ -232,7 +232,7 @@ def audit(
             if record.digest != wanted:
                 differs(
                     record,
-                    "the batch of the one-host run has different examples or tokens, or"
+                    "the batch of the one-host run has different examples or values, or"
                     f" a different order (digest {wanted}, not {record.digest})",
                 )
     lineage = step_log.lineage(attempts)

@@ -155,7 +155,7 @@ class StepReport(NamedTuple):
     Attributes:
       loss: float32 scalar, the loss of the global batch before the update.
       example_id: uint32 `[B, 2]`, the ids of the rows in the batch.
-      row_digests: uint32 `[B]`, digests of these rows' tokens.
+      row_digests: uint32 `[B]`, digests of these rows.
       tokens: int32 scalar, the number of targets in the global batch, excluding
         padding.
       learning_rate: float32 scalar, the learning rate of the update.

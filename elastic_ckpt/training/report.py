@@ -415,7 +415,7 @@ def _sample_order(record: RunRecords) -> Section:
         mood=mood,
         text=audit.first_difference
         or audit.missing_checkpoint
-        or f"Each of the {audit.num_steps:,} steps used the examples and tokens of the"
+        or f"Each of the {audit.num_steps:,} steps used the examples and values of the"
         " one-host run's batch, in the same order. No example was lost or repeated.",
         spec=spec,
         columns=("figure of the audit", "value"),

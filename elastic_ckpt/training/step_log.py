@@ -157,7 +157,7 @@ class StepLog:
         Args:
           step: the step number, from 0.
           example_ids: the ids of the rows in the batch, uint32 `[B, 2]`.
-          row_digests: the digests of the rows' tokens, uint32 `[B]`.
+          row_digests: the digests of the rows, uint32 `[B]`.
           loss: the loss of the batch; None if unknown.
         """
         ids = example_id.joined(np.asarray(example_ids))
@@ -212,7 +212,7 @@ class StepLog:
 
 
 def digested(batch: elastic_data.Batch) -> tuple[jax.Array, jax.Array]:
-    """The row ids and token digests of a global batch, replicated on every host.
+    """The row ids and row digests of a global batch, replicated on every host.
 
     Raises:
       ConfigError: if the batch is not from `ec.batches`.
