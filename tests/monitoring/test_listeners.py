@@ -144,13 +144,16 @@ def test_worlds_add_to_one_series_at_the_number_of_steps_done(tmp_path, monkeypa
             # What has no step does not drop the steps of an earlier start.
             metrics.SLICES.record(4)
             for step in steps:
+                # A process that trains and writes the journal records each step twice.
+                metrics.TRAIN_STEPS.record(step)
                 metrics.TRAIN_STEPS.record(step)
                 metrics.TRAIN_LOSS.record(step / 4)
-    points = [p for p in event_file.scalars(tmp_path) if p[0].endswith("loss")]
-    assert [p[1:] for p in points] == [
+    points = event_file.scalars(tmp_path)
+    assert [point[1:] for point in points if "loss" in point[0]] == [
         *((41, 10.25), (42, 10.5), (43, 10.75)),
         *((43, 10.75), (44, 11.0)),
     ]
+    assert len([point for point in points if "train/steps" in point[0]]) == 5
     assert event_file.marks(tmp_path) == [41, 43]
 
 
