@@ -81,20 +81,22 @@ def test_later_values_are_summed_up_and_none_is_lost(tmp_path, monkeypatch):
         summaries.listening(contextlib.nullcontext(kept.extend), name="kept"),
         summaries.listening(board, name="board"),
     ):
+        metrics.TRAIN_CLAIM.record(7)
         for value in (1, 2, 4, 9, 5):
             metrics.DATA_ROWS.record(value)
         metrics.DATA_WAIT.record(0.5)
     assert all(before <= each["time"] <= time.time() for each in kept)
+    assert [each["claim"] for each in kept] == [7] * 5
     fields = ("metric", "count", "sum", "min", "max", "last")
     rows, wait = metrics.DATA_ROWS.name, metrics.DATA_WAIT.name
-    assert [tuple(map(each.get, fields)) for each in kept] == [
+    assert [tuple(map(each.get, fields)) for each in kept[1:]] == [
         (rows, 1, 1.0, 1.0, 1.0, 1.0),
         (rows, 1, 2.0, 2.0, 2.0, 2.0),
         (rows, 3, 18.0, 4.0, 9.0, 5.0),
         (wait, 1, 0.5, 0.5, 0.5, 0.5),
     ]
     # A point is the mean, at the number of its last value.
-    assert event_file.scalars(tmp_path) == [
+    assert event_file.scalars(tmp_path)[1:] == [
         *((rows[1:], 1, 1.0), (rows[1:], 2, 2.0), (rows[1:], 5, 6.0)),
         (wait[1:], 1, 0.5),
     ]
