@@ -9,24 +9,19 @@ from hypothesis.extra import numpy as hnp
 from elastic_ckpt.core import digest, topology
 
 # Few shapes: a program is compiled for each.
-SHAPES = st.sampled_from([(1, 1), (3, 4), (2, 7)])
+SHAPES = st.sampled_from([(1, 1), (3, 4), (8, 7)])
 TOKENS = hnp.arrays(np.int32, SHAPES, elements=st.integers(0, 258))
 
 
 @settings(max_examples=8)
 @given(TOKENS)
-def test_numpy_and_jax_give_the_same_row_digests(tokens):
-    on_device = np.asarray(jax.jit(digest.row_digests)(jax.numpy.asarray(tokens)))
+def test_numpy_and_jax_give_the_same_row_digests_under_any_sharding(tokens):
+    sharded = jax.numpy.asarray(tokens)
+    if len(tokens) == 8:
+        mesh = topology.mesh_of(topology.present(2))
+        sharded = jax.device_put(tokens, topology.batch_sharding(mesh))
+    on_device = np.asarray(jax.jit(digest.row_digests)(sharded))
     np.testing.assert_array_equal(on_device, digest.row_digests(tokens))
-
-
-def test_row_digests_do_not_depend_on_the_sharding():
-    tokens = np.random.default_rng(0).integers(0, 259, (8, 50), np.int32)
-    mesh = topology.mesh_of(topology.present(2))
-    sharded = jax.device_put(tokens, topology.batch_sharding(mesh))
-    np.testing.assert_array_equal(
-        jax.jit(digest.row_digests)(sharded), digest.row_digests(tokens)
-    )
 
 
 @given(TOKENS, st.data())
@@ -40,8 +35,7 @@ def test_one_changed_token_changes_the_digest_of_its_row_alone(tokens, data):
 
 
 def test_padding_is_not_the_same_as_a_shorter_row():
-    row = np.array([[5, 6]])
-    padded = np.array([[5, 6, 0]])
+    row, padded = np.array([[5, 6]]), np.array([[5, 6, 0]])
     assert digest.row_digests(row) != digest.row_digests(padded)
 
 
