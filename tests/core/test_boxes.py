@@ -45,6 +45,7 @@ def test_what_two_boxes_share_and_one_contains_and_one_lacks(array):
     in_a, in_b = painted(shape, [a]), painted(shape, [b])
     shared = boxes.intersect(a, b)
     assert (painted(shape, [shared] if shared else []) == in_a * in_b).all()
+    assert (shared is not None) == (in_a * in_b).any()
     assert boxes.contains(a, b) == bool((in_a >= in_b).all())
     bare = box_cover.gaps(a, columns(shape, [b]))
     assert (painted(shape, bare) == in_a * (1 - in_b)).all()
@@ -140,5 +141,10 @@ def test_a_scalar_has_one_box_and_an_empty_array_needs_none():
     whole = columns((1, 1), [boxes.whole((1, 1))])
     for of, tiled in ((0, [True] * 3), (1, [False, False, True])):
         assert box_cover.tiled(shapes, np.array([of]), whole).tolist() == tiled
+    # An empty box is no tile.
+    held = columns(
+        (6,), [boxes.Box(start=(a,), stop=(b,)) for a, b in ((0, 3), (6, 6))]
+    )
+    assert not box_cover.tiled(np.array([[6]]), np.array([0, 0]), held).any()
     with pytest.raises(ValueError, match="a step is not 1"):
         boxes.of_index((slice(0, 8, 2),), (8,))

@@ -2,10 +2,10 @@
 
 import contextlib
 import errno
-import math
 import subprocess
 import sys
 import threading
+from concurrent import futures
 from unittest import mock
 
 import pytest
@@ -13,7 +13,7 @@ import pytest
 from elastic_ckpt.core import clock, errors, jsonlog, storage
 
 
-def segments(path, *, max_bytes=9, wait_secs=5.0, close_secs=60.0):
+def segments(path, *, max_bytes=99, wait_secs=5.0, close_secs=60.0):
     """Writes segments into a directory, in the place of a store."""
     return jsonlog._Segments(path, max_bytes, wait_secs, close_secs)
 
@@ -78,41 +78,49 @@ def full_disk(log):
 
 
 @contextlib.contextmanager
-def refusing_store(log):
+def store_without_answers(log):
+    """It takes what is uploaded at once, and does not say so."""
     del log
-    refused = OSError("no room")
-    with mock.patch.object(storage, "write_atomic", mock.Mock(side_effect=refused)):
+
+    def unanswered(upload, *, name):
+        del name
+        upload()
+        done = futures.Future()
+        done.set_exception(OSError("no room"))
+        return done
+
+    with mock.patch.object(jsonlog.background, "in_thread", unanswered):
         yield
 
 
 @pytest.mark.parametrize(
-    ("opened", "failing", "late_bytes"),
-    [(jsonlog.writer, full_disk, 4), (segments, refusing_store, 18)],
+    ("opened", "failing", "late_bytes", "kept"),
+    [(jsonlog.writer, full_disk, 4, 22), (segments, store_without_answers, 18, 25)],
 )
 def test_lines_that_are_not_taken_wait_in_memory_up_to_a_limit(
-    tmp_path, monkeypatch, opened, failing, late_bytes
+    tmp_path, monkeypatch, opened, failing, late_bytes, kept
 ):
     path = tmp_path / "log"
     log = opened(path)
-    append(log, 10)
+    append(log, *range(10, 21))
+    assert log.late_bytes == 0
     with failing(log), monkeypatch.context() as patch:
-        append(log, 11, 12)
+        append(log, 21, 22)
         assert log.late_bytes == late_bytes
         with pytest.raises(OSError, match="no room"):
             log.sync()
         patch.setattr(jsonlog, "MOST_LATE_BYTES", late_bytes + 9)
-        append(log, 13)
+        append(log, 23)
         with pytest.raises(OSError, match="no room"):
-            append(log, 14)
+            append(log, 24)
         assert log.late_bytes == late_bytes + 18
-        taken = 15 - math.ceil(log.late_bytes / 9)
-        assert numbers(jsonlog.read(path)) == [*range(10, taken)]
-    append(log, 15)
+        assert numbers(jsonlog.read(path)) == [*range(10, kept)]
+    append(log, 25)
     if path.is_file():
         assert log.late_bytes == 0
     log.close()
-    assert numbers(jsonlog.read(path)) == [*range(10, 16)]
-    # A failed upload keeps its name.
+    # A failed upload keeps its name: no line is there twice.
+    assert numbers(jsonlog.read(path)) == [*range(10, 26)]
     assert path.is_file() or len(names(path)) == 2
 
 
@@ -160,7 +168,7 @@ def test_an_upload_that_hangs_is_reported_and_its_lines_are_uploaded_once(
         with pytest.raises(TimeoutError, match="timed out"):
             log.sync()
     assert log.late_bytes == 5 * 9
-    ending = segments(tmp_path / "other", close_secs=0.0, max_bytes=99)
+    ending = segments(tmp_path / "other", close_secs=0.0)
     append(ending, 1)
     with pytest.raises(TimeoutError, match="timed out"):
         ending.close()
@@ -190,7 +198,7 @@ def test_lines_added_while_an_upload_begins_or_two_threads_wait_for_it_are_kept(
         waiting.release()
         return wait(*arguments)
 
-    log = segments(tmp_path / "log", max_bytes=99)
+    log = segments(tmp_path / "log")
     append(log, 10)
     monkeypatch.setattr(storage, "write_atomic", late)
     monkeypatch.setattr(jsonlog.background, "in_thread", appending)
@@ -208,8 +216,10 @@ def test_lines_added_while_an_upload_begins_or_two_threads_wait_for_it_are_kept(
     assert numbers(jsonlog.read(tmp_path / "log")) == [10, 11, 12]
 
 
-def test_starts_continue_it_and_do_not_undo_the_lines_of_others(bucket):
+def test_starts_continue_it_and_do_not_undo_the_lines_of_others(bucket, monkeypatch):
     path = f"{bucket}/log"
+    # They upload at the same time.
+    monkeypatch.setattr(clock, "time_ns", lambda: 10**18)
     assert jsonlog.create(path, {"n": 0})
     assert not jsonlog.create(path, {"n": 9})
     former, newer = jsonlog.writer(path), jsonlog.writer(path)
