@@ -110,6 +110,10 @@ def test_a_call_that_hangs_is_left_alone_after_a_while_or_at_once(
     assert not numbers.may_go_on.is_set()
     numbers.may_go_on.set()
     monkeypatch.setattr(background, "_CLOSE_SECS", 0.05)
+    # The thread does not wait for itself.
+    one = start(Numbers())
+    one.submit(one.close).result(SOON_SECS)
+    assert not caplog.messages
     one, numbers = held_up(start)
     one.close()
     one.close()
