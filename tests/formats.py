@@ -9,6 +9,7 @@ from collections.abc import Callable
 import grain
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from elastic_ckpt.data import elastic_data, mixing, records, sharded_data
 from elastic_ckpt.data.lm import documents as lm_documents
@@ -71,6 +72,11 @@ def _write_arrayrecord(path, elements):
     corpora.write_records(path, encoded, options="group_size:1")
 
 
+def _write_parquet(path, elements):
+    table = pa.Table.from_pylist([{**each, "other": "x"} for each in elements])
+    pq.write_table(table, path, row_group_size=16, write_page_checksum=True)
+
+
 def _write_arrow(path, elements):
     schema = pa.schema([("tokens", pa.list_(pa.int32()))])
     with pa.ipc.new_stream(path, schema) as writer:
@@ -97,10 +103,7 @@ _FORMATS: dict[str, tuple[Callable, Callable]] = {
     "arrow": (arrow.Arrow, _write_arrow),
     "jsonl": (lines.JsonLines, _write_jsonl),
     "megatron": (megatron.Megatron, _write_megatron),
-    "parquet": (
-        parquet.Parquet,
-        functools.partial(corpora.write_parquet, group_rows=16),
-    ),
+    "parquet": (parquet.Parquet, _write_parquet),
     "tfrecord": (
         functools.partial(tfrecord.TFRecord, **_EXAMPLES),
         corpora.write_tfrecord,
