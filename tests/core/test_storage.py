@@ -39,13 +39,12 @@ def test_a_lock_is_refused_while_its_process_lives_and_free_once_it_is_killed(tm
     with storage.exclusive_lock(path):
         pass
     program = (
-        "import sys, time; from elastic_ckpt.core import storage\n"
+        "import sys; from elastic_ckpt.core import storage\n"
         "with storage.exclusive_lock(sys.argv[1]):\n"
-        "    print('held', flush=True); time.sleep(3600)\n"
+        "    print('held', flush=True); sys.stdin.read()\n"
     )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", program, path], stdout=subprocess.PIPE, text=True
-    )
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    holder = subprocess.Popen([sys.executable, "-c", program, path], text=True, **pipes)
     with holder:
         assert holder.stdout.readline() == "held\n"
         refused = pytest.raises(errors.RunError, match=rf"\(process {holder.pid} on")
