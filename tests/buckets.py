@@ -148,6 +148,19 @@ class Server(http_server.ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
+def served(handler):
+    """Answers requests by a handler, in threads; yields the server's url."""
+    with Server(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextlib.contextmanager
 def serving(late_secs=0.0):
     """Both stores, each with a `BUCKET`; yields the environment of their clients.
 
@@ -185,14 +198,8 @@ def _gcs(late_secs):
             return attribute
 
     logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
-    with Server(("127.0.0.1", 0), Handler) as serving:
-        thread = threading.Thread(target=serving.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{serving.server_address[1]}"
-        finally:
-            serving.shutdown()
-            thread.join()
+    with served(Handler) as url:
+        yield url
 
 
 def _locked(act, lock, late_secs):

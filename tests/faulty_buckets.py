@@ -107,11 +107,10 @@ class Faults:
 
 
 class _Handler(http_server.BaseHTTPRequestHandler):
+    """Subclasses have the address of a store as `upstream`, `faults` and `is_gcs`."""
+
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    upstream = ("", 0)
-    faults = Faults()
-    is_gcs = False
 
     def handle_any(self):
         fault = self.faults.next(self.command)
@@ -231,10 +230,7 @@ class _Handler(http_server.BaseHTTPRequestHandler):
 
 
 # An object or a prefix in a list of S3.
-_ENTRY = re.compile(
-    rb"<(Contents|CommonPrefixes)>.*?</\1>",
-    re.DOTALL,
-)
+_ENTRY = re.compile(rb"<(Contents|CommonPrefixes)>.*?</\1>", re.DOTALL)
 
 
 @contextlib.contextmanager
@@ -245,9 +241,10 @@ def before(stores, faults):
       stores: the environment of clients of `buckets.serving`.
       faults: of both stores.
     """
+    gcs, s3 = stores["STORAGE_EMULATOR_HOST"], stores["AWS_ENDPOINT_URL"]
     with (
-        _proxy(stores["STORAGE_EMULATOR_HOST"], faults, is_gcs=True) as gcs_url,
-        _proxy(stores["AWS_ENDPOINT_URL"], faults, is_gcs=False) as s3_url,
+        buckets.served(_proxy(gcs, faults, is_gcs=True)) as gcs_url,
+        buckets.served(_proxy(s3, faults, is_gcs=False)) as s3_url,
     ):
         yield {
             **stores,
@@ -257,19 +254,8 @@ def before(stores, faults):
         }
 
 
-@contextlib.contextmanager
 def _proxy(url, faults, *, is_gcs):
     address = urllib.parse.urlsplit(url)
-
-    class Handler(_Handler):
-        upstream = (address.hostname, address.port)
-
-    Handler.faults, Handler.is_gcs = faults, is_gcs
-    with buckets.Server(("127.0.0.1", 0), Handler) as serving:
-        thread = threading.Thread(target=serving.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{serving.server_address[1]}"
-        finally:
-            serving.shutdown()
-            thread.join()
+    upstream = (address.hostname, address.port)
+    own = {"upstream": upstream, "faults": faults, "is_gcs": is_gcs}
+    return type("Handler", (_Handler,), own)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import grain
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet
+import pyarrow.parquet as pq
 
 from elastic_ckpt.data import elastic_data, mixing, records, sharded_data
 from elastic_ckpt.data.lm import documents as lm_documents
@@ -60,43 +60,37 @@ def write(directory, file_format: str) -> tuple[pipeline.Part, ...]:
         paths, left = [], documents(name)
         for number, count in enumerate(counts):
             paths.append(str(directory / f"{name}-{number}.{suffix}"))
-            write_file(paths[-1], left[:count])
+            write_file(paths[-1], [{"tokens": each} for each in left[:count]])
             left = left[count:]
         made = make_source(files=tuple(paths), columns=("tokens",))
         parts.append(pipeline.Part(name=name, source=made, weight=WEIGHTS[name]))
     return tuple(parts)
 
 
-def _write_arrayrecord(path, held):
-    encoded = [tfrecord_files.example({"tokens": document}) for document in held]
+def _write_arrayrecord(path, elements):
+    encoded = [tfrecord_files.example(element) for element in elements]
     corpora.write_records(path, encoded, options="group_size:1")
 
 
-def _write_parquet(path, held):
-    column = pa.array([d.tolist() for d in held], pa.list_(pa.int32()))
-    table = pa.table({"tokens": column, "other": pa.array(["x"] * len(held))})
-    pa.parquet.write_table(table, path, row_group_size=16, write_page_checksum=True)
+def _write_parquet(path, elements):
+    table = pa.Table.from_pylist([{**each, "other": "x"} for each in elements])
+    pq.write_table(table, path, row_group_size=16, write_page_checksum=True)
 
 
-def _write_arrow(path, held):
-    column = pa.array([d.tolist() for d in held], pa.list_(pa.int32()))
-    with pa.ipc.new_stream(path, pa.schema([("tokens", column.type)])) as writer:
-        writer.write_table(pa.table({"tokens": column}), max_chunksize=16)
+def _write_arrow(path, elements):
+    schema = pa.schema([("tokens", pa.list_(pa.int32()))])
+    with pa.ipc.new_stream(path, schema) as writer:
+        writer.write_table(pa.Table.from_pylist(elements, schema), max_chunksize=16)
 
 
-def _write_jsonl(path, held):
-    with open(path, "w") as file:
-        file.writelines(json.dumps({"tokens": d.tolist()}) + "\n" for d in held)
+def _write_jsonl(path, elements):
+    lists = ({"tokens": element["tokens"].tolist()} for element in elements)
+    pathlib.Path(path).write_text("".join(json.dumps(each) + "\n" for each in lists))
 
 
-def _write_megatron(path, held):
-    path = pathlib.Path(path)
-    megatron_files.write(path.parent, [[d] for d in held], name=path.stem)
-
-
-def _write_tfrecord(path, held):
-    encoded = (tfrecord_files.example({"tokens": document}) for document in held)
-    tfrecord_files.write(path, encoded)
+def _write_megatron(path, elements):
+    path, documents = pathlib.Path(path), [[each["tokens"]] for each in elements]
+    megatron_files.write(path.parent, documents, name=path.stem)
 
 
 _EXAMPLES = {"record_format": record_format.TF_EXAMPLE}
@@ -110,7 +104,10 @@ _FORMATS: dict[str, tuple[Callable, Callable]] = {
     "jsonl": (lines.JsonLines, _write_jsonl),
     "megatron": (megatron.Megatron, _write_megatron),
     "parquet": (parquet.Parquet, _write_parquet),
-    "tfrecord": (functools.partial(tfrecord.TFRecord, **_EXAMPLES), _write_tfrecord),
+    "tfrecord": (
+        functools.partial(tfrecord.TFRecord, **_EXAMPLES),
+        corpora.write_tfrecord,
+    ),
 }
 FORMATS = tuple(_FORMATS)
 

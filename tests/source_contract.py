@@ -233,20 +233,23 @@ class SourceContract:
             assert one.get_state() == other.get_state()
         assert next(other, None) is None
 
-    def test_columns_are_selected_or_named(self, files):
+    def test_columns_are_selected_and_what_is_missing_is_named(
+        self, files, monkeypatch
+    ):
         column = "text" if len(self.columns) > 1 else "name"
         for element in read(self.make(files, (column,)), 0, 1, num_epochs=1):
             assert element.keys() == {column, "record"}
         if len(self.columns) > 1:
             with self.refused(files[0], r"\['nothing'\].*'text', 'tokens'\]"):
                 read_all(self.make(files, ("text", "nothing")), 1, num_epochs=1)
-
-    @pytest.mark.parametrize("place", ["/nowhere", "memory://nowhere"])
-    def test_a_missing_file_is_named_at_once(self, files, monkeypatch, place):
+        with self.refused(files[1], "no records"):
+            source.indexes(self.make(files[1:2]))
+        # A missing file is named at once.
         monkeypatch.setattr(data_files.time, "sleep", None)
-        missing = f"{place}/part-9{self.suffix}"
-        with self.refused(missing, "correct the path"):
-            source.indexes(self.make((*files, missing)))
+        for place in ("/nowhere", "memory://nowhere"):
+            missing = f"{place}/part-9{self.suffix}"
+            with self.refused(missing, "correct the path"):
+                source.indexes(self.make((*files, missing)))
 
     def test_only_whole_files_of_the_format_are_read_joined_ones_if_they_may_be(
         self, files
@@ -270,10 +273,6 @@ class SourceContract:
                 files[2], "(another file|does not match its index|not a complete)"
             ):
                 source.indexes(self.make(files))
-
-    def test_files_without_a_record_are_named(self, files):
-        with self.refused(files[1], "no records"):
-            source.indexes(self.make(files[1:2]))
 
     def test_the_identity_is_that_of_files_and_settings(self, files, tmp_path):
         one, other = self.make(files), self.make(self.write_files(tmp_path / "other"))

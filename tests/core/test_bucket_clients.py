@@ -62,10 +62,11 @@ def test_a_client_of_before_lists_what_other_processes_write(bucket):
     assert -60 < age_secs < 600
 
 
-def test_a_store_that_is_out_of_reach_is_one_clear_error(monkeypatch):
+def test_a_store_that_is_out_of_reach_is_one_clear_error_and_tried_again(monkeypatch):
     root = persistent_root.PersistentRoot.from_path("gs://bucket/run")
     tier = persistent_tier.PersistentTier(root, run="run")
-    kind = type(epath.Path("gs://bucket/run"))
+    kind, waits = type(epath.Path("gs://bucket/run")), []
+    monkeypatch.setattr(clock, "sleep", waits.append)
     for failure in failures():
         for name in ("exists", "iterdir", "read_bytes"):
             monkeypatch.setattr(kind, name, mock.Mock(side_effect=failure))
@@ -76,30 +77,10 @@ def test_a_store_that_is_out_of_reach_is_one_clear_error(monkeypatch):
         (line,) = runs.verb("inspect", "gs://bucket/run", code=1).splitlines()
         said = "elastic-ckpt inspect: gs://bucket/run cannot be read"
         assert line.startswith(said)
-
-
-def test_a_write_is_tried_again_when_a_client_fails_but_not_when_it_is_refused(
-    monkeypatch,
-):
-    waits = []
-    monkeypatch.setattr(clock, "sleep", waits.append)
-
-    def written(*problems):
-        pending = list(problems)
-
-        def write():
-            if pending:
-                raise pending.pop()
-            return "written"
-
-        return retries.call("writing /a", write)
-
-    for failure in failures():
-        waits.clear()
-        assert written(failure, failure) == "written"
-        assert len(waits) == 2
+        write = mock.Mock(side_effect=[failure, failure, "written"])
+        assert retries.call("writing /a", write) == "written"
+    assert len(waits) == 2 * len(failures())
+    # It is not tried again if it is refused.
     for failure in (PermissionError("Access Denied"), OSError("Forbidden: /bucket/a")):
-        waits.clear()
         with pytest.raises(errors.CheckpointError, match="check the credentials"):
-            written(failure)
-        assert not waits
+            retries.call("writing /a", mock.Mock(side_effect=[failure]))

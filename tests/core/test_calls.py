@@ -38,17 +38,13 @@ def values(kind):
         return st.lists(values(arguments[0]), max_size=3).map(tuple)
     if origin is tuple:
         return st.tuples(*map(values, arguments))
-    if origin is typing.Literal:
-        return st.sampled_from(arguments)
     if origin is not None and issubclass(origin, typing.Mapping):
         return st.dictionaries(st.text(), values(arguments[1]), max_size=3)
     if arguments:
         return st.one_of(*map(values, arguments))
     if dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"):
-        hints = typing.get_type_hints(kind)
-        fields = getattr(kind, "__dataclass_fields__", None)
-        names = kind._fields if fields is None else fields
-        return st.builds(kind, **{name: values(hints[name]) for name in names})
+        fields = typing.get_type_hints(kind).items()
+        return st.builds(kind, **{name: values(hint) for name, hint in fields})
     if kind is float:
         return st.floats(allow_nan=False)
     if kind is epath.Path:

@@ -7,26 +7,22 @@ import pytest
 from elastic_ckpt.core import host_memory
 
 
-def address(memory):
-    return memory.ctypes.data
-
-
 def test_memory_is_writable_aligned_and_as_large_as_asked_for():
     for num_bytes in (0, 1, 63, 4097, 2**21 - 1, 2**21, 2**21 + 1):
         memory = host_memory.allocate(num_bytes)
         assert (memory.dtype, memory.shape) == (np.uint8, (num_bytes,))
         memory[:] = 7
-        assert not num_bytes or address(memory) % 64 == 0
+        assert not num_bytes or memory.ctypes.data % 64 == 0
 
 
 def test_memory_that_was_given_back_is_used_again_for_the_same_size_alone():
     pool = host_memory.Pool()
     memory = pool.take(3 * 2**20)
-    first = address(memory)
+    first = memory.ctypes.data
     pool.release(memory)
     other = pool.take(2**20)
-    assert address(other) != first
-    assert address(pool.take(3 * 2**20)) == first
+    assert other.ctypes.data != first
+    assert pool.take(3 * 2**20).ctypes.data == first
 
 
 @pytest.mark.parametrize("limit", [resource.RLIMIT_DATA, resource.RLIMIT_AS])
