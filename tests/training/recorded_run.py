@@ -3,12 +3,7 @@
 import numpy as np
 
 from elastic_ckpt.core import digest
-from elastic_ckpt.data import (
-    example_id,
-    rows,
-    stages,
-    state,
-)
+from elastic_ckpt.data import example_id, rows, stages, state
 from elastic_ckpt.training import provenance, step_log
 from tests import formats
 
@@ -36,15 +31,18 @@ def pieces_of(inputs):
     return [tuple(each) for each in pieces]
 
 
+def row_digests(batch):
+    return digest.row_digests(np.concatenate(digest.row_features(batch), axis=1))
+
+
 def recorded(batch, step, *, attempt=1):
     """The record of a batch that a step was trained on."""
     ids = example_id.joined(batch["example_id"])
-    tokens = np.concatenate(digest.row_features(batch), axis=1)
     return step_log.StepRecord(
         step=step,
         row=step_log.first_row(ids),
         rows=len(ids),
-        digest=step_log.batch_digest(ids, digest.row_digests(tokens)),
+        digest=step_log.batch_digest(ids, row_digests(batch)),
         loss=1.0,
         attempt=attempt,
     )
@@ -63,13 +61,8 @@ class Run:
     def attempt(self, data, sizes, *, start=0, skip=0, goes_back=False, saves=()):
         """Trains from step `start` on, with batches of these sizes.
 
-        Args:
-          data: of the attempt.
-          sizes: of the batches.
-          start: the first step.
-          skip: how many rows the attempt leaves out before it.
-          goes_back: whether it leaves out those that the attempt before took since.
-          saves: the steps after which the data state is saved.
+        It leaves out `skip` rows before, or those that the attempt before took since if
+        it `goes_back`; `saves` has the steps after which the data state is saved.
         """
         number = len(self.attempts) + 1
         self.data[number] = data
