@@ -8,12 +8,23 @@ from elastic_ckpt.core import errors, metrics
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.tiers.ram import ram_disk
 from tests import jobs, runs, shared_memory
+from tests.processes.callbacks import Stateless
+from tests.recorded_events import RecordedEvents
 
 
 @pytest.fixture
 def ram():
     with shared_memory.directory("ends") as directory:
         yield directory
+
+
+def in_tiers(ram, period):
+    return {
+        "enable_multi_tier_checkpointing": True,
+        "local_checkpoint_directory": ram,
+        "local_checkpoint_period": period,
+        "multi_tier_checkpointing_backup_interval_steps": 2 * period,
+    }
 
 
 @pytest.mark.slow
@@ -24,17 +35,12 @@ def test_last_step_before_the_end_of_the_data_is_in_every_tier(tmp_path, corpus,
         num_logical_shards=8,
         num_epoch=1,
         steps=1000,
-        enable_multi_tier_checkpointing=True,
-        local_checkpoint_directory=ram,
         # RAM lacks the step after which the data ends.
-        local_checkpoint_period=1000,
-        multi_tier_checkpointing_backup_interval_steps=1000,
+        **in_tiers(ram, 1000),
     )
-    told = []
-    ended = jobs.trained(
-        jobs.assembled(config, emit=lambda name, **fields: told.append((name, fields)))
-    )
-    (end,) = [fields for name, fields in told if name == "data_ended"]
+    recorded = RecordedEvents()
+    ended = jobs.trained(jobs.assembled(config, emit=recorded))
+    (end,) = recorded.named("data_ended")
     assert end["step"] == ended.step
     assert 1 < ended.step < 1000
     assert runs.saved_steps(tmp_path / "tiny") == [ended.step]
@@ -43,7 +49,7 @@ def test_last_step_before_the_end_of_the_data_is_in_every_tier(tmp_path, corpus,
     assert "PASSED" in runs.verb("audit", tmp_path / "tiny")
 
 
-class Failing:
+class Failing(Stateless):
     """A callback that fails right after a save was begun, at the step after it."""
 
     def after_step(self, step, report):
@@ -51,18 +57,8 @@ class Failing:
         if step == 5:
             raise ZeroDivisionError("of the callback")
 
-    def after_evaluation(self, step, loss):
-        del step, loss
-
-    def get_state(self):
-        return None
-
-    def set_state(self, state):
-        del state
-
 
 def callbacks(config):
-    """The function of `training_callbacks`."""
     del config
     return {"failing": Failing()}
 
@@ -85,29 +81,23 @@ def test_run_of_one_process_that_fails_has_its_last_due_step(tmp_path, corpus):
 @pytest.mark.slow
 def test_run_does_not_begin_with_the_steps_of_another_one(tmp_path, corpus, ram):
     def job(directory, **settings):
-        in_tiers = {
-            "enable_multi_tier_checkpointing": True,
-            "local_checkpoint_directory": ram,
-            "local_checkpoint_period": 2,
-            "multi_tier_checkpointing_backup_interval_steps": 4,
-            "steps": 4,
-            **settings,
-        }
-        return jobs.assembled(jobs.configured(tmp_path / directory, corpus, **in_tiers))
+        settings = {**in_tiers(ram, 2), "steps": 4, **settings}
+        return jobs.assembled(jobs.configured(tmp_path / directory, corpus, **settings))
 
     jobs.trained(job("one"))
     (tmp_path / "one" / "tiny").rename(tmp_path / "one" / "moved")
-    with pytest.raises(errors.ElasticCkptError) as refused:
-        job("one", run_name="moved", local_checkpoint_directory=f"{ram}/2")
     named = "moved/checkpoints contains the steps of another run, 'tiny'"
-    assert named in str(refused.value)
+    with pytest.raises(errors.ElasticCkptError, match=named):
+        job("one", run_name="moved", local_checkpoint_directory=f"{ram}/2")
     (tmp_path / "one" / "moved").rename(tmp_path / "one" / "tiny")
     with pytest.raises(errors.ElasticCkptError) as refused:
         job("other")
-    message = str(refused.value)
-    assert f"{ram}/tiny has steps of a run that had persistent storage" in message
-    assert "choose a different run_name" in message
-    assert f"rm -r {ram}/tiny" in message
+    for says in (
+        f"{ram}/tiny has steps of a run that had persistent storage",
+        "choose a different run_name",
+        f"rm -r {ram}/tiny",
+    ):
+        assert says in str(refused.value)
     # The remedy.
     shutil.rmtree(f"{ram}/tiny")
     for directory, start_step in (("other", 0), ("one", 4)):

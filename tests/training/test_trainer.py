@@ -1,16 +1,17 @@
 """One process is several worlds in turn: each makes a trainer of the run."""
 
 import json
-import types
 
 import jax
 import numpy as np
 import pytest
 
+from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.core import errors, metrics
 from elastic_ckpt.training import step_log
 from elastic_ckpt.training.callbacks import Action, Detection
 from tests import jobs, runs
+from tests.processes.callbacks import Stateless
 from tests.recorded_events import RecordedEvents
 
 # The same float32 sums in another order, over other devices.
@@ -22,39 +23,9 @@ def configured(directory, corpus, **settings):
     return jobs.configured(directory, corpus, **values)
 
 
-def assembled(config, slices, num_devices):
-    trainer = jobs.assembled(config, slices=slices, devices=num_devices)
-    mesh = mesh_of(trainer)
-    assert set(mesh.devices.flat) == set(jax.devices()[-num_devices:])
-    assert mesh.shape["slice"] == slices
-    return trainer
-
-
-def mesh_of(trainer):
-    return trainer.program.abstract_state["step"].sharding.mesh
-
-
-def train(trainer):
-    with trainer.run:
-        state = trainer.restore()
-        for leaf in jax.tree.leaves(state):
-            assert leaf.sharding.device_set == set(mesh_of(trainer).devices.flat)
-        ended = trainer.train(state)
-        trainer.close()
-    return ended
-
-
 def of_steps(attempt, steps, *fields):
     records = {record.step: record for record in attempt.records}
     return [[getattr(records[step], name) for name in fields] for step in steps]
-
-
-def batches(attempt, steps):
-    return of_steps(attempt, steps, "digest", "row", "rows")
-
-
-def losses(attempt, steps):
-    return of_steps(attempt, steps, "loss")
 
 
 @pytest.mark.slow
@@ -72,9 +43,15 @@ def test_worlds_of_one_process_repeat_the_steps_after_the_checkpoint(
             colocated_python_data_input=number % 2 == 0,
             replica_validation="none" if number else "quick",
         )
-        job = assembled(config, slices, num_devices)
+        job = jobs.assembled(config, slices=slices, devices=num_devices)
+        mesh = job.program.abstract_state["step"].sharding.mesh
+        assert set(mesh.devices.flat) == set(jax.devices()[-num_devices:])
+        assert mesh.shape["slice"] == slices
         starts.append(job.start_step)
-        assert train(job).step == steps
+        ended = jobs.trained(job)
+        assert ended.step == steps
+        for leaf in jax.tree.leaves(ended.state):
+            assert leaf.sharding.device_set == set(mesh.devices.flat)
     # Step 4 is the only one that was saved: the other worlds repeat what followed it.
     assert starts == [0, 4, 4]
     # Before that the copies of the state were compared, and are equal.
@@ -83,14 +60,15 @@ def test_worlds_of_one_process_repeat_the_steps_after_the_checkpoint(
     attempts = step_log.read(tmp_path / "tiny")
     assert [(a.slices, a.devices) for a in attempts] == [(s, d) for s, d, _ in worlds]
     first, *others = attempts
+    batch = "digest", "row", "rows"
+    losses = of_steps(first, (4, 5), "loss")
     for other in others:
-        assert batches(other, (4, 5)) == batches(first, (4, 5))
-        assert batches(other, (6,)) == batches(others[0], (6,))
-        np.testing.assert_allclose(
-            losses(other, (4, 5)), losses(first, (4, 5)), rtol=LOSS_RTOL
-        )
+        assert of_steps(other, (4, 5), *batch) == of_steps(first, (4, 5), *batch)
+        assert of_steps(other, (6,), *batch) == of_steps(others[0], (6,), *batch)
+        again = of_steps(other, (4, 5), "loss")
+        np.testing.assert_allclose(again, losses, rtol=LOSS_RTOL)
     # On the same topology the losses are equal to the bit.
-    assert losses(others[-1], (4, 5)) == losses(first, (4, 5))
+    assert again == losses
 
 
 def test_slices_that_do_not_share_the_devices_are_refused(tmp_path, corpus):
@@ -99,18 +77,20 @@ def test_slices_that_do_not_share_the_devices_are_refused(tmp_path, corpus):
     assert not (tmp_path / "tiny").exists()
 
 
+class Planted(Stateless):
+    """Finds a divergence at step 4, once."""
+
+    def __init__(self):
+        self._found = [Detection(action=Action.ROLLBACK, why="planted", since=4)]
+
+    def after_step(self, step, report):
+        del report
+        return self._found.pop() if self._found and step == 4 else None
+
+
 def planted(config):
-    """A callback that finds a divergence at step 4, once."""
     del config
-    found = [Detection(action=Action.ROLLBACK, why="planted", since=4)]
-    return {
-        "planted": types.SimpleNamespace(
-            after_step=lambda step, _: found.pop() if found and step == 4 else None,
-            after_evaluation=lambda *_: None,
-            get_state=lambda: None,
-            set_state=lambda _: None,
-        )
-    }
+    return {"planted": Planted()}
 
 
 def test_run_that_goes_back_continues_with_the_same_batch_whenever_it_decides(
@@ -142,6 +122,8 @@ def test_run_that_goes_back_continues_with_the_same_batch_whenever_it_decides(
         steps = [each["step"] for each in recorded.named("step")]
         # Step 5 was trained before it went back only if it decided late.
         assert steps == [*range(1, period + 3), *range(period + 1, 7)]
+        # A program for each size of the batches.
+        assert [each["step"] for each in recorded.named("compiled")] == [1, 5]
         outcome = json.loads(runs.verb("audit", directory / "tiny", "--json"))
         assert outcome["passed"], outcome
         first, again = step_log.read(directory / "tiny")
@@ -169,3 +151,69 @@ def test_run_that_goes_back_while_its_hosts_leave_stops_at_the_older_step(
     assert (ended.step, ended.is_stopped) == (2, True)
     assert recorded.named("run_stopped") == [{"step": 2, "saved": True}]
     assert step_log.read(tmp_path / "tiny")[-1].start_step == 2
+
+
+# Stages of the data with rows of another length, and as many.
+LENGTHS = {0: 8, 3: 16, 5: 8, 7: 24}
+STAGES = [{"begin_step": at, "max_target_length": n} for at, n in LENGTHS.items()]
+
+
+@pytest.mark.slow
+def test_poisoned_copy_in_ram_is_left_for_storage_and_rows_of_any_length_come_again(
+    tmp_path, corpus, monkeypatch
+):
+    save = run_saver.RunSaver.save
+
+    def poison(saver, step, state, *, last):
+        """Has the weights be corrupt when step 6 is captured, and the run go on."""
+        if step == 6:
+            weights = jax.tree.map(lambda w: w * np.nan, state["params"])
+            state = {**state, "params": weights}
+        save(saver, step, state, last=last)
+
+    def train(directory, steps):
+        config = configured(
+            directory,
+            corpus,
+            steps=steps,
+            data_stages=json.dumps(STAGES),
+            num_logical_shards=8,
+            enable_multi_tier_checkpointing=True,
+            local_checkpoint_directory=str(directory / "ram"),
+            local_checkpoint_period=2,
+            multi_tier_checkpointing_backup_interval_steps=4,
+        )
+        recorded, phases = RecordedEvents(), []
+        parts = {"emit": recorded, "begin": phases.append}
+        ended = jobs.trained(jobs.assembled(config, slices=1, **parts))
+        compiled = [each["step"] for each in recorded.named("compiled")]
+        return ended, phases, recorded, compiled
+
+    one, other = tmp_path / "one", tmp_path / "other"
+    undisturbed, _, _, compiled = train(other, 10)
+    # A program for each length: the first one serves the third stage, too.
+    assert compiled == [1, 4, 8]
+    monkeypatch.setattr(run_saver.RunSaver, "save", poison)
+    # The first start ends within the second stage, and the second one with a bad copy.
+    train(one, 4)
+    train(one, 6)
+    ended, phases, recorded, compiled = train(one, 10)
+    # It goes back over the begin of the third stage.
+    assert recorded.named("restore_distrusted") == [
+        {"step": 7, "restored_step": 6, "to_step": 4, "why": "the loss is nan"}
+    ]
+    assert ended.finding is None
+    # A watch does not take the wait for uploads for a step that hangs.
+    assert phases.count("restore") == 2
+    assert compiled == [7, 5, 8]
+    # It has the rows, losses and weights of the one that was not disturbed.
+    jax.tree.map(np.testing.assert_array_equal, ended.state, undisturbed.state)
+    logs = [runs.steps(directory / "tiny") for directory in (one, other)]
+    first, second = ([(step.digest, step.loss) for step in log] for log in logs)
+    assert first == second
+    assert [each.start_step for each in step_log.read(one / "tiny")] == [0, 4, 6, 4]
+    outcome = json.loads(runs.verb("audit", one / "tiny", "--json"))
+    assert outcome["passed"], outcome
+    # Steps 5 and 6, and those of the corrupt state until the loss was known.
+    assert outcome["num_redone_steps"] >= 3
+    assert outcome["num_left_out"] == 0
