@@ -6,11 +6,8 @@ import pytest
 from jax._src import xla_bridge
 
 from elastic_ckpt.cli import main
-from elastic_ckpt.core import errors
-from elastic_ckpt.elastic import decision
-from elastic_ckpt.training import configured, step_log
+from elastic_ckpt.training import step_log
 from tests import runs, shared_memory
-from tests.refusals import training as refusals
 
 
 def supervised(arguments):
@@ -87,28 +84,3 @@ def test_run_on_slices_of_one_process_loses_one_and_gets_it_back(run):
     assert lost["local_bytes"] > planned["local_bytes"] == 0
     (kept,) = events("state_kept")
     assert (kept["step"], kept["device_bytes"] > 10_000) == (15, True)
-
-
-ALONE = {"elastic_enabled": True, "per_device_batch_size": 0.5}
-
-
-@pytest.mark.parametrize("hardware", ["gpu", "tpu"])
-def test_supervisor_of_an_accelerator_leaves_the_devices_to_its_host(hardware):
-    config = refusals.read(ALONE | {"hardware": hardware})
-    configured.check_local(config)
-    # It does not know their number, which the rows of a batch depend on.
-    groups = configured.groups(config)
-    decided = decision.decide(
-        decision.Slices(alive_secs={0: 99.0}),
-        configured.policy(config, groups),
-        configured.work(config, groups),
-    )
-    assert isinstance(decided, decision.Train)
-    assert (decided.slices, decided.accumulated) == ((0,), 1)
-    assert config.world.gpus(0) is None
-
-
-def test_accelerators_of_one_host_are_no_slices_that_can_be_lost_alone():
-    config = refusals.read(ALONE | {"hardware": "gpu", "slices": 4})
-    with pytest.raises(errors.ConfigError, match=r"slices=4 and hosts=1.*whole hosts"):
-        configured.check_local(config)
