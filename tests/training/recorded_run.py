@@ -58,22 +58,17 @@ class Run:
         # The tokens of the rows of each step of each attempt.
         self.inputs = {}
 
-    def attempt(self, data, sizes, *, start=0, skip=0, goes_back=False, saves=()):
+    def attempt(self, data, sizes, *, start=0, goes_back=False, saves=()):
         """Trains from step `start` on, with batches of these sizes.
 
-        It leaves out `skip` rows before, or those that the attempt before took since if
-        it `goes_back`; `saves` has the steps after which the data state is saved.
+        If it `goes_back`, it leaves out what the attempt before took since; `saves` has
+        the steps after which the data state is saved.
         """
         number = len(self.attempts) + 1
         self.data[number] = data
         position, cursors = self.after.get(start, (None, {}))
-        row = state.row_of(position) if position else 0
-        if skip:
-            self.left_out = (*self.left_out, (row, row + skip))
-            size = sizes[0] if data.num_shards else skip
-            for _ in range(skip // size):
-                _, position, cursors = self._read(data, size, position, cursors)
         if goes_back:
+            row = state.row_of(position) if position else 0
             earlier = [each for each in self.left_out if each[1] <= row]
             position, cursors = self.end
             self.left_out = (*earlier, (row, state.row_of(position)))

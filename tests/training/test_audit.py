@@ -115,6 +115,7 @@ def test_any_other_batch_is_found_at_its_step(batches, data, kind, step, places,
     restored = "; was the data state restored?"
     assert outcome.first_difference.endswith(restored) == (kind == "again")
     assert outcome.num_identical_steps == STEPS - sum(differs)
+    assert outcome.num_examples == STEPS * BATCH
     step = max(1, step)
     repeated = min(step, STEPS - step) * BATCH * (kind == "again")
     assert (outcome.num_lost, outcome.num_repeated) == (0, repeated)

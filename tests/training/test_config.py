@@ -1,6 +1,7 @@
 """What a configuration asks for, in the plain values of the library."""
 
 import dataclasses
+from unittest import mock
 
 import jax
 import pytest
@@ -8,6 +9,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import data_keys
+from elastic_ckpt.data.lm import documents
 from elastic_ckpt.elastic import cluster, decision, host
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TlsFiles
 from elastic_ckpt.training import batch_size, configured, launch, load, schema
@@ -185,35 +187,29 @@ def test_supervisor_of_an_accelerator_leaves_the_devices_to_its_host(hardware):
         configured.check_local(config)
 
 
-def test_hosts_of_a_machine_see_different_gpus(monkeypatch):
-    updates = {}
-    monkeypatch.setattr(jax.config, "update", updates.__setitem__)
-    alone = schema.WorldSection(hardware="gpu", devices_per_host=4)
-    hardware = dataclasses.replace(alone, hosts=4)
-    host.configure(hardware)
-    host.configure(alone, slot=0)
-    assert "jax_cuda_visible_devices" not in updates
-    host.configure(hardware, slot=2)
-    assert updates["jax_platforms"] == "cuda,cpu"
-    assert updates["jax_cuda_visible_devices"] == "8,9,10,11"
-
-
 @pytest.mark.parametrize(
     ("slices", "slots"),
     [((0, 1, 2), [0, 1, 2, 3, 4, 5]), ((0, 2), [0, 1, 4, 5]), ((4,), [2, 3])],
 )
 def test_host_has_the_same_devices_in_all_worlds(monkeypatch, slices, slots):
-    def configure(_, *, slot):
-        raise KeyError(slot)
-
-    monkeypatch.setattr(host, "configure", configure)
+    updates = {}
+    monkeypatch.setattr(jax.config, "update", updates.__setitem__)
+    monkeypatch.setattr(host, "joined", mock.Mock(side_effect=InterruptedError))
+    monkeypatch.setenv(documents.LOCAL_HOSTS_VARIABLE, "")
+    hardware = schema.WorldSection(hardware="gpu", devices_per_host=4, hosts=6)
+    # One alone has all.
+    host.configure(hardware)
+    assert "jax_cuda_visible_devices" not in updates
     work = decision.Train(slices=slices, spares=(), rows=0, accumulated=1)
     world = cluster.Assignment(number=1, work=work)
     owned = host.Owned(memory=None, kept=None, most_hosts=6)
     for number, slot in enumerate(slots):
         member = host.Member(address="", num_hosts=len(slots), host=number)
-        with pytest.raises(KeyError, match=str(slot)):
-            host.run_host(None, host.Hardware(), world, owned, member, None)
+        with pytest.raises(InterruptedError):
+            host.run_host(None, hardware, world, owned, member, mock.Mock())
+        assert updates["jax_platforms"] == "cuda,cpu"
+        gpus = ",".join(str(4 * slot + n) for n in range(4))
+        assert updates["jax_cuda_visible_devices"] == gpus
 
 
 # Batches.

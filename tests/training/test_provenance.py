@@ -157,17 +157,17 @@ def test_documents_of_a_step_and_steps_of_a_document(parts, name):
 
 
 @pytest.mark.parametrize(
-    ("skip", "batches"),
-    [(0, [((1, 2), True, 48)]), (24, [((1,), False, 48), ((2,), True, 72)])],
+    ("goes_back", "batches"),
+    [(False, [((1, 2), True, 48)]), (True, [((1,), False, 48), ((2,), True, 72)])],
 )
 def test_step_that_was_trained_again_has_one_batch_unless_rows_were_left_out(
-    chunk, skip, batches
+    chunk, goes_back, batches
 ):
     run = Run().attempt(chunk, [12] * 5, saves=(3,))
-    run.attempt(chunk, [12] * 3, start=3, skip=skip)
+    run.attempt(chunk, [12] * 3, start=3, goes_back=goes_back)
     found = list(run.provenance().step(4))
     assert [(b.attempts, b.is_current, b.position) for b in found] == batches
-    assert bool(check_all(run, "chunk", samples=30)["left_out"]) == bool(skip)
+    assert bool(check_all(run, "chunk", samples=30)["left_out"]) == goes_back
 
 
 def test_steps_that_the_run_left_out_had_batches_of_other_sizes(chunk):
@@ -252,8 +252,8 @@ def test_records_without_tokens_that_are_corrupt_filtered_or_in_a_window(is_own)
 @pytest.mark.parametrize("size", [16, 36])
 def test_rows_of_positional_data_are_its_records_in_their_order(corpus, size):
     data = conftest.data_of(corpus)
-    run = Run().attempt(data, [8] * 17)
-    run.attempt(data, [size] * 2, start=15, skip=8)
+    run = Run().attempt(data, [8] * 17).attempt(data, [8], start=15)
+    run.attempt(data, [size] * 2, start=15, goes_back=True)
     asking, order, uses = run.provenance(), data.order, collections.defaultdict(list)
     known = {
         (attempt, step): batch
@@ -262,9 +262,9 @@ def test_rows_of_positional_data_are_its_records_in_their_order(corpus, size):
         for attempt in batch.attempts
     }
     # The rows of step 16 of the first attempt were read again in a larger batch.
-    assert known.keys() == {(1, n) for n in range(16)} | {(2, 15), (2, 16)}
+    assert known.keys() == {(1, n) for n in range(16)} | {(2, 15), (3, 15), (3, 16)}
     for (attempt, step), batch in known.items():
-        begin = 8 * step if attempt == 1 else 128 + size * (step - 15)
+        begin = 8 * step if attempt < 3 else 128 + size * (step - 15)
         assert batch.position == begin
         for row, (piece,) in enumerate(batch.rows):
             expected = order[begin + row], (begin + row) // data.num_records
