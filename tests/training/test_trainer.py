@@ -1,4 +1,4 @@
-"""One process is several worlds in turn: each makes a trainer of the run."""
+"""Runs of the reference trainer: how they go back, and how they end."""
 
 import json
 
@@ -8,6 +8,8 @@ import pytest
 
 from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.core import errors, metrics
+from elastic_ckpt.inspect import run_files
+from elastic_ckpt.tiers.ram import ram_disk
 from elastic_ckpt.training import step_log
 from elastic_ckpt.training.callbacks import Action, Detection
 from tests import jobs, runs
@@ -18,12 +20,6 @@ from tests.recorded_events import RecordedEvents
 def configured(directory, corpus, **settings):
     values = {"save_checkpoint_on_completion": False, **settings}
     return jobs.configured(directory, corpus, **values)
-
-
-def test_slices_that_do_not_share_the_devices_are_refused(tmp_path, corpus):
-    with pytest.raises(errors.ConfigError, match="slices=3: 8 devices cannot"):
-        jobs.assembled(configured(tmp_path, corpus), slices=3, devices=8)
-    assert not (tmp_path / "tiny").exists()
 
 
 class Planted(Stateless):
@@ -170,3 +166,62 @@ def test_poisoned_copy_in_ram_is_left_for_storage_and_rows_of_any_length_come_ag
     # Steps 5 and 6, and those of the corrupt state until the loss was known.
     assert outcome["num_redone_steps"] >= 3
     assert outcome["num_left_out"] == 0
+
+
+@pytest.mark.slow
+def test_last_step_before_the_end_of_the_data_is_in_every_tier(tmp_path, corpus):
+    ram = tmp_path / "ram"
+    config = jobs.configured(
+        tmp_path,
+        corpus,
+        num_logical_shards=8,
+        num_epoch=1,
+        steps=1000,
+        enable_multi_tier_checkpointing=True,
+        local_checkpoint_directory=str(ram),
+        # RAM lacks the step after which the data ends.
+        local_checkpoint_period=1000,
+        multi_tier_checkpointing_backup_interval_steps=1000,
+    )
+    recorded = RecordedEvents()
+    ended = jobs.trained(jobs.assembled(config, emit=recorded))
+    (end,) = recorded.named("data_ended")
+    assert end["step"] == ended.step
+    assert 1 < ended.step < 1000
+    assert runs.saved_steps(tmp_path / "tiny") == [ended.step]
+    disk = ram_disk.RamDisk(f"{ram}/tiny", run="tiny")
+    assert {step for step, _ in disk.known_saves()} == {ended.step}
+    assert "PASSED" in runs.verb("audit", tmp_path / "tiny")
+    # Another run does not begin with its steps.
+    (tmp_path / "tiny").rename(tmp_path / "moved")
+    with pytest.raises(errors.RunError, match="the steps of another run, 'tiny'"):
+        jobs.assembled(jobs.configured(tmp_path, corpus, run_name="moved"))
+
+
+class Failing(Stateless):
+    """A callback that fails right after a save was begun, at the step after it."""
+
+    def after_step(self, step, report):
+        del report
+        if step == 5:
+            raise ZeroDivisionError("of the callback")
+
+
+def callbacks(config):
+    del config
+    return {"failing": Failing()}
+
+
+@pytest.mark.slow
+def test_run_of_one_process_that_fails_has_its_last_due_step(tmp_path, corpus):
+    config = runs.write_config(tmp_path, corpus, steps=8, checkpoint_period=4)
+    ended = runs.cli("train", config, f"training_callbacks={__name__}:callbacks")
+    assert ended.returncode == 1, ended.stdout
+    assert "ZeroDivisionError: of the callback" in ended.stderr
+    assert runs.saved_steps(tmp_path / "tiny") == [4]
+    (lines,) = run_files.read_metrics(tmp_path / "tiny" / "metrics").values()
+    assert metrics.FAILURES.name in [line["metric"] for line in lines]
+    ended = runs.cli("train", config)
+    assert ended.returncode == 0, ended.stderr
+    assert "from step 4 to step 8" in ended.stdout
+    assert "PASSED" in runs.verb("audit", tmp_path / "tiny")
