@@ -48,6 +48,17 @@ def recorded(batch, step, *, attempt=1):
     )
 
 
+def reader(cursors):
+    return lambda shards: {shard: cursors[shard] for shard in shards}
+
+
+def attempt_of(records, **changes):
+    """An attempt that logs these steps, on one host unless it is said otherwise."""
+    header = {"attempt": 1, "start_step": 0, "hosts": 1, "slices": 1, "devices": 1}
+    header |= {"data": {}, "world": 0, "left_out": (), **changes}
+    return step_log.Attempt(**header, records=tuple(records))
+
+
 class Run:
     """The attempts of a run, one after the other, on one host."""
 
@@ -86,19 +97,9 @@ class Run:
             self.inputs[number, step] = batch["inputs"]
             if step + 1 in saves:
                 self._save(step + 1, data, position, cursors)
-        self.attempts.append(
-            step_log.Attempt(
-                attempt=number,
-                start_step=start,
-                hosts=1,
-                slices=1,
-                devices=1,
-                data={"number": str(data.identity())},
-                world=0,
-                records=tuple(logged),
-                left_out=self.left_out,
-            )
-        )
+        header = {"attempt": number, "start_step": start, "left_out": self.left_out}
+        data = {"number": str(data.identity())}
+        self.attempts.append(attempt_of(logged, **header, data=data))
         return self
 
     def _read(self, data, size, position, cursors):
@@ -106,9 +107,7 @@ class Run:
             placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
             self.host = data.host_batches(placement)
             if position:
-                self.host.go_to(
-                    position, lambda shards: {s: cursors[s] for s in shards}
-                )
+                self.host.go_to(position, reader(cursors))
         batch = next(self.host)
         position = self.host.position()
         self.read = size, position, data
@@ -122,17 +121,11 @@ class Run:
             left_out=self.left_out,
             progress=stages.Course.first(data, 1).at_step(step).progress,
         )
-        self.saved.append(
-            (saved, lambda shards: {shard: cursors[shard] for shard in shards})
-        )
+        self.saved.append((saved, reader(cursors)))
 
     def data_of(self, record):
         return stages.at(self.data[record.attempt], record.step)
 
-    def provenance(self, *, saved=True, **more):
-        return provenance.Provenance(
-            self.attempts,
-            self.data_of,
-            saved=self.saved if saved else (),
-            **more,
-        )
+    def provenance(self, *, saved=True):
+        states = self.saved if saved else ()
+        return provenance.Provenance(self.attempts, self.data_of, saved=states)

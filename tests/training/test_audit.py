@@ -39,16 +39,14 @@ def batches(data):
     return Shown(next(host) for _ in range(30))
 
 
-def logged(batches, *, first=0, **changes):
+def logged(batches, *, first=0, attempt=1, **changes):
     """An attempt that logs that it trained on some batches."""
-    number = changes.get("attempt", 1)
-    records = tuple(
-        recorded_run.recorded(batch, step, attempt=number)
+    records = (
+        recorded_run.recorded(batch, step, attempt=attempt)
         for step, batch in enumerate(batches, start=first)
     )
-    header = {"attempt": 1, "hosts": 1, "slices": 1, "devices": 1, "data": {}}
-    header |= {"world": 0, "left_out": (), **changes}
-    return step_log.Attempt(**header, start_step=first, records=records)
+    changes |= {"attempt": attempt, "start_step": first}
+    return recorded_run.attempt_of(records, **changes)
 
 
 def audited(attempts, data, **options):

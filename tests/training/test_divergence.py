@@ -301,6 +301,7 @@ NEVER_ANEW = {"most": 2, "margin": 3}
         (FIRST_DUE, [4], 5, {}, 4),
         (FIRST_DUE, [4], 5, {"before": 1, "began_at": 4}, 0),
         (FIRST_DUE, [4], 5, {"before": 1, "began_at": 0}, 4),
+        (FIRST_DUE, [4], 5, {"began_at": 4}, 4),
         # Nothing is saved, or only steps that are bad.
         (FIRST_DUE, [], 1, {}, 0),
         (FIRST_DUE, [], 3, {}, 0),
