@@ -39,13 +39,10 @@ def report(loss, gradient_norm=1.0):
 
 def bad_steps(rule, values):
     """The steps, from 1, that a rule finds to be bad."""
-    is_of_gradient = getattr(rule, "func", None) is callbacks.gradient_spike
-    state, bad = {}, []
-    for step, value in enumerate(values, start=1):
-        given = report(1.0, value) if is_of_gradient else report(value)
-        if rule(state, given):
-            bad.append(step)
-    return bad
+    is_of_norm = getattr(rule, "func", None) is callbacks.gradient_spike
+    reports = [report(1.0, each) if is_of_norm else report(each) for each in values]
+    state = {}
+    return [step for step, each in enumerate(reports, 1) if rule(state, each)]
 
 
 numbers = st.floats(0, 20) | st.sampled_from([math.nan, math.inf, -math.inf])
@@ -102,35 +99,25 @@ def test_single_spike_does_not_hide_the_next_and_a_lasting_norm_is_no_spike():
     assert lasting[-1] < 40
 
 
-def scripted(state, report):
-    """A rule that finds the losses 1 to be bad."""
-    del state
-    return "it is bad" * int(report.loss)
-
-
-@pytest.mark.parametrize(
-    ("losses", "options", "since"),
-    [
-        ([0, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0], {"patience": 3}, {7: 5, 10: 5}),
-        ([0, 1], {}, {2: 2}),
-    ],
-)
-def test_detector_acts_after_its_patience_and_as_long_as_steps_are_bad(
-    losses, options, since
-):
-    detector = Detector(scripted, action=Action.ROLLBACK, **options)
-    acted = {}
-    for step, loss in enumerate(losses, 1):
-        finding = detector.after_step(step, report(loss))
-        if finding is not None:
-            assert finding == Detection(
-                action=Action.ROLLBACK,
-                why=f"it is bad, since step {finding.since}",
-                since=finding.since,
-                is_divergence=True,
-            )
-            acted[step] = finding.since
-    assert acted == since
+@given(bads=st.lists(st.booleans(), min_size=9), patience=st.integers(1, 3))
+def test_detector_acts_after_its_patience_and_as_long_as_steps_are_bad(bads, patience):
+    detector = Detector(
+        lambda _, report: "it is bad" * int(report.loss),
+        action=Action.ROLLBACK,
+        **({"patience": patience} if patience > 1 else {}),
+    )
+    since, count = None, 0
+    for step, is_bad in enumerate(bads, 1):
+        since = (since or step) if is_bad else None
+        count = (count + 1) * is_bad
+        found = Detection(
+            action=Action.ROLLBACK,
+            why=f"it is bad, since step {since}",
+            since=since,
+            is_divergence=True,
+        )
+        acts = is_bad and count % patience == 0
+        assert detector.after_step(step, report(is_bad)) == (found if acts else None)
 
 
 class Counter:
@@ -306,6 +293,8 @@ NEVER_ANEW = {"most": 2, "margin": 3}
         (FIRST_DUE, [], 1, {}, 0),
         (FIRST_DUE, [], 3, {}, 0),
         (FIRST_DUE, [4, 8], 4, {}, 0),
+        # A good one was due, and is gone.
+        (FIRST_DUE, [], 6, {}, "complete steps: none"),
         # Older steps were saved once: the beginning would lose them all.
         (FIRST_DUE, [40], 41, {}, 40),
         (FIRST_DUE, [40], 41, {"before": 1, "began_at": 40}, r"\[40\]\); keep more"),
