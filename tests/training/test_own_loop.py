@@ -112,16 +112,8 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 class Recording:
     """A run in a directory, of batches of four rows, and the events that it shows."""
 
-    def __init__(self, directory):
+    def __init__(self, directory, data):
         self.directory, self.told = directory, []
-        texts = [{"text": f"text {n}"} for n in range(40)]
-        file = directory / "a.array_record"
-        corpora.write_arrayrecord(file, texts)
-        data = ec.data.from_config(
-            grain_train_files=str(file),
-            max_target_length=16,
-            enable_data_shuffling=False,
-        )
         mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
         self.batches = ec.batches(data, mesh=mesh, global_batch_size=4)
 
@@ -146,8 +138,8 @@ class Recording:
 
 
 @pytest.fixture
-def recording(tmp_path):
-    made = Recording(tmp_path)
+def recording(tmp_path, data):
+    made = Recording(tmp_path, data)
     yield made
     made.batches.close()
 
