@@ -93,7 +93,7 @@ def test_smoothed_loss_is_compared_with_its_best():
 
 def test_single_spike_does_not_hide_the_next_and_a_lasting_norm_is_no_spike():
     rule = spike(smoothing=0.9, factor=5.0)
-    assert bad_steps(rule, [1.0] * 10 + [100.0] + [1.0] * 5 + [100.0]) == [11, 17]
+    assert bad_steps(rule, [1.0] * 10 + [1000.0] + [1.0] * 5 + [100.0]) == [11, 17]
     lasting = bad_steps(rule, [1.0] * 10 + [100.0] * 50)
     assert lasting[0] == 11
     assert lasting[-1] < 40
