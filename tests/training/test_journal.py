@@ -229,20 +229,22 @@ def free_ports():
             return port
 
 
-@pytest.mark.parametrize("machines", [1, 2])
-def test_processes_of_a_machine_have_files_and_ports_of_their_own(tmp_path, machines):
+def test_processes_of_a_machine_have_files_and_ports_of_their_own(tmp_path):
     # The ports of the hosts of each machine are in a row, and the supervisor's follows.
     port = free_ports()
     section = schema.MetricsSection(enable_tensorboard=True, prometheus_port=port)
     config = configured(
         tmp_path,
         metrics=section,
-        world=schema.WorldSection(hosts=2 * machines),
-        elastic=schema.ElasticSection(elastic_machines=machines),
+        world=schema.WorldSection(hosts=4),
+        elastic=schema.ElasticSection(elastic_machines=2),
     )
-    numbers = (0, 2 * machines - 1)
-    hosts = [journal.listening_on_machine(config, host=each) for each in numbers]
-    with hosts[0], hosts[1], journal.listening_on_machine(config):
+    listening_on_machine = functools.partial(journal.listening_on_machine, config)
+    with (
+        listening_on_machine(host=0),
+        listening_on_machine(host=3),
+        listening_on_machine(),
+    ):
         metrics.TRAIN_STEPS.record(40)
         metrics.GOODPUT.record(75)
         for number in range(3):
@@ -262,7 +264,7 @@ def test_no_extra_is_asked_for_unless_it_is_needed(monkeypatch, tmp_path, config
     monkeypatch.setitem(sys.modules, "tensorboardX.event_file_writer", None)
     with listening(config):
         pass
-    for key, extra in (("enable_tensorboard", "tensorboard"), ("prometheus_port", "p")):
+    for extra, key in (("tensorboard", "enable_tensorboard"), ("p", "prometheus_port")):
         section = schema.MetricsSection(**{key: 9100 if extra == "p" else True})
         needed = configured(tmp_path, metrics=section)
         missing = pytest.raises(errors.ConfigError, match=rf"pip install '\.\[{extra}")
