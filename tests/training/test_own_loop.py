@@ -242,7 +242,7 @@ def test_a_run_that_stops_is_saved_if_its_last_step_is_committed(
 
 
 def test_the_metrics_of_a_step_may_come_later_and_after_it_is_saved(recording):
-    with recording.run() as run:
+    with recording.run(steps=9) as run:
         for step in (1, 2):
             recording.log(run, step, tokens=128, learning_rate=0.5)
             run.emit("save_started", step=step)
@@ -255,7 +255,7 @@ def test_the_metrics_of_a_step_may_come_later_and_after_it_is_saved(recording):
         ("save_started", None),
         ("step", 1.0),
         ("data_ended", None),
-        # No number of steps was given, and the data has ended.
+        # The data has ended before the last step.
         ("run_finished", None),
     ]
     _, step = recording.told[2]
