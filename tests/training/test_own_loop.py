@@ -193,12 +193,17 @@ def test_every_step_is_durable_when_its_save_is_announced(recording, monkeypatch
             patch.setattr(jsonlog._File, "_take", mock.Mock(side_effect=FULL))
             recording.log(run, 7, loss=7.0)
             run.emit("save_started", step=7)
+            assert len(recording.records()) == 6
         name, why = recording.values("why")[-2]
         assert name == "degraded"
         assert "the step log cannot be written, so each step retries" in why
         run.emit("save_started", step=7)
         assert len(recording.records()) == 7
     assert recording.values("step")[-1] == ("run_stopped", 7)
+    monkeypatch.setattr(jsonlog._File, "_take", mock.Mock(side_effect=FULL))
+    lost = r"cannot be logged: .*No space left.* make room there"
+    with pytest.raises(errors.RunError, match=lost), recording.run() as run:
+        recording.log(run, 8, loss=8.0)
 
 
 @pytest.mark.parametrize("method", ["__init__", "write"])

@@ -1,7 +1,5 @@
-import errno
 import json
 import pathlib
-from unittest import mock
 
 import hypothesis
 import jsonschema
@@ -10,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from elastic_ckpt import training
-from elastic_ckpt.core import errors, jsonlog, storage, topology
+from elastic_ckpt.core import storage, topology
 from elastic_ckpt.data import example_id
 from elastic_ckpt.training import step_log
 
@@ -75,31 +73,6 @@ def test_batch_has_its_row_though_rows_are_padding_or_two_are_swapped(
     elif len(padding) < size:
         ids[[n for n in padding if n < size]] = example_id.NONE
     assert step_log.first_row(ids) == row
-
-
-def test_steps_that_a_full_disk_does_not_take_are_logged_when_it_has_room(
-    tmp_path, monkeypatch
-):
-    def logged():
-        (attempt,) = step_log.read(tmp_path)
-        return [each.step for each in attempt.records]
-
-    log = opened(tmp_path, 0)
-    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    log.write(0, *rows([5]), 0)
-    with monkeypatch.context() as patch:
-        patch.setattr(jsonlog._File, "_take", full)
-        for step in (1, 2):
-            log.write(step, *rows([step]), step)
-        assert "No space left" in log.sync()
-        assert logged() == [0]
-    log.write(3, *rows([3]), 3)
-    assert log.sync() is None
-    monkeypatch.setattr(jsonlog._File, "_take", full)
-    log.write(4, *rows([4]), 4)
-    with pytest.raises(errors.RunError, match=r"cannot be logged: .* make room there"):
-        log.close()
-    assert logged() == [0, 1, 2, 3]
 
 
 def test_log_in_a_bucket_is_read_and_so_is_a_copy_on_a_disk(bucket, tmp_path):
