@@ -163,8 +163,9 @@ def test_a_loop_and_its_steps_may_share_a_directory_that_is_moved(tmp_path, reco
     runs.verb("verify", moved)
 
 
-def test_losses_may_be_left_out_and_mistakes_are_refused(recording):
+def test_losses_may_be_left_out_and_mistakes_are_refused(tmp_path, recording):
     with recording.run() as run:
+        run.emit("world_claimed", world=3, step=0)
         recording.log(run, *range(1, 6))
         batch = next(recording.batches)
         some = {name: batch[name] for name in ("inputs", "targets")}
@@ -177,6 +178,7 @@ def test_losses_may_be_left_out_and_mistakes_are_refused(recording):
                 run.log(*arguments)
     assert [record.step for record in recording.records()] == [0, 1, 2, 3, 4]
     assert all(record.loss != record.loss for record in recording.records())
+    assert [each.world for each in step_log.read(tmp_path / "run")] == [3]
 
 
 def test_every_step_is_durable_when_its_save_is_announced(recording, monkeypatch):
@@ -251,6 +253,7 @@ def test_the_metrics_of_a_step_may_come_later_and_after_it_is_saved(recording):
         for step in (1, 2):
             recording.log(run, step, tokens=128, learning_rate=0.5)
             run.emit("save_started", step=step)
+            run.log_metrics(step - 1, loss=9.0)
             run.log_metrics(step, loss=jax.numpy.float32(step / 2), learning_rate=0.25)
         run.emit("data_ended", step=2)
     assert recording.values("loss") == [
