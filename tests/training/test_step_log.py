@@ -1,5 +1,7 @@
 import json
+import os
 import pathlib
+from unittest import mock
 
 import hypothesis
 import jsonschema
@@ -8,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from elastic_ckpt import training
-from elastic_ckpt.core import storage, topology
+from elastic_ckpt.core import errors, storage, topology
 from elastic_ckpt.data import example_id
 from elastic_ckpt.training import step_log
 
@@ -68,11 +70,27 @@ def test_batch_has_its_row_though_rows_are_padding_or_two_are_swapped(
 ):
     ids = np.arange(row, row + size, dtype=np.uint64)
     if size > 4:
-        one, other = drawn.draw(st.permutations(range(size)))[:2]
+        one = drawn.draw(st.sampled_from([0, size // 2]))
+        other = drawn.draw(st.integers(0, size - 1))
         ids[[one, other]] = ids[[other, one]]
     elif len(padding) < size:
         ids[[n for n in padding if n < size]] = example_id.NONE
     assert step_log.first_row(ids) == row
+
+
+def test_steps_that_a_disk_has_lost_or_may_have_lost_are_an_error(
+    tmp_path, monkeypatch
+):
+    log = opened(tmp_path, 0)
+    log.write(0, *rows([1]), 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", mock.Mock(side_effect=OSError("no disk")))
+        with pytest.raises(OSError, match="no disk"):
+            log.sync()
+    (tmp_path / "step_log/attempt-00001.jsonl").unlink()
+    with pytest.raises(errors.RunError, match="was removed"):
+        log.sync()
+    log.close()
 
 
 def test_log_in_a_bucket_is_read_and_so_is_a_copy_on_a_disk(bucket, tmp_path):
