@@ -29,14 +29,16 @@ class Parts(Stateless):
     Args:
       count: of the batches.
       nan_at: the step from 0 whose loss is no number.
-      action: that a callback asks for after step 2.
+      asks: what a callback asks for after step 2.
+      at_end: whether the last step is due.
       leaves: the steps after which the hosts are to leave, and how.
     """
 
-    def __init__(self, *, count=100, nan_at=None, action=None, leaves=()):
+    def __init__(self, *, count=100, nan_at=None, asks=None, leaves=(), at_end=True):
         self.calls = []
         self._numbers = iter(range(count))
-        self._nan_at, self._action, self._leaves = nan_at, action, dict(leaves)
+        self._nan_at, self._asks, self._leaves = nan_at, asks, dict(leaves)
+        self._at_end = at_end
 
     # Batches, for training and for an evaluation, which begins anew.
 
@@ -87,7 +89,7 @@ class Parts(Stateless):
     last_step = None
 
     def is_due(self, step, *, last=False, is_saving=False):
-        return step == 2 or last or is_saving
+        return step == 2 or (last and self._at_end) or is_saving
 
     def save(self, step, state, *, last):
         assert state == step
@@ -122,9 +124,7 @@ class Parts(Stateless):
         assert report == callbacks.StepMetrics(
             loss=step - 1, gradient_norm=step, tokens=8, learning_rate=0.5
         )
-        if step == 2 and self._action:
-            return Detection(action=self._action, why="it is", since=step)
-        return None
+        return self._asks if step == 2 else None
 
     def after_evaluation(self, step, loss):
         self.calls.append(f"called {step} {loss}")
@@ -158,6 +158,7 @@ THREE = TWO + "save 2, step 2, log 3, "
         # Step 2 was saved already, to the tiers that were due.
         ({"count": 2}, TWO + "save 2, data_ended 2, last 2", 2),
         ({"leaves": {1: "stop"}}, "step 0, log 1, wait 0, last 1", 1),
+        ({"leaves": {1: "stop"}, "at_end": False}, "step 0, log 1, wait 0, last 1", 1),
         # Step 2 is due anyway, and is saved once.
         ({"leaves": {2: "resume"}}, TWO + "last 2", 2),
         ({"leaves": {4: "stop"}}, THREE + "step 3, wait 2, log 4, wait 3, last 4", 4),
@@ -188,17 +189,21 @@ ON = (
 
 
 @pytest.mark.parametrize(
-    ("action", "calls"),
+    ("action", "is_divergence", "calls"),
     [
-        (None, ON),
-        (Action.WARN, ON),
-        (Action.STOP, f"{CALLED}, last 2"),
-        (Action.ABORT, CALLED),
-        (Action.ROLLBACK, CALLED),
+        (None, False, ON),
+        (Action.WARN, False, ON),
+        (Action.STOP, False, f"{CALLED}, last 2"),
+        (Action.STOP, True, CALLED),
+        (Action.ABORT, False, CALLED),
+        (Action.ROLLBACK, False, CALLED),
     ],
 )
-def test_callbacks_see_each_step_before_it_is_saved_and_may_prevent_it(action, calls):
-    parts = Parts(action=action)
+def test_callbacks_see_each_step_before_it_is_saved_and_may_prevent_it(
+    action, is_divergence, calls
+):
+    found = {"why": "it is", "since": 2, "is_divergence": is_divergence}
+    parts = Parts(asks=action and Detection(action=action, **found))
     ended = looped(parts, callbacks=Callbacks({"one": parts}))
     assert ", ".join(parts.calls) == calls
     if calls == ON:
