@@ -78,6 +78,7 @@ def test_run_that_goes_back_continues_with_the_same_batch_whenever_it_decides(
         with restarted.run:
             restarted.restore()
             assert len(next(restarted.batches)["inputs"]) == 16
+            assert restarted.callbacks.rollbacks == 1
             restarted.close()
         after.append((again.left_out[-1][1], again.records[0].digest))
     assert after[0] == after[1]
