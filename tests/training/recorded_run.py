@@ -1,12 +1,7 @@
 """A simulated run: the rows it trained on, its step log and its saved data states."""
 
 from elastic_ckpt.core import digest
-from elastic_ckpt.data import (
-    example_id,
-    rows,
-    stages,
-    state,
-)
+from elastic_ckpt.data import example_id, rows, stages, state
 from elastic_ckpt.training import provenance, step_log
 from tests import formats
 
@@ -47,6 +42,17 @@ def recorded(batch, step, *, attempt=1):
     )
 
 
+def reader(cursors):
+    return lambda shards: {shard: cursors[shard] for shard in shards}
+
+
+def attempt_of(records, **changes):
+    """An attempt that logs these steps, on one host unless it is said otherwise."""
+    header = {"attempt": 1, "start_step": 0, "hosts": 1, "slices": 1, "devices": 1}
+    header |= {"data": {}, "world": 0, "left_out": (), **changes}
+    return step_log.Attempt(**header, records=tuple(records))
+
+
 class Run:
     """The attempts of a run, one after the other, on one host."""
 
@@ -57,27 +63,17 @@ class Run:
         # The tokens of the rows of each step of each attempt.
         self.inputs = {}
 
-    def attempt(self, data, sizes, *, start=0, skip=0, goes_back=False, saves=()):
+    def attempt(self, data, sizes, *, start=0, goes_back=False, saves=()):
         """Trains from step `start` on, with batches of these sizes.
 
-        Args:
-          data: of the attempt.
-          sizes: of the batches.
-          start: the first step.
-          skip: how many rows the attempt leaves out before it.
-          goes_back: whether it leaves out those that the attempt before took since.
-          saves: the steps after which the data state is saved.
+        If it `goes_back`, it leaves out what the attempt before took since; `saves` has
+        the steps after which the data state is saved.
         """
         number = len(self.attempts) + 1
         self.data[number] = data
         position, cursors = self.after.get(start, (None, {}))
-        row = state.row_of(position) if position else 0
-        if skip:
-            self.left_out = (*self.left_out, (row, row + skip))
-            size = sizes[0] if data.num_shards else skip
-            for _ in range(skip // size):
-                _, position, cursors = self._read(data, size, position, cursors)
         if goes_back:
+            row = state.row_of(position) if position else 0
             earlier = [each for each in self.left_out if each[1] <= row]
             position, cursors = self.end
             self.left_out = (*earlier, (row, state.row_of(position)))
@@ -95,19 +91,9 @@ class Run:
             self.inputs[number, step] = batch["inputs"]
             if step + 1 in saves:
                 self._save(step + 1, data, position, cursors)
-        self.attempts.append(
-            step_log.Attempt(
-                attempt=number,
-                start_step=start,
-                hosts=1,
-                slices=1,
-                devices=1,
-                data={"number": str(data.identity())},
-                world=0,
-                records=tuple(logged),
-                left_out=self.left_out,
-            )
-        )
+        header = {"attempt": number, "start_step": start, "left_out": self.left_out}
+        data = {"number": str(data.identity())}
+        self.attempts.append(attempt_of(logged, **header, data=data))
         return self
 
     def _read(self, data, size, position, cursors):
@@ -115,9 +101,7 @@ class Run:
             placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
             self.host = data.host_batches(placement)
             if position:
-                self.host.go_to(
-                    position, lambda shards: {s: cursors[s] for s in shards}
-                )
+                self.host.go_to(position, reader(cursors))
         batch = next(self.host)
         position = self.host.position()
         self.read = size, position, data
@@ -131,17 +115,11 @@ class Run:
             left_out=self.left_out,
             progress=stages.Course.first(data, 1).at_step(step).progress,
         )
-        self.saved.append(
-            (saved, lambda shards: {shard: cursors[shard] for shard in shards})
-        )
+        self.saved.append((saved, reader(cursors)))
 
     def data_of(self, record):
         return stages.at(self.data[record.attempt], record.step)
 
-    def provenance(self, *, saved=True, **more):
-        return provenance.Provenance(
-            self.attempts,
-            self.data_of,
-            saved=self.saved if saved else (),
-            **more,
-        )
+    def provenance(self, *, saved=True):
+        states = self.saved if saved else ()
+        return provenance.Provenance(self.attempts, self.data_of, saved=states)

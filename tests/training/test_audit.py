@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import jsonlog
+from elastic_ckpt.core import digest, jsonlog, topology
 from elastic_ckpt.data import rows
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.training import audit, step_log
@@ -39,27 +39,30 @@ def batches(data):
     return Shown(next(host) for _ in range(30))
 
 
-def logged(batches, *, first=0, **changes):
+def logged(batches, *, first=0, attempt=1, **changes):
     """An attempt that logs that it trained on some batches."""
-    number = changes.get("attempt", 1)
-    records = tuple(
-        recorded_run.recorded(batch, step, attempt=number)
+    records = (
+        recorded_run.recorded(batch, step, attempt=attempt)
         for step, batch in enumerate(batches, start=first)
     )
-    header = {"attempt": 1, "hosts": 1, "slices": 1, "devices": 1, "data": {}}
-    header |= {"world": 0, "left_out": (), **changes}
-    return step_log.Attempt(**header, start_step=first, records=records)
+    changes |= {"attempt": attempt, "start_step": first}
+    return recorded_run.attempt_of(records, **changes)
 
 
 def audited(attempts, data, **options):
     return audit.audit(attempts, lambda _: data, **options)
 
 
-def test_one_host_run_passes_over_several_epochs(data, batches):
-    outcome = audited([logged(batches)], data)
+def test_run_over_several_epochs_passes_and_steps_trained_again_count_once(
+    data, batches
+):
+    first = logged(batches[:7], hosts=4)
+    again = logged(batches[4:], first=4, attempt=2, hosts=2)
+    outcome = audited([first, again], data)
     assert outcome.passed
-    assert (outcome.num_steps, outcome.num_examples) == (30, 240)
-    assert (outcome.num_epochs, outcome.num_identical_steps) == (2.4, 30)
+    assert (outcome.num_steps, outcome.num_redone_steps) == (30, 3)
+    assert (outcome.num_epochs, outcome.num_examples) == (2.4, 240)
+    assert (outcome.num_identical_steps, outcome.hosts) == (30, (4, 2))
 
 
 def wrong(batches, kind, step, row, other, late):
@@ -107,7 +110,10 @@ def test_any_other_batch_is_found_at_its_step(batches, data, kind, step, places,
     assert not outcome.passed
     first = differs.index(True) + 1
     assert outcome.first_difference.startswith(f"step {first} (rows "), outcome
+    restored = "; was the data state restored?"
+    assert outcome.first_difference.endswith(restored) == (kind == "again")
     assert outcome.num_identical_steps == STEPS - sum(differs)
+    assert outcome.num_examples == STEPS * BATCH
     step = max(1, step)
     repeated = min(step, STEPS - step) * BATCH * (kind == "again")
     assert (outcome.num_lost, outcome.num_repeated) == (0, repeated)
@@ -121,33 +127,13 @@ def test_rows_that_no_step_used_are_counted(batches, data, skipped):
     before = {n for n in skipped if any(m not in skipped for m in range(n, STEPS))}
     assert outcome.num_lost == BATCH * len(before)
     assert outcome.passed == (not before)
-
-
-@pytest.mark.parametrize(
-    ("used", "difference"),
-    [
-        ((0, 2, 1), "step 1 (rows 16 to 23 of the data): they belong to step 2"),
-        ((0, 2), "step 1 (rows 16 to 23 of the data): they belong to step 2"),
-        ((0, 1, 1), "step 2 (rows 8 to 15 of the data): other steps have used 8"),
-        ((0, 1, "2"), "step 2 (rows 16 to 23 of the data): the batch of the one-host"),
-    ],
-)
-def test_first_difference_says_what_a_step_used(data, batches, used, difference):
-    attempt = logged([batches[int(n)] for n in used])
-    *records, last = attempt.records
-    if used[-1] == "2":
-        last = dataclasses.replace(last, digest="0" * 32)
-    attempt = dataclasses.replace(attempt, records=(*records, last))
-    assert audited([attempt], data).first_difference.startswith(difference)
-
-
-def test_steps_that_were_trained_again_count_once(data, batches):
-    first = logged(batches[:7], hosts=4)
-    again = logged(batches[4:8], first=4, attempt=2, hosts=2)
-    outcome = audited([first, again], data)
-    assert outcome.passed
-    assert (outcome.num_steps, outcome.num_redone_steps) == (8, 3)
-    assert outcome.hosts == (4, 2)
+    if before:
+        index, n = next(
+            (i, n) for i, n in enumerate(sorted({*range(STEPS)} - skipped)) if i != n
+        )
+        place = f"rows {8 * n} to {8 * n + 7} of the data"
+        expected = f"step {index} ({place}): they belong to step {n}"
+        assert outcome.first_difference == expected
 
 
 @pytest.mark.parametrize(
@@ -221,21 +207,16 @@ def test_checkpoint_that_did_not_reach_storage_is_named(actual, problem):
 
 def test_attempts_whose_files_are_missing_are_a_difference(data, batches):
     # The last one has retrained steps of those before it, so that no step is missing.
-    first, second, third = (
-        logged(batches[begin:stop], first=begin, attempt=n, world=n)
-        for n, begin, stop in ((1, 1, 8), (2, 2, 8), (3, 3, 9))
-    )
-    first = dataclasses.replace(logged(batches[:8], world=1), attempt=1)
+    attempts = [
+        logged(batches[n - 1 : 8 + n // 3], first=n - 1, attempt=n, world=n)
+        for n in (1, 2, 3)
+    ]
     noted = {"num_attempts": 3, "newest_world": 3}
-    assert audited([first, second, third], data, **noted).passed
-    for left, problem in (
-        ([second, third], "attempt 1 is missing"),
-        ([first, third], "attempt 2 is missing"),
-        ([first, second], "attempt 3 is missing"),
-    ):
-        outcome = audited(left, data, **noted)
-        assert not outcome.passed
-        assert problem in outcome.first_difference
+    assert audited(attempts, data, **noted).passed
+    for n in (1, 2, 3):
+        left = [each for each in attempts if each.attempt != n]
+        problem = audited(left, data, **noted).first_difference
+        assert f"attempt {n} is missing" in problem
 
 
 CLAIMED = [{"event": "world_claimed", "world": 1}, {"event": "save_started"}]
@@ -268,15 +249,14 @@ def test_newest_attempt_that_was_lost_is_known_by_the_events(
         settings={},
     )
     run_files.write(tmp_path, record)
-    attempt = logged(batches[:3], world=1, data=record.data)
-    header = {"version": step_log.VERSION, **dataclasses.asdict(attempt)}
-    steps = header.pop("records")
-    path = tmp_path / step_log.DIRECTORY / "attempt-00001.jsonl"
-    assert jsonlog.create(path, header)
-    for log, lines in ((path, steps), (tmp_path / run_files.EVENTS, events)):
-        with contextlib.closing(jsonlog.writer(log)) as writing:
-            for line in lines:
-                writing.append(line)
+    world = topology.Topology(hosts=1, slices=1, devices=1)
+    log = step_log.StepLog(tmp_path, 0, world=world, data=record.data, claim=1)
+    for step, batch in enumerate(batches[:3]):
+        log.write(step, batch["example_id"], digest.row_digests(batch), 1.0)
+    log.close()
+    with contextlib.closing(jsonlog.writer(tmp_path / run_files.EVENTS)) as writing:
+        for event in events:
+            writing.append(event)
     outcome = audit.RunAudit(str(tmp_path)).outcome()
     assert outcome.passed == (not problem), outcome
     assert problem in outcome.first_difference

@@ -9,6 +9,7 @@ from elastic_ckpt.tiers.persistent import leases, persistent_root
 from elastic_ckpt.universal import loading
 from elastic_ckpt.universal.rules.layout import LayoutError
 from tests import jobs
+from tests.recorded_events import RecordedEvents
 from tests.universal import safetensors_files
 
 
@@ -59,16 +60,17 @@ def check_begun(state, params):
 def test_run_begins_with_the_weights_of_another_program_and_nothing_else(
     tmp_path, corpus, params, foreign
 ):
-    told = []
-    state = begun(
-        configured(tmp_path / "run", corpus, **foreign),
-        emit=lambda name, **fields: told.append((name, fields)),
-    )
+    recorded = RecordedEvents()
+    state = begun(configured(tmp_path / "run", corpus, **foreign), emit=recorded)
     check_begun(state, params)
     assert len(state["params"]["qkv"].sharding.device_set) == 4
-    (fields,) = [fields for name, fields in told if name == "weights_loaded"]
+    (fields,) = recorded.named("weights_loaded")
     assert fields["path"] == foreign["init_from"]
     assert fields["bytes"] == sum(leaf.nbytes for leaf in params.values())
+    layout = tmp_path / "layout.yml"
+    layout.write_text(layout.read_text().replace("params/embedding", "params/embed"))
+    with pytest.raises(LayoutError, match=rf"{layout}: rules\[2\]"):
+        begun(configured(tmp_path / "other", corpus, **foreign))
 
 
 @pytest.mark.slow
@@ -91,24 +93,11 @@ def test_run_begins_with_a_step_of_ours_and_reads_it_once(
     check_begun(begun(configured(tmp_path / "begun", corpus, **keys)), saved["params"])
     # Its run does not remove it meanwhile.
     assert (leased, leases.leased(root, {})) == ([{2}], set())
-    jobs.trained(jobs.assembled(configured(tmp_path / "run", corpus, **keys)))
-    told = []
-
-    def emit(name, **fields):
-        told.append((name, fields))
-
-    keys = {"init_from": "/gone", "steps": 2}
-    jobs.trained(
-        jobs.assembled(configured(tmp_path / "run", corpus, **keys), emit=emit)
-    )
-    assert ("weights_skipped", {"path": "/gone", "step": 1}) in told
+    recorded = RecordedEvents()
+    for given in (keys, {"init_from": "/gone", "steps": 2}):
+        config = configured(tmp_path / "run", corpus, **given)
+        jobs.trained(jobs.assembled(config, emit=recorded))
+    assert recorded.named("weights_skipped") == [{"path": "/gone", "step": 1}]
     keys = {"init_from": str(step), "base_num_decoder_layers": 3}
     with pytest.raises(errors.ElasticCkptError, match=r"a different model.*params/att"):
         begun(configured(tmp_path / "other", corpus, **keys))
-
-
-def test_error_in_a_layout_names_its_file_and_rule(tmp_path, corpus, foreign):
-    layout = tmp_path / "layout.yml"
-    layout.write_text(layout.read_text().replace("params/embedding", "params/embed"))
-    with pytest.raises(LayoutError, match=rf"{layout}: rules\[2\]"):
-        begun(configured(tmp_path / "run", corpus, **foreign))

@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import functools
 import socket
 import sys
 import threading
@@ -15,12 +16,14 @@ from elastic_ckpt.training import journal, schema
 from tests.monitoring import event_file
 
 RATES = {"tokens": 9, "learning_rate": 0.1}
-STARTED = {
-    "run": "a", "hosts": 1, "slices": 1, "devices": 1, "start_step": 3, "steps": 9,
-}  # fmt: skip
-
-
+STARTED = {"run": "a", "hosts": 1, "slices": 1, "devices": 1}
+STARTED |= {"start_step": 3, "steps": 9}
 BEGUN = ("run_started", STARTED)
+
+
+def tell(emit, *events_):
+    for name, fields in events_:
+        emit(name, **fields)
 
 
 def configured(directory, **sections):
@@ -44,10 +47,7 @@ def listening(config):
 def recorded(config):
     path = f"{journal.path_of(config)}/{run_files.EVENTS}"
     log = jsonlog.read(path) if storage.absolute(path).exists() else []
-    return [
-        {name: value for name, value in event.items() if name != "time"}
-        for event in log
-    ]
+    return [{k: v for k, v in event.items() if k != "time"} for event in log]
 
 
 def step(number):
@@ -55,7 +55,11 @@ def step(number):
 
 
 STOPS = [errors.StoppedError("late"), KeyboardInterrupt(), SystemExit(143)]
-SAVED = ("restored_from", {"step": 3})
+RESTORED = ("restored_from", {"step": 3})
+
+
+def stopped(step, *, saved):
+    return {"event": "run_stopped", "step": step, "saved": saved}
 
 
 @pytest.mark.parametrize(
@@ -66,21 +70,18 @@ SAVED = ("restored_from", {"step": 3})
          {"event": "run_failed", "step": 3, "why": "host 1 failed"}),
         ([step(4), step(5)], errors.RunError("all failed"),
          {"event": "run_failed", "step": 5, "why": "all failed"}),
-        *(([step(4)], error, {"event": "run_stopped", "step": 4, "saved": False})
-          for error in STOPS),
-        # SIGTERM between two worlds, as after a handover: all hosts have saved.
-        ([("world_left", {"step": 5})], SystemExit(143),
-         {"event": "run_stopped", "step": 5, "saved": True}),
-        ([SAVED], SystemExit(143), {"event": "run_stopped", "step": 3, "saved": True}),
-        ([SAVED, ("step_done", {"step": 4})], SystemExit(143),
-         {"event": "run_stopped", "step": 4, "saved": False}),
-        *((told, SystemExit(143), {"event": "run_stopped", "step": 3, "saved": saved})
-          for told, saved in (
-              ([SAVED, BEGUN], True),
-              ([step(3), ("saved", {"step": 3})], True),
+        *(([step(4)], error, stopped(4, saved=False)) for error in STOPS),
+        *((told, SystemExit(143), stopped(number, saved=saved))
+          for told, number, saved in (
+              # SIGTERM between two worlds, as after a handover: all hosts have saved.
+              ([("world_left", {"step": 5})], 5, True),
+              ([RESTORED], 3, True),
+              ([RESTORED, ("step_done", {"step": 4})], 4, False),
+              ([RESTORED, BEGUN], 3, True),
+              ([step(3), ("saved", {"step": 3})], 3, True),
               # The loss of a step may be known later.
-              ([("saved", {"step": 3}), step(3)], True),
-              ([step(3), ("saved", {"step": 2})], False),
+              ([("saved", {"step": 3}), step(3)], 3, True),
+              ([step(3), ("saved", {"step": 2})], 3, False),
           )),
         # A start that was refused leaves no event.
         (None, errors.DataError("refused"), None),
@@ -90,8 +91,7 @@ SAVED = ("restored_from", {"step": 3})
 def test_end_of_a_run_is_kept_with_its_last_step(config, told, error, end):
     keeping = journal.kept(journal.path_of(config), lambda *_, **__: None)
     with pytest.raises(type(error)), keeping as emit:  # noqa: PT012
-        for name, fields in [] if told is None else [BEGUN, *told]:
-            emit(name, **fields)
+        tell(emit, *([] if told is None else [BEGUN, *told]))
         raise error
     if end is None:
         assert recorded(config) == []
@@ -103,10 +103,10 @@ def test_end_of_a_run_is_kept_with_its_last_step(config, told, error, end):
 
 def test_steps_that_are_numbered_from_0_are_saved_under_the_number_before(config):
     with pytest.raises(SystemExit), kept(config, first_step=0) as emit:  # noqa: PT012
-        emit("step", **step(4)[1])
+        tell(emit, step(4))
         emit("saved", step=3, secs=1.0)
         raise SystemExit(143)
-    assert recorded(config)[-1] == {"event": "run_stopped", "step": 4, "saved": True}
+    assert recorded(config)[-1] == stopped(4, saved=True)
 
 
 def test_run_is_locked_and_a_stop_that_was_asked_for_is_known(config):
@@ -117,13 +117,13 @@ def test_run_is_locked_and_a_stop_that_was_asked_for_is_known(config):
         assert not emit.is_stopped
         emit("run_stopped", step=4, saved=True)
         assert emit.is_stopped
-    assert recorded(config) == [{"event": "run_stopped", "step": 4, "saved": True}]
+    assert recorded(config) == [stopped(4, saved=True)]
 
 
 def test_stop_is_in_the_bucket_before_the_process_exits(bucket):
     config = configured(bucket)
     with kept(config) as told:
-        told("run_started", **STARTED)
+        tell(told, BEGUN)
         told.sync()
         told.stopped_early()
         assert recorded(config)[-1]["event"] == "run_stopped"
@@ -142,7 +142,7 @@ def test_events_reach_a_bucket_though_an_upload_has_failed(bucket, monkeypatch):
     monkeypatch.setattr(journal, "_SYNC_SECS", 0.01)
     config = configured(bucket)
     with kept(config) as told:
-        told("run_started", **STARTED)
+        tell(told, BEGUN)
         assert synced.wait(60)
         assert recorded(config)
 
@@ -150,17 +150,12 @@ def test_events_reach_a_bucket_though_an_upload_has_failed(bucket, monkeypatch):
 def test_steps_that_an_earlier_start_has_trained_are_no_goodput_again(config):
     for newest in (5, 6):
         with kept(config, listeners=listening(config)) as emit:
-            emit("run_started", **STARTED)
-            for number in range(4, newest + 1):
-                name, fields = step(number)
-                emit(name, **fields)
-    lines = jsonlog.read(
-        f"{journal.path_of(config)}/{run_files.METRICS}/host-00000.jsonl"
-    )
-    names = [line["metric"].rpartition("/")[2] for line in lines]
+            tell(emit, BEGUN, *map(step, range(4, newest + 1)))
+    file = f"{journal.path_of(config)}/{run_files.METRICS}/host-00000.jsonl"
+    found = [line["metric"].rpartition("/")[2] for line in jsonlog.read(file)]
     # Step 5 in the first start, and step 6 in the second.
-    assert names.count("productive_secs") == 2
-    assert names.count("again_secs") == 1
+    assert found.count("productive_secs") == 2
+    assert found.count("again_secs") == 1
 
 
 def claim(config, save):
@@ -169,62 +164,54 @@ def claim(config, save):
     writer = claims.Writer(steps, run="a", claimant=start)
     writer.begin()
     claimed = writer.claim(Line(save=save, parents=()))
-    return {"world": claimed, "step": 0}
+    return "world_claimed", {"world": claimed, "step": 0}
 
 
-def two_starts(config):
-    """A start that another one replaces, whose end comes before its own."""
-    with kept(config) as old:
-        old("run_started", **STARTED)
-        old("world_claimed", **claim(config, "8"))
-        old("saved", step=4, secs=1.0)
-        old.sync()
-        # Locks of network file systems may be lost, and object stores have none.
-        storage.remove(f"{journal.path_of(config)}/{run_files.LOCK}")
-        with kept(config) as new:
-            new("world_claimed", **claim(config, "9"))
-            old("saved", step=5, secs=1.0)
-            new("run_finished", step=9, secs=1.0)
-        old("run_failed", step=5, why="replaced")
-    log = run_files.read_events(journal.path_of(config))
-    return [event["event"] for event in log]
+def names(config):
+    return [each["event"] for each in run_files.read_events(journal.path_of(config))]
 
 
-COUNTED = ["run_started", "world_claimed", "saved", "world_claimed", "run_finished"]
+SAVED = ("saved", {"step": 4, "secs": 1.0})
 
 
 def test_run_whose_events_were_removed_meanwhile_fails(config):
     removed = pytest.raises(errors.RunError, match="was removed")
     with removed, kept(config) as emit:
-        emit("run_started", **STARTED)
+        tell(emit, BEGUN)
         storage.remove(f"{journal.path_of(config)}/{run_files.EVENTS}")
 
 
 @pytest.mark.parametrize("place", ["local", "gs"])
 def test_events_of_a_replaced_start_are_not_read(steps_in, place):
-    there = configured(steps_in(place))
-    assert two_starts(there) == COUNTED
+    config = configured(steps_in(place))
+    with kept(config) as old:
+        tell(old, BEGUN, claim(config, "8"), SAVED)
+        old.sync()
+        # Locks of network file systems may be lost, and object stores have none.
+        storage.remove(f"{journal.path_of(config)}/{run_files.LOCK}")
+        with kept(config) as new:
+            tell(new, claim(config, "9"))
+            tell(old, SAVED)
+            new("run_finished", step=9, secs=1.0)
+        # Its end comes before that of the one that replaced it.
+        old("run_failed", step=5, why="replaced")
+    read = ["run_started", "world_claimed", "saved", "world_claimed", "run_finished"]
+    assert names(config) == read
     # In a bucket they do not overwrite those of the other start.
-    assert len(recorded(there)) == len(COUNTED) + 2 * (place == "local")
+    assert len(recorded(config)) == len(read) + 2 * (place == "local")
 
 
 def test_events_of_a_start_that_was_replaced_before_it_claimed_a_world_are_not_read(
     config,
 ):
-    directory = journal.path_of(config)
-    with kept(config, is_locked=False) as first:
-        first("world_claimed", **claim(config, "8"))
-    with (
-        kept(config, is_locked=False) as cut_off,
-        kept(config, is_locked=False) as new,
-    ):
+    unlocked = functools.partial(kept, config, is_locked=False)
+    with unlocked() as first:
+        tell(first, claim(config, "8"))
+    with unlocked() as cut_off, unlocked() as new:
         cut_off("leader_found", machine=2, leader=2)
-        new("world_claimed", **claim(config, "9"))
+        tell(new, claim(config, "9"))
         cut_off("run_failed", step=5, why="too few slices")
-    log = run_files.read_events(directory)
-    assert [each["event"] for each in log] == [
-        *("world_claimed", "leader_found", "world_claimed"),
-    ]
+    assert names(config) == ["world_claimed", "leader_found", "world_claimed"]
 
 
 # The metrics of a process.
@@ -242,20 +229,22 @@ def free_ports():
             return port
 
 
-@pytest.mark.parametrize("machines", [1, 2])
-def test_processes_of_a_machine_have_files_and_ports_of_their_own(tmp_path, machines):
+def test_processes_of_a_machine_have_files_and_ports_of_their_own(tmp_path):
     # The ports of the hosts of each machine are in a row, and the supervisor's follows.
     port = free_ports()
     section = schema.MetricsSection(enable_tensorboard=True, prometheus_port=port)
     config = configured(
         tmp_path,
         metrics=section,
-        world=schema.WorldSection(hosts=2 * machines),
-        elastic=schema.ElasticSection(elastic_machines=machines),
+        world=schema.WorldSection(hosts=4),
+        elastic=schema.ElasticSection(elastic_machines=2),
     )
-    numbers = (0, 2 * machines - 1)
-    hosts = [journal.listening_on_machine(config, host=each) for each in numbers]
-    with hosts[0], hosts[1], journal.listening_on_machine(config):
+    listening_on_machine = functools.partial(journal.listening_on_machine, config)
+    with (
+        listening_on_machine(host=0),
+        listening_on_machine(host=3),
+        listening_on_machine(),
+    ):
         metrics.TRAIN_STEPS.record(40)
         metrics.GOODPUT.record(75)
         for number in range(3):
@@ -275,7 +264,7 @@ def test_no_extra_is_asked_for_unless_it_is_needed(monkeypatch, tmp_path, config
     monkeypatch.setitem(sys.modules, "tensorboardX.event_file_writer", None)
     with listening(config):
         pass
-    for key, extra in (("enable_tensorboard", "tensorboard"), ("prometheus_port", "p")):
+    for extra, key in (("tensorboard", "enable_tensorboard"), ("p", "prometheus_port")):
         section = schema.MetricsSection(**{key: 9100 if extra == "p" else True})
         needed = configured(tmp_path, metrics=section)
         missing = pytest.raises(errors.ConfigError, match=rf"pip install '\.\[{extra}")

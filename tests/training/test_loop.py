@@ -1,23 +1,13 @@
+"""The order in which a loop steps, logs, evaluates, validates and saves."""
+
 import numpy as np
 import pytest
 
 from elastic_ckpt.core import events
 from elastic_ckpt.data import data_keys
 from elastic_ckpt.training import callbacks, model, schema, trainer
-from elastic_ckpt.training.callbacks import Action
-
-NO_CALLBACKS = callbacks.Callbacks().get_state()
-
-
-class Batch(int):
-    """A batch of so many rows, which is a number."""
-
-    dtype = np.int32
-
-    def __new__(cls, number, rows):
-        made = super().__new__(cls, number)
-        made.shape = (rows, 4)
-        return made
+from elastic_ckpt.training.callbacks import Action, Callbacks, Detection
+from tests.processes.callbacks import Stateless
 
 
 class Computed(float):
@@ -29,49 +19,47 @@ class Computed(float):
         return made
 
     def block_until_ready(self):
-        self.parts.calls.append(f"wait {self}")
+        self.parts.calls.append(f"wait {self:g}")
         return self
 
 
-class Parts:
-    """Every part of a loop in one, noting who is called when."""
+class Parts(Stateless):
+    """Every part of a loop in one, noting who is called when.
 
-    def __init__(self, due=(2,), count=100):
+    Args:
+      count: of the batches.
+      nan_at: the step from 0 whose loss is no number.
+      asks: what a callback asks for after step 2.
+      at_end: whether the last step is due.
+      leaves: the steps after which the hosts are to leave, and how.
+    """
+
+    def __init__(self, *, count=100, nan_at=None, asks=None, leaves=(), at_end=True):
         self.calls = []
-        self.compilations = []
-        self.last_step = None
-        self.evaluations = 0
-        self._due = due
         self._numbers = iter(range(count))
-        self._rows = 8
+        self._nan_at, self._asks, self._leaves = nan_at, asks, dict(leaves)
+        self._at_end = at_end
 
-    def called(self, *kinds):
-        return [call for call in self.calls if call.startswith(kinds)]
-
-    # Batches, for training and for an evaluation.
+    # Batches, for training and for an evaluation, which begins anew.
 
     def __next__(self):
-        return Batch(next(self._numbers), self._rows)
+        return np.int32(next(self._numbers))
 
     def begin_at(self, step):
         pass
 
-    def resize(self, global_batch_size):
-        self._rows = global_batch_size
-        self.calls.append(f"resize {global_batch_size}")
-
     def reset(self):
-        self.evaluations += 1
+        self._evaluation = iter([(6.0, 2), (9.0, 4)])
 
     def __iter__(self):
-        return iter([(6.0, 2), (9.0, 4)])
+        return self._evaluation
 
     # A program, whose state is the number of steps that are done.
 
     def step(self, state, batch):
         self.calls.append(f"step {batch}")
         report = model.StepReport(
-            loss=Computed(self, batch),
+            loss=Computed(self, np.nan if batch == self._nan_at else batch),
             example_id=None,
             row_digests=None,
             tokens=np.int32(8),
@@ -90,48 +78,59 @@ class Parts:
         pass
 
     def leaving(self, step):
-        del step
+        return self._leaves.get(step)
 
     def compiled(self, jitted, state, batch, *, step):
-        del state, batch
-        assert jitted == self.step
-        self.compilations.append(step)
+        del state, batch, step
         return jitted
 
-    # A saver.
+    # A saver, to which step 2 is due.
 
-    def is_due(self, step, *, last):
-        return step in self._due or last
+    last_step = None
+
+    def is_due(self, step, *, last=False, is_saving=False):
+        return step == 2 or (last and self._at_end) or is_saving
 
     def save(self, step, state, *, last):
+        assert state == step
         self.last_step = step if last else None
-        self.calls.append(f"save {step}: {state}")
+        self.calls.append(f"{'last' if last else 'save'} {step}")
 
     def record(self, step, metrics):
-        self.calls.append(f"record {step}: {metrics}")
+        self.calls.append(f"record {step} {metrics['eval_loss']}")
+
+    # A validation of replicas.
+
+    def run(self, step, state, *, components):
+        assert (state, components) == (step, {"callbacks": Callbacks().get_state()})
+        self.calls.append(f"validate {step}")
 
     # The directory of a run.
 
     def log(self, step, batch, *, loss, tokens, learning_rate, _gradient_norm, _rows):
-        del loss
         assert (tokens, learning_rate, _rows) == (8, 0.5, (None, None))
-        assert _gradient_norm == batch + 1
+        assert (loss, _gradient_norm) == (batch, step) or np.isnan(loss)
         self.calls.append(f"log {step}")
 
     def emit(self, name, **fields):
         events.check(name, fields)
-        if name == "save_blocked":
-            assert fields["secs"] >= 0
-        else:
+        if name != "save_blocked":
             self.calls.append(f"{name} {fields['step']}")
 
+    # A callback.
 
-@pytest.fixture
-def parts():
-    return Parts()
+    def after_step(self, step, report):
+        self.calls.append(f"called {step}")
+        assert report == callbacks.StepMetrics(
+            loss=step - 1, gradient_norm=step, tokens=8, learning_rate=0.5
+        )
+        return self._asks if step == 2 else None
+
+    def after_evaluation(self, step, loss):
+        self.calls.append(f"called {step} {loss}")
 
 
-def looped(parts, *, steps=3, **changes):
+def looped(parts, *, steps=4, **changes):
     """The end of a loop with these parts, but for those that are changed."""
     names = ("world", "run", "program", "saver", "batches", "parts")
     others = {
@@ -139,173 +138,111 @@ def looped(parts, *, steps=3, **changes):
         "sizes": ((0, 8),),
         "evaluated": None,
         "validation": None,
-        "callbacks": callbacks.Callbacks(),
+        "callbacks": Callbacks(),
     }
     made = trainer.Trainer(**(dict.fromkeys(names, parts) | others | changes))
     return made.loop(0, start_step=0, steps=steps)
 
 
-def test_steps_are_logged_before_they_are_saved_and_one_is_ahead_of_the_devices(parts):
-    ended = looped(parts, steps=4)
-    assert (ended.state, ended.step, ended.is_stopped) == (4, 4, False)
-    assert parts.calls == [
-        *("step 0", "log 1", "wait 0.0"),
-        *("step 1", "log 2", "wait 1.0", "save 2: 2"),
-        *("step 2", "log 3"),
-        *("step 3", "wait 2.0", "log 4", "wait 3.0", "save 4: 4"),
-    ]
+TWO = "step 0, log 1, wait 0, step 1, log 2, wait 1, "
+THREE = TWO + "save 2, step 2, log 3, "
+
+
+@pytest.mark.parametrize(
+    ("given", "calls", "step"),
+    [
+        # Steps are logged before they are saved, and one is ahead of the devices.
+        ({}, THREE + "step 3, wait 2, log 4, wait 3, last 4", 4),
+        ({"count": 0}, "data_ended 0", 0),
+        ({"count": 1}, "step 0, log 1, wait 0, data_ended 1, last 1", 1),
+        # Step 2 was saved already, to the tiers that were due.
+        ({"count": 2}, TWO + "save 2, data_ended 2, last 2", 2),
+        ({"leaves": {1: "stop"}}, "step 0, log 1, wait 0, last 1", 1),
+        ({"leaves": {1: "stop"}, "at_end": False}, "step 0, log 1, wait 0, last 1", 1),
+        # Step 2 is due anyway, and is saved once.
+        ({"leaves": {2: "resume"}}, TWO + "last 2", 2),
+        ({"leaves": {4: "stop"}}, THREE + "step 3, wait 2, log 4, wait 3, last 4", 4),
+    ],
+)
+def test_loop_logs_saves_and_ends(given, calls, step):
+    parts = Parts(**given)
+    ended = looped(parts)
+    assert ", ".join(parts.calls) == calls
+    is_stopped = step < 4 and "leaves" in given
+    assert ended == trainer.Ended(step, step, is_stopped, None)
 
 
 @pytest.mark.parametrize("count", [3, 100])
 def test_state_is_validated_before_each_save(count):
-    class Validation:
-        def is_due(self, step, *, is_saving):
-            del step
-            return is_saving
-
-        def run(self, step, state, *, components):
-            assert (state, components) == (step, {"callbacks": NO_CALLBACKS})
-            parts.calls.append(f"validate {step}")
-
     parts = Parts(count=count)
-    looped(parts, validation=Validation(), steps=4)
+    looped(parts, validation=parts)
     last = min(count, 4)
-    expected = ["validate 2", "save 2: 2", f"validate {last}", f"save {last}: {last}"]
-    assert parts.called("save", "validate") == expected
+    saves = [each for each in parts.calls if each.startswith(("val", "save", "last"))]
+    assert saves == ["validate 2", "save 2", f"validate {last}", f"last {last}"]
 
 
-@pytest.mark.parametrize(
-    ("count", "end"),
-    [
-        (0, ["data_ended 0"]),
-        (1, ["step 0", "data_ended 1", "save 1: 1"]),
-        # Step 2 was saved already, to the tiers that were due.
-        (2, ["save 2: 2", "data_ended 2", "save 2: 2"]),
-    ],
+CALLED = "step 0, log 1, wait 0, called 1, step 1, log 2, wait 1, called 2"
+ON = (
+    f"{CALLED}, save 2, step 2, log 3, step 3, wait 2, called 3, log 4, wait 3,"
+    " called 4, last 4"
 )
-def test_last_step_of_data_that_ends_is_saved_as_the_last(count, end):
-    parts = Parts(count=count)
-    ended = looped(parts)
-    assert (ended.state, ended.step) == (count, count)
-    assert parts.called("step", "data", "save")[-len(end) :] == end
-    assert parts.last_step == (count or None)
-
-
-def test_program_is_compiled_for_each_batch_size_which_changes_before_its_step(parts):
-    sizes = ((0, 8), (1, 16), (3, 8))
-    looped(parts, sizes=sizes, saver=None, steps=4)
-    assert parts.called("step", "resize") == [
-        *("step 0", "resize 16", "step 1", "step 2", "resize 8", "step 3"),
-    ]
-    assert parts.compilations == [1, 2]
-
-
-@pytest.mark.parametrize("answer", ["stop", "resume"])
-@pytest.mark.parametrize("step", [1, 2])
-def test_loop_that_is_to_leave_saves_the_step_and_ends_there(parts, step, answer):
-    parts.leaving = lambda done: answer if done == step else None
-    ended = looped(parts)
-    assert (ended.state, ended.step, ended.is_stopped) == (step, step, True)
-    # Step 2 is due anyway, and is saved once.
-    assert parts.called("save") == [f"save {step}: {step}"]
-
-
-class Recorded:
-    """A callback that notes its calls, and asks for an action at a step."""
-
-    def __init__(self, parts, step=None, action=None):
-        self._parts = parts
-        self._step, self._action = step, action
-
-    def after_step(self, step, report):
-        self._parts.calls.append(f"called {step}: {report.loss}")
-        assert report == callbacks.StepMetrics(
-            loss=step - 1, gradient_norm=step, tokens=8, learning_rate=0.5
-        )
-        if step == self._step:
-            return callbacks.Detection(action=self._action, why="it is", since=step)
-        return None
-
-    def after_evaluation(self, step, loss):
-        self._parts.calls.append(f"called after {step}: {loss}")
-
-    def get_state(self):
-        return None
-
-    def set_state(self, state):
-        assert state is None
 
 
 @pytest.mark.parametrize(
-    ("action", "saves"),
+    ("action", "is_divergence", "calls"),
     [
-        (None, ["save 2: 2", "save 4: 4"]),
-        (Action.WARN, ["save 2: 2", "save 4: 4"]),
-        (Action.STOP, ["save 2: 2"]),
-        (Action.ABORT, []),
-        (Action.ROLLBACK, []),
+        (None, False, ON),
+        (Action.WARN, False, ON),
+        (Action.STOP, False, f"{CALLED}, last 2"),
+        (Action.STOP, True, CALLED),
+        (Action.ABORT, False, CALLED),
+        (Action.ROLLBACK, False, CALLED),
     ],
 )
 def test_callbacks_see_each_step_before_it_is_saved_and_may_prevent_it(
-    parts, action, saves
+    action, is_divergence, calls
 ):
-    recorded = Recorded(parts, step=2 if action else None, action=action)
-    ended = looped(parts, steps=4, callbacks=callbacks.Callbacks({"one": recorded}))
-    assert parts.called("save") == saves
-    if action in (None, Action.WARN):
+    found = {"why": "it is", "since": 2, "is_divergence": is_divergence}
+    parts = Parts(asks=action and Detection(action=action, **found))
+    ended = looped(parts, callbacks=Callbacks({"one": parts}))
+    assert ", ".join(parts.calls) == calls
+    if calls == ON:
         assert (ended.step, ended.finding) == (4, None)
-        assert parts.called("step", "called", "save") == [
-            *("step 0", "called 1: 0.0", "step 1", "called 2: 1.0", "save 2: 2"),
-            *("step 2", "step 3", "called 3: 2.0", "called 4: 3.0", "save 4: 4"),
-        ]
-        return
-    assert (ended.step, ended.is_stopped) == (2, False)
-    assert (ended.finding.action, ended.finding.since) == (action, 2)
+    else:
+        assert (ended.step, ended.is_stopped) == (2, False)
+        assert (ended.finding.action, ended.finding.since) == (action, 2)
+
+
+def evaluating(max_batches=0):
+    data = data_keys.DataKeys(eval_interval=2, eval_steps=max_batches)
+    return schema.Config(data=data)
 
 
 @pytest.mark.parametrize(("max_batches", "loss"), [(0, 2.5), (1, 3.0)])
-def test_evaluation_is_the_mean_over_all_targets_each_time_anew(
-    parts, max_batches, loss
-):
-    data = data_keys.DataKeys(eval_interval=2, eval_steps=max_batches)
-    config = schema.Config(data=data)
-    called = callbacks.Callbacks({"one": Recorded(parts)})
-    looped(parts, evaluated=parts, config=config, steps=4, callbacks=called)
-    # Before the step is saved.
-    assert parts.called("evaluated", "called after", "record", "save") == [
-        line
-        for step in (2, 4)
-        for line in (
-            f"evaluated {step}",
-            f"called after {step}: {loss}",
-            f"record {step}: {{'eval_loss': {loss}}}",
-            f"save {step}: {step}",
-        )
-    ]
-    assert parts.evaluations == 2
+def test_evaluation_is_the_mean_over_all_targets_each_time_anew(max_batches, loss):
+    parts = Parts()
+    called = Callbacks({"one": parts})
+    looped(parts, evaluated=parts, config=evaluating(max_batches), callbacks=called)
+    calls = ", ".join(parts.calls)
+    for step, kind in ((2, "save"), (4, "last")):
+        # Before the step is saved.
+        evaluated = f"called {step}, evaluated {step}, called {step} {loss}, "
+        assert evaluated + f"record {step} {loss}, {kind} {step}" in calls
+    assert calls.count("evaluated") == 2
 
 
 @pytest.mark.parametrize("goes_back", [True, False])
-def test_loop_that_distrusts_its_state_ends_without_a_save_or_an_evaluation(
-    goes_back,
-):
-    class Diverging(Parts):
-        def step(self, state, batch):
-            state, report = super().step(state, batch)
-            loss = np.float32(np.nan) if batch == 1 else report.loss
-            return state, report._replace(loss=loss)
-
-    parts, asked = Diverging(), []
-    none = callbacks.Callbacks()
+def test_loop_that_distrusts_its_state_ends_without_a_save_or_an_evaluation(goes_back):
+    parts, asked, none = Parts(nan_at=1), [], Callbacks()
     none.distrust_until(2, lambda step, why: asked.append((step, why)) or goes_back)
-    config = schema.Config(data=data_keys.DataKeys(eval_interval=2))
-    ended = looped(parts, callbacks=none, evaluated=parts, config=config)
+    changes = {"callbacks": none, "evaluated": parts, "config": evaluating()}
+    ended = looped(parts, steps=3, **changes)
     assert asked == [(2, "the loss is nan")]
+    calls = ", ".join(parts.calls)
     if goes_back:
+        assert calls == "step 0, log 1, wait 0, step 1, log 2, wait nan"
         assert (ended.step, ended.finding.action) == (2, Action.DISTRUST)
-        assert parts.called("evaluated", "save") == []
     else:
+        assert "wait nan, evaluated 2, record 2 2.5, save 2, step 2" in calls
+        assert calls.endswith("last 3")
         assert (ended.step, ended.finding) == (3, None)
-        assert parts.called("evaluated", "save") == [
-            *("evaluated 2", "save 2: 2", "save 3: 3"),
-        ]

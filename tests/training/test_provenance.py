@@ -7,6 +7,7 @@ so that the rows of a step say which documents they are made of.
 import collections
 import contextlib
 import dataclasses
+import itertools
 
 import grain
 import numpy as np
@@ -15,13 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import (
-    mixing,
-    positional_data,
-    records,
-    sharded_data,
-    stages,
-)
+from elastic_ckpt.data import mixing, positional_data, records, sharded_data, stages
 from elastic_ckpt.training import audit, step_log
 from tests import conftest, corpora, formats
 from tests.formats import of_stage
@@ -39,8 +34,14 @@ def parts(tmp_path_factory):
     }
 
 
-def is_mixed(name):
-    return len(formats.PIPELINES[name].datasets) > 1
+@pytest.fixture(scope="module")
+def chunk(parts):
+    return formats.data(parts["parquet"], "chunk")
+
+
+def key_of(name, dataset):
+    """The name of a dataset of a pipeline, which one alone does not need."""
+    return dataset if len(formats.PIPELINES[name].datasets) > 1 else ""
 
 
 def file_number(path):
@@ -51,90 +52,71 @@ def document_of(found):
     return found.dataset, file_number(found.file), found.record
 
 
-def asked(run, step):
-    """The documents of each row of a step, by attempt."""
-    found = {}
-    for batch in run.step(step):
-        for each in (piece for row in batch.rows for piece in row):
-            document = each.dataset or "web", file_number(each.file), each.record
-            assert each.document_tokens == SIZES[document]
-        pieces = [
-            [(*document_of(each), each.first_token, each.num_tokens) for each in in_row]
-            for in_row in batch.rows
-        ]
-        found |= dict.fromkeys(batch.attempts, pieces)
+def followed(run, steps, **more):
+    """What provenance says of rows: document, first token, number; by attempt, step."""
+    found, asking = {}, run.provenance(**more)
+    for step in steps:
+        # The run may have gone back past it.
+        with contextlib.suppress(errors.DataError):
+            for batch in asking.step(step):
+                pieces = [
+                    (row, *document_of(each), each.first_token, each.num_tokens)
+                    for row, in_row in enumerate(batch.rows)
+                    for each in in_row
+                ]
+                for each in itertools.chain(*batch.rows):
+                    dataset, *place = document_of(each)
+                    assert each.document_tokens == SIZES[dataset or "web", *place]
+                found |= {(attempt, step): pieces for attempt in batch.attempts}
     return found
 
 
-def trained(run, step, *, is_named):
+def trained(run, name):
     """The same by the tokens of the run."""
     return {
-        attempt: [
-            [(name if is_named else "", *rest) for name, *rest in pieces_of(inputs)]
-            for inputs in of_rows
+        key: [
+            (row, key_of(name, dataset), *rest)
+            for row, inputs in enumerate(of_rows)
+            for dataset, *rest in pieces_of(inputs)
         ]
-        for (attempt, number), of_rows in run.inputs.items()
-        if number == step
+        for key, of_rows in run.inputs.items()
     }
 
 
-def check_steps(run, name, steps, **more):
-    """Checks the documents of steps, of each attempt whose batches are known."""
+def check_steps(run, name, steps=None, **more):
+    """Checks the documents of steps (all by default); those that could be followed."""
     # What the audit reads anew are the rows of the run, byte for byte.
     audited = audit.audit(run.attempts, run.data_of)
     assert audited.passed, audited
-    asking = run.provenance(**more)
+    steps = sorted({step for _, step in run.inputs}) if steps is None else steps
+    found, expected = followed(run, steps, **more), trained(run, name)
+    assert found == {key: expected[key] for key in found}
     lineage = step_log.lineage(run.attempts)
-    for step in steps:
-        expected, found = (
-            trained(run, step, is_named=is_mixed(name)),
-            asked(asking, step),
-        )
-        assert found.items() <= expected.items()
-        assert step not in lineage or lineage[step].attempt in found
-    return asking
-
-
-def known(run):
-    """The attempts and steps whose batches lie in the stream of the run."""
-    asking, found = run.provenance(), set()
-    for step in {step for _, step in run.inputs}:
-        with contextlib.suppress(errors.DataError):
-            for batch in asking.step(step):
-                found |= {(attempt, step) for attempt in batch.attempts}
+    current = {(lineage[n].attempt, n) for n in steps if n in lineage}
+    assert current <= found.keys()
     return found
 
 
-def uses_of_all(run, name):
-    """For each document, the steps with pieces of it."""
-    uses, of_stream = collections.defaultdict(list), known(run)
-    for (attempt, step), of_rows in sorted(run.inputs.items()):
-        if (attempt, step) not in of_stream:
-            continue
-        for row, inputs in enumerate(of_rows):
-            for dataset, *document, first, number in pieces_of(inputs):
-                key = dataset if is_mixed(name) else ""
-                uses[key, *document].append((attempt, step, row, first, number))
-    return uses
-
-
-def check_found(run, name, *, samples, datasets=None):
-    """Compares what is found of documents with what is in all rows of the run."""
+def check_all(run, name, *, samples, datasets=None):
+    """Compares steps, and what is found of documents, with all rows of the run."""
     datasets = datasets or formats.PIPELINES[name].datasets
-    uses, asking = uses_of_all(run, name), run.provenance()
+    uses, asking = collections.defaultdict(list), run.provenance()
+    for key, pieces in sorted(check_steps(run, name).items()):
+        for row, dataset, file, record, *tokens in pieces:
+            uses[dataset, file, record].append((*key, row, *tokens))
     documents = [each for each in SIZES if each[0] in datasets]
     outcomes = collections.Counter()
     for dataset, file, record in documents[:: len(documents) // samples]:
         found = list(asking.find(f"{dataset}-{file}.parquet", record))
-        key = (dataset if is_mixed(name) else "", file, record)
-        assert {document_of(each) for each in found} == {key}
+        document = key_of(name, dataset), file, record
+        assert {document_of(each) for each in found} == {document}
         assert [each.epoch for each in found] == list(range(len(found)))
         named = [
             (use.attempt, use.step, use.row, use.first_token, use.num_tokens)
             for each in found
             for use in each.uses
         ]
-        assert sorted(named) == sorted(uses[key])
+        assert sorted(named) == sorted(uses[document])
         for each in found:
             order = [(use.attempt, use.step) for use in each.uses]
             assert order == sorted(order)
@@ -144,20 +126,19 @@ def check_found(run, name, *, samples, datasets=None):
 
 
 def check_outcome(found, size, name):
+    is_filtered = formats.PIPELINES[name].filtered and size % 3 == 0
+    is_current = any(use.is_current for use in found.uses)
     if found.outcome == "used":
-        assert any(use.is_current for use in found.uses)
+        assert is_current
         assert found.document_tokens == size
-    elif found.outcome == "too_short":
-        assert size < 2
-    elif found.outcome == "filtered":
-        assert formats.PIPELINES[name].filtered
-        assert size % 3 == 0
-    elif found.outcome == "left_out":
-        assert not any(use.is_current for use in found.uses)
     else:
-        assert found.outcome in ("read_ahead", "not_yet_used")
-        is_filtered = formats.PIPELINES[name].filtered and size % 3 == 0
-        assert found.outcome == "not_yet_used" or not is_filtered
+        assert {
+            "too_short": size < 2,
+            "filtered": is_filtered,
+            "left_out": not is_current,
+            "read_ahead": not is_filtered,
+            "not_yet_used": True,
+        }[found.outcome]
 
 
 @pytest.mark.parametrize(
@@ -166,10 +147,9 @@ def check_outcome(found, size, name):
 def test_documents_of_a_step_and_steps_of_a_document(parts, name):
     sizes = [12, 12, 4, 24, 8, 12]
     run = Run().attempt(formats.data(parts["parquet"], name), sizes, saves=(2, 4))
+    check_all(run, name, samples=4)
     # A saved state changes only what is read.
-    for saved in (True, False):
-        check_steps(run, name, (5,), saved=saved)
-    check_found(run, name, samples=4)
+    check_steps(run, name, (5,), saved=False)
     if name == "plain":
         for file_format in ("arrayrecord", "jsonl"):
             data = formats.data(parts[file_format], name)
@@ -177,37 +157,31 @@ def test_documents_of_a_step_and_steps_of_a_document(parts, name):
 
 
 @pytest.mark.parametrize(
-    ("skip", "batches"),
-    [(0, [((1, 2), True, 48)]), (24, [((1,), False, 48), ((2,), True, 72)])],
+    ("goes_back", "batches"),
+    [(False, [((1, 2), True, 48)]), (True, [((1,), False, 48), ((2,), True, 72)])],
 )
 def test_step_that_was_trained_again_has_one_batch_unless_rows_were_left_out(
-    parts, skip, batches
+    chunk, goes_back, batches
 ):
-    data = formats.data(parts["parquet"], "chunk")
-    run = Run().attempt(data, [12] * 5, saves=(3,))
-    run.attempt(data, [12] * 3, start=3, skip=skip)
+    run = Run().attempt(chunk, [12] * 5, saves=(3,))
+    run.attempt(chunk, [12] * 3, start=3, goes_back=goes_back)
     found = list(run.provenance().step(4))
     assert [(b.attempts, b.is_current, b.position) for b in found] == batches
-    check_steps(run, "chunk", (2, 4, 5))
-    assert bool(check_found(run, "chunk", samples=30)["left_out"]) == bool(skip)
+    assert bool(check_all(run, "chunk", samples=30)["left_out"]) == goes_back
 
 
-def test_steps_that_the_run_left_out_had_batches_of_other_sizes(parts):
-    data = formats.data(parts["parquet"], "chunk")
-    run = Run().attempt(data, [12, 12, 12, 8, 4, 10], saves=(2,))
-    run.attempt(data, [24, 6, 18], start=3, goes_back=True, saves=(5,))
-    check_steps(run, "chunk", range(6))
-    assert check_found(run, "chunk", samples=90)["left_out"]
+def test_steps_that_the_run_left_out_had_batches_of_other_sizes(chunk):
+    run = Run().attempt(chunk, [12, 12, 12, 8, 4, 10], saves=(2,))
+    run.attempt(chunk, [24, 6, 18], start=3, goes_back=True, saves=(5,))
+    assert check_all(run, "chunk", samples=90)["left_out"]
 
 
 @pytest.mark.parametrize(("name", "size"), [("plain", 24), ("chunk", 4)])
 def test_data_that_ends(parts, name, size):
     data = formats.data(parts["parquet"], name, num_epochs=1)
     run = Run().attempt(data, [size] * (40 * 24 // size), saves=(2, 5))
-    last = run.attempts[0].records[-1].step
-    assert last > 2
-    check_steps(run, name, (last // 2, last))
-    outcomes = check_found(run, name, samples=10)
+    assert run.attempts[0].records[-1].step > 2
+    outcomes = check_all(run, name, samples=10)
     assert not outcomes["not_yet_used"] + outcomes["read_ahead"]
 
 
@@ -278,14 +252,19 @@ def test_records_without_tokens_that_are_corrupt_filtered_or_in_a_window(is_own)
 @pytest.mark.parametrize("size", [16, 36])
 def test_rows_of_positional_data_are_its_records_in_their_order(corpus, size):
     data = conftest.data_of(corpus)
-    run = Run().attempt(data, [8] * 17)
-    run.attempt(data, [size] * 2, start=15, skip=8)
+    run = Run().attempt(data, [8] * 17).attempt(data, [8], start=15)
+    run.attempt(data, [size] * 2, start=15, goes_back=True)
     asking, order, uses = run.provenance(), data.order, collections.defaultdict(list)
+    known = {
+        (attempt, step): batch
+        for step in range(17)
+        for batch in asking.step(step)
+        for attempt in batch.attempts
+    }
     # The rows of step 16 of the first attempt were read again in a larger batch.
-    assert known(run) == {(1, n) for n in range(16)} | {(2, 15), (2, 16)}
-    for attempt, step in known(run):
-        begin = 8 * step if attempt == 1 else 128 + size * (step - 15)
-        (batch,) = (each for each in asking.step(step) if attempt in each.attempts)
+    assert known.keys() == {(1, n) for n in range(16)} | {(2, 15), (3, 15), (3, 16)}
+    for (attempt, step), batch in known.items():
+        begin = 8 * step if attempt < 3 else 128 + size * (step - 15)
         assert batch.position == begin
         for row, (piece,) in enumerate(batch.rows):
             expected = order[begin + row], (begin + row) // data.num_records
@@ -304,44 +283,61 @@ def test_rows_of_positional_data_are_its_records_in_their_order(corpus, size):
         assert epoch == (end - 1) // data.num_records
 
 
+def plain(parts):
+    return formats.data(parts["parquet"], "plain")
+
+
+def mapped(parts):
+    """Code of the user's after the tokens."""
+    make_shard = formats.data(parts["parquet"], "chunk").make_shard
+    return sharded_data.sharded(
+        lambda shard: make_shard(shard).map(lambda row: row),
+        num_shards=12,
+        pipeline="mapped",
+    )
+
+
+def own(_):
+    numbers = grain.MapDataset.range(40).map(lambda n: {"inputs": np.array([n])})
+    return positional_data.positional(numbers.repeat(), pipeline="numbers")
+
+
 @pytest.mark.parametrize(
-    ("ask", "message"),
+    ("make", "question", "message"),
     [
-        (lambda run: list(run.find("no.parquet", 0)), "no.parquet is not a file of"),
-        (lambda run: list(run.find("web-1.parquet", 1)), "has no record 1: its 1"),
-        (
-            lambda run: list(run.step(7)),
-            "step 7 was not trained in any attempt",
-        ),
+        (plain, ("find", "no.parquet", 0), "no.parquet is not a file of"),
+        (plain, ("find", "web-1.parquet", 1), "has no record 1: its 1"),
+        (plain, ("step", 7), "step 7 was not trained in any attempt"),
+        (mapped, ("step", 1), "your step .* processes tokens"),
+        (own, ("step", 1), "Positional.*; use .*from_config"),
+        (own, ("find", "numbers", 3), "Positional.*; use .*from_config"),
     ],
 )
-def test_question_that_cannot_be_answered_is_an_error(parts, ask, message):
-    run = Run().attempt(formats.data(parts["parquet"], "plain"), [12] * 2)
+def test_question_that_cannot_be_answered_is_an_error(parts, make, question, message):
+    run = Run().attempt(make(parts), [12] * 2)
+    ask, *arguments = question
     with pytest.raises(errors.DataError, match=message):
-        ask(run.provenance())
-
-
-def test_code_of_the_users_after_the_tokens_is_refused(parts):
-    base = formats.data(parts["parquet"], "chunk").make_shard
-    data = sharded_data.sharded(
-        lambda shard: base(shard).map(lambda row: row), num_shards=12, pipeline="mapped"
-    )
-    run = Run().attempt(data, [12] * 2)
-    with pytest.raises(errors.DataError, match=r"your step .* processes tokens"):
-        asked(run.provenance(), 1)
+        list(getattr(run.provenance(), ask)(*arguments))
 
 
 @pytest.fixture(scope="module")
 def curriculum(parts):
     """Other weights from step 3 on, other rows from step 6 on, shorter ones from 8."""
-    read = parts["parquet"]
     early, late = {"web": 0.7, "code": 0.3}, {"web": 0.2, "code": 0.3, "books": 0.5}
+    described = {
+        0: {"weights": early},
+        3: {"weights": late},
+        6: {"length": 31, "packing": "first_fit"},
+        8: {"length": 7},
+    }
+    return staged(parts, described)
+
+
+def staged(parts, described):
     return stages.staged(
         [
-            stages.Stage(begin=0, data=of_stage(read, weights=early)),
-            stages.Stage(begin=3, data=of_stage(read, weights=late)),
-            stages.Stage(begin=6, data=of_stage(read, length=31, packing="first_fit")),
-            stages.Stage(begin=8, data=of_stage(read, length=7)),
+            stages.Stage(begin=begin, data=of_stage(parts["parquet"], **each))
+            for begin, each in described.items()
         ]
     )
 
@@ -353,8 +349,7 @@ def test_rows_that_no_step_has_are_those_of_the_next_steps(curriculum):
     for number in (3, 1):
         first = run.attempts[0]
         run.attempts[0] = dataclasses.replace(first, records=first.records[:number])
-        found = asked(run.provenance(), 6)
-        assert found[2] == trained(run, 6, is_named=True)[2]
+        assert followed(run, [6])[2, 6] == trained(run, "mixture")[2, 6]
 
 
 def test_documents_of_a_run_that_was_given_stages(curriculum):
@@ -373,34 +368,28 @@ def test_run_that_goes_back_to_before_other_weights(parts):
     check_steps(run, "mixture", (4, 6))
 
 
-def test_rows_that_were_read_ahead_may_have_been_trained_before_in_other_batches(parts):
+def test_rows_before_a_change_of_batch_size_are_given_no_other_documents(chunk):
+    run = Run().attempt(chunk, [4] * 16).attempt(chunk, [8] * 3, start=4)
+    # Rows 40 on are those of the first attempt, in places that no batch of 8 leads to.
+    assert {step for _, step in check_steps(run, "chunk")} == {*range(7)}
+    with pytest.raises(errors.DataError, match="step 7 was trained, but the run roll"):
+        list(run.provenance().step(7))
     # A batch of 8 is read and never trained, over rows of the first attempt.
-    data = formats.data(parts["parquet"], "chunk")
-    run = Run().attempt(data, [4] * 16).attempt(data, [8] * 3, start=4)
-    _, *run.end = run._read(data, 8, *run.end)
-    check_steps(run.attempt(data, [8] * 3, start=4, goes_back=True), "chunk", (6,))
+    _, *run.end = run._read(chunk, 8, *run.end)
+    check_steps(run.attempt(chunk, [8] * 3, start=4, goes_back=True), "chunk", (6,))
 
 
 def test_documents_of_stages_that_end(parts):
-    read, size = parts["parquet"], 12
-    early, late = {"web": 1.0}, {"code": 0.6, "books": 0.4}
-    begins = (0, 200 // size, 270 // size)
-    of_stages = [
-        of_stage(read, weights=early, epochs=1),
-        of_stage(read, length=24, epochs=1),
-        of_stage(read, weights=late, epochs=1),
-    ]
-    data = stages.staged(
-        [
-            stages.Stage(begin=begin, data=each)
-            for begin, each in zip(begins, of_stages, strict=True)
-        ]
-    )
+    size = 12
+    described = {
+        0: {"weights": {"web": 1.0}},
+        200 // size: {"length": 24},
+        270 // size: {"weights": {"code": 0.6, "books": 0.4}},
+    }
+    data = staged(parts, {n: {**each, "epochs": 1} for n, each in described.items()})
     run = Run().attempt(data, [size] * 40, saves=(10, 25))
-    last = run.attempts[0].records[-1].step
-    assert data.at(last).number == 2
-    check_steps(run, "mixture", (9, last - 1))
-    outcomes = check_found(run, "mixture", samples=12, datasets=formats.DATASETS)
+    assert data.at(run.attempts[0].records[-1].step).number == 2
+    outcomes = check_all(run, "mixture", samples=12, datasets=formats.DATASETS)
     assert outcomes["used"] > 8
 
 
@@ -433,39 +422,11 @@ TWICE = [(0, [12] * 6 + [6] * 2), (3, [18, 4, 4, 4]), (7, [18] * 4 + [4] * 3)]
 def test_documents_of_any_run_over_stages_that_goes_back(
     parts, described, starts, saves
 ):
-    data = stages.staged(
-        [
-            stages.Stage(begin=3 * number, data=of_stage(parts["parquet"], **each))
-            for number, each in enumerate(described)
-        ]
-    )
+    data = staged(parts, {3 * number: each for number, each in enumerate(described)})
     run, step = Run(), 0
     for back, sizes in starts:
         step = max(0, step - back)
         run.attempt(data, sizes, start=step, goes_back=bool(run.attempts), saves=saves)
         step += len(sizes)
-    check_steps(run, "mixture", [n for _, n in known(run)][::3])
     names = {name for each in described for name in each["weights"]}
-    check_found(run, "mixture", samples=5, datasets=names)
-
-
-def test_what_the_rows_of_an_own_dataset_are_made_of_cannot_be_told():
-    dataset = grain.MapDataset.range(40).map(lambda n: {"inputs": np.array([n])})
-    data = positional_data.positional(dataset.repeat(), pipeline="numbers")
-    asking = Run().attempt(data, [8] * 3).provenance()
-    with pytest.raises(errors.DataError, match=r"Positional.*; use .*from_config"):
-        list(asking.step(1))
-    with pytest.raises(errors.DataError, match=r"Positional.*; use .*from_config"):
-        list(asking.find("numbers", 3))
-
-
-def test_steps_before_a_change_of_batch_size_are_not_given_other_documents(parts):
-    data = formats.data(parts["parquet"], "chunk")
-    run = Run().attempt(data, [4] * 16).attempt(data, [8] * 3, start=4)
-    check_steps(run, "chunk", range(7))
-    # Rows 40 on are those of the first attempt, in places that no batch of 8 leads to.
-    for step in range(7, 16):
-        with pytest.raises(
-            errors.DataError, match=f"step {step} was trained, but the run rolled"
-        ):
-            list(run.provenance().step(step))
+    check_all(run, "mixture", samples=5, datasets=names)

@@ -1,20 +1,20 @@
-"""One process is several worlds in turn: each makes a trainer of the run."""
+"""Runs of the reference trainer: how they go back, and how they end."""
 
 import json
-import types
 
 import jax
 import numpy as np
 import pytest
 
+from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.core import errors, metrics
+from elastic_ckpt.inspect import run_files
+from elastic_ckpt.tiers.ram import ram_disk
 from elastic_ckpt.training import step_log
 from elastic_ckpt.training.callbacks import Action, Detection
 from tests import jobs, runs
+from tests.processes.callbacks import Stateless
 from tests.recorded_events import RecordedEvents
-
-# The same float32 sums in another order, over other devices.
-LOSS_RTOL = 1e-5
 
 
 def configured(directory, corpus, **settings):
@@ -22,95 +22,20 @@ def configured(directory, corpus, **settings):
     return jobs.configured(directory, corpus, **values)
 
 
-def assembled(config, slices, num_devices):
-    trainer = jobs.assembled(config, slices=slices, devices=num_devices)
-    mesh = mesh_of(trainer)
-    assert set(mesh.devices.flat) == set(jax.devices()[-num_devices:])
-    assert mesh.shape["slice"] == slices
-    return trainer
+class Planted(Stateless):
+    """Finds a divergence at step 4, once."""
 
+    def __init__(self):
+        self._found = [Detection(action=Action.ROLLBACK, why="planted", since=4)]
 
-def mesh_of(trainer):
-    return trainer.program.abstract_state["step"].sharding.mesh
-
-
-def train(trainer):
-    with trainer.run:
-        state = trainer.restore()
-        for leaf in jax.tree.leaves(state):
-            assert leaf.sharding.device_set == set(mesh_of(trainer).devices.flat)
-        ended = trainer.train(state)
-        trainer.close()
-    return ended
-
-
-def of_steps(attempt, steps, *fields):
-    records = {record.step: record for record in attempt.records}
-    return [[getattr(records[step], name) for name in fields] for step in steps]
-
-
-def batches(attempt, steps):
-    return of_steps(attempt, steps, "digest", "row", "rows")
-
-
-def losses(attempt, steps):
-    return of_steps(attempt, steps, "loss")
-
-
-@pytest.mark.slow
-def test_worlds_of_one_process_repeat_the_steps_after_the_checkpoint(
-    tmp_path, corpus, recorded
-):
-    worlds = ((2, 4, 6), (1, 2, 7), (2, 4, 7))
-    starts = []
-    for number, (slices, num_devices, steps) in enumerate(worlds):
-        # Each kind of iterator loads the state that the other saved.
-        config = configured(
-            tmp_path,
-            corpus,
-            steps=steps,
-            colocated_python_data_input=number % 2 == 0,
-            replica_validation="none" if number else "quick",
-        )
-        job = assembled(config, slices, num_devices)
-        starts.append(job.start_step)
-        assert train(job).step == steps
-    # Step 4 is the only one that was saved: the other worlds repeat what followed it.
-    assert starts == [0, 4, 4]
-    # Before that the copies of the state were compared, and are equal.
-    assert len(recorded[metrics.VALIDATION]) == 1
-    assert metrics.VALIDATION_FINDINGS not in recorded
-    attempts = step_log.read(tmp_path / "tiny")
-    assert [(a.slices, a.devices) for a in attempts] == [(s, d) for s, d, _ in worlds]
-    first, *others = attempts
-    for other in others:
-        assert batches(other, (4, 5)) == batches(first, (4, 5))
-        assert batches(other, (6,)) == batches(others[0], (6,))
-        np.testing.assert_allclose(
-            losses(other, (4, 5)), losses(first, (4, 5)), rtol=LOSS_RTOL
-        )
-    # On the same topology the losses are equal to the bit.
-    assert losses(others[-1], (4, 5)) == losses(first, (4, 5))
-
-
-def test_slices_that_do_not_share_the_devices_are_refused(tmp_path, corpus):
-    with pytest.raises(errors.ConfigError, match="slices=3: 8 devices cannot"):
-        jobs.assembled(configured(tmp_path, corpus), slices=3, devices=8)
-    assert not (tmp_path / "tiny").exists()
+    def after_step(self, step, report):
+        del report
+        return self._found.pop() if self._found and step == 4 else None
 
 
 def planted(config):
-    """A callback that finds a divergence at step 4, once."""
     del config
-    found = [Detection(action=Action.ROLLBACK, why="planted", since=4)]
-    return {
-        "planted": types.SimpleNamespace(
-            after_step=lambda step, _: found.pop() if found and step == 4 else None,
-            after_evaluation=lambda *_: None,
-            get_state=lambda: None,
-            set_state=lambda _: None,
-        )
-    }
+    return {"planted": Planted()}
 
 
 def test_run_that_goes_back_continues_with_the_same_batch_whenever_it_decides(
@@ -142,6 +67,8 @@ def test_run_that_goes_back_continues_with_the_same_batch_whenever_it_decides(
         steps = [each["step"] for each in recorded.named("step")]
         # Step 5 was trained before it went back only if it decided late.
         assert steps == [*range(1, period + 3), *range(period + 1, 7)]
+        # A program for each size of the batches.
+        assert [each["step"] for each in recorded.named("compiled")] == [1, 5]
         outcome = json.loads(runs.verb("audit", directory / "tiny", "--json"))
         assert outcome["passed"], outcome
         first, again = step_log.read(directory / "tiny")
@@ -151,6 +78,7 @@ def test_run_that_goes_back_continues_with_the_same_batch_whenever_it_decides(
         with restarted.run:
             restarted.restore()
             assert len(next(restarted.batches)["inputs"]) == 16
+            assert restarted.callbacks.rollbacks == 1
             restarted.close()
         after.append((again.left_out[-1][1], again.records[0].digest))
     assert after[0] == after[1]
@@ -169,3 +97,132 @@ def test_run_that_goes_back_while_its_hosts_leave_stops_at_the_older_step(
     assert (ended.step, ended.is_stopped) == (2, True)
     assert recorded.named("run_stopped") == [{"step": 2, "saved": True}]
     assert step_log.read(tmp_path / "tiny")[-1].start_step == 2
+
+
+# Stages of the data with rows of another length, and as many.
+LENGTHS = {0: 8, 3: 16, 5: 8, 7: 24}
+STAGES = [{"begin_step": at, "max_target_length": n} for at, n in LENGTHS.items()]
+
+
+@pytest.mark.slow
+def test_poisoned_copy_in_ram_is_left_for_storage_and_rows_of_any_length_come_again(
+    tmp_path, corpus, monkeypatch, recorded
+):
+    save = run_saver.RunSaver.save
+
+    def poison(saver, step, state, *, last):
+        """Has the weights be corrupt when step 6 is captured, and the run go on."""
+        if step == 6:
+            weights = jax.tree.map(lambda w: w * np.nan, state["params"])
+            state = {**state, "params": weights}
+        save(saver, step, state, last=last)
+
+    def train(directory, steps, **settings):
+        config = configured(
+            directory,
+            corpus,
+            steps=steps,
+            data_stages=json.dumps(STAGES),
+            num_logical_shards=8,
+            enable_multi_tier_checkpointing=True,
+            local_checkpoint_directory=str(directory / "ram"),
+            local_checkpoint_period=2,
+            multi_tier_checkpointing_backup_interval_steps=4,
+            **settings,
+        )
+        told, phases = RecordedEvents(), []
+        parts = {"emit": told, "begin": phases.append}
+        ended = jobs.trained(jobs.assembled(config, **parts))
+        return ended, phases, told, [each["step"] for each in told.named("compiled")]
+
+    one, other = tmp_path / "one", tmp_path / "other"
+    undisturbed, _, _, compiled = train(other, 10, replica_validation="quick")
+    # A program for each length: the first one serves the third stage, too.
+    assert compiled == [1, 4, 8]
+    # The copies of the state are compared before each save, and are equal.
+    assert len(recorded[metrics.VALIDATION]) == 5
+    assert metrics.VALIDATION_FINDINGS not in recorded
+    monkeypatch.setattr(run_saver.RunSaver, "save", poison)
+    # The first start ends within the second stage, and the second one with a bad copy.
+    # Each kind of iterator loads the state that the other saved.
+    train(one, 4)
+    train(one, 6, colocated_python_data_input=False)
+    ended, phases, told, compiled = train(one, 10)
+    # It goes back over the begin of the third stage.
+    assert told.named("restore_distrusted") == [
+        {"step": 7, "restored_step": 6, "to_step": 4, "why": "the loss is nan"}
+    ]
+    assert ended.finding is None
+    # A watch does not take the wait for uploads for a step that hangs.
+    assert phases.count("restore") == 2
+    assert compiled == [7, 5, 8]
+    # It has the rows, losses and weights of the one that was not disturbed.
+    jax.tree.map(np.testing.assert_array_equal, ended.state, undisturbed.state)
+    logs = [runs.steps(directory / "tiny") for directory in (one, other)]
+    first, second = ([(step.digest, step.loss) for step in log] for log in logs)
+    assert first == second
+    assert [each.start_step for each in step_log.read(one / "tiny")] == [0, 4, 6, 4]
+    outcome = json.loads(runs.verb("audit", one / "tiny", "--json"))
+    assert outcome["passed"], outcome
+    # Steps 5 and 6, and those of the corrupt state until the loss was known.
+    assert outcome["num_redone_steps"] >= 3
+    assert outcome["num_left_out"] == 0
+
+
+@pytest.mark.slow
+def test_last_step_before_the_end_of_the_data_is_in_every_tier(tmp_path, corpus):
+    ram = tmp_path / "ram"
+    config = jobs.configured(
+        tmp_path,
+        corpus,
+        num_logical_shards=8,
+        num_epoch=1,
+        steps=1000,
+        enable_multi_tier_checkpointing=True,
+        local_checkpoint_directory=str(ram),
+        # RAM lacks the step after which the data ends.
+        local_checkpoint_period=1000,
+        multi_tier_checkpointing_backup_interval_steps=1000,
+    )
+    recorded = RecordedEvents()
+    ended = jobs.trained(jobs.assembled(config, emit=recorded))
+    (end,) = recorded.named("data_ended")
+    assert end["step"] == ended.step
+    assert 1 < ended.step < 1000
+    assert runs.saved_steps(tmp_path / "tiny") == [ended.step]
+    disk = ram_disk.RamDisk(f"{ram}/tiny", run="tiny")
+    assert {step for step, _ in disk.known_saves()} == {ended.step}
+    assert "PASSED" in runs.verb("audit", tmp_path / "tiny")
+    # Another run does not begin with its steps.
+    (tmp_path / "tiny").rename(tmp_path / "moved")
+    with pytest.raises(errors.RunError, match="the steps of another run, 'tiny'"):
+        jobs.assembled(jobs.configured(tmp_path, corpus, run_name="moved"))
+
+
+class Failing(Stateless):
+    """A callback that fails right after a save was begun, at the step after it."""
+
+    def after_step(self, step, report):
+        del report
+        if step == 5:
+            raise ZeroDivisionError("of the callback")
+
+
+def callbacks(config):
+    del config
+    return {"failing": Failing()}
+
+
+@pytest.mark.slow
+def test_run_of_one_process_that_fails_has_its_last_due_step(tmp_path, corpus):
+    config = runs.write_config(tmp_path, corpus, steps=8, checkpoint_period=4)
+    ended = runs.cli("train", config, f"training_callbacks={__name__}:callbacks")
+    assert ended.returncode == 1, ended.stdout
+    assert "ZeroDivisionError: of the callback" in ended.stderr
+    assert runs.saved_steps(tmp_path / "tiny") == [4]
+    (lines,) = run_files.read_metrics(tmp_path / "tiny" / "metrics").values()
+    assert metrics.FAILURES.name in [line["metric"] for line in lines]
+    ended = runs.cli("train", config)
+    assert ended.returncode == 0, ended.stderr
+    assert "from step 4 to step 8" in ended.stdout
+    assert "PASSED" in runs.verb("audit", tmp_path / "tiny")
