@@ -13,13 +13,7 @@ from multiprocessing import connection
 import pytest
 
 from elastic_ckpt.core import errors, events, process
-from elastic_ckpt.elastic import (
-    decision,
-    leader_claim,
-    link,
-    machine,
-    watch,
-)
+from elastic_ckpt.elastic import decision, leader_claim, link, machine, watch
 
 
 def far(number):
@@ -70,8 +64,6 @@ class Machines:
         self._threads = []
 
     def supervisor(self, number, lead, *, lost_secs=600.0, wait_secs=600.0, **changes):
-        station = Station(number)
-
         def emit(name, **fields):
             events.check(name, fields)
             self.events.append((number, name, fields))
@@ -86,12 +78,12 @@ class Machines:
             "policy": decision.Policy(wait_secs=wait_secs),
             "show": emit,
         }
-        made = machine.MachineSupervisor(station, lead, **run | changes)
+        made = machine.MachineSupervisor(Station(number), lead, **run | changes)
         made._claims._owner = far(number)
         return made
 
     def start(self, number, lead, **changes):
-        """Starts a supervisor, and returns it."""
+        """Starts a supervisor, and returns it when it leads or follows."""
         made = self.supervisor(number, lead, **changes)
 
         def run():
@@ -103,6 +95,11 @@ class Machines:
         thread = threading.Thread(target=run)
         thread.start()
         self._threads.append(thread)
+        while not any(
+            (n, name) == (number, "leader_found") for n, name, _ in self.events
+        ):
+            assert thread.is_alive(), self.ends
+            time.sleep(0.01)
         return made
 
     def join(self):
@@ -114,35 +111,29 @@ class Machines:
         found = [(n, each) for n, of, each in self.events if of == "leader_found"]
         return [number for number, each in found if each["leader"] == number]
 
-    def await_event(self, number, name):
-        while not any((n, each) == (number, name) for n, each, _ in self.events):
-            time.sleep(0.01)
-
 
 @pytest.fixture
 def machines(tmp_path):
     return Machines(tmp_path)
 
 
-def await_other(cluster, emit=None):
+def await_other(cluster, _):
     """Returns when the other machine follows."""
-    del emit
     while len(cluster._machines.connected) < 2:
         cluster.wait(0.01)
 
 
-def raising(error):
-    def lead(cluster, emit):
-        await_other(cluster, emit)
-        raise error
-
-    return lead
+def end_at_once(*_):
+    pass
 
 
 @pytest.mark.parametrize("kind", [errors.RunError, errors.ReplacedError])
 def test_the_other_machines_end_with_a_run_that_fails(machines, kind):
-    machines.start(0, raising(kind("a host is gone")))
-    machines.await_event(0, "leader_found")
+    def lead(*run):
+        await_other(*run)
+        raise kind("a host is gone")
+
+    machines.start(0, lead)
     machines.start(1, await_other)
     machines.join()
     assert str(machines.ends[0]) == "a host is gone"
@@ -162,7 +153,7 @@ def test_a_run_that_fails_at_storage_ends_and_does_not_begin_again(machines):
 
 
 def test_a_machine_waits_for_the_storage_of_the_claims(machines, monkeypatch):
-    first = machines.supervisor(0, lambda *_: None)
+    first = machines.supervisor(0, end_at_once)
     first._expected = {0}
     take, failures = first._claims.take, [OSError(5, "Input/output error")]
 
@@ -179,7 +170,6 @@ def test_a_machine_waits_for_the_storage_of_the_claims(machines, monkeypatch):
 def test_a_leader_that_stood_still_follows_the_one_that_has_its_claim(machines):
     # On a slow machine the claim may change hands again: each does the same.
     stale = machines.start(0, await_other, lost_secs=4.0)
-    machines.await_event(0, "leader_found")
     second = machines.supervisor(1, await_other)
     before = dataclasses.replace(second._claims.look(), lost="it has ended")
     if second._lead(before) is None:
@@ -200,8 +190,7 @@ def test_the_next_leader_comes_at_once_when_nothing_listens_any_more(machines):
         raise SystemExit
 
     first = machines.start(0, dies)
-    machines.await_event(0, "leader_found")
-    second = machines.start(1, lambda *_: None)
+    second = machines.start(1, end_at_once)
     machines.join()
     assert machines.ends[1] is False
     assert machines.leaders() == [0, 1]
@@ -228,11 +217,10 @@ def test_a_leader_that_waits_in_vain_gives_way_to_one_that_reaches_more(machines
 
 def test_a_leader_that_reaches_all_does_not_give_way(machines):
     def lead(cluster, emit):
-        await_other(cluster)
+        await_other(cluster, emit)
         emit("waiting_for_slices", why="they are refused", within_secs=600.0)
 
     first = machines.start(0, lead)
-    machines.await_event(0, "leader_found")
     machines.start(1, await_other)
     machines.join()
     assert first._gives_way_secs == math.inf
@@ -294,38 +282,29 @@ def test_a_leader_that_cannot_be_reached_is_named_with_its_claim(machines):
     assert "let the machines reach each other on all ports" in said
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_second_start_of_a_machine_that_is_there_is_refused(machines, number):
-    leads = threading.Event()
+def test_a_machine_that_the_leader_refuses_ends_and_the_run_goes_on(machines):
+    is_over = threading.Event()
 
     def lead(cluster, emit):
         await_other(cluster, emit)
-        while not leads.is_set():
+        while not is_over.is_set():
             cluster.wait(0.01)
 
     machines.start(0, lead)
-    machines.await_event(0, "leader_found")
     machines.start(1, await_other)
-    machines.await_event(1, "leader_found")
-    again = machines.supervisor(number, None, wait_secs=0.0)
-    again._claims._owner = far(7)
-    with pytest.raises(
-        errors.RunError, match=f"machine {number} already has a supervisor"
+    for number, changes, says in (
+        (0, {}, "machine 0 already has a supervisor"),
+        (1, {}, "machine 1 already has a supervisor"),
+        (
+            1,
+            {"configured": "another"},
+            "1 has a different configuration from machine 0",
+        ),
     ):
-        again.run()
-    leads.set()
-    machines.join()
-    assert machines.ends == {0: False, 1: False}
-
-
-def test_a_machine_with_another_configuration_is_refused_and_the_run_goes_on(machines):
-    machines.start(0, await_other)
-    machines.await_event(0, "leader_found")
-    other = machines.supervisor(1, None, configured="the digest of another one")
-    with pytest.raises(
-        errors.RunError, match="machine 1 has a different configuration from machine 0"
-    ):
-        other.run()
-    machines.start(1, await_other)
+        again = machines.supervisor(number, None, wait_secs=0.0, **changes)
+        again._claims._owner = far(7)
+        with pytest.raises(errors.RunError, match=says):
+            again.run()
+    is_over.set()
     machines.join()
     assert machines.ends == {0: False, 1: False}
