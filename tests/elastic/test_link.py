@@ -15,6 +15,15 @@ def listener():
         yield listener
 
 
+@pytest.fixture
+def ends(listener):
+    """Both ends of a link: the one that connected, and the one that was accepted."""
+    far = link.connect(listener.address, listener.key, 600, machine=1)
+    near = listener.accepted.get(timeout=600)
+    with contextlib.closing(far), contextlib.closing(near):
+        yield far, near
+
+
 def messages(one):
     found = []
     while not found:
@@ -23,9 +32,8 @@ def messages(one):
     return found
 
 
-def test_messages_go_both_ways_until_one_side_ends_the_link(listener):
-    far = link.connect(listener.address, listener.key, 600, machine=1)
-    near = listener.accepted.get()
+def test_messages_go_both_ways_until_one_side_ends_the_link(ends):
+    far, near = ends
     assert near.hello == {"machine": 1}
     far.send(machine=1)
     near.send(start=[1, 0])
@@ -38,7 +46,20 @@ def test_messages_go_both_ways_until_one_side_ends_the_link(listener):
     assert messages(near) == [{"exit": 3}]
     with pytest.raises(link.LinkLostError):
         messages(near)
-    near.close()
+
+
+def test_a_peer_that_gives_no_sign_is_lost(ends):
+    _, near = ends
+    near._lost_secs = -1.0
+    with pytest.raises(link.LinkLostError, match="stopped responding"):
+        near.receive()
+
+
+def test_a_peer_that_sends_no_json_is_lost(ends):
+    far, near = ends
+    far.channel.send_bytes(b"\xff")
+    with pytest.raises(link.LinkLostError, match="other than JSON"):
+        messages(near)
 
 
 def test_a_connection_without_the_key_is_refused(listener):
@@ -47,42 +68,17 @@ def test_a_connection_without_the_key_is_refused(listener):
     assert listener.accepted.empty()
 
 
-def test_a_peer_that_gives_no_sign_is_lost(listener):
-    far = link.connect(listener.address, listener.key, 1e9)
-    near = listener.accepted.get()
-    far.send(machine=1)
-    assert messages(near) == [{"machine": 1}]
-    near._lost_secs = -1.0
-    with pytest.raises(link.LinkLostError, match="stopped responding"):
-        near.receive()
-    far.close()
-    near.close()
-
-
-def test_an_address_at_which_nothing_listens_refuses():
-    listener = link.Listener("127.0.0.1", 600)
-    listener.close()
-    with pytest.raises(link.LinkLostError) as lost:
-        link.connect(listener.address, listener.key, 600)
-    assert isinstance(lost.value.__cause__, ConnectionRefusedError)
-
-
-def test_a_machine_without_descriptors_accepts_peers_later(monkeypatch):
-    accept, refused = link.socket.socket.accept, []
+def test_a_machine_without_descriptors_accepts_peers_later(monkeypatch, request):
+    accept, errors = link.socket.socket.accept, [OSError(errno.EMFILE, "Too many")]
 
     def scarce(listening):
-        if not refused:
-            refused.append(1)
-            raise OSError(errno.EMFILE, "Too many open files")
+        if errors:
+            raise errors.pop()
         return accept(listening)
 
     monkeypatch.setattr(link.socket.socket, "accept", scarce)
-    with contextlib.closing(link.Listener("127.0.0.1", 600)) as listener:
-        far = link.connect(listener.address, listener.key, 600)
-        near = listener.accepted.get(timeout=600)
-    near.close()
-    far.close()
-    assert refused
+    request.getfixturevalue("ends")
+    assert not errors
 
 
 def test_a_peer_that_shows_the_key_too_late_is_not_linked():
@@ -102,13 +98,3 @@ def test_a_peer_that_shows_the_key_too_late_is_not_linked():
     with pytest.raises(EOFError):
         channel.recv_bytes()
     channel.close()
-
-
-def test_a_peer_that_sends_no_json_is_lost(listener):
-    far = link.connect(listener.address, listener.key, 600, machine=1)
-    near = listener.accepted.get()
-    far.channel.send_bytes(b"\xff")
-    with pytest.raises(link.LinkLostError, match="other than JSON"):
-        messages(near)
-    far.close()
-    near.close()
