@@ -4,70 +4,31 @@ import multiprocessing
 import os
 import signal
 import time
-import types
 
-from elastic_ckpt.core import errors, topology
-
-
-def sum_over_hosts(place, emit):
-    """Sums over all hosts, and reports the sum and the number of devices."""
-    import jax
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    from elastic_ckpt.elastic import host
-    from elastic_ckpt.training import schema
-
-    host.configure(schema.WorldSection(devices_per_host=2))
-    with host.joined(place):
-        mine = np.array([10 ** topology.this_host()])
-        total = int(multihost_utils.process_allgather(mine).sum())
-        emit("save_started", step=total * 100 + len(jax.devices()))
+from elastic_ckpt.core import allgather
 
 
-def fail(place, _, *, host, how):
+def stay(place, emit, *, acts=None):
+    """Does what this host has to do; else reports, and stays."""
+    emit.begin("step")
     print(f"host {place.host} was here", flush=True)
-    if place.host == host:
-        how()
+    if acts and place.host in acts:
+        acts[place.host]()
+    emit("save_started", step=place.host)
     # As a host would in a collective whose other members are gone.
     time.sleep(3600)
 
 
-def raise_ours():
-    raise errors.DataError("texts.array_record is cut short; restore it")
-
-
-def raise_replaced():
-    raise errors.ReplacedError("another start has continued it")
-
-
-def raise_foreign():
-    raise ZeroDivisionError("by zero")
-
-
-def kill():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def exit_3():
-    os._exit(3)
-
-
-def sleep(place, emit):
-    emit("save_started", step=place.host)
-    time.sleep(3600)
+def raise_(error):
+    raise error
 
 
 def report_for_ever(place, emit):
     """Host 0 reports without end, and host 1 dies."""
     if place.host == 1:
-        kill()
+        os.kill(os.getpid(), signal.SIGKILL)
     while True:
         emit("step_done", step=1)
-
-
-def wait_and_end(*_):
-    time.sleep(1)
 
 
 def end_the_supervisor(place, _):
@@ -86,28 +47,30 @@ def take_the_signal(place, emit):
         time.sleep(0.01)
     host.configure(schema.WorldSection())
     step = 7
-    with (
-        host.joined(place),
-        termination.agreed() as is_stopping,
-    ):
+    with host.joined(place), termination.agreed() as is_stopping:
         while not is_stopping(step):
             step += 1
             time.sleep(0.05)
         emit("saved", step=step, secs=0.0)
 
 
-def fail_in_turn(place, _):
-    if place.host == 2:
-        raise errors.DataError("the cause")
-    time.sleep(0.05 * place.host)
-    raise RuntimeError(f"an echo in host {place.host}")
+def get_sigterm_before_it_joins(place, emit):
+    """Tells of a signal from others, waits for an order, and reports its phases."""
+    from elastic_ckpt.elastic import host, termination
+    from elastic_ckpt.training import schema
 
-
-def get_sigterm_from_others(place, emit):
-    """Waits for an order, as a host does that leaves, and ends."""
+    os.kill(os.getpid(), signal.SIGTERM)
     emit("save_started", step=place.host)
-    emit.send({"sigterm": True})
-    emit.agree(types.SimpleNamespace(gather=lambda _, own, **__: [own]))
+    host.configure(schema.WorldSection())
+    phases, step = [], 0
+    with host.joined(place, phases.append):
+        termination.call_beside(lambda: emit.send({"sigterm": True}))
+        with termination.agreed() as is_stopping:
+            while not is_stopping(step):
+                step += 1
+            order = emit.agree(allgather.new())
+    told = f"{order.decode()} after {phases}"
+    emit("step_interrupted", step=0, path=told, resume_step=0)
 
 
 def fork_and_be_killed(pipe):

@@ -3,10 +3,6 @@
 import json
 import math
 import multiprocessing
-import os
-import socket
-import subprocess
-import sys
 import types
 
 import jax
@@ -18,6 +14,7 @@ from elastic_ckpt.elastic import host, watch
 from elastic_ckpt.elastic.world import BetweenWorlds, World
 from tests import host_worlds
 from tests.elastic import failing_hosts
+from tests.recorded_events import RecordedEvents
 
 
 @pytest.fixture
@@ -68,54 +65,21 @@ def test_a_phase_is_told_when_another_one_begins(pipes):
     ]
 
 
-def test_a_host_that_gets_sigterm_ends_a_run_that_is_not_elastic(tmp_path):
-    told = []
+def test_sigterm_to_a_host_that_has_not_joined_ends_a_run_that_is_not_elastic(tmp_path):
+    recorded = RecordedEvents()
     host_worlds.run(
-        failing_hosts.get_sigterm_from_others,
+        failing_hosts.get_sigterm_before_it_joins,
         num_hosts=1,
         log_directory=tmp_path,
-        emit=lambda name, **_: told.append(name),
+        emit=recorded,
         limits=watch.Limits(
             most_secs=math.inf, heartbeat_secs=math.inf, grace_secs=600
         ),
     )
-    assert told == ["save_started", "slice_preempted", "stop_requested"]
-
-
-EARLY = """
-import os, signal, sys
-# As in a process of a supervisor, before any thread is started.
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-os.kill(os.getpid(), signal.SIGTERM)
-from multiprocessing import connection
-from elastic_ckpt.elastic import host, termination
-channel = host.HostChannel(connection.Connection(int(sys.argv[1])))
-host.configure(host.Hardware())
-member = host.Member(address=sys.argv[2], num_hosts=1, host=0)
-step = 0
-with host.joined(member, channel.begin):
-    termination.call_beside(lambda: channel.send({"sigterm": True}))
-    with termination.agreed() as is_reached:
-        while not is_reached(step):
-            step += 1
-"""
-
-
-def test_sigterm_from_before_a_host_has_joined_is_reported(pipes):
-    ours, theirs = pipes
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    with subprocess.Popen(
-        [sys.executable, "-c", EARLY, str(theirs.fileno()), address],
-        pass_fds=[theirs.fileno()],
-        env=os.environ,
-    ) as child:
-        theirs.close()
-        messages = []
-        while "sigterm" not in (messages or [{}])[-1]:
-            messages.append(json.loads(ours.recv_bytes()))
-    assert child.returncode == 0
-    assert [each.get("phase") for each in messages[:-1]] == ["reach", "join"]
+    names = [name for name, _ in recorded.events]
+    assert names[:3] == ["save_started", "slice_preempted", "stop_requested"]
+    (told,) = recorded.named("step_interrupted")
+    assert told["path"] == "stop after ['reach', 'join']"
 
 
 def test_the_number_is_that_of_whole_numbers_on_every_device():

@@ -58,15 +58,11 @@ def test_a_signal_that_nobody_has_read_is_passed_on_whenever_it_comes(
 
 def test_a_process_of_its_own_stops_after_the_step_under_way():
     told = queue.SimpleQueue()
-
-    def emit(name, **fields):
-        told.put((name, fields))
-
-    def ended():
-        raise AssertionError("the block has ended in time")
-
-    watched = termination.in_this_process(grace_secs=600, ended=ended, emit=emit)
-    with watched as is_stopping:
+    with termination.in_this_process(
+        grace_secs=600,
+        ended=lambda: pytest.fail("the block has ended in time"),
+        emit=lambda name, **fields: told.put((name, fields)),
+    ) as is_stopping:
         assert not is_stopping(1)
         end()
         assert told.get(timeout=600) == ("stop_requested", {"within_secs": 600})
@@ -77,10 +73,10 @@ LATE = """
 import os, signal, sys, time
 from elastic_ckpt.elastic import termination
 
-def ended(): print("not saved", flush=True)
+def emit(name, **_): print(name, flush=True)
 
 with termination.in_this_process(
-    grace_secs=0.01, ended=ended, emit=lambda name, **_: print(name, flush=True)
+    grace_secs=0.01, ended=lambda: emit("not saved"), emit=emit
 ) as is_stopping:
     for step in range(int(sys.argv[1])):
         is_stopping(step)
