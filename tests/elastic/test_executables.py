@@ -155,18 +155,11 @@ def test_a_spoilt_executable_is_refused_and_compiled_anew(kept, spoilt, request)
     assert run(kept) == LOADED
 
 
-@pytest.fixture
-def jax_cache(tmp_path):
+def test_an_executable_of_jaxs_cache_is_not_kept_unless_only_a_constant_is_there(
+    kept, tmp_path
+):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-
-
-@pytest.mark.usefixtures("without_jax_cache", "jax_cache")
-def test_an_executable_of_jaxs_cache_is_not_kept_unless_only_a_constant_is_there(kept):
     # XLA serializes it without its code on CPU.
     run(kept)
     (file,) = files(kept)

@@ -14,6 +14,7 @@ import pytest
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import failures, host, process_cluster, station, watch
+from elastic_ckpt.training import load
 from tests import host_worlds, runs
 from tests.elastic import failing_hosts
 from tests.recorded_events import RecordedEvents
@@ -183,11 +184,6 @@ def test_a_host_that_is_aborted_is_lost_unless_the_program_failed_before(failed,
     assert failures.lost_hosts(failed) == lost
 
 
-def environment():
-    path = f"{os.getcwd()}:{os.environ['PYTHONPATH']}"
-    return os.environ | {"PYTHONPATH": path}
-
-
 SLEEPING_WORLD = """
 import sys
 from tests import host_worlds
@@ -208,7 +204,7 @@ def test_no_host_outlives_its_supervisor(tmp_path):
         [sys.executable, "-c", SLEEPING_WORLD, tmp_path],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=environment(),
+        env=os.environ | {"PYTHONPATH": f"{os.getcwd()}:{os.environ['PYTHONPATH']}"},
         text=True,
     ) as started:
         assert [started.stdout.readline() for _ in range(2)] == ["save_started\n"] * 2
@@ -218,7 +214,7 @@ def test_no_host_outlives_its_supervisor(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_host_that_trains_imports_nothing_after_the_fork(tmp_path, corpus):
+def test_a_host_that_trains_imports_nothing_after_the_fork(tmp_path, corpus, recorded):
     config = runs.write_config(
         tmp_path,
         corpus,
@@ -229,13 +225,8 @@ def test_a_host_that_trains_imports_nothing_after_the_fork(tmp_path, corpus):
         local_checkpoint_period=4,
         multi_tier_checkpointing_backup_interval_steps=4,
     )
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.elastic.warm_host", tmp_path / "logs", config],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    # And its server had one thread.
-    assert ended.stdout == "[] 1\n"
+    program = functools.partial(failing_hosts.train_warm, config=load.load(config))
+    run(program, tmp_path / "logs", recorded, num_hosts=1)
+    (told,) = recorded.named("step_interrupted")
+    # Its server had one thread.
+    assert (told["path"], told["step"]) == ("[]", 1)
