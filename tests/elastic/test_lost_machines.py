@@ -138,6 +138,23 @@ def test_hosts_that_leave_are_told_that_a_machine_goes_and_that_the_run_ends(hos
     ]
 
 
+@pytest.mark.usefixtures("far")
+def test_a_change_that_is_decided_does_not_wait_for_a_compile(hosts):
+    world = hosts._training = world_of(hosts, 0, 1)
+    world.begin(hosts._emit)
+    world.take(0, {"phase": watch.COMPILE, "begun": 3})
+    decided = decision.Train(slices=(0,), spares=(1,), rows=0, accumulated=1)
+    hosts._change(world, decided)
+    assert not world.is_over, "its hosts train on until the next ones have joined"
+    hosts._next.take(0, {"ready": True})
+    hosts._change(world, decided)
+    hosts._change(world, decided)
+    assert world.is_over
+    assert world.result() is False
+    left = [name for name, _ in hosts._emit.events]
+    assert left == ["world_leaving", "world_left"]
+
+
 @pytest.mark.parametrize("host_alone", [False, True])
 def test_the_memory_of_a_machine_that_ends_stays(hosts, host_alone):
     """It may start again; a slice that is preempted loses its memory."""

@@ -13,7 +13,7 @@ from multiprocessing import connection
 import pytest
 
 from elastic_ckpt.core import errors, events, process
-from elastic_ckpt.elastic import decision, leader_claim, link, machine, watch
+from elastic_ckpt.elastic import decision, leader_claim, machine, watch
 
 
 def far(number):
@@ -63,9 +63,11 @@ class Machines:
         self.events = []
         # The ends of the supervisors, or their errors.
         self.ends = {}
-        self._threads = []
+        self._threads, self.is_over = [], threading.Event()
 
-    def supervisor(self, number, lead, *, lost_secs=600.0, wait_secs=600.0, **changes):
+    def supervisor(
+        self, number, lead, *, lost_secs=600.0, wait_secs=600.0, alone=False, **changes
+    ):
         def emit(name, **fields):
             events.check(name, fields)
             self.events.append((number, name, fields))
@@ -82,6 +84,8 @@ class Machines:
         }
         made = machine.MachineSupervisor(Station(number), lead, **run | changes)
         made._claims._owner = far(number)
+        if alone:
+            made._expected = {number}
         return made
 
     def start(self, number, lead, **changes):
@@ -104,7 +108,13 @@ class Machines:
             time.sleep(0.01)
         return made
 
+    def lead_on(self, cluster, _):
+        """Leads until all are to end, which `join` says."""
+        while not self.is_over.is_set():
+            cluster.wait(0.01)
+
     def join(self):
+        self.is_over.set()
         for thread in self._threads:
             thread.join()
 
@@ -147,16 +157,13 @@ def test_a_run_that_fails_at_storage_ends_and_does_not_begin_again(machines):
     def lead(*_):
         raise OSError(28, "No space left on device")
 
-    first = machines.supervisor(0, lead)
-    first._expected = {0}
     with pytest.raises(OSError, match="No space left"):
-        first.run()
+        machines.supervisor(0, lead, alone=True).run()
     assert machines.leaders() == [0]
 
 
 def test_a_machine_waits_for_the_storage_of_the_claims(machines, monkeypatch):
-    first = machines.supervisor(0, end_at_once)
-    first._expected = {0}
+    first = machines.supervisor(0, end_at_once, alone=True)
     take, failures = first._claims.take, [OSError(5, "Input/output error")]
 
     def failing(*args, **options):
@@ -202,15 +209,13 @@ def test_the_next_leader_comes_at_once_when_nothing_listens_any_more(machines):
 
 
 def test_a_leader_that_waits_in_vain_gives_way_to_one_that_reaches_more(machines):
-    first = machines.supervisor(0, None, lost_secs=0.1)
-
     def lead(cluster, emit):
         emit("waiting_for_slices", why="there are too few", within_secs=600.0)
         assert first._gives_way_secs < math.inf
         first._gives_way_secs = 0.0
         cluster.wait(0.01)
 
-    first._lead_run, first._expected = lead, {0}
+    first = machines.supervisor(0, lead, lost_secs=0.1, alone=True)
     first._claims.look()
     assert first._lead(None) is None
     # It does so once.
@@ -229,56 +234,54 @@ def test_a_leader_that_reaches_all_does_not_give_way(machines):
     assert first._gives_way_secs == math.inf
 
 
-@contextlib.contextmanager
-def led(machines, meet):
-    """Machine 0 holds the claim, and meets each machine that connects."""
-    first = machines.supervisor(0, None)
-    listener = link.Listener("127.0.0.1", 600)
-    first._claims.look()
-    assert first._claims.take(listener.address, listener.key, renewed_to=print)
-
-    def lead():
-        while near := listener.accepted.get():
-            near.send(**meet())
-            near.close()
-
-    thread = threading.Thread(target=lead)
-    thread.start()
-    yield listener
-    listener.accepted.put(None)
-    thread.join()
-    listener.close()
-    first._claims.release()
-
-
-TAKEN = {"agents": [], "machines": [0, 1]}
-
-
 def test_sigterm_while_the_hosts_of_a_lost_leader_end_ends_the_machine(machines):
+    def lead(cluster, emit):
+        await_other(cluster, emit)
+        cluster._machines.close()
+
     before = signal.signal(signal.SIGTERM, lambda *_: None)
+    machines.start(0, lead)
     second = machines.supervisor(1, None)
     second._own.end_hosts = lambda: os.kill(os.getpid(), signal.SIGTERM)
-    with led(machines, lambda: TAKEN):
-        assert second._follow(second._claims.look()) is True
+    assert second._follow(second._claims.look()) is True
+    machines.join()
     signal.signal(signal.SIGTERM, before)
 
 
 def test_a_machine_that_is_refused_after_it_has_followed_gives_up(machines):
-    answers = [TAKEN]
-    with (
-        led(machines, lambda: answers.pop() if answers else {"refused": "two of it"}),
-        pytest.raises(errors.RunError, match="two of it"),
-    ):
+    def lead(cluster, emit):
+        await_other(cluster, emit)
+        own = cluster._machines
+        # The leader does not notice that the link is gone.
+        own._links[1].close()
+        while not machines.is_over.wait(0.01):
+            while not own._listener.accepted.empty():
+                own._admit(own._listener.accepted.get())
+        own._links.clear()
+
+    machines.start(0, lead)
+    with pytest.raises(errors.RunError, match="machine 1 already has a supervisor"):
         machines.supervisor(1, None, wait_secs=0.5).run()
+    machines.join()
 
 
 def test_a_leader_that_cannot_be_reached_is_named_with_its_claim(machines):
-    with led(machines, dict) as listener:
-        listener.close()
-        with pytest.raises(errors.RunError) as refused:
-            machines.supervisor(1, None, wait_secs=0.0).run()
+    is_closed = threading.Event()
+
+    def lead(cluster, emit):
+        cluster._machines._listener.close()
+        is_closed.set()
+        machines.lead_on(cluster, emit)
+
+    machines.start(0, lead, alone=True)
+    is_closed.wait()
+    second = machines.supervisor(1, None, wait_secs=0.0)
+    address = second._claims.look().address
+    with pytest.raises(errors.RunError) as refused:
+        second.run()
+    machines.join()
     said = str(refused.value)
-    assert f"machine 0, which leads the run, at {listener.address}" in said
+    assert f"machine 0, which leads the run, at {address}" in said
     assert "Connection refused" in said
     claim = machines.directory / leader_claim.DIRECTORY / "1.json"
     assert f"The leader still renews its claim, {claim}" in said
@@ -286,14 +289,7 @@ def test_a_leader_that_cannot_be_reached_is_named_with_its_claim(machines):
 
 
 def test_a_machine_that_the_leader_refuses_ends_and_the_run_goes_on(machines):
-    is_over = threading.Event()
-
-    def lead(cluster, emit):
-        await_other(cluster, emit)
-        while not is_over.is_set():
-            cluster.wait(0.01)
-
-    machines.start(0, lead)
+    machines.start(0, machines.lead_on)
     machines.start(1, await_other)
     for number, changes, says in (
         (0, {}, "machine 0 already has a supervisor"),
@@ -308,6 +304,5 @@ def test_a_machine_that_the_leader_refuses_ends_and_the_run_goes_on(machines):
         again._claims._owner = far(7)
         with pytest.raises(errors.RunError, match=says):
             again.run()
-    is_over.set()
     machines.join()
     assert machines.ends == {0: False, 1: False}
