@@ -29,14 +29,6 @@ def raise_(error):
     raise error
 
 
-def report_for_ever(place, emit):
-    """Host 0 reports without end, and host 1 dies."""
-    if place.host == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    while True:
-        emit("step_done", step=1)
-
-
 def end_the_supervisor(place, _):
     if place.host == 0:
         os.kill(multiprocessing.parent_process().pid, signal.SIGTERM)

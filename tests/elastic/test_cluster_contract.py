@@ -106,6 +106,7 @@ def test_a_world_that_was_decided_on_runs_to_its_end(case):
 
 
 def test_a_lost_slice_is_reported_and_missing_and_new_when_it_returns(case):
+    threads, jitted = set(threading.enumerate()), jax.jit
     case.open(kill_slice=2, return_slice=4)
     with pytest.raises(WorldLostError):
         case.run(steps=MANY)
@@ -124,6 +125,10 @@ def test_a_lost_slice_is_reported_and_missing_and_new_when_it_returns(case):
     assert there.alive_secs[1] < there.alive_secs[0]
     assert case.run(number=3)
     assert case.cluster.slices(BOTH).current == BOTH
+    # Nothing is left of the world that was lost.
+    case.cluster.close()
+    assert set(threading.enumerate()) <= threads
+    assert jax.jit is jitted
 
 
 def test_hosts_leave_after_the_same_step_and_lose_none(case):
@@ -149,16 +154,6 @@ def test_sigterm_ends_the_run_after_a_step(case):
     assert case.named("stop_requested")
     assert {each["why"] for each in case.notes("left")} == {"stop"}
     assert not case.named("world_left")
-
-
-def test_nothing_is_left_of_a_world_that_was_lost(case):
-    threads, jitted = set(threading.enumerate()), jax.jit
-    case.open(kill_slice=2)
-    with pytest.raises(WorldLostError):
-        case.run(steps=MANY)
-    case.cluster.close()
-    assert set(threading.enumerate()) <= threads
-    assert jax.jit is jitted
 
 
 @pytest.mark.slow

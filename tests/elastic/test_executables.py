@@ -73,6 +73,9 @@ def test_what_was_compiled_is_loaded_and_has_the_same_bits(kept):
     (file,) = files(kept)
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.parent.stat().st_mode & 0o777 == 0o700
+    # Another program, mesh or argument is compiled.
+    for change in ({"scale": 4.0}, {"num_devices": 2}, {"rows": 16}):
+        assert run(kept, **change) == COMPILED
 
 
 def preloading(kept):
@@ -111,12 +114,6 @@ def test_a_module_that_changes_before_it_is_imported_is_another_program(
     # What is imported is not read again.
     (tmp_path / "imported_late.py").write_text("# changed")
     assert run(kept) == LOADED
-
-
-@pytest.mark.parametrize("change", [{"scale": 4.0}, {"num_devices": 2}, {"rows": 16}])
-def test_another_program_mesh_or_argument_is_compiled(kept, change):
-    run(kept)
-    assert run(kept, **change) == COMPILED
 
 
 def altered(at):

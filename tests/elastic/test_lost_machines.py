@@ -8,7 +8,15 @@ import time
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.elastic import cluster, decision, faults, link, process_cluster, watch
+from elastic_ckpt.elastic import (
+    cluster,
+    decision,
+    failures,
+    faults,
+    link,
+    process_cluster,
+    watch,
+)
 from tests.elastic import test_machine
 from tests.recorded_events import RecordedEvents
 
@@ -57,10 +65,14 @@ def far(hosts, listener):
         yield far
 
 
+def assignment(*slices):
+    work = decision.Train(slices=slices, spares=(), rows=0, accumulated=1)
+    return cluster.Assignment(number=1, work=work)
+
+
 def world_of(hosts, *slices):
     """A world that trains on these slices, and the orders to its hosts from here on."""
-    work = decision.Train(slices=slices, spares=(), rows=0, accumulated=1)
-    world = hosts._world(cluster.Assignment(number=1, work=work))
+    world = hosts._world(assignment(*slices))
     world.is_running = True
     hosts._machines.own.orders.clear()
     return world
@@ -102,6 +114,20 @@ def test_a_machine_that_comes_while_the_run_ends_is_told(hosts, listener):
         listener.accepted.put(listener.accepted.get(timeout=600))
         hosts._machines.end(0.05, is_stopped=True)
         assert {"over": True, "is_stopped": True, "failure": ""} in far.receive()
+
+
+def test_nothing_is_heard_of_a_world_that_is_lost(hosts):
+    own = hosts._machines.own
+    own.hosts_per_slice = 2
+    steps = {"host": [1, 1], "event": "step_done", "fields": {"step": 1}}
+    own.messages = [steps, {"host": [1, 0], "exit": -signal.SIGKILL}]
+    with pytest.raises(failures.WorldLostError):
+        hosts.run_world(
+            *(print, assignment(0)), emit=hosts._emit, has_changed=lambda: None
+        )
+    own.messages = [steps]
+    hosts.wait(0.0)
+    assert hosts._emit.named("step_done") == [{"step": 1}]
 
 
 def test_sigterm_gives_no_further_time_after_a_failure_and_ends_the_run_once(hosts):

@@ -83,23 +83,6 @@ def test_a_host_is_missed_though_one_that_it_has_forked_lives(tmp_path):
         assert list(own.wait(600)) == [{"host": [1, 0], "exit": -signal.SIGKILL}]
 
 
-def test_nothing_is_heard_of_a_world_that_is_lost(tmp_path, recorded):
-    program = failing_hosts.report_for_ever
-    with host_worlds.opened(program, num_hosts=2, log_directory=tmp_path) as hosts:
-        with pytest.raises(failures.WorldLostError):
-            hosts.run_world(
-                program,
-                host_worlds.assignment(1, 2),
-                emit=recorded,
-                has_changed=lambda: None,
-            )
-        number = len(recorded.events)
-        # Its hosts end one after the other, and what they have sent is read.
-        while hosts._worlds:
-            hosts.wait(0.1)
-        assert len(recorded.events) == number
-
-
 def test_hosts_that_do_not_end_in_time_after_sigterm_are_killed(tmp_path, recorded):
     def emit(name, **fields):
         recorded(name, **fields)

@@ -102,12 +102,3 @@ def test_a_process_ends_before_its_first_step_or_when_its_grace_is_over(steps, t
     assert ended.stdout.split("\n")[:-1] == told
     assert ended.returncode == termination.exit_code()
     assert ("before the first step" in ended.stderr) == (not steps)
-
-
-def test_what_is_started_in_the_block_holds_the_signal():
-    program = "import os, signal; os.kill(os.getpid(), 15); print(signal.sigpending())"
-    with termination.held():
-        child = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, check=True
-        )
-    assert b"SIGTERM" in child.stdout
