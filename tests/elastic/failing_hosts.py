@@ -35,41 +35,28 @@ def end_the_supervisor(place, _):
     time.sleep(600)
 
 
-def take_the_signal(place, emit):
-    """Emits the step it stops after, though the signal arrives before it has joined."""
-    from elastic_ckpt.elastic import host, termination
-    from elastic_ckpt.training import schema
-
-    emit("save_started", step=place.host)
-    while signal.SIGTERM not in signal.sigpending():
-        time.sleep(0.01)
-    host.configure(schema.WorldSection())
-    step = 7
-    with host.joined(place), termination.agreed() as is_stopping:
-        while not is_stopping(step):
-            step += 1
-            time.sleep(0.05)
-        emit("saved", step=step, secs=0.0)
-
-
-def get_sigterm_before_it_joins(place, emit):
-    """Tells of a signal from others, waits for an order, and reports its phases."""
+def take_the_signal(place, emit, *, is_own=False):
+    """Stops after a step, though the signal arrives before it has joined."""
     from elastic_ckpt.core import allgather
     from elastic_ckpt.elastic import host, termination
     from elastic_ckpt.training import schema
 
-    os.kill(os.getpid(), signal.SIGTERM)
     emit("save_started", step=place.host)
+    if is_own:
+        os.kill(os.getpid(), signal.SIGTERM)
+    while signal.SIGTERM not in signal.sigpending():
+        time.sleep(0.01)
     host.configure(schema.WorldSection())
-    phases, step = [], 0
+    phases, step = [], 7
     with host.joined(place, phases.append):
         termination.call_beside(lambda: emit.send({"sigterm": True}))
         with termination.agreed() as is_stopping:
             while not is_stopping(step):
                 step += 1
-            order = emit.agree(allgather.new())
-    told = f"{order.decode()} after {phases}"
-    emit("step_interrupted", step=0, path=told, resume_step=0)
+                time.sleep(0.05)
+            order = emit.agree(allgather.new()).decode()
+        told = f"{order} after {phases}"
+        emit("step_interrupted", step=step, path=told, resume_step=0)
 
 
 def train_warm(place, emit, *, config):

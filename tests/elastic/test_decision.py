@@ -37,6 +37,8 @@ ALL, REST = (0, 1, 2, 3), (0, 2, 3)
         ((), 0.0, False, {}, ALL),
         (REST, 5.0, False, {"settle_secs": 6.0}, REST),
         (REST, 5.0, False, {"settle_secs": 5.0}, ALL),
+        # At once where there are too few.
+        (REST, 5.0, False, {"settle_secs": 6.0, "min_slices": 4}, ALL),
         # A slow one is left out if that is asked for and enough others are there.
         (ALL, LONG, True, {"leave_out_slow": True, "min_slices": 3}, REST),
         (ALL, LONG, True, {"leave_out_slow": True, "min_slices": 4}, ALL),

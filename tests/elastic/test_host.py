@@ -1,7 +1,6 @@
-"""A host checks its devices, leaves as ordered, and reports phases and SIGTERM."""
+"""A host checks its devices, leaves as ordered, and reports phases."""
 
 import json
-import math
 import multiprocessing
 import types
 
@@ -10,11 +9,8 @@ import numpy as np
 import pytest
 
 import elastic_ckpt as ec
-from elastic_ckpt.elastic import host, watch
+from elastic_ckpt.elastic import host
 from elastic_ckpt.elastic.world import BetweenWorlds, World
-from tests import host_worlds
-from tests.elastic import failing_hosts
-from tests.recorded_events import RecordedEvents
 
 
 @pytest.fixture
@@ -63,23 +59,6 @@ def test_a_phase_is_told_when_another_one_begins(pipes):
         {"phase": "save", "begun": 4},
         {"event": "world_left", "fields": {"step": 3}},
     ]
-
-
-def test_sigterm_to_a_host_that_has_not_joined_ends_a_run_that_is_not_elastic(tmp_path):
-    recorded = RecordedEvents()
-    host_worlds.run(
-        failing_hosts.get_sigterm_before_it_joins,
-        num_hosts=1,
-        log_directory=tmp_path,
-        emit=recorded,
-        limits=watch.Limits(
-            most_secs=math.inf, heartbeat_secs=math.inf, grace_secs=600
-        ),
-    )
-    names = [name for name, _ in recorded.events]
-    assert names[:3] == ["save_started", "slice_preempted", "stop_requested"]
-    (told,) = recorded.named("step_interrupted")
-    assert told["path"] == "stop after ['reach', 'join']"
 
 
 def test_the_number_is_that_of_whole_numbers_on_every_device():

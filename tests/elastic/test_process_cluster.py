@@ -103,17 +103,28 @@ def test_hosts_that_have_nothing_to_save_are_ended_at_once(tmp_path, recorded):
         run(failing_hosts.end_the_supervisor, tmp_path, recorded)
 
 
-def test_hosts_that_get_sigterm_while_they_start_agree_on_a_step(tmp_path, recorded):
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_hosts_that_get_sigterm_while_they_start_agree_on_a_step(
+    tmp_path, recorded, num_hosts
+):
+    """One gets it alone, and a run that is not elastic ends; several get it from us."""
+    is_alone = num_hosts == 1
+
     def emit(name, **fields):
         recorded(name, **fields)
-        if len(recorded.named("save_started")) == 2 and name == "save_started":
+        if [name for name, _ in recorded.events] == ["save_started"] * 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
     limits = watch.Limits(most_secs=math.inf, heartbeat_secs=math.inf, grace_secs=600)
-    run(failing_hosts.take_the_signal, tmp_path, emit, limits=limits)
-    first, second = recorded.named("saved")
+    program = functools.partial(failing_hosts.take_the_signal, is_own=is_alone)
+    run(program, tmp_path, emit, num_hosts=num_hosts, limits=limits)
+    stopped = recorded.named("step_interrupted")
+    assert {each["path"] for each in stopped} == {"stop after ['reach', 'join']"}
     # It may be the first one that they ask about.
-    assert first == second
+    assert len({each["step"] for each in stopped}) == 1
+    assert len(stopped) == num_hosts
+    assert recorded.named("slice_preempted") == [{"slice": 0}] * is_alone
+    assert recorded.named("stop_requested") == [{"within_secs": 600}]
 
 
 def test_of_several_failures_the_cause_is_told(tmp_path, recorded, monkeypatch):

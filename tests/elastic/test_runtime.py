@@ -103,9 +103,8 @@ def loses_one_after(*steps):
         (4, [ends], {}, [ALL], [[]]),
         # A slice is lost, returns and settles.
         (4, [loses(1), grows, ends], {"min_slices": 2}, [ALL, LEFT, ALL], [[]] * 3),
-        # One is back at once, but has to settle, unless there are too few.
+        # One is back at once, but has to settle.
         (4, [BACK_AT_ONCE, ends], {"min_slices": 2}, [ALL, LEFT], [[]] * 2),
-        (2, [BACK_AT_ONCE, ends], {"min_slices": 2}, [(0, 1)] * 2, [[]] * 2),
         # A spare is there at once.
         (
             *(4, [BACK_AT_ONCE, ends], {"max_slices": 3}),
