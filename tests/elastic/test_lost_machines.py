@@ -130,8 +130,9 @@ def test_nothing_is_heard_of_a_world_that_is_lost(hosts):
         hosts.run_world(
             *(print, assignment(0)), emit=hosts._emit, has_changed=lambda: None
         )
-    own.messages = [steps]
-    hosts.wait(0.0)
+    for ends in ([{"host": [1, 1], "exit": 1}], []):
+        own.messages = [steps, *ends]
+        hosts.wait(0.0)
     assert hosts._emit.named("step_done") == [{"step": 1}]
 
 
