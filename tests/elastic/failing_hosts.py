@@ -1,73 +1,32 @@
-"""Hosts that fail, sleep, or stop after a step; they import little."""
+"""Hosts that fail, sleep, stop after a step or train; this imports little."""
 
+import functools
 import multiprocessing
 import os
 import signal
+import sys
 import time
-import types
 
-from elastic_ckpt.core import errors, topology
-
-
-def sum_over_hosts(place, emit):
-    """Sums over all hosts, and reports the sum and the number of devices."""
-    import jax
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    from elastic_ckpt.elastic import host
-    from elastic_ckpt.training import schema
-
-    host.configure(schema.WorldSection(devices_per_host=2))
-    with host.joined(place):
-        mine = np.array([10 ** topology.this_host()])
-        total = int(multihost_utils.process_allgather(mine).sum())
-        emit("save_started", step=total * 100 + len(jax.devices()))
+# But for plug-ins of platforms, which JAX imports when it starts a backend.
+PACKAGES = ("jax", "jaxlib", "orbax", "grain", "tensorstore", "elastic_ckpt")
+PLUGINS = ("jax_plugins", "jax._src.cudacheck")
+# It takes most of a second, and only agents serve HTTP.
+UNWANTED = "aiohttp"
 
 
-def fail(place, _, *, host, how):
+def stay(place, emit, *, acts=None):
+    """Does what this host has to do; else reports, and stays."""
+    emit.begin("step")
     print(f"host {place.host} was here", flush=True)
-    if place.host == host:
-        how()
+    if acts and place.host in acts:
+        acts[place.host]()
+    emit("save_started", step=place.host)
     # As a host would in a collective whose other members are gone.
     time.sleep(3600)
 
 
-def raise_ours():
-    raise errors.DataError("texts.array_record is cut short; restore it")
-
-
-def raise_replaced():
-    raise errors.ReplacedError("another start has continued it")
-
-
-def raise_foreign():
-    raise ZeroDivisionError("by zero")
-
-
-def kill():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def exit_3():
-    os._exit(3)
-
-
-def sleep(place, emit):
-    emit("save_started", step=place.host)
-    time.sleep(3600)
-
-
-def report_for_ever(place, emit):
-    """Host 0 reports without end, and host 1 dies."""
-    if place.host == 1:
-        kill()
-    while True:
-        emit("step_done", step=1)
-
-
-def wait_and_end(*_):
-    time.sleep(1)
+def raise_(error):
+    raise error
 
 
 def end_the_supervisor(place, _):
@@ -76,38 +35,54 @@ def end_the_supervisor(place, _):
     time.sleep(600)
 
 
-def take_the_signal(place, emit):
-    """Emits the step it stops after, though the signal arrives before it has joined."""
+def take_the_signal(place, emit, *, is_own=False):
+    """Stops after a step, though the signal arrives before it has joined."""
+    from elastic_ckpt.core import allgather
     from elastic_ckpt.elastic import host, termination
     from elastic_ckpt.training import schema
 
     emit("save_started", step=place.host)
+    if is_own:
+        os.kill(os.getpid(), signal.SIGTERM)
     while signal.SIGTERM not in signal.sigpending():
         time.sleep(0.01)
     host.configure(schema.WorldSection())
-    step = 7
-    with (
-        host.joined(place),
-        termination.agreed() as is_stopping,
-    ):
-        while not is_stopping(step):
-            step += 1
-            time.sleep(0.05)
-        emit("saved", step=step, secs=0.0)
+    phases, step = [], 7
+    with host.joined(place, phases.append):
+        termination.call_beside(lambda: emit.send({"sigterm": True}))
+        with termination.agreed() as is_stopping:
+            while not is_stopping(step):
+                step += 1
+                time.sleep(0.05)
+            order = emit.agree(allgather.new()).decode()
+        told = f"{order} after {phases}"
+        emit("step_interrupted", step=step, path=told, resume_step=0)
 
 
-def fail_in_turn(place, _):
-    if place.host == 2:
-        raise errors.DataError("the cause")
-    time.sleep(0.05 * place.host)
-    raise RuntimeError(f"an echo in host {place.host}")
+def train_warm(place, emit, *, config):
+    """Trains; tells of modules that are not as they should be, and of threads."""
+    from elastic_ckpt.elastic import cluster, decision, executables, host
+    from elastic_ckpt.training import launch
 
-
-def get_sigterm_from_others(place, emit):
-    """Waits for an order, as a host does that leaves, and ends."""
-    emit("save_started", step=place.host)
-    emit.send({"sigterm": True})
-    emit.agree(types.SimpleNamespace(gather=lambda _, own, **__: [own]))
+    at_fork = set(sys.modules)
+    threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
+    work = decision.Train(slices=(0,), spares=(), rows=8, accumulated=1)
+    with executables.kept() as kept:
+        host.run_host(
+            functools.partial(launch.on_host, None, config),
+            config.world,
+            cluster.Assignment(number=1, work=work),
+            host.Owned(memory=None, kept=kept),
+            place,
+            emit,
+        )
+    wrong = [UNWANTED] * (UNWANTED in at_fork)
+    wrong += [
+        name
+        for name in set(sys.modules) - at_fork
+        if name.partition(".")[0].startswith(PACKAGES) and not name.startswith(PLUGINS)
+    ]
+    emit("step_interrupted", step=threads, path=str(wrong), resume_step=0)
 
 
 def fork_and_be_killed(pipe):

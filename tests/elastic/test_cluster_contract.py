@@ -11,19 +11,16 @@ import threading
 import jax
 import pytest
 
-from elastic_ckpt.core import errors, events
+from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import decision, faults, pathways, processes
 from elastic_ckpt.elastic.cluster import Assignment
 from elastic_ckpt.elastic.failures import WorldLostError
 from tests.elastic import tiny_hosts
+from tests.recorded_events import RecordedEvents
 
 BOTH = frozenset((0, 1))
 # Hosts train on while they agree on a step to leave after.
 MANY = 1_000_000
-
-
-def never():
-    return False
 
 
 class Case:
@@ -32,7 +29,8 @@ class Case:
     def __init__(self, make, directory):
         self._make = make
         self.directory = directory
-        self.events = []
+        self.emit = RecordedEvents()
+        self.named = self.emit.named
 
     def open(self, **faults_at):
         listed = [
@@ -42,14 +40,7 @@ class Case:
         self.cluster = self._make(self, listed)
         return self
 
-    def emit(self, name, **fields):
-        events.check(name, fields)
-        self.events.append((name, fields))
-
-    def named(self, name):
-        return [fields for each, fields in self.events if each == name]
-
-    def run(self, *, slices=(0, 1), number=1, has_changed=never, **arguments):
+    def run(self, *, slices=(0, 1), number=1, has_changed=lambda: False, **arguments):
         work = decision.Train(slices=slices, spares=(), rows=24, accumulated=3)
         train = functools.partial(
             tiny_hosts.counts, **{"directory": self.directory, "steps": 3, **arguments}
@@ -66,13 +57,8 @@ class Case:
 
 
 def of_processes(case, listed):
-    return processes.Processes(
-        slices=2,
-        devices_per_host=4,
-        logs=case.directory / "logs",
-        injected=listed,
-        emit=case.emit,
-    )
+    made = {"slices": 2, "devices_per_host": 4, "logs": case.directory / "logs"}
+    return processes.Processes(**made, injected=listed, emit=case.emit)
 
 
 def of_pathways(case, listed):
@@ -82,10 +68,7 @@ def of_pathways(case, listed):
 
 
 @pytest.fixture(
-    params=[
-        pytest.param(of_processes, marks=pytest.mark.slow),
-        of_pathways,
-    ],
+    params=[pytest.param(of_processes, marks=pytest.mark.slow), of_pathways],
     ids=["processes", "pathways"],
 )
 def case(request, tmp_path):
@@ -94,25 +77,36 @@ def case(request, tmp_path):
     case.cluster.close()
 
 
-def test_a_world_runs_to_its_end(case):
-    assert case.open().run()
+def test_faults_are_due_in_the_order_of_their_steps():
+    text = '[{"return_slice": 1, "at_step": 8}, {"kill_slice": 1, "at_step": 4}]'
+    listed = faults.parse(text)
+    assert listed == (
+        faults.Fault(kind=faults.Kind.KILL_SLICE, target=1, at_step=4),
+        faults.Fault(kind=faults.Kind.RETURN_SLICE, target=1, at_step=8),
+    )
+    assert faults.parse("") == ()
+    num_due = [len(faults.due(listed, step)) for step in (3, 4, 7, 8, 9)]
+    assert num_due == [0, 1, 1, 2, 2]
+
+
+def test_a_world_that_was_decided_on_runs_to_its_end(case):
+    case.open()
+    assert case.cluster.devices_per_slice == 4
+    assert case.run(number=6)
     assert [each["step"] for each in case.named("step")] == [1, 2, 3]
     assert {each["loss"] for each in case.named("step")} == {8.0}
-    assert case.cluster.devices_per_slice == 4
     assert case.cluster.slices(BOTH).current == BOTH
     assert case.cluster.slices(BOTH).alive_secs.keys() == BOTH
-
-
-def test_hosts_get_the_world_that_was_decided_on(case):
-    case.open().run(slices=(1,), number=7)
-    assert case.notes("began") == [{"number": 7, "slices": [1]}]
-    assert case.notes("work") == [{"rows": 24, "parts": 3}]
+    assert case.run(slices=(1,), number=7)
+    assert case.notes("began-7") == [{"number": 7, "slices": [1]}]
+    assert case.notes("work-7") == [{"rows": 24, "parts": 3}]
     # Half of the devices.
-    assert case.named("step")[0]["loss"] == 4.0
-    assert case.named("world_joined") == [{"world": 7}]
+    assert case.named("step")[-1]["loss"] == 4.0
+    assert case.named("world_joined") == [{"world": 6}, {"world": 7}]
 
 
 def test_a_lost_slice_is_reported_and_missing_and_new_when_it_returns(case):
+    threads, jitted = set(threading.enumerate()), jax.jit
     case.open(kill_slice=2, return_slice=4)
     with pytest.raises(WorldLostError):
         case.run(steps=MANY)
@@ -131,6 +125,10 @@ def test_a_lost_slice_is_reported_and_missing_and_new_when_it_returns(case):
     assert there.alive_secs[1] < there.alive_secs[0]
     assert case.run(number=3)
     assert case.cluster.slices(BOTH).current == BOTH
+    # Nothing is left of the world that was lost.
+    case.cluster.close()
+    assert set(threading.enumerate()) <= threads
+    assert jax.jit is jitted
 
 
 def test_hosts_leave_after_the_same_step_and_lose_none(case):
@@ -156,16 +154,6 @@ def test_sigterm_ends_the_run_after_a_step(case):
     assert case.named("stop_requested")
     assert {each["why"] for each in case.notes("left")} == {"stop"}
     assert not case.named("world_left")
-
-
-def test_nothing_is_left_of_a_world_that_was_lost(case):
-    threads, jitted = set(threading.enumerate()), jax.jit
-    case.open(kill_slice=2)
-    with pytest.raises(WorldLostError):
-        case.run(steps=MANY)
-    case.cluster.close()
-    assert set(threading.enumerate()) <= threads
-    assert jax.jit is jitted
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import math
 from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic_ckpt.elastic import decision
@@ -27,75 +27,34 @@ def decide(slices, *, work=WORK, waited_secs=0.0, **policy):
     return decision.decide(slices, chosen, work, waited_secs=waited_secs)
 
 
-ALL = (0, 1, 2, 3)
-# The current slices, those that are there, what is special of them, the policy, and
-# the slices, spares, rows and parts that are decided on.
-DECISIONS = {
-    "all at the start": ((), present(*ALL, secs=0), {}, {}, (ALL, (), 24, 1)),
-    # Four rows a device, of which three fit.
-    "the rest, in parts that fit into memory": (
-        *(ALL, present(0, 2, 3), {}, {}),
-        ((0, 2, 3), (), 24, 2),
-    ),
-    "the rest, with the rows of each device": (
-        *(ALL, present(0, 2, 3), {}, {"batch": "keep_per_device"}),
-        ((0, 2, 3), (), 18, 1),
-    ),
-    "a spare for a lost slice": (
-        *((0, 1, 2), present(0, 2, 3, 4), {}, {"max_slices": 3}),
-        ((0, 2, 3), (4,), 24, 2),
-    ),
-    "without one that has to settle": (
-        *((0, 2, 3), present(0, 2, 3) | {1: 5.0}, {}, {"settle_secs": 6.0}),
-        ((0, 2, 3), (), 24, 2),
-    ),
-    "with one that has settled": (
-        *((0, 2, 3), present(0, 2, 3) | {1: 5.0}, {}, {"settle_secs": 5.0}),
-        (ALL, (), 24, 1),
-    ),
-    "without a quarantined one": (
-        *((), present(*ALL), {"failures": failed(1)}, {"quarantine_failures": 1}),
-        ((0, 2, 3), (), 24, 2),
-    ),
-    # 24 rows do not divide over the ten devices of five slices.
-    "those of the current world, if not all fit": (
-        *((1, 2, 3, 4), present(0, 1, 2, 3, 4), {}, {}),
-        ((1, 2, 3, 4), (0,), 24, 1),
-    ),
-    "without a slow one, if that is asked for and enough are left": (
-        *(ALL, present(*ALL), {"slow": frozenset((1,))}),
-        {"min_slices": 3, "leave_out_slow": True},
-        ((0, 2, 3), (), 24, 2),
-    ),
-    "with a slow one, if too few are left": (
-        *(ALL, present(*ALL), {"slow": frozenset((1,))}),
-        {"min_slices": 4, "leave_out_slow": True},
-        (ALL, (), 24, 1),
-    ),
-    "with a slow one, if nothing is asked for": (
-        *(ALL, present(*ALL), {"slow": frozenset((1,))}, {"min_slices": 2}),
-        (ALL, (), 24, 1),
-    ),
-}
+ALL, REST = (0, 1, 2, 3), (0, 2, 3)
 
 
-@pytest.mark.parametrize("name", DECISIONS)
-def test_run_trains_on(name):
-    current, there, special, policy, decided = DECISIONS[name]
-    slices = decision.Slices(current=frozenset(current), alive_secs=there, **special)
-    trains, spares, rows, parts = decided
-    assert decide(slices, **policy) == decision.Train(
-        slices=trains, spares=spares, rows=rows, accumulated=parts
+@pytest.mark.parametrize(
+    ("current", "secs", "is_slow", "policy", "decided"),
+    [
+        # All at the start, and later those that have settled.
+        ((), 0.0, False, {}, ALL),
+        (REST, 5.0, False, {"settle_secs": 6.0}, REST),
+        (REST, 5.0, False, {"settle_secs": 5.0}, ALL),
+        # At once where there are too few.
+        (REST, 5.0, False, {"settle_secs": 6.0, "min_slices": 4}, ALL),
+        # A slow one is left out if that is asked for and enough others are there.
+        (ALL, LONG, True, {"leave_out_slow": True, "min_slices": 3}, REST),
+        (ALL, LONG, True, {"leave_out_slow": True, "min_slices": 4}, ALL),
+        (ALL, LONG, True, {"min_slices": 2}, ALL),
+    ],
+)
+def test_run_trains_on_slices_that_have_settled(
+    current, secs, is_slow, policy, decided
+):
+    slices = decision.Slices(
+        current=frozenset(current),
+        alive_secs=present(*REST) | {1: secs},
+        slow=frozenset([1] * is_slow),
     )
-
-
-def test_the_reason_names_slices_that_are_quarantined():
-    slices = decision.Slices(alive_secs=present(0, 1), failures=failed(1, 2))
-    decided = decide(slices, min_slices=2, quarantine_failures=1)
-    assert decided.why == (
-        "slices [0] are usable, but min_slices=2; slices [1] are quarantined after"
-        " repeated failures"
-    )
+    chosen = decide(slices, **policy)
+    assert (chosen.slices, chosen.spares) == (decided, ())
 
 
 @pytest.mark.parametrize(
@@ -120,13 +79,14 @@ def test_a_slice_that_fails_repeatedly_is_quarantined(at_secs, is_quarantined):
 
 
 def test_too_few_slices_are_waited_for_and_then_the_run_stops():
-    slices = decision.Slices(current=frozenset((0, 1)), alive_secs=present(1))
-    waiting = decide(slices, min_slices=2, wait_secs=60, waited_secs=20)
-    assert waiting == decision.Wait(
-        why="slices [1] are usable, but min_slices=2", within_secs=40
+    slices = decision.Slices(alive_secs=present(0, 1), failures=failed(1, 2))
+    policy = {"min_slices": 2, "wait_secs": 60, "quarantine_failures": 1}
+    assert decide(slices, waited_secs=20, **policy) == decision.Wait(
+        why="slices [0] are usable, but min_slices=2; slices [1] are quarantined after"
+        " repeated failures",
+        within_secs=40,
     )
-    stopped = decide(slices, min_slices=2, wait_secs=60, waited_secs=60)
-    assert stopped.within_secs == 0
+    assert decide(slices, waited_secs=61, **policy).within_secs == 0
 
 
 def test_an_objection_of_the_data_is_part_of_the_reason():
@@ -155,7 +115,11 @@ def test_an_objection_of_the_data_is_part_of_the_reason():
     st.sampled_from(get_args(decision.Batch)),
     st.integers(1, 6),
 )
-def test_whatever_is_decided_can_be_done(
+# Five parts would fit, but not be equal; slice 0 is a spare; five slices do not divide.
+@example(set(), {0}, set(), 1, 10, "keep_global", 2)
+@example({1, 2}, {0, 1, 2, 3}, {3}, 1, 2, "keep_per_device", 3)
+@example({1, 2, 3, 4}, {0, 1, 2, 3, 4}, set(), 1, 10, "keep_global", 3)
+def test_the_most_slices_that_divide_the_batch_train_in_the_fewest_parts(
     current, alive, quarantined, least, most, batch, max_rows
 ):
     slices = decision.Slices(
@@ -163,40 +127,27 @@ def test_whatever_is_decided_can_be_done(
         alive_secs=dict.fromkeys(alive, LONG),
         failures=failed(*quarantined),
     )
-    work = decision.Work(
-        num_slices=4, rows=24, devices_per_slice=2, max_rows_per_device=max_rows
-    )
+    work = dataclasses.replace(WORK, max_rows_per_device=max_rows)
     policy = {"min_slices": least, "max_slices": most, "batch": batch}
     decided = decide(slices, work=work, quarantine_failures=1, **policy)
-    usable = alive - quarantined
-    if not isinstance(decided, decision.Train):
+    # Those of the current world come first.
+    usable = sorted(alive - quarantined, key=lambda each: (each not in current, each))
+    rows = {
+        number: 6 * number if batch == "keep_per_device" else 24
+        for number in range(least, min(len(usable), most) + 1)
+    }
+    fitting = [number for number in rows if rows[number] % (2 * number) == 0]
+    if not fitting:
         assert isinstance(decided, decision.Wait)
-        fitting = [
-            number
-            for number in range(least, min(len(usable), most) + 1)
-            if batch == "keep_per_device" or 24 % (2 * number) == 0
-        ]
-        assert not fitting
         return
-    assert set(decided.slices) | set(decided.spares) == usable
-    assert not set(decided.slices) & set(decided.spares)
-    assert least <= len(decided.slices) <= most
-    # A spare is used only if there are too few of the current ones.
-    if set(decided.slices) - current:
-        assert usable & current <= set(decided.slices)
-    devices = 2 * len(decided.slices)
-    rows_per_part = decided.rows / devices / decided.accumulated
-    assert rows_per_part == math.floor(rows_per_part) <= max_rows
-    if batch == "keep_global":
-        assert decided.rows == 24
-    else:
-        assert decided.rows == 3 * devices
-
-
-@pytest.mark.parametrize(("rows", "parts"), [(1, 1), (3, 1), (4, 2), (5, 5), (12, 4)])
-def test_the_parts_are_equal_and_as_few_as_possible(rows, parts):
-    slices = decision.Slices(alive_secs=present(0))
-    work = decision.Work(
-        num_slices=1, rows=rows, devices_per_slice=1, max_rows_per_device=3
+    number = fitting[-1]
+    per_device = rows[number] // (2 * number)
+    least_parts = math.ceil(per_device / max_rows)
+    assert decided == decision.Train(
+        slices=tuple(sorted(usable[:number])),
+        spares=tuple(sorted(usable[number:])),
+        rows=rows[number],
+        accumulated=next(
+            n for n in range(least_parts, per_device + 1) if per_device % n == 0
+        ),
     )
-    assert decide(slices, work=work).accumulated == parts

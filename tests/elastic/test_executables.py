@@ -73,6 +73,9 @@ def test_what_was_compiled_is_loaded_and_has_the_same_bits(kept):
     (file,) = files(kept)
     assert file.stat().st_mode & 0o777 == 0o600
     assert file.parent.stat().st_mode & 0o777 == 0o700
+    # Another program, mesh or argument is compiled.
+    for change in ({"scale": 4.0}, {"num_devices": 2}, {"rows": 16}):
+        assert run(kept, **change) == COMPILED
 
 
 def preloading(kept):
@@ -113,12 +116,6 @@ def test_a_module_that_changes_before_it_is_imported_is_another_program(
     assert run(kept) == LOADED
 
 
-@pytest.mark.parametrize("change", [{"scale": 4.0}, {"num_devices": 2}, {"rows": 16}])
-def test_another_program_mesh_or_argument_is_compiled(kept, change):
-    run(kept)
-    assert run(kept, **change) == COMPILED
-
-
 def altered(at):
     def alter(kept):
         (file,) = files(kept)
@@ -155,18 +152,11 @@ def test_a_spoilt_executable_is_refused_and_compiled_anew(kept, spoilt, request)
     assert run(kept) == LOADED
 
 
-@pytest.fixture
-def jax_cache(tmp_path):
+def test_an_executable_of_jaxs_cache_is_not_kept_unless_only_a_constant_is_there(
+    kept, tmp_path
+):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-
-
-@pytest.mark.usefixtures("without_jax_cache", "jax_cache")
-def test_an_executable_of_jaxs_cache_is_not_kept_unless_only_a_constant_is_there(kept):
     # XLA serializes it without its code on CPU.
     run(kept)
     (file,) = files(kept)

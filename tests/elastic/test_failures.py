@@ -4,6 +4,7 @@ import dataclasses
 import random
 import signal
 
+import jax
 import pytest
 
 from benchmarks import verdict_records, verdicts
@@ -24,10 +25,8 @@ def test_a_fault_has_its_verdict_whatever_host_and_step_it_hits(meant):
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(
-            kind, marks=pytest.mark.slow if kind in SOON else pytest.mark.night
-        )
-        for kind in verdicts.IN_PROCESSES
+        pytest.param(each, marks=[pytest.mark.night, pytest.mark.slow][each in SOON])
+        for each in verdicts.IN_PROCESSES
     ],
 )
 def test_a_fault_in_real_processes_has_its_verdict(kind):
@@ -53,6 +52,10 @@ def raised(host, error):
         return failures.of_exception(host, caught)
 
 
+def of_devices(host, says):
+    return raised(host, jax.errors.JaxRuntimeError(says))
+
+
 @pytest.mark.parametrize("num_hosts", [1, 3])
 @pytest.mark.parametrize(
     "error",
@@ -68,6 +71,11 @@ def test_an_exception_of_the_program_is_never_the_machines(num_hosts, error):
     assert not failures.WorldLostError(failed, num_hosts=num_hosts).hosts
     judged = failures.judge(failed, num_hosts=num_hosts)
     assert (judged.kind.what, judged.action) == ("program", failures.STOP)
+    # Its traceback is a note.
+    (note,) = failures.ProgramFailedError("a", failures=failed).__notes__
+    assert note.startswith("\nTraceback (most")
+    assert note.endswith(f"{type(error).__name__}: {error}")
+    assert failed[0].place.startswith(__file__)
 
 
 def test_the_author_of_a_program_reads_what_failed_and_what_helps():
@@ -78,10 +86,9 @@ def test_the_author_of_a_program_reads_what_failed_and_what_helps():
         )
         for host in range(2)
     ]
-    words = failures.judge(failed, num_hosts=2).words
-    assert words == (
+    assert failures.judge(failed, num_hosts=2).words == (
         "host 0 failed: the program needs more memory than its devices have at a.py:3:"
-        " RESOURCE_EXHAUSTED: Out of memory allocating 8.00 GiB; lower"
+        " JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 8.00 GiB; lower"
         " `per_device_batch_size` or `max_target_length`; in a program of your own, use"
         " more microbatches or `jax.checkpoint`, or shard over more devices; its log is"
         " host-0.log"
@@ -89,47 +96,6 @@ def test_the_author_of_a_program_reads_what_failed_and_what_helps():
     ours = raised(0, errors.DataError("a.txt is cut short; restore it"))
     judged = failures.judge([ours], num_hosts=1, is_lost=False)
     assert judged.words == "a.txt is cut short; restore it"
-
-
-def test_the_traceback_of_the_program_is_a_note_of_the_error():
-    failed = [raised(0, KeyError("a"))]
-    (note,) = failures.ProgramFailedError("a", failures=failed).__notes__
-    assert note.startswith("\nTraceback (most")
-    assert note.endswith("KeyError: 'a'")
-    assert failed[0].place.startswith(__file__)
-
-
-def test_the_verdict_of_a_world_that_is_the_last_is_to_stop():
-    cluster = verdict_records.ScriptedCluster(
-        random.Random(0), verdict_records.RECORDS["host_killed"]
-    )
-    recorded = RecordedEvents()
-    with pytest.raises(failures.WorldLostError):
-        runtime.run(
-            print,
-            cluster=cluster,
-            policy=decision.Policy(max_retries=0),
-            emit=recorded,
-        )
-    (said,) = recorded.named("verdict")
-    assert (said["kind"], said["action"]) == ("host_killed", "stop")
-
-
-def test_what_only_lost_its_connection_is_not_blamed():
-    aborted = failures.silent_death(0, -signal.SIGABRT)
-    killed = failures.silent_death(2, -signal.SIGKILL)
-    judged = failures.judge([aborted, killed], num_hosts=3)
-    assert (judged.kind.name, judged.which) == ("host_killed", "2")
-
-
-def of_devices(host, says):
-    return failures.HostFailure(
-        host=host,
-        at_secs=0.0,
-        message=says,
-        error=("JaxRuntimeError",),
-        is_of_devices=True,
-    )
 
 
 @pytest.mark.parametrize(
@@ -153,22 +119,43 @@ def test_what_the_devices_of_all_hosts_report_at_one_step_is_the_program(says, a
     assert (again.kind.name, again.action) == ("fails_again", "stop")
 
 
-def test_memory_that_one_device_lacks_is_the_programs_if_there_is_no_other():
+def test_the_cause_is_not_what_others_do_to_a_host():
+    aborted = failures.silent_death(0, -signal.SIGABRT)
+    killed = failures.silent_death(2, -signal.SIGKILL)
+    judged = failures.judge([aborted, killed], num_hosts=3)
+    assert (judged.kind.name, judged.which) == ("host_killed", "2")
+    # Only one device lacks memory, if there is another one.
     failed = [of_devices(0, "RESOURCE_EXHAUSTED: Out of memory")]
     kinds = [failures.judge(failed, num_hosts=n).kind.name for n in (1, 2)]
     assert kinds == ["device_memory_exhausted", "device_memory_taken"]
+
+
+def verdicts_of(records, **policy):
+    """The verdicts on worlds that are lost in turn, and the error of the run."""
+    cluster = verdict_records.ScriptedCluster(random.Random(0), records)
+    recorded, error = RecordedEvents(), None
+    try:
+        runtime.run(
+            print, cluster=cluster, policy=decision.Policy(**policy), emit=recorded
+        )
+    except errors.RunError as raised_error:
+        error = raised_error
+    return recorded.named("verdict"), error
+
+
+def test_the_verdict_of_a_world_that_is_the_last_is_to_stop():
+    (said,), error = verdicts_of(verdict_records.RECORDS["host_killed"], max_retries=0)
+    assert (said["kind"], said["action"]) == ("host_killed", "stop")
+    assert isinstance(error, failures.WorldLostError)
 
 
 @pytest.mark.parametrize(
     "kind", ["host_cut_off", "network_failed: connections", "network_failed: fabric"]
 )
 def test_a_network_that_fails_twice_at_one_step_is_not_the_program(kind):
-    records = verdict_records.RECORDS[kind] * 2
-    cluster = verdict_records.ScriptedCluster(random.Random(0), records)
-    recorded = RecordedEvents()
-    runtime.run(print, cluster=cluster, emit=recorded)
-    kinds = [said["kind"] for said in recorded.named("verdict")]
-    assert kinds == [kind.partition(":")[0]] * 2
+    said, error = verdicts_of(verdict_records.RECORDS[kind] * 2)
+    assert [each["kind"] for each in said] == [kind.partition(":")[0]] * 2
+    assert error is None
 
 
 @pytest.mark.parametrize(
@@ -185,13 +172,11 @@ def test_what_fails_alike_at_one_step_of_two_worlds_is_the_program(kind, says):
         world = dataclasses.replace(world, draw=random.Random(1))
         return verdict_records.RECORDS[kind][0](world)
 
-    cluster = verdict_records.ScriptedCluster(random.Random(0), [same, same])
-    recorded = RecordedEvents()
-    with pytest.raises(failures.ProgramFailedError, match=says) as ended:
-        runtime.run(print, cluster=cluster, emit=recorded)
-    first, second = recorded.named("verdict")
+    (first, second), error = verdicts_of([same, same])
+    assert isinstance(error, failures.ProgramFailedError)
+    assert says in str(error)
     assert first["kind"] == kind
     assert (second["what"], second["action"]) == ("program", "stop")
     assert any("the previous world" in fact for fact in second["evidence"])
     # The last line names the cause, unless the log of a host that said nothing has it.
-    assert ("\n" in str(ended.value)) == (kind == "host_crashed")
+    assert ("\n" in str(error)) == (kind == "host_crashed")

@@ -1,12 +1,7 @@
-"""A host checks its devices, leaves as ordered, and reports phases and SIGTERM."""
+"""A host checks its devices, leaves as ordered, and reports phases."""
 
 import json
-import math
 import multiprocessing
-import os
-import socket
-import subprocess
-import sys
 import types
 
 import jax
@@ -14,10 +9,8 @@ import numpy as np
 import pytest
 
 import elastic_ckpt as ec
-from elastic_ckpt.elastic import host, watch
+from elastic_ckpt.elastic import host
 from elastic_ckpt.elastic.world import BetweenWorlds, World
-from tests import host_worlds
-from tests.elastic import failing_hosts
 
 
 @pytest.fixture
@@ -68,56 +61,6 @@ def test_a_phase_is_told_when_another_one_begins(pipes):
     ]
 
 
-def test_a_host_that_gets_sigterm_ends_a_run_that_is_not_elastic(tmp_path):
-    told = []
-    host_worlds.run(
-        failing_hosts.get_sigterm_from_others,
-        num_hosts=1,
-        log_directory=tmp_path,
-        emit=lambda name, **_: told.append(name),
-        limits=watch.Limits(
-            most_secs=math.inf, heartbeat_secs=math.inf, grace_secs=600
-        ),
-    )
-    assert told == ["save_started", "slice_preempted", "stop_requested"]
-
-
-EARLY = """
-import os, signal, sys
-# As in a process of a supervisor, before any thread is started.
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-os.kill(os.getpid(), signal.SIGTERM)
-from multiprocessing import connection
-from elastic_ckpt.elastic import host, termination
-channel = host.HostChannel(connection.Connection(int(sys.argv[1])))
-host.configure(host.Hardware())
-member = host.Member(address=sys.argv[2], num_hosts=1, host=0)
-step = 0
-with host.joined(member, channel.begin):
-    termination.call_beside(lambda: channel.send({"sigterm": True}))
-    with termination.agreed() as is_reached:
-        while not is_reached(step):
-            step += 1
-"""
-
-
-def test_sigterm_from_before_a_host_has_joined_is_reported(pipes):
-    ours, theirs = pipes
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    with subprocess.Popen(
-        [sys.executable, "-c", EARLY, str(theirs.fileno()), address],
-        pass_fds=[theirs.fileno()],
-        env=os.environ,
-    ) as child:
-        theirs.close()
-        messages = []
-        while "sigterm" not in (messages or [{}])[-1]:
-            messages.append(json.loads(ours.recv_bytes()))
-    assert child.returncode == 0
-    assert [each.get("phase") for each in messages[:-1]] == ["reach", "join"]
-
-
 def test_the_number_is_that_of_whole_numbers_on_every_device():
     size, modulus = host._SIZE, host._MODULUS
     rows, columns = np.indices((size, size)).astype(np.int64)
@@ -133,22 +76,17 @@ def test_the_number_is_that_of_whole_numbers_on_every_device():
     host.check_devices(jax.local_devices()[:2])
 
 
-def test_a_wrong_number_names_the_device():
-    device = jax.local_devices()[0]
-    with pytest.raises(host.DeviceWrongError, match="but sound devices") as e:
-        host.check_devices([device], error=1)
-    assert f"{device} computed {host.EXPECTED + 1}" in str(e.value)
-
-
 def test_no_step_is_done_or_saved_before_the_devices_are_sound(tmp_path):
-    def check():
-        host.check_devices(jax.local_devices(), error=1)
-
+    device = jax.local_devices()[0]
+    wrong = f"{device} computed {host.EXPECTED + 1}, but sound devices"
     told = []
-    between = BetweenWorlds(emit=lambda name, **_: told.append(name), await_check=check)
+    between = BetweenWorlds(
+        emit=lambda name, **_: told.append(name),
+        await_check=lambda: host.check_devices([device], error=1),
+    )
     world = World(number=1, slices=(0,), slice_name="0", _between=between)
     with world.checkpointer([ec.Persistent(tmp_path, every=1)]) as checkpointer:
-        with pytest.raises(host.DeviceWrongError):
+        with pytest.raises(host.DeviceWrongError, match=wrong):
             checkpointer.save_checkpointables_async(1, {"state": {}})
         assert not checkpointer.checkpoints
     with pytest.raises(host.DeviceWrongError):

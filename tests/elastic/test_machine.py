@@ -13,13 +13,7 @@ from multiprocessing import connection
 import pytest
 
 from elastic_ckpt.core import errors, events, process
-from elastic_ckpt.elastic import (
-    decision,
-    leader_claim,
-    link,
-    machine,
-    watch,
-)
+from elastic_ckpt.elastic import decision, leader_claim, machine, watch
 
 
 def far(number):
@@ -28,24 +22,27 @@ def far(number):
 
 
 class Station:
-    """Of a machine without hosts; it notes the agents that are gone."""
+    """Of a machine without hosts; it notes its orders and the leader's messages."""
 
     interface = "127.0.0.1"
     hosts = types.MappingProxyType({})
+    hosts_per_slice = 1
+    hardware = types.SimpleNamespace(hardware="cpu", devices_per_host=1)
 
-    def __init__(self, number):
+    def __init__(self, number, log_directory=""):
         self.number, self.num_machines = number, 2
-        self.slices = (number,)
+        self.slices, self.log_directory = (number,), str(log_directory)
         self.hello = {"agents": [f"http://m{number}"], "port": 1}
         self.hello |= {"interface": self.interface}
-        self.forgotten = []
+        self.orders, self.messages = [], []
 
     def wait(self, secs, *extra):
-        connection.wait(extra, secs)
-        return ()
+        told, self.messages = self.messages, []
+        connection.wait(extra, 0.0 if told else secs)
+        return told
 
     def do(self, order):
-        self.forgotten += order.get("forget", [])
+        self.orders.append(order)
         return []
 
     def stand_by(self):
@@ -67,11 +64,11 @@ class Machines:
         self.events = []
         # The ends of the supervisors, or their errors.
         self.ends = {}
-        self._threads = []
+        self._threads, self.is_over = [], threading.Event()
 
-    def supervisor(self, number, lead, *, lost_secs=600.0, wait_secs=600.0, **changes):
-        station = Station(number)
-
+    def supervisor(
+        self, number, lead, *, lost_secs=600.0, wait_secs=600.0, alone=False, **changes
+    ):
         def emit(name, **fields):
             events.check(name, fields)
             self.events.append((number, name, fields))
@@ -86,12 +83,14 @@ class Machines:
             "policy": decision.Policy(wait_secs=wait_secs),
             "show": emit,
         }
-        made = machine.MachineSupervisor(station, lead, **run | changes)
+        made = machine.MachineSupervisor(Station(number), lead, **run | changes)
         made._claims._owner = far(number)
+        if alone:
+            made._expected = {number}
         return made
 
     def start(self, number, lead, **changes):
-        """Starts a supervisor, and returns it."""
+        """Starts a supervisor, and returns it when it leads or follows."""
         made = self.supervisor(number, lead, **changes)
 
         def run():
@@ -103,9 +102,20 @@ class Machines:
         thread = threading.Thread(target=run)
         thread.start()
         self._threads.append(thread)
+        while not any(
+            (n, name) == (number, "leader_found") for n, name, _ in self.events
+        ):
+            assert thread.is_alive(), self.ends
+            time.sleep(0.01)
         return made
 
+    def lead_on(self, cluster, _):
+        """Leads until all are to end, which `join` says."""
+        while not self.is_over.is_set():
+            cluster.wait(0.01)
+
     def join(self):
+        self.is_over.set()
         for thread in self._threads:
             thread.join()
 
@@ -114,35 +124,29 @@ class Machines:
         found = [(n, each) for n, of, each in self.events if of == "leader_found"]
         return [number for number, each in found if each["leader"] == number]
 
-    def await_event(self, number, name):
-        while not any((n, each) == (number, name) for n, each, _ in self.events):
-            time.sleep(0.01)
-
 
 @pytest.fixture
 def machines(tmp_path):
     return Machines(tmp_path)
 
 
-def await_other(cluster, emit=None):
+def await_other(cluster, _):
     """Returns when the other machine follows."""
-    del emit
     while len(cluster._machines.connected) < 2:
         cluster.wait(0.01)
 
 
-def raising(error):
-    def lead(cluster, emit):
-        await_other(cluster, emit)
-        raise error
-
-    return lead
+def end_at_once(*_):
+    pass
 
 
 @pytest.mark.parametrize("kind", [errors.RunError, errors.ReplacedError])
 def test_the_other_machines_end_with_a_run_that_fails(machines, kind):
-    machines.start(0, raising(kind("a host is gone")))
-    machines.await_event(0, "leader_found")
+    def lead(*run):
+        await_other(*run)
+        raise kind("a host is gone")
+
+    machines.start(0, lead)
     machines.start(1, await_other)
     machines.join()
     assert str(machines.ends[0]) == "a host is gone"
@@ -154,16 +158,13 @@ def test_a_run_that_fails_at_storage_ends_and_does_not_begin_again(machines):
     def lead(*_):
         raise OSError(28, "No space left on device")
 
-    first = machines.supervisor(0, lead)
-    first._expected = {0}
     with pytest.raises(OSError, match="No space left"):
-        first.run()
+        machines.supervisor(0, lead, alone=True).run()
     assert machines.leaders() == [0]
 
 
 def test_a_machine_waits_for_the_storage_of_the_claims(machines, monkeypatch):
-    first = machines.supervisor(0, lambda *_: None)
-    first._expected = {0}
+    first = machines.supervisor(0, end_at_once, alone=True)
     take, failures = first._claims.take, [OSError(5, "Input/output error")]
 
     def failing(*args, **options):
@@ -176,21 +177,6 @@ def test_a_machine_waits_for_the_storage_of_the_claims(machines, monkeypatch):
     assert machines.leaders() == [0]
 
 
-def test_a_leader_that_stood_still_follows_the_one_that_has_its_claim(machines):
-    # On a slow machine the claim may change hands again: each does the same.
-    stale = machines.start(0, await_other, lost_secs=4.0)
-    machines.await_event(0, "leader_found")
-    second = machines.supervisor(1, await_other)
-    before = dataclasses.replace(second._claims.look(), lost="it has ended")
-    if second._lead(before) is None:
-        second.run()
-    machines.join()
-    assert machines.ends[0] is False
-    assert machines.leaders()[:2] == [0, 1]
-    assert ("machine", 0) in machines.events[-1][2].items()
-    assert not stale._claims.has_lead
-
-
 def test_the_next_leader_comes_at_once_when_nothing_listens_any_more(machines):
     def dies(cluster, emit):
         await_other(cluster, emit)
@@ -200,25 +186,23 @@ def test_the_next_leader_comes_at_once_when_nothing_listens_any_more(machines):
         raise SystemExit
 
     first = machines.start(0, dies)
-    machines.await_event(0, "leader_found")
-    second = machines.start(1, lambda *_: None)
+    second = machines.start(1, end_at_once)
     machines.join()
     assert machines.ends[1] is False
     assert machines.leaders() == [0, 1]
     # The lost machine's agents are not asked any more.
-    assert second._own.forgotten == ["http://m0"]
+    forgotten = [each for each in second._own.orders if "forget" in each]
+    assert forgotten == [{"forget": ["http://m0"]}]
 
 
 def test_a_leader_that_waits_in_vain_gives_way_to_one_that_reaches_more(machines):
-    first = machines.supervisor(0, None, lost_secs=0.1)
-
     def lead(cluster, emit):
         emit("waiting_for_slices", why="there are too few", within_secs=600.0)
         assert first._gives_way_secs < math.inf
         first._gives_way_secs = 0.0
         cluster.wait(0.01)
 
-    first._lead_run, first._expected = lead, {0}
+    first = machines.supervisor(0, lead, lost_secs=0.1, alone=True)
     first._claims.look()
     assert first._lead(None) is None
     # It does so once.
@@ -228,104 +212,84 @@ def test_a_leader_that_waits_in_vain_gives_way_to_one_that_reaches_more(machines
 
 def test_a_leader_that_reaches_all_does_not_give_way(machines):
     def lead(cluster, emit):
-        await_other(cluster)
+        await_other(cluster, emit)
         emit("waiting_for_slices", why="they are refused", within_secs=600.0)
 
     first = machines.start(0, lead)
-    machines.await_event(0, "leader_found")
     machines.start(1, await_other)
     machines.join()
     assert first._gives_way_secs == math.inf
 
 
-@contextlib.contextmanager
-def led(machines, meet):
-    """Machine 0 holds the claim, and meets each machine that connects."""
-    first = machines.supervisor(0, None)
-    listener = link.Listener("127.0.0.1", 600)
-    first._claims.look()
-    assert first._claims.take(listener.address, listener.key, renewed_to=print)
-
-    def lead():
-        while near := listener.accepted.get():
-            near.send(**meet())
-            near.close()
-
-    thread = threading.Thread(target=lead)
-    thread.start()
-    yield listener
-    listener.accepted.put(None)
-    thread.join()
-    listener.close()
-    first._claims.release()
-
-
-TAKEN = {"agents": [], "machines": [0, 1]}
-
-
 def test_sigterm_while_the_hosts_of_a_lost_leader_end_ends_the_machine(machines):
+    def lead(cluster, emit):
+        await_other(cluster, emit)
+        cluster._machines.close()
+
     before = signal.signal(signal.SIGTERM, lambda *_: None)
+    machines.start(0, lead)
     second = machines.supervisor(1, None)
     second._own.end_hosts = lambda: os.kill(os.getpid(), signal.SIGTERM)
-    with led(machines, lambda: TAKEN):
-        assert second._follow(second._claims.look()) is True
+    assert second._follow(second._claims.look()) is True
+    machines.join()
     signal.signal(signal.SIGTERM, before)
 
 
 def test_a_machine_that_is_refused_after_it_has_followed_gives_up(machines):
-    answers = [TAKEN]
-    with (
-        led(machines, lambda: answers.pop() if answers else {"refused": "two of it"}),
-        pytest.raises(errors.RunError, match="two of it"),
-    ):
+    def lead(cluster, emit):
+        await_other(cluster, emit)
+        own = cluster._machines
+        # The leader does not notice that the link is gone.
+        own._links[1].close()
+        while not machines.is_over.wait(0.01):
+            while not own._listener.accepted.empty():
+                own._admit(own._listener.accepted.get())
+        own._links.clear()
+
+    machines.start(0, lead)
+    with pytest.raises(errors.RunError, match="machine 1 already has a supervisor"):
         machines.supervisor(1, None, wait_secs=0.5).run()
+    machines.join()
 
 
 def test_a_leader_that_cannot_be_reached_is_named_with_its_claim(machines):
-    with led(machines, dict) as listener:
-        listener.close()
-        with pytest.raises(errors.RunError) as refused:
-            machines.supervisor(1, None, wait_secs=0.0).run()
+    is_closed = threading.Event()
+
+    def lead(cluster, emit):
+        cluster._machines._listener.close()
+        is_closed.set()
+        machines.lead_on(cluster, emit)
+
+    machines.start(0, lead, alone=True)
+    is_closed.wait()
+    second = machines.supervisor(1, None, wait_secs=0.0)
+    address = second._claims.look().address
+    with pytest.raises(errors.RunError) as refused:
+        second.run()
+    machines.join()
     said = str(refused.value)
-    assert f"machine 0, which leads the run, at {listener.address}" in said
+    assert f"machine 0, which leads the run, at {address}" in said
     assert "Connection refused" in said
     claim = machines.directory / leader_claim.DIRECTORY / "1.json"
     assert f"The leader still renews its claim, {claim}" in said
     assert "let the machines reach each other on all ports" in said
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_second_start_of_a_machine_that_is_there_is_refused(machines, number):
-    leads = threading.Event()
-
-    def lead(cluster, emit):
-        await_other(cluster, emit)
-        while not leads.is_set():
-            cluster.wait(0.01)
-
-    machines.start(0, lead)
-    machines.await_event(0, "leader_found")
+def test_a_machine_that_the_leader_refuses_ends_and_the_run_goes_on(machines):
+    machines.start(0, machines.lead_on)
     machines.start(1, await_other)
-    machines.await_event(1, "leader_found")
-    again = machines.supervisor(number, None, wait_secs=0.0)
-    again._claims._owner = far(7)
-    with pytest.raises(
-        errors.RunError, match=f"machine {number} already has a supervisor"
+    for number, changes, says in (
+        (0, {}, "machine 0 already has a supervisor"),
+        (1, {}, "machine 1 already has a supervisor"),
+        (
+            1,
+            {"configured": "another"},
+            "1 has a different configuration from machine 0",
+        ),
     ):
-        again.run()
-    leads.set()
-    machines.join()
-    assert machines.ends == {0: False, 1: False}
-
-
-def test_a_machine_with_another_configuration_is_refused_and_the_run_goes_on(machines):
-    machines.start(0, await_other)
-    machines.await_event(0, "leader_found")
-    other = machines.supervisor(1, None, configured="the digest of another one")
-    with pytest.raises(
-        errors.RunError, match="machine 1 has a different configuration from machine 0"
-    ):
-        other.run()
-    machines.start(1, await_other)
+        again = machines.supervisor(number, None, wait_secs=0.0, **changes)
+        again._claims._owner = far(7)
+        with pytest.raises(errors.RunError, match=says):
+            again.run()
     machines.join()
     assert machines.ends == {0: False, 1: False}

@@ -13,43 +13,35 @@ import pathwaysutils
 import pytest
 from pathwaysutils.test import mock_fault_injection
 
-from elastic_ckpt.core import errors, events, topology
+from elastic_ckpt.core import errors, topology
 from elastic_ckpt.elastic import decision, pathways, world
 from elastic_ckpt.elastic.cluster import Assignment
 from elastic_ckpt.elastic.failures import WorldLostError
 from tests import runs
+from tests.recorded_events import RecordedEvents
 
 
 class Cluster(pathways.Pathways):
     """Four simulated slices of two devices, and what is reported of them."""
 
     def __init__(self):
-        self.events = []
+        self.emit = RecordedEvents()
+        self.named = self.emit.named
         self.simulated = pathways.SimulatedSlices(4)
         super().__init__(self.simulated, emit=self.emit)
 
-    def emit(self, name, **fields):
-        events.check(name, fields)
-        self.events.append((name, fields))
-
-    def fields(self, name):
-        return [fields for each, fields in self.events if each == name]
-
     def train(self, train, *slices, has_changed=lambda: None):
         work = decision.Train(slices=slices, spares=(), rows=0, accumulated=1)
+        assignment = Assignment(number=1, work=work)
         return self.run_world(
-            train,
-            Assignment(number=1, work=work),
-            emit=self.emit,
-            has_changed=has_changed,
+            train, assignment, emit=self.emit, has_changed=has_changed
         )
 
 
 @pytest.fixture
 def cluster():
-    cluster = Cluster()
-    yield cluster
-    cluster.close()
+    with Cluster() as cluster:
+        yield cluster
 
 
 def test_a_world_has_the_devices_of_its_slices_and_places_arrays_there(cluster):
@@ -85,24 +77,20 @@ def test_the_arrays_of_a_lost_world_are_released(cluster):
     assert kept.value.__context__ is None
 
 
-def test_an_error_of_a_slice_that_is_there_again_is_the_loss_of_a_world(cluster):
-    def train(_):
-        try:
-            raise jax.errors.JaxRuntimeError("DATA_LOSS: the slice was restarted")
-        except jax.errors.JaxRuntimeError as error:
-            raise errors.CheckpointError("a step cannot be read") from error
+def test_an_error_is_of_the_run_unless_a_slice_that_is_there_again_caused_it(cluster):
+    def raising(error, cause=None):
+        def train(_):
+            raise error from cause
 
-    with pytest.raises(WorldLostError):
-        cluster.train(train, 0, 1, 2, 3)
-    assert not cluster.fields("slice_lost")
-
-
-def test_an_error_of_ours_has_its_own_message(cluster):
-    def train(_):
-        raise errors.ConfigError("no such key")
+        return train
 
     with pytest.raises(errors.RunError, match=r"^no such key$"):
-        cluster.train(train, 0, 1)
+        cluster.train(raising(errors.ConfigError("no such key")), 0, 1)
+    unreadable = errors.CheckpointError("a step cannot be read")
+    restarted = jax.errors.JaxRuntimeError("DATA_LOSS: the slice was restarted")
+    with pytest.raises(WorldLostError):
+        cluster.train(raising(unreadable, restarted), 0, 1, 2, 3)
+    assert not cluster.named("slice_lost")
 
 
 def test_slices_beside_a_world_are_lost_and_come_back(cluster):
@@ -115,8 +103,8 @@ def test_slices_beside_a_world_are_lost_and_come_back(cluster):
             assert set(cluster.slices(frozenset({0, 1})).alive_secs) == there
 
     assert cluster.train(train, 0, 1)
-    assert cluster.fields("slice_lost") == [{"slice": 3, "why": "it does not answer"}]
-    assert cluster.fields("slice_returned") == [{"slice": 3}]
+    assert cluster.named("slice_lost") == [{"slice": 3, "why": "it does not answer"}]
+    assert cluster.named("slice_returned") == [{"slice": 3}]
 
 
 def test_a_signal_while_a_world_is_left_for_another_one_ends_the_run(cluster):
@@ -124,14 +112,14 @@ def test_a_signal_while_a_world_is_left_for_another_one_ends_the_run(cluster):
         assert world.leaving(1) is None
         assert world.leaving(2) == "resume"
         os.kill(os.getpid(), signal.SIGTERM)
-        while cluster.events[-1][0] != "stop_requested":
+        while cluster.emit.events[-1][0] != "stop_requested":
             time.sleep(0.01)
         world.emit("run_stopped", step=2, saved=True)
 
     decided = iter((None, decision.Wait(why="fewer slices", within_secs=1.0)))
     assert cluster.train(train, 0, 1, has_changed=lambda: next(decided))
-    assert cluster.events[-1] == ("run_stopped", {"step": 2, "saved": True})
-    assert not cluster.fields("world_left")
+    assert cluster.emit.events[-1] == ("run_stopped", {"step": 2, "saved": True})
+    assert not cluster.named("world_left")
 
 
 def state_on(num_slices):
@@ -148,17 +136,12 @@ def state_on(num_slices):
 
 def taken(state, step, wanted):
     """What is taken of a state after 7 steps, and what is told of it."""
-    told = []
-    device_state = world.DeviceState()
+    recorded, device_state = RecordedEvents(), world.DeviceState()
     device_state.put(7, state)
-
-    def emit(name, **fields):
-        told.append((name, fields))
-
-    found = device_state.take(step, wanted, emit)
+    found = device_state.take(step, wanted, recorded)
     # It is kept no longer.
-    assert device_state.take(step, wanted, emit) is None
-    return found, told
+    assert device_state.take(step, wanted, recorded) is None
+    return found, recorded.events
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 4), (4, 3)])
@@ -178,9 +161,8 @@ def test_a_state_of_another_step_or_model_or_of_lost_devices_is_not_taken():
     wider = {**wanted, "weights": jax.ShapeDtypeStruct((6, 4), "float32")}
     for step, other in ((8, wanted), (7, {"step": wanted["step"]}), (7, wider)):
         assert taken(before, step, other) == (None, [])
-    simulator = mock_fault_injection.DeviceLossSimulator()
-    simulator.mark_device_lost(jax.devices()[-1])
-    with simulator:
+    with mock_fault_injection.DeviceLossSimulator() as simulator:
+        simulator.mark_device_lost(jax.devices()[-1])
         assert taken(before, 7, wanted) == (None, [])
 
 

@@ -13,14 +13,8 @@ import sys
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.elastic import (
-    failures,
-    faults,
-    host,
-    process_cluster,
-    station,
-    watch,
-)
+from elastic_ckpt.elastic import failures, host, process_cluster, station, watch
+from elastic_ckpt.training import load
 from tests import host_worlds, runs
 from tests.elastic import failing_hosts
 from tests.recorded_events import RecordedEvents
@@ -37,50 +31,29 @@ def run(program, directory, emit, *, num_hosts=2, **options):
     )
 
 
-def test_hosts_compute_together_and_their_events_are_heard(tmp_path, recorded):
-    run(failing_hosts.sum_over_hosts, tmp_path, recorded)
-    assert recorded.events == [("save_started", {"step": 1104})] * 2
-
-
 LOGGED = r"\n.*host-1\.log:\n.*host 1 was here"
 
 
 @pytest.mark.parametrize(
-    ("how", "message", "lost"),
+    ("act", "says", "lost"),
     [
+        # Our own errors have their own words.
+        ((failing_hosts.raise_, errors.DataError("a is cut short")), "a is cut", ""),
+        ((failing_hosts.raise_, ValueError("no")), f"ValueError: no{LOGGED}", ""),
         (
-            failing_hosts.raise_replaced,
-            r"^host 1 failed: another start has continued it",
-            "",
-        ),
-        (
-            failing_hosts.raise_ours,
-            r"^host 1 failed: texts\.array_record is cut short; restore it",
-            "",
-        ),
-        (
-            failing_hosts.raise_foreign,
-            rf"^host 1 failed: ZeroDivisionError: by zero{LOGGED}",
-            "",
-        ),
-        (
-            failing_hosts.kill,
-            f"^host 1 failed: killed by SIGKILL{LOGGED}",
+            (signal.raise_signal, signal.SIGKILL),
+            f"killed by SIGKILL{LOGGED}",
             "killed by SIGKILL",
         ),
-        (
-            failing_hosts.exit_3,
-            r"^host 1 failed: stopped with exit code 3\n",
-            "stopped with exit code 3",
-        ),
+        ((os._exit, 3), "stopped with exit code 3\n", "stopped with exit code 3"),
     ],
 )
 def test_a_failed_host_ends_the_world_with_its_own_words(
-    tmp_path, recorded, how, message, lost
+    tmp_path, recorded, act, says, lost
 ):
-    program = functools.partial(failing_hosts.fail, host=1, how=how)
+    program = functools.partial(failing_hosts.stay, acts={1: functools.partial(*act)})
     # The other one would have slept for an hour.
-    with pytest.raises(failures.WorldLostError, match=message):
+    with pytest.raises(failures.WorldLostError, match=f"^host 1 failed: {says}"):
         run(program, tmp_path, recorded)
     # Only of a host that could not report it there is an event.
     assert recorded.named("host_lost") == [{"host": 1, "why": lost}] * bool(lost)
@@ -95,7 +68,7 @@ def test_all_hosts_that_die_together_are_reported(tmp_path, recorded, monkeypatc
             cluster._training.kill()
 
     with pytest.raises(failures.WorldLostError) as lost:
-        run(failing_hosts.sleep, tmp_path, recorded, look=kill_both)
+        run(failing_hosts.stay, tmp_path, recorded, look=kill_both)
     assert lost.value.hosts == {0, 1}
     reported = recorded.named("host_lost")
     assert sorted(each["host"] for each in reported) == [0, 1]
@@ -110,37 +83,6 @@ def test_a_host_is_missed_though_one_that_it_has_forked_lives(tmp_path):
         assert list(own.wait(600)) == [{"host": [1, 0], "exit": -signal.SIGKILL}]
 
 
-def test_nothing_is_heard_of_a_world_that_is_lost(tmp_path, recorded):
-    program = failing_hosts.report_for_ever
-    with host_worlds.opened(program, num_hosts=2, log_directory=tmp_path) as hosts:
-        with pytest.raises(failures.WorldLostError):
-            hosts.run_world(
-                program,
-                host_worlds.assignment(1, 2),
-                emit=recorded,
-                has_changed=lambda: None,
-            )
-        number = len(recorded.events)
-        # Its hosts end one after the other, and what they have sent is read.
-        while hosts._worlds:
-            hosts.wait(0.1)
-        assert len(recorded.events) == number
-
-
-def test_a_fault_of_a_host_that_the_world_has_not_changes_nothing(tmp_path, recorded):
-    program = failing_hosts.wait_and_end
-    fault = faults.Fault(kind="kill_host", target=1)
-    made = {"num_hosts": 1, "log_directory": tmp_path, "injected": [fault]}
-    with host_worlds.opened(program, **made) as hosts:
-        hosts.run_world(
-            program,
-            host_worlds.assignment(1, 1),
-            emit=recorded,
-            has_changed=lambda: None,
-        )
-    assert recorded.named("fault_injected")
-
-
 def test_hosts_that_do_not_end_in_time_after_sigterm_are_killed(tmp_path, recorded):
     def emit(name, **fields):
         recorded(name, **fields)
@@ -150,7 +92,7 @@ def test_hosts_that_do_not_end_in_time_after_sigterm_are_killed(tmp_path, record
     with pytest.raises(
         errors.StoppedError, match=r"hosts 0, 1 did not save and stop within 0\.2 s"
     ):
-        run(failing_hosts.sleep, tmp_path, emit, limits=limits)
+        run(failing_hosts.stay, tmp_path, emit, limits=limits)
     # Asked again, they get no further time.
     assert recorded.named("stop_requested") == [{"within_secs": 0.2}]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -161,39 +103,55 @@ def test_hosts_that_have_nothing_to_save_are_ended_at_once(tmp_path, recorded):
         run(failing_hosts.end_the_supervisor, tmp_path, recorded)
 
 
-def test_hosts_that_get_sigterm_while_they_start_agree_on_a_step(tmp_path, recorded):
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_hosts_that_get_sigterm_while_they_start_agree_on_a_step(
+    tmp_path, recorded, num_hosts
+):
+    """One gets it alone, and a run that is not elastic ends; several get it from us."""
+    is_alone = num_hosts == 1
+
     def emit(name, **fields):
         recorded(name, **fields)
-        if len(recorded.named("save_started")) == 2 and name == "save_started":
+        if [name for name, _ in recorded.events] == ["save_started"] * 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
     limits = watch.Limits(most_secs=math.inf, heartbeat_secs=math.inf, grace_secs=600)
-    run(failing_hosts.take_the_signal, tmp_path, emit, limits=limits)
-    first, second = recorded.named("saved")
+    program = functools.partial(failing_hosts.take_the_signal, is_own=is_alone)
+    run(program, tmp_path, emit, num_hosts=num_hosts, limits=limits)
+    stopped = recorded.named("step_interrupted")
+    assert {each["path"] for each in stopped} == {"stop after ['reach', 'join']"}
     # It may be the first one that they ask about.
-    assert first == second
+    assert len({each["step"] for each in stopped}) == 1
+    assert len(stopped) == num_hosts
+    assert recorded.named("slice_preempted") == [{"slice": 0}] * is_alone
+    assert recorded.named("stop_requested") == [{"within_secs": 600}]
 
 
 def test_of_several_failures_the_cause_is_told(tmp_path, recorded, monkeypatch):
     # However slow this machine is, the cause arrives in time.
     monkeypatch.setattr(process_cluster, "_GRACE_SECS", 600)
-    with pytest.raises(errors.RunError, match=r"^host 2 failed: the cause"):
-        run(failing_hosts.fail_in_turn, tmp_path, recorded, num_hosts=3)
+    said = [RuntimeError("an echo"), RuntimeError("another"), errors.DataError("cause")]
+    acts = [functools.partial(failing_hosts.raise_, each) for each in said]
+    program = functools.partial(failing_hosts.stay, acts=dict(enumerate(acts)))
+    with pytest.raises(errors.RunError, match=r"^host 2 failed: cause"):
+        run(program, tmp_path, recorded, num_hosts=3)
 
 
 def failure(host, at_secs, **kind):
     return failures.HostFailure(host=host, message="", at_secs=at_secs, **kind)
 
 
-EARLY, LATE = failure(0, 1.0), failure(1, 2.0)
-KILLED, OURS = failure(2, 3.0, is_signal=True), failure(3, 4.0, is_ours=True)
-NOT_STORED = dataclasses.replace(OURS, error=["NotStoredError"])
-ABORTED = failure(4, 0.5, is_signal=True, is_consequence=True)
-DEVICES = failure(5, 0.2, is_of_devices=True)
-
-
 def test_the_first_failure_is_ours_then_a_signal_then_the_earliest():
-    in_order = [OURS, KILLED, EARLY, LATE, NOT_STORED, ABORTED, DEVICES]
+    ours = failure(3, 4.0, is_ours=True)
+    in_order = [
+        ours,
+        failure(2, 3.0, is_signal=True),
+        failure(0, 1.0),
+        failure(1, 2.0),
+        dataclasses.replace(ours, error=["NotStoredError"]),
+        failure(4, 0.5, is_signal=True, is_consequence=True),
+        failure(5, 0.2, is_of_devices=True),
+    ]
     for number, first in enumerate(in_order):
         assert failures.first_failure(in_order[number:][::-1]) == first
 
@@ -220,35 +178,27 @@ def test_a_host_that_is_aborted_is_lost_unless_the_program_failed_before(failed,
     assert failures.lost_hosts(failed) == lost
 
 
-def environment():
-    path = f"{os.getcwd()}:{os.environ['PYTHONPATH']}"
-    return os.environ | {"PYTHONPATH": path}
-
-
 SLEEPING_WORLD = """
 import sys
 from tests import host_worlds
 from tests.elastic import failing_hosts
 
-def recorded(name, **fields):
-    print(name, flush=True)
-
-if __name__ == "__main__":
-    host_worlds.run(
-        failing_hosts.sleep, num_hosts=2, log_directory=sys.argv[1], emit=recorded
-    )
+host_worlds.run(
+    failing_hosts.stay,
+    num_hosts=2,
+    log_directory=sys.argv[1],
+    emit=lambda name, **_: print(name, flush=True),
+)
 """
 
 
 @pytest.mark.slow
 def test_no_host_outlives_its_supervisor(tmp_path):
-    script = tmp_path / "world.py"
-    script.write_text(SLEEPING_WORLD)
     with subprocess.Popen(
-        [sys.executable, script, tmp_path / "logs"],
+        [sys.executable, "-c", SLEEPING_WORLD, tmp_path],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=environment(),
+        env=os.environ | {"PYTHONPATH": f"{os.getcwd()}:{os.environ['PYTHONPATH']}"},
         text=True,
     ) as started:
         assert [started.stdout.readline() for _ in range(2)] == ["save_started\n"] * 2
@@ -258,7 +208,7 @@ def test_no_host_outlives_its_supervisor(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_host_that_trains_imports_nothing_after_the_fork(tmp_path, corpus):
+def test_a_host_that_trains_imports_nothing_after_the_fork(tmp_path, corpus, recorded):
     config = runs.write_config(
         tmp_path,
         corpus,
@@ -269,13 +219,8 @@ def test_a_host_that_trains_imports_nothing_after_the_fork(tmp_path, corpus):
         local_checkpoint_period=4,
         multi_tier_checkpointing_backup_interval_steps=4,
     )
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.elastic.warm_host", tmp_path / "logs", config],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    # And its server had one thread.
-    assert ended.stdout == "[] 1\n"
+    program = functools.partial(failing_hosts.train_warm, config=load.load(config))
+    run(program, tmp_path / "logs", recorded, num_hosts=1)
+    (told,) = recorded.named("step_interrupted")
+    # Its server had one thread.
+    assert (told["path"], told["step"]) == ("[]", 1)

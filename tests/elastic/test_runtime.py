@@ -5,6 +5,7 @@ import pytest
 from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import decision, runtime
 from elastic_ckpt.elastic.failures import WorldLostError, silent_death
+from tests.recorded_events import RecordedEvents
 
 SETTLED = 1e6
 RATES = {"tokens": 9, "learning_rate": 0.1}
@@ -22,13 +23,12 @@ class ScriptedCluster:
 
     devices_per_slice = 2
 
-    def __init__(self, present, worlds):
-        self.present = dict.fromkeys(present, SETTLED)
+    def __init__(self, present, *worlds):
+        self.present = dict.fromkeys(range(present), SETTLED)
         self.worlds = list(worlds)
-        self.ran = []
+        self.ran, self.waited, self.failures = [], [], []
         self.lost = set()
-        self.failures = []
-        self.waited = []
+        self.events = RecordedEvents()
 
     def slices(self, current):
         return decision.Slices(
@@ -48,179 +48,146 @@ class ScriptedCluster:
     def wait(self, secs):
         self.waited.append(secs)
 
-    def close(self):
-        pass
 
-
-def ends(cluster):
-    del cluster
+def ends(_):
     return True
 
 
-def loses(*numbers, returned_secs=None, step=None):
+def loses(*numbers, steps=(), back_secs=None, signal=9):
+    """A world that loses hosts, and maybe slices, which may be back at once."""
+
     def world(cluster):
-        if step is not None:
+        for step in steps:
             cluster.emit("step", step=step, steps=9, loss=1.0, secs=0.1, **RATES)
         for number in numbers:
             cluster.lost.add(number)
             cluster.failures.append(decision.Failure(slice=number, at_secs=0.0))
             del cluster.present[number]
-            if returned_secs is not None:
-                cluster.present[number] = returned_secs
-        raise WorldLostError([silent_death(0, -9)], num_hosts=9, gone=numbers)
+            if back_secs is not None:
+                cluster.present[number] = back_secs
+        raise WorldLostError([silent_death(0, -signal)], num_hosts=9, gone=numbers)
 
     return world
 
 
-def grows(number):
-    def world(cluster):
-        cluster.present[number] = 0.0
-        assert not cluster.has_changed(), "it has to settle"
-        cluster.present[number] = SETTLED
-        assert cluster.has_changed()
-        return False
-
-    return world
+def grows(cluster):
+    cluster.present[1] = 0.0
+    assert not cluster.has_changed(), "it has to settle"
+    cluster.present[1] = SETTLED
+    assert cluster.has_changed()
+    return False
 
 
-def run(cluster, events=None, present_policy=None, **policy):
-    def emit(name, **fields):
-        if events is not None:
-            events.append((name, fields))
-
+def run(cluster, present_policy=None, **policy):
+    work = {"num_slices": 4, "rows": 24, "devices_per_slice": 2}
     runtime.run(
         lambda _: None,
         cluster=cluster,
         policy=present_policy or decision.Policy(**policy),
-        work=decision.Work(
-            num_slices=4, rows=24, devices_per_slice=2, max_rows_per_device=3
-        ),
-        emit=emit,
+        work=decision.Work(**work, max_rows_per_device=3),
+        emit=cluster.events,
     )
 
 
-def named(events, name):
-    return [fields for each, fields in events if each == name]
-
-
-BACK = {"returned_secs": SETTLED}
 ALL, LEFT = (0, 1, 2, 3), (0, 2, 3)
-# The slices there are, what happens in each world, the policy, and the slices of each.
-RUNS = {
-    "ends": (4, [ends], {}, [ALL]),
-    "loses a slice, which returns and settles": (
-        *(4, [loses(1), grows(1), ends], {"min_slices": 2}),
-        [ALL, LEFT, ALL],
-    ),
-    "loses one that is back at once, and has to settle": (
-        *(4, [loses(1, returned_secs=0.0), ends], {"min_slices": 2}),
-        [ALL, LEFT],
-    ),
-    "takes one that is back at once where there are too few": (
-        *(2, [loses(1, returned_secs=0.0), ends], {"min_slices": 2}),
-        [(0, 1), (0, 1)],
-    ),
-    "has new retries after new steps": (
-        *(
-            4,
-            [loses(0, step=1), loses(1, step=1), loses(2, step=2), ends],
+BACK_AT_ONCE = loses(1, back_secs=0.0)
+
+
+def loses_one_after(*steps):
+    return loses(1, steps=steps, back_secs=SETTLED)
+
+
+@pytest.mark.parametrize(
+    ("present", "worlds", "policy", "ran", "spares"),
+    [
+        (4, [ends], {}, [ALL], [[]]),
+        # A slice is lost, returns and settles.
+        (4, [loses(1), grows, ends], {"min_slices": 2}, [ALL, LEFT, ALL], [[]] * 3),
+        # One is back at once, but has to settle.
+        (4, [BACK_AT_ONCE, ends], {"min_slices": 2}, [ALL, LEFT], [[]] * 2),
+        # A spare is there at once.
+        (
+            *(4, [BACK_AT_ONCE, ends], {"max_slices": 3}),
+            *([(0, 1, 2), (0, 2, 3)], [[3], []]),
         ),
-        {"max_retries": 2},
-        [ALL, (1, 2, 3), (2, 3), (3,)],
-    ),
-    "quarantines one that is lost repeatedly": (
-        *(3, [loses(1, step=1, **BACK), loses(1, step=2, **BACK), ends]),
-        {"min_slices": 2, "quarantine_failures": 2},
-        [(0, 1, 2), (0, 1, 2), (0, 2)],
-    ),
-    "replaces one by a spare": (
-        *(4, [loses(1, returned_secs=0.0), ends], {"max_slices": 3}),
-        [(0, 1, 2), (0, 2, 3)],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_worlds_have_the_slices_that_are_decided_on(name):
-    present, worlds, policy, ran = RUNS[name]
-    cluster = ScriptedCluster(range(present), worlds)
-    events = []
-    run(cluster, events, **policy)
+        # New steps give new retries.
+        (
+            *(4, [*(loses(n, steps=[n or 1]) for n in range(3)), ends]),
+            *({"max_retries": 2}, [ALL, (1, 2, 3), (2, 3), (3,)], [[]] * 4),
+        ),
+        # One that is lost repeatedly is not used again.
+        (
+            *(3, [loses_one_after(1), loses_one_after(2), ends]),
+            {"min_slices": 2, "quarantine_failures": 2},
+            *([(0, 1, 2), (0, 1, 2), (0, 2)], [[]] * 3),
+        ),
+    ],
+)
+def test_worlds_have_the_slices_that_are_decided_on(
+    present, worlds, policy, ran, spares
+):
+    cluster = ScriptedCluster(present, *worlds)
+    run(cluster, **policy)
+    events = cluster.events
     assert cluster.ran == [*enumerate(ran, start=1)]
-    started = named(events, "world_started")
+    started = events.named("world_started")
     assert [each["world"] for each in started] == [number for number, _ in cluster.ran]
-    spares = [each["spares"] for each in started]
-    assert spares == ([[3], []] if "max_slices" in policy else [[]] * len(ran))
+    assert [each["spares"] for each in started] == spares
     quarantined = {"slice": 1, "why": "it has failed 2 times in this run"}
-    assert named(events, "slice_quarantined") == (
-        [quarantined] if "quarantine_failures" in policy else []
-    )
-    assert not named(events, "waiting_for_slices")
-    # A spare is there at once.
-    assert "max_slices" not in policy or not cluster.waited
+    is_quarantined = "quarantine_failures" in policy
+    assert events.named("slice_quarantined") == [quarantined] * is_quarantined
+    assert not events.named("waiting_for_slices")
+    assert not cluster.waited
+
+
+def raises(_):
+    raise errors.RunError("ZeroDivisionError")
 
 
 def trains(first, until):
     """A world that trains some steps, and loses hosts, but no slice."""
-
-    def world(cluster):
-        for step in range(first, until):
-            cluster.emit("step_done", step=step)
-        raise WorldLostError([silent_death(0, -9)], num_hosts=9)
-
-    return world
+    return loses(steps=range(first, until))
 
 
-def raises(cluster):
-    del cluster
-    raise errors.RunError("ZeroDivisionError")
-
-
-# The slices there are, what happens in each world, the policy, how many worlds run, and
-# the error.
 QUARANTINE = {"min_slices": 2, "quarantine_failures": 1, "wait_secs": 0}
-ENDS = {
-    "no slice comes": (
-        *(2, [loses(0)], {"min_slices": 2, "wait_secs": 0.02}, 1),
-        r"after a wait of 0 s, slices \[1\] are usable, but min_slices=2; bring",
-    ),
-    "slices are quarantined": (
-        *(2, [loses(1, **BACK)], QUARANTINE, 1),
-        r"slices \[1\] are quarantined after repeated failures; bring slices back",
-    ),
-    "worlds are lost without a new step": (
-        *(4, [loses(0), loses(1), loses(2), ends], {"max_retries": 2}, 3),
-        "3 worlds in a row were lost without a new step, .* First loss: host 0",
-    ),
-    "worlds fail before a save": (
-        *(1, [trains(11, 14)] * 4, {"max_retries": 2}, 3),
-        "3 worlds in a row",
-    ),
-    "there are no retries": (
-        *(4, [loses(3)], {"max_retries": 0}, 1),
-        "^host 0 failed: killed by SIGKILL",
-    ),
-    "the training fails": (4, [raises, ends], {"max_retries": 5}, 1, "ZeroDivision"),
-}
+BRIEF = {"min_slices": 2, "wait_secs": 0.01}
 
 
-@pytest.mark.parametrize("why", ENDS)
-def test_a_run_ends_if(why):
-    present, worlds, policy, count, message = ENDS[why]
-    cluster, events = ScriptedCluster(range(present), worlds), []
+@pytest.mark.parametrize(
+    ("present", "worlds", "policy", "count", "message"),
+    [
+        (
+            *(2, [loses(0)], BRIEF, 1),
+            r"after a wait of 0 s, slices \[1\] are usable, but min_slices=2; bring",
+        ),
+        (
+            *(2, [loses_one_after()], QUARANTINE, 1),
+            r"slices \[1\] are quarantined after repeated failures; bring slices back",
+        ),
+        (
+            *(4, [loses(0), loses(1), loses(2), ends], {"max_retries": 2}, 3),
+            "3 worlds in a row were lost without a new step, .* First loss: host 0",
+        ),
+        # Worlds fail before a save.
+        (1, [trains(11, 14)] * 4, {"max_retries": 2}, 3, "3 worlds in a row"),
+        (4, [loses(3)], {"max_retries": 0}, 1, "^host 0 failed: killed by SIGKILL"),
+        (4, [raises, ends], {"max_retries": 5}, 1, "ZeroDivision"),
+    ],
+)
+def test_a_run_ends_if(present, worlds, policy, count, message):
+    cluster = ScriptedCluster(present, *worlds)
     with pytest.raises(errors.RunError, match=message):
-        run(cluster, events, **policy)
+        run(cluster, **policy)
     assert len(cluster.ran) == count
-    is_told = why == "no slice comes"
-    assert bool(cluster.waited) == is_told
-    assert len(named(events, "waiting_for_slices")) == is_told
+    assert bool(cluster.waited) == (policy is BRIEF)
+    assert len(cluster.events.named("waiting_for_slices")) == (policy is BRIEF)
 
 
 def test_a_run_with_too_few_slices_has_a_verdict_before_its_first_world():
-    events = []
+    cluster = ScriptedCluster(1)
     with pytest.raises(errors.RunError, match="min_slices=2"):
-        run(ScriptedCluster(range(1), []), events, min_slices=2, wait_secs=0)
-    (judged,) = named(events, "verdict")
+        run(cluster, min_slices=2, wait_secs=0)
+    (judged,) = cluster.events.named("verdict")
     assert judged["kind"] == "cannot_continue"
     assert (judged["world"], judged["step"]) == (0, 0)
 
@@ -228,28 +195,16 @@ def test_a_run_with_too_few_slices_has_a_verdict_before_its_first_world():
 def test_a_run_goes_on_while_each_world_begins_later_than_the_lost_one_did():
     # The slice with the newest steps is lost, and its memory.
     again = [trains(first, first + 200) for first in range(4001, 5001, 200)]
-    cluster = ScriptedCluster(range(1), [trains(4900, 5001), *again, ends])
+    cluster = ScriptedCluster(1, trains(4900, 5001), *again, ends)
     run(cluster, max_retries=2)
     assert len(cluster.ran) == 7
 
 
-def crashes(*steps):
-    """A world in which a host crashes after some steps."""
-
-    def world(cluster):
-        for step in steps:
-            cluster.emit("step_done", step=step)
-        raise WorldLostError([silent_death(0, -11)], num_hosts=9)
-
-    return world
-
-
-def test_a_crash_is_that_of_the_program_only_if_no_world_was_past_it():
-    cluster = ScriptedCluster(range(2), [crashes(), crashes(1, 2), crashes(), ends])
+def test_a_crash_is_not_that_of_the_program_if_a_world_was_past_it():
+    crashes = [loses(steps=steps, signal=11) for steps in ((), (1, 2), ())]
+    cluster = ScriptedCluster(2, *crashes, ends)
     run(cluster)
     assert len(cluster.ran) == 4
-    with pytest.raises(errors.RunError, match="fails at the same step"):
-        run(ScriptedCluster(range(2), [crashes(1), crashes(1), ends]))
 
 
 def test_what_a_change_of_slices_took_is_told_after_the_first_step():
@@ -265,53 +220,42 @@ def test_what_a_change_of_slices_took_is_told_after_the_first_step():
         cluster.emit("run_finished", step=11, secs=0.0)
         return True
 
-    events = []
-    run(ScriptedCluster(range(2), [shrinks, grows_back]), events)
-    (recovered,) = named(events, "recovered")
+    cluster = ScriptedCluster(2, shrinks, grows_back)
+    run(cluster)
+    (recovered,) = cluster.events.named("recovered")
     assert (recovered["world"], recovered["steps_lost"]) == (2, 2)
-    (finished,) = named(events, "run_finished")
+    (finished,) = cluster.events.named("run_finished")
     assert finished["secs"] >= recovered["secs"] > 0
-    names = [name for name, _ in events]
+    names = [name for name, _ in cluster.events.events]
     assert names[names.index("recovered") - 1] == "step_done"
-
-
-def requests(scaled):
-    """A world in which another number of slices is requested."""
-
-    def world(cluster):
-        scaled.append(decision.Policy(max_slices=2))
-        assert cluster.has_changed().slices == (0, 1)
-        return False
-
-    return world
 
 
 def test_another_policy_changes_the_slices_and_is_reported_once():
     policies = [decision.Policy()]
-    cluster = ScriptedCluster(range(4), [requests(policies), ends])
-    events = []
-    run(cluster, events, present_policy=lambda: policies[-1])
-    assert [slices for _, slices in cluster.ran] == [(0, 1, 2, 3), (0, 1)]
-    assert named(events, "scale_requested") == [{"slices": 2, "chosen": [0, 1]}]
+
+    def requests(cluster):
+        policies.append(decision.Policy(max_slices=2))
+        assert cluster.has_changed().slices == (0, 1)
+        return False
+
+    cluster = ScriptedCluster(4, requests, ends)
+    run(cluster, present_policy=lambda: policies[-1])
+    assert [slices for _, slices in cluster.ran] == [ALL, (0, 1)]
+    requested = cluster.events.named("scale_requested")
+    assert requested == [{"slices": 2, "chosen": [0, 1]}]
 
 
-def preempts(number):
-    def world(cluster):
-        del cluster.present[number]
+def test_slices_that_are_preempted_are_left_if_there_are_retries():
+    def preempts(cluster):
+        del cluster.present[1]
         cluster.decided = cluster.has_changed()
         return not cluster.decided
 
-    return world
-
-
-def test_slices_that_are_preempted_are_left_even_if_the_others_have_to_wait():
-    cluster = ScriptedCluster(range(2), [preempts(1)])
+    # Even if the others have to wait.
+    cluster = ScriptedCluster(2, preempts)
     with pytest.raises(errors.RunError, match=r"a wait of 0 s, .* min_slices=2"):
-        run(cluster, min_slices=2, wait_secs=0.01)
+        run(cluster, **BRIEF)
     assert isinstance(cluster.decided, decision.Wait)
-
-
-def test_without_retries_a_run_ends_when_a_slice_is_preempted():
-    cluster = ScriptedCluster(range(2), [preempts(1)])
+    cluster = ScriptedCluster(2, preempts)
     run(cluster, min_slices=2, max_retries=0)
     assert cluster.decided is None

@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import signal
-import time
 
 import jax
 import numpy as np
@@ -31,17 +30,6 @@ def counts(world, *, steps, directory, action="", at_step=0):
             act(action)
         if why := world.leaving(step):
             note(directory, world, "left", step=step, why=why)
-            return
-
-
-def compiles_for_ever(world, *, steps):
-    """Trains, but the first world does not end to compile."""
-    if world.number == 1:
-        world.emit("compile_started", step=1)
-        world.begin("compile")
-        time.sleep(3600)
-    for step in range(1, steps + 1):
-        if world.leaving(step):
             return
 
 
