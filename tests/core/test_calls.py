@@ -121,7 +121,7 @@ def test_values_are_encoded_and_refused_by_their_types():
             {"by_name": {"x": [True]}},
             r"int`, got `bool` - at `\$\.by_name\[\.\.\.\]\[0\]`",
         ),
-        ({"path": 3}, "3 is not a "),
+        ({"path": 3}, "3 is not of type "),
     ):
         with pytest.raises(ValueError, match=f"^value: .*{why}"):
             codec.decode(Known, {**encoded, **change})
