@@ -30,9 +30,10 @@ def run(arguments: argparse.Namespace) -> int:
     of_maxtext = arguments.arguments
     config = maxtext_keys.supervised(maxtext_keys.given(of_maxtext))
     shown = progress.Progress(log_period=1, stream=sys.stdout)
-    if config.world.hosts > 1:
-        with termination.ending("elastic-ckpt maxtext"), shown:
-            is_stopped = maxtext_worlds.run(config, of_maxtext, emit=shown)
-        return termination.exit_code() if is_stopped else 0
-    maxtext.run(of_maxtext, emit=shown, started=config)
-    return 0
+    with termination.ending("elastic-ckpt maxtext"):
+        if config.world.hosts > 1:
+            with shown:
+                is_stopped = maxtext_worlds.run(config, of_maxtext, emit=shown)
+        else:
+            is_stopped = maxtext.run(of_maxtext, emit=shown, started=config)
+    return termination.exit_code() if is_stopped else 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -95,7 +95,8 @@ def row_digests(batch: Mapping[str, Array]) -> Array:
     names = sorted(batch.keys() - {"example_id"})
     features = [_words(batch[name]) for name in names]
     weights = _odd_multipliers(sum(words.shape[1] for words in features))
-    first, digests = 0, np.uint32(0)
+    digests: Any = np.uint32(0)
+    first = 0
     for words in features:
         chosen = weights[first : first + words.shape[1]]
         # One is added so that zeros contribute to the sum.
@@ -104,7 +105,7 @@ def row_digests(batch: Mapping[str, Array]) -> Array:
     return digests
 
 
-def _words(values: Array) -> Array:
+def _words(values: Any) -> Any:
     # Equal values have equal words, uint32 `[rows, n]`.
     rows = values.reshape(len(values), -1)
     if rows.dtype.kind == "c":

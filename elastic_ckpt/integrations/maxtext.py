@@ -30,7 +30,7 @@ from elastic_ckpt.checkpoint.components import validation_schedule
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.data import data_keys, elastic_data
 from elastic_ckpt.data.lm import pipeline
-from elastic_ckpt.elastic import watch
+from elastic_ckpt.elastic import termination, watch
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.integrations import maxtext_hooks, maxtext_keys
 from elastic_ckpt.training import configured, journal, schema
@@ -51,7 +51,7 @@ def run(
     emit: events.Emit = events.nobody,
     world: ec.elastic.World | None = None,
     started: schema.Config | None = None,
-) -> None:
+) -> bool:
     """Trains as `maxtext.trainers.pre_train.train` does with these arguments.
 
     Args:
@@ -61,6 +61,9 @@ def run(
         itself.
       started: the hosts and slices with which the run was started; by default, one of
         each.
+
+    Returns:
+      Whether the run was stopped by a signal, after a save.
 
     Raises:
       ConfigError: if MaxText is missing or has an unsupported version, or if its
@@ -79,6 +82,7 @@ def run(
         maxtext_hooks.STOP: this.leaves_after,
     }
     with contextlib.ExitStack() as hooks:
+        hooks.enter_context(this.signals)
         for hook, function in functions.items():
             hooks.enter_context(hook.replaced(function))
         try:
@@ -94,6 +98,7 @@ def run(
             raise
         # Skipped after an error: closing waits for other hosts, which may be gone.
         this.close()
+    return this.is_leaving
 
 
 class Run:
@@ -133,6 +138,9 @@ class Run:
         self._done = 0
         # The newest step for which MaxText asked whether to stop, and the answer.
         self._asked: tuple[int, str | None] = (-1, None)
+        # What to ask; None for JAX's service, which tells processes that joined it.
+        self._leaving = None if world is None else world.leaving
+        self.signals = contextlib.ExitStack()
 
     def prepare(
         self, original: Callable[..., Any], raw_keys: Any, *rest: Any, **more: Any
@@ -271,6 +279,14 @@ class Run:
                 rows_before=before,
                 per_device_before=config.per_device_batch_size * before / rows,
             )
+        if self._leaving is None and not jax.distributed.is_initialized():
+            grace_secs = configured.limits(self._started).grace_secs
+            is_ending = self.signals.enter_context(
+                termination.in_this_process(
+                    grace_secs=grace_secs, ended=lambda: None, emit=record.emit
+                )
+            )
+            self._leaving = lambda step: "stop" if is_ending(step) else None
         # Must precede calls of `World.leaving`, which reports steps.
         record._start(start_step)
         made = original(config, learning_rate_schedule, start_step)
@@ -295,11 +311,11 @@ class Run:
         self, original: Callable[..., bool], checkpoint_manager: Any, step: int
     ) -> bool:
         """Whether the hosts leave their world; after the last step, the run ends."""
-        if self._world is None:
-            return original(checkpoint_manager, step)
-        if step != self._asked[0] and step != self._config.steps - 1:
+        if self._leaving is None:
+            self._asked = (step, "stop" if original(checkpoint_manager, step) else None)
+        elif step != self._asked[0] and step != self._config.steps - 1:
             # MaxText numbers steps from 0.
-            self._asked = (step, self._world.leaving(step + 1))
+            self._asked = (step, self._leaving(step + 1))
         return self.is_leaving
 
     @property

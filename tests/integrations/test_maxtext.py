@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import sys
 
@@ -224,6 +225,28 @@ def test_a_world_that_is_left_saves_and_its_supervisor_keeps_the_events(
     assert told[-1] == ("run_stopped", {"step": 3, "saved": True})
     assert (tmp_path / "checkpoints" / "2").is_dir()
     assert not (tmp_path / "runs" / "first" / "events.jsonl").exists()
+
+
+def test_a_process_that_joined_no_service_saves_on_sigterm(
+    installed, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(program(), "SAVES_STEPS", True)
+    told = []
+
+    def emit(name, **fields):
+        told.append((name, fields))
+        if (name, fields.get("step")) == ("step", 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    # A thread learns of the signal while steps go on.
+    given = stand_in.arguments(installed, tmp_path, steps=500)
+    assert maxtext.run(given, emit=emit)
+    name, fields = told[-1]
+    assert (name, fields["saved"]) == ("run_stopped", True)
+    assert (tmp_path / "checkpoints" / str(fields["step"] - 1)).is_dir()
+    more = stand_in.arguments(installed, tmp_path, steps=fields["step"] + 1)
+    assert not maxtext.run(more, emit=emit)
+    assert ("step", fields["step"] + 1) == (told[-2][0], told[-2][1]["step"])
 
 
 def test_its_evaluation_begins_anew_and_padding_weighs_nothing(installed, run):
