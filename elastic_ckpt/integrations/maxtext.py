@@ -41,6 +41,7 @@ FEATURES = tuple(
     for name in ("inputs", "targets")
     for suffix in ("", "_position", "_segmentation")
 )
+_SAVES = "enable_autocheckpoint"
 # The data state is saved under this name, next to MaxText's `items`.
 ITERATOR = "iter"
 
@@ -71,7 +72,8 @@ def run(
       DataError: if the data cannot be read; stock MaxText would stop without an error.
       SystemExit: if MaxText rejects its configuration.
     """
-    maxtext_keys.check(maxtext_keys.given(arguments), maxtext_hooks.keys())
+    given = maxtext_keys.given(arguments)
+    maxtext_keys.check(given, maxtext_hooks.keys())
     maxtext_hooks.check_installed()
     this = Run(emit=emit, world=world, started=started or schema.Config())
     functions: dict[maxtext_hooks.Hook, Callable[..., Any]] = {
@@ -86,7 +88,9 @@ def run(
         for hook, function in functions.items():
             hooks.enter_context(hook.replaced(function))
         try:
-            maxtext_hooks.run(arguments)
+            # By default, MaxText does not save when it is asked to stop.
+            saves = [] if _SAVES in given else [f"{_SAVES}=True"]
+            maxtext_hooks.run([*arguments, *saves])
         except SystemExit as ended:
             if ended.code:
                 raise

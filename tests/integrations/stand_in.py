@@ -23,6 +23,7 @@ DEFAULTS = {
     "checkpoint_period": 4,
     "data_shuffle_seed": 0,
     "elastic_enabled": False,
+    "enable_autocheckpoint": False,
     "enable_checkpointing": True,
     "enable_data_shuffling": True,
     "enable_multi_tier_checkpointing": False,
@@ -142,7 +143,8 @@ def _handle_post_checkpoint_preemption(checkpoint_manager, step):
 
 def maybe_save_checkpoint(checkpoint_manager, state, config, data_iterator, step=None):
     # The state is the number of the last step.
-    stops = step is not None and reached_preemption(checkpoint_manager, step)
+    asks = step is not None and config.enable_autocheckpoint
+    stops = asks and reached_preemption(checkpoint_manager, step)
     if step is None or stops or checkpoint_manager.should_save(step):
         if checkpoint_manager.latest is None or checkpoint_manager.latest.step != state:
             assert isinstance(data_iterator, PlaceHolderDataIterator)
