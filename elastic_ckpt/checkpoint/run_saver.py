@@ -91,7 +91,7 @@ class RunSaver:
         *,
         data: ocp.StatefulCheckpointable | None = None,
     ) -> Any:
-        """Restores a step: returns its state, and sets the data and the callbacks.
+        """Returns a step's state, and restores the data and the callbacks.
 
         Args:
           abstract_state: the state as a tree of shapes, dtypes and shardings.

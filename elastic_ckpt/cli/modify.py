@@ -58,7 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     edits += [_edit(name, each, is_factor=True) for each in arguments.scale]
     if not edits or len({each.path for each in edits}) < len(edits):
         raise errors.ConfigError(
-            "specify each value to edit exactly once, with --set PATH=VALUE or --scale"
+            "specify at least one edit, and each value only once, with --set"
+            " PATH=VALUE or --scale"
             " PATH=FACTOR"
         )
     path = storage.absolute(arguments.path)

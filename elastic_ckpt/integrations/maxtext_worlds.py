@@ -1,7 +1,7 @@
 """MaxText on hosts that are lost and rejoin, on one or more machines.
 
 Supervisors start worlds as `elastic-ckpt train` does. On each host of a world, MaxText
-runs with the same global batch and leaves when asked to.
+keeps the global batch size and exits when asked to.
 """
 
 from __future__ import annotations

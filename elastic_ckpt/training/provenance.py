@@ -456,8 +456,8 @@ def _located(files: Mapping[str, Sequence[str]], file: str) -> list[tuple[str, i
     if not found:
         names = {os.path.basename(e) for of_data in files.values() for e in of_data}
         raise errors.DataError(
-            f"{file} is not a file of the run's data, whose files are"
-            f" {errors.first_of(sorted(names))}; pass the path"
+            f"{file} is not one of the run's data files"
+            f" ({errors.first_of(sorted(names))}); pass the path"
             " of one of them, or the end of that path"
         )
     if len({name for name, _, _ in found}) < len(found):

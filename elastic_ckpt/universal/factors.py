@@ -33,7 +33,9 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
       Disjoint boxes, in element order; an empty list if the range is empty.
     """
     if not 0 <= start <= stop <= math.prod(shape):
-        raise ValueError(f"elements {start} to {stop} are out of range for {shape}")
+        raise ValueError(
+            f"elements {start} to {stop} are out of range for shape {shape}"
+        )
     if start == stop:
         return []
     if not shape:

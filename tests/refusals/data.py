@@ -315,7 +315,7 @@ REFUSALS = {
         [{"from": "human", "value": "a"}],
     ),
     "a message with a date": in_turns(
-        "a message that contains a date; messages may contain only text, n",
+        "a message that contains date; messages may contain only text, n",
         [{"role": "user", "content": datetime.date.today()}],
     ),
     "conversations of three columns": row(chat.Conversations)(

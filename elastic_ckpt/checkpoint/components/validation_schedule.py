@@ -90,7 +90,7 @@ class ValidationSchedule:
                 f" {findings[0]} ({len(findings)} in total; see the run's"
                 " `replicas_differ` events). The step was not saved. Restart the run"
                 " without these hosts, and check their memory: the run resumes from the"
-                " newest saved step. To continue in spite of differences, set"
+                " newest saved step. To continue despite the differences, set"
                 " replica_validation_action=warn"
             )
         before = self.equal_step if findings else None

@@ -1,7 +1,7 @@
 """Conversations as training examples for a language model.
 
 `Conversations` replaces `Documents`: it renders each record with a chat template and
-tokenizes it. A token without loss, such as one in a user turn, is stored as its
+tokenizes it. A token excluded from the loss, as in a user turn, is stored as its
 complement, `~token`, which is negative. The loss mask therefore needs no array of its
 own and stays with its tokens when documents are mixed, split, shuffled and packed;
 `Rows` converts it to the features of MaxText's rows.
@@ -127,7 +127,7 @@ class Conversations:
     def tokens(
         self, values: Sequence[chat_templates.Rendered | None]
     ) -> list[np.ndarray]:
-        """The tokens of each conversation, int32; a token without loss is `~token`.
+        """The tokens of each conversation, int32; `~token` if excluded from the loss.
 
         The array is empty for None and for a conversation in which no token has loss.
         """

@@ -27,7 +27,7 @@ class Modality:
     Attributes:
       decode: a function that decodes bytes to an array, resized or padded to `shape`.
       shape: the shape of the array.
-      max_per_row: the maximum number of media of this kind in a row, M.
+      max_per_row: the maximum number of media of this kind per row, M.
       dtype: the dtype of the array.
     """
 

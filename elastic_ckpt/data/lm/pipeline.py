@@ -91,7 +91,7 @@ class LanguagePipeline:
       num_shards: the number of logical shards, S.
       reading: the order of records and the number of epochs.
       documents: the encoder that converts records to tokens.
-      length: the number of tokens in a row, L.
+      length: the number of tokens per row, L.
       truncate: whether longer documents are truncated; otherwise they are split.
       window: the size of the shuffle window in examples; 0 disables shuffling.
       packing: one of `rows.PACKINGS`; if empty, each example is padded to a row.

@@ -101,21 +101,21 @@ class Rows(shard_steps.Step[Row]):
     * `inputs_position` and `targets_position`: the index of each token in its part of a
       document, starting at 0.
 
-    A document stores a token without loss, such as one in a user turn, as `~token`. As
+    A token excluded from the loss, as in a user turn, is stored as `~token`. As
     an input, it becomes `token`; as a target, it becomes 0, with 0 in
     `targets_segmentation`.
 
     Args:
       parent: a dataset of documents, which are arrays of tokens `[tokens]` or, with
         `features`, dicts of `tokens` and these features, all arrays of the same length.
-      length: the number of tokens in a row.
+      length: the number of tokens per row.
       packing: `"first_fit"` or `"best_fit"`, which put each document whole into a row;
         `"concat_then_split"`, which fills rows and splits documents at row ends; or
         empty, which puts each document into its own row.
       window: the minimum number of documents shuffled together; 0 disables shuffling.
       seed: the seed of the shuffle, 0 or more; each shard shuffles differently.
       shard: the shard index.
-      max_examples: the maximum number of documents in a row, for `"first_fit"` and
+      max_examples: the maximum number of documents per row, for `"first_fit"` and
         `"best_fit"`; 0 sets no limit.
       features: the names of additional features of documents; rows have their values
         for each input.
@@ -597,7 +597,7 @@ def fitted(
       pieces: pieces of at most `length` inputs.
       costs: how much of each limit each piece uses.
       limits: the limits of a row.
-      length: the number of inputs in a row.
+      length: the number of inputs per row.
       is_best: whether to use the fullest row instead of the first.
     """
     rows: list[list[Piece]] = []

@@ -46,11 +46,13 @@ def opened(path: epath.PathLike) -> IO[bytes]:
     try:
         if storage.is_local(path) and not stat.S_ISREG(os.stat(path).st_mode):
             raise FormatError(
-                f"{path} is not a regular file; copy the whole checkpoint"
+                f"{path} is not a regular file; copy the whole checkpoint again"
             )
         return epath.Path(path).open("rb")
     except (FileNotFoundError, IsADirectoryError):
-        raise FormatError(f"{path} is missing; copy the whole checkpoint") from None
+        raise FormatError(
+            f"{path} is missing; copy the whole checkpoint again"
+        ) from None
 
 
 def read(path: epath.PathLike, *, most_bytes: int | None = None) -> bytes:

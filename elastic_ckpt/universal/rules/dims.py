@@ -75,7 +75,7 @@ def parse(
 ) -> tuple[tuple[Node, ...], tuple[str, ...]]:
     """Parses the node and the block of each dim.
 
-    The blocks of `out/128 in` are "128" and "1". `...` becomes a name.
+    The blocks of `out/128 in` are "128" and "1". `...` is parsed as a `Name`.
 
     Raises:
       LayoutError: if the expression is malformed, or has blocks without `has_blocks`.

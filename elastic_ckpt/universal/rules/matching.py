@@ -75,8 +75,8 @@ def moves(
 ) -> Matched:
     """Plans the moves from a checkpoint's tensors to a target's tensors.
 
-    `axes` has the checkpoint's number of ranks by axis. `targets` is None for all
-    targets that the rules make.
+    `axes` maps each axis to its number of ranks in the checkpoint. `targets` is None
+    for all targets that the rules make.
 
     Raises:
       LayoutError: if the layout does not match; one error lists all problems.
