@@ -272,14 +272,14 @@ def test_names_that_cannot_be_directories_and_what_is_no_json_are_refused(checkp
     mapping = "a mapping from names to values.* not "
     refused += [
         ({}, "no checkpointables were passed"),
-        (jnp.ones(2), f"{mapping}a ArrayImpl"),
-        ([jnp.ones(2)], f"{mapping}a list"),
-        ({1: jnp.ones(2)}, rf"{mapping}a dict with the keys \[1\]"),
+        (jnp.ones(2), f"{mapping}ArrayImpl"),
+        ([jnp.ones(2)], f"{mapping}list"),
+        ({1: jnp.ones(2)}, rf"{mapping}dict with the keys \[1\]"),
     ]
     for given, why in refused:
         with pytest.raises(errors.CheckpointError, match=why):
             checkpointer.save_checkpointables(number, given)
-    with pytest.raises(errors.CheckpointError, match=f"{mapping}a list"):
+    with pytest.raises(errors.CheckpointError, match=f"{mapping}list"):
         checkpointer.load_checkpointables(number, [jnp.ones(2)])
     for options in ({"metrics": {"loss": jnp.ones(2)}}, {"custom_metadata": object()}):
         with pytest.raises(errors.CheckpointError, match=r"encoded as JSON.* float\(l"):

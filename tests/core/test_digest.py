@@ -5,39 +5,39 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from elastic_ckpt.core import digest, topology
 
-# Few shapes: a program is compiled for each.
 FEATURES = {
-    "tokens": hnp.arrays(np.int32, (3, 4)),
-    "label": hnp.arrays(np.int64, (3,)),
-    "weight": hnp.arrays(np.float64, (3,), elements=st.floats(width=32)),
-    "image": hnp.arrays(np.float32, (3, 2, 2), elements=st.floats(width=32)),
-    "half": hnp.arrays(np.float16, (3, 2), elements=st.floats(width=16)),
-    "brain": hnp.arrays(np.float32, (3, 2), elements=st.floats(width=16)).map(
-        lambda values: values.astype(ml_dtypes.bfloat16)
-    ),
-    "wave": hnp.arrays(
-        np.complex64,
-        (3, 2),
-        elements=st.builds(complex, *[st.floats(-9, 9, width=32)] * 2),
-    ),
-    "mask": hnp.arrays(np.bool_, (3,)),
-    "id": hnp.arrays(np.uint64, (3, 2)),
+    "tokens": (np.int32, (3, 4)),
+    "label": (np.int64, (3,)),
+    "weight": (np.float64, (3,)),
+    "image": (np.float32, (3, 2, 2)),
+    "half": (np.float16, (3, 2)),
+    "brain": (ml_dtypes.bfloat16, (3, 2)),
+    "wave": (np.complex64, (3, 2)),
+    "mask": (np.bool_, (3,)),
+    "id": (np.uint64, (3, 2)),
 }
-BATCHES = st.fixed_dictionaries(FEATURES)
+SPECIAL = [0.0, -0.0, 0.3, -7.5, 6e-8, np.inf, -np.inf, np.nan]
 
 
-@settings(max_examples=20)
-@given(BATCHES)
-def test_numpy_and_jax_give_the_same_row_digests(batch):
-    on_device = np.asarray(
-        jax.jit(digest.row_digests)(jax.tree.map(jnp.asarray, batch))
+def drawn(feature, random):
+    """Values of a feature."""
+    dtype, shape = FEATURES[feature]
+    if np.dtype(dtype).kind in "biu":
+        return random.integers(-(2**63), 2**63, shape).astype(dtype)
+    values = random.choice([*SPECIAL, *random.normal(size=8)], (*shape, 2))
+    return (values.view(np.complex128) if feature == "wave" else values)[..., 0].astype(
+        dtype
     )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_numpy_and_jax_give_the_same_row_digests(seed):
+    random = np.random.default_rng(seed)
+    batch = {feature: drawn(feature, random) for feature in FEATURES}
+    on_device = jax.jit(digest.row_digests)(jax.tree.map(jnp.asarray, batch))
     np.testing.assert_array_equal(on_device, digest.row_digests(batch))
 
 
@@ -51,21 +51,20 @@ def test_row_digests_do_not_depend_on_the_sharding():
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-@given(data=st.data())
-@settings(max_examples=5)
-def test_one_changed_value_changes_the_digest_of_its_row_alone(feature, data):
-    batch = {feature: data.draw(FEATURES[feature]), "other": np.ones((3, 2))}
-    values = np.where(np.isfinite(batch[feature]), batch[feature], 0)
-    values = values.astype(batch[feature].dtype)
-    changed = values.copy()
-    place = tuple(data.draw(st.integers(0, size - 1)) for size in values.shape)
+def test_one_changed_value_changes_the_digest_of_its_row_alone(feature):
+    random = np.random.default_rng(0)
+    values = drawn(feature, random)
     # The highest bit of a token, the imaginary part of a complex number.
     added = {"tokens": -(2**31), "wave": 1j}
     added = added.get(feature, 0.25 if values.dtype.kind in "fV" else 1)
-    values[place], changed[place] = 0, added
-    before, after = ({**batch, feature: each} for each in (values, changed))
-    differs = digest.row_digests(after) != digest.row_digests(before)
-    assert np.flatnonzero(differs).tolist() == [place[0]]
+    for place in np.ndindex(values.shape):
+        batches = []
+        for value in (0, added):
+            changed = values.copy()
+            changed[place] = value
+            batches.append({feature: changed, "other": np.ones((3, 2))})
+        first, second = map(digest.row_digests, batches)
+        assert np.flatnonzero(first != second).tolist() == [place[0]]
 
 
 def test_padding_is_not_the_same_as_a_shorter_row():

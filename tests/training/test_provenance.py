@@ -305,7 +305,7 @@ def own(_):
 @pytest.mark.parametrize(
     ("make", "question", "message"),
     [
-        (plain, ("find", "no.parquet", 0), "no.parquet is not a file of"),
+        (plain, ("find", "no.parquet", 0), "no.parquet is not one of"),
         (plain, ("find", "web-1.parquet", 1), "has no record 1: its 1"),
         (plain, ("step", 7), "step 7 was not trained in any attempt"),
         (mapped, ("step", 1), "your step .* processes tokens"),
