@@ -1,17 +1,9 @@
-"""Hosts that fail, sleep, stop after a step or train; this imports little."""
+"""Hosts that fail, sleep, or stop after a step; this imports little."""
 
-import functools
 import multiprocessing
 import os
 import signal
-import sys
 import time
-
-# But for plug-ins of platforms, which JAX imports when it starts a backend.
-PACKAGES = ("jax", "jaxlib", "orbax", "grain", "tensorstore", "elastic_ckpt")
-PLUGINS = ("jax_plugins", "jax._src.cudacheck")
-# It takes most of a second, and only agents serve HTTP.
-UNWANTED = "aiohttp"
 
 
 def stay(place, emit, *, acts=None):
@@ -57,32 +49,6 @@ def take_the_signal(place, emit, *, is_own=False):
             order = emit.agree(allgather.new()).decode()
         told = f"{order} after {phases}"
         emit("step_interrupted", step=step, path=told, resume_step=0)
-
-
-def train_warm(place, emit, *, config):
-    """Trains; tells of modules that are not as they should be, and of threads."""
-    from elastic_ckpt.elastic import cluster, decision, executables, host
-    from elastic_ckpt.training import launch
-
-    at_fork = set(sys.modules)
-    threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
-    work = decision.Train(slices=(0,), spares=(), rows=8, accumulated=1)
-    with executables.kept() as kept:
-        host.run_host(
-            functools.partial(launch.on_host, None, config),
-            config.world,
-            cluster.Assignment(number=1, work=work),
-            host.Owned(memory=None, kept=kept),
-            place,
-            emit,
-        )
-    wrong = [UNWANTED] * (UNWANTED in at_fork)
-    wrong += [
-        name
-        for name in set(sys.modules) - at_fork
-        if name.partition(".")[0].startswith(PACKAGES) and not name.startswith(PLUGINS)
-    ]
-    emit("step_interrupted", step=threads, path=str(wrong), resume_step=0)
 
 
 def fork_and_be_killed(pipe):
