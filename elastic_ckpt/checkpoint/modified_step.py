@@ -70,8 +70,8 @@ def edit(name: str, tree: Any, change: Edit) -> tuple[Any, str]:
       The new tree, and a one-line description of the change.
 
     Raises:
-      CheckpointError: if there is no such number, or its dtype cannot represent the new
-        value.
+      CheckpointError: if the pytree has no number at the edit's path, or the number's
+        dtype cannot represent the new value.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     values = {leaf_path(name, keys): leaf for keys, leaf in leaves}

@@ -100,11 +100,11 @@ def check(data: Any, *, caller: str) -> None:
         return
     raise errors.ConfigError(
         f"{caller}: data is of type {type(data).__name__}, not elastic data; pass the"
-        " result of ec.data.from_config(keys); for a Grain MapDataset without filters,"
-        " of"
-        ' ec.data.positional(dataset, pipeline="a name, version 1"); or, with filters,'
-        ' of ec.data.sharded(make_shard, num_shards=S, pipeline="a name, version 1"),'
-        " where make_shard(shard) returns dataset[shard::S].to_iter_dataset()"
+        " result of ec.data.from_config(keys). For a Grain MapDataset, pass"
+        ' ec.data.positional(dataset, pipeline="a name, version 1") if it has no'
+        " filters. Otherwise, pass ec.data.sharded(make_shard, num_shards=S,"
+        ' pipeline="a name, version 1"), where make_shard(shard) returns'
+        " dataset[shard::S].to_iter_dataset()"
     )
 
 

@@ -171,14 +171,14 @@ def agreed(
     for number, each in enumerate(disks):
         own = each.identity or dataclasses.replace(known, is_stored=False)
         remedy = (
-            "choose a different run_name (directory of ec.Local), or, if nobody"
+            "choose a different run_name (with ec.Local, a directory), or, if nobody"
             f" needs these steps, remove the directory: rm -r {each.directory}"
         )
         # Only the name: hosts without storage do not know whether the run has storage.
         if own.name != known.name:
             raise errors.RunError(
-                f"host {number}: {each.directory} contains steps of another run and"
-                f" does not match {place_of_run}; {remedy}"
+                f"host {number}: {each.directory} contains steps of another run,"
+                f" unlike {place_of_run}; {remedy}"
             )
         # By copying the identity, the user confirms that this is the run's storage.
         if is_new and own.is_stored:
