@@ -354,7 +354,7 @@ def test_checkpointables_are_chosen_as_in_orbax(checkpointer, tmp_path):
             expected = bits(stock.load_checkpointables(number, chosen))
             loaded = checkpointer.load_checkpointables(number, chosen)
             assert bits(loaded) == expected
-    with pytest.raises(errors.CheckpointError, match=r"contains no |does not contain "):
+    with pytest.raises(errors.CheckpointError, match="contains no pytrees named"):
         checkpointer.load_checkpointables(number, {"none": None})
 
 

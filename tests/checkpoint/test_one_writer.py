@@ -190,8 +190,12 @@ def newest(steps, ram, run="tiny"):
         return latest and (latest.step, value(checkpointer))
 
 
-def refused(steps, ram):
-    with pytest.raises(errors.RunError, match=r"steps of (another|a) run") as raised:
+# The storage of the run in RAM may be gone, or is that of another run.
+GONE, OTHER = "a run that had persistent storage", "another run"
+
+
+def refused(steps, ram, *, whose):
+    with pytest.raises(errors.RunError, match=f"steps of {whose}") as raised:
         newest(steps, ram)
     assert "a different run_name" in str(raised.value)
     assert f"rm -r {ram}" in str(raised.value)
@@ -200,7 +204,7 @@ def refused(steps, ram):
 def test_ram_of_another_run_of_the_same_name_is_refused(tmp_path, ram):
     first, second = tmp_path / "a", tmp_path / "b"
     continue_run(first, ram, 4, 5)
-    refused(second, ram)
+    refused(second, ram, whose=GONE)
     # Nothing was changed, and the run of the RAM disk goes on.
     assert newest(first, ram) == (5, 5)
     # The remedy: the other run begins with an empty disk.
@@ -208,7 +212,7 @@ def test_ram_of_another_run_of_the_same_name_is_refused(tmp_path, ram):
     assert newest(second, ram) is None
     continue_run(second, ram, 4, more=100)
     assert newest(second, ram) == (4, 104)
-    refused(first, ram)
+    refused(first, ram, whose=OTHER)
 
 
 def test_ram_is_continued_with_the_identity_of_its_storage(tmp_path, ram):
@@ -231,7 +235,7 @@ def test_a_run_can_gain_drop_and_rename_its_tiers(tmp_path, ram):
     continue_run(steps, ram, 4, 5)
     assert newest(steps, ram) == newest(None, ram) == (5, 5)
     assert newest(steps, None) == (4, 4)
-    refused(tmp_path / "b", ram)
+    refused(tmp_path / "b", ram, whose=GONE)
     renamed = ram.rename(ram.with_name("renamed"))
     assert newest(steps, renamed, run=None) == (5, 5)
     for disk in (renamed, None):
