@@ -41,7 +41,6 @@ FEATURES = tuple(
     for name in ("inputs", "targets")
     for suffix in ("", "_position", "_segmentation")
 )
-_SAVES = "enable_autocheckpoint"
 # The data state is saved under this name, next to MaxText's `items`.
 ITERATOR = "iter"
 
@@ -72,8 +71,7 @@ def run(
       DataError: if the data cannot be read; stock MaxText would stop without an error.
       SystemExit: if MaxText rejects its configuration.
     """
-    given = maxtext_keys.given(arguments)
-    maxtext_keys.check(given, maxtext_hooks.keys())
+    maxtext_keys.check(maxtext_keys.given(arguments), maxtext_hooks.keys())
     maxtext_hooks.check_installed()
     this = Run(emit=emit, world=world, started=started or schema.Config())
     functions: dict[maxtext_hooks.Hook, Callable[..., Any]] = {
@@ -88,9 +86,8 @@ def run(
         for hook, function in functions.items():
             hooks.enter_context(hook.replaced(function))
         try:
-            # By default, MaxText does not save when it is asked to stop.
-            saves = [] if _SAVES in given else [f"{_SAVES}=True"]
-            maxtext_hooks.run([*arguments, *saves])
+            # MaxText then saves when it is asked to stop.
+            maxtext_hooks.run([*arguments, "enable_autocheckpoint=True"])
         except SystemExit as ended:
             if ended.code:
                 raise

@@ -86,8 +86,6 @@ def in_world(
         "skip_jax_distributed_system": True,
         # The supervisor resumes the run; MaxText can do so only under Pathways.
         "elastic_enabled": False,
-        # Hosts save a world's last step before they leave.
-        "enable_autocheckpoint": True,
     }
     # The rows of an evaluation with all slices, kept in each world whose devices divide
     # them. Without this key, MaxText uses the size of training batches.
