@@ -236,8 +236,10 @@ def save(host: Host) -> turns.Secs:
         return ours.save_async(next(steps), state)
 
     def begin_orbax(state: State) -> Any:
-        parts = {"state": state}
-        return orbax.save_checkpointables_async(next(steps), parts, force=True)
+        checkpointables = {"state": state}
+        return orbax.save_checkpointables_async(
+            next(steps), checkpointables, force=True
+        )
 
     def commit(state: State) -> Any:
         response = begin(state)
@@ -268,7 +270,7 @@ def restore(host: Host) -> turns.Secs:
     orbax = _orbax_checkpointer(place)
     copied = os.path.join(place.machines[host.number], "copied")
     step = _step_directory(place.machines[host.number])
-    parts = {"state": wanted}
+    checkpointables = {"state": wanted}
 
     def copy(_: object) -> None:
         subprocess.run(["cp", "-r", step, copied], check=True)
@@ -277,7 +279,7 @@ def restore(host: Host) -> turns.Secs:
         "load": lambda _: jax.block_until_ready(ours.load(None, wanted)),
         "copy": copy,
         "load_orbax": lambda _: jax.block_until_ready(
-            orbax.load_checkpointables(None, parts)
+            orbax.load_checkpointables(None, checkpointables)
         ),
     }
     secs = in_turns(

@@ -69,9 +69,11 @@ def main(texts: str, checkpoints: str, steps: int) -> int:
             step += 1
             # True on all hosts after the same step, once one of them receives SIGTERM.
             is_preempted = multihost_utils.reached_preemption_sync_point(step)
-            parts = {"state": state, "data": batches}
+            checkpointables = {"state": state, "data": batches}
             is_last = is_preempted or step == steps
-            checkpointer.save_checkpointables_async(step, parts, force=is_last)
+            checkpointer.save_checkpointables_async(
+                step, checkpointables, force=is_last
+            )
             if jax.process_index() == 0 and (is_last or step % 10 == 0):
                 print(f"step {step}: loss {loss:.3f}", flush=True)
     batches.close()

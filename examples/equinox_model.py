@@ -78,8 +78,10 @@ def main(directory: pathlib.Path, steps: int) -> None:
             model, moments, loss = train_step(model, moments, next(batches))
             step += 1
             state = eqx.filter((model, moments), eqx.is_array)
-            parts = {"state": state, "data": batches}
-            checkpointer.save_checkpointables_async(step, parts, force=step == steps)
+            checkpointables = {"state": state, "data": batches}
+            checkpointer.save_checkpointables_async(
+                step, checkpointables, force=step == steps
+            )
             if step % 10 == 0:
                 print(f"step {step}: loss {loss:.3f}", flush=True)
     batches.close()

@@ -72,8 +72,10 @@ def main(directory: pathlib.Path, steps: int) -> None:
         while step < steps:
             loss = train_step(model, optimizer, next(batches))
             step += 1
-            parts = {"state": nnx.state((model, optimizer)), "data": batches}
-            checkpointer.save_checkpointables_async(step, parts, force=step == steps)
+            checkpointables = {"state": nnx.state((model, optimizer)), "data": batches}
+            checkpointer.save_checkpointables_async(
+                step, checkpointables, force=step == steps
+            )
             if step % 10 == 0:
                 print(f"step {step}: loss {loss:.3f}", flush=True)
     batches.close()

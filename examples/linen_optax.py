@@ -88,8 +88,10 @@ def main(directory: pathlib.Path, steps: int) -> None:
             print(f"continues from step {state.step}")
         for step in range(int(state.step) + 1, steps + 1):
             state, loss = train_step(state, next(batches))
-            parts = {"state": state, "data": batches}
-            checkpointer.save_checkpointables_async(step, parts, force=step == steps)
+            checkpointables = {"state": state, "data": batches}
+            checkpointer.save_checkpointables_async(
+                step, checkpointables, force=step == steps
+            )
             if step % 10 == 0:
                 print(f"step {step}: loss {loss:.3f}", flush=True)
     batches.close()

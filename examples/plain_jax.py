@@ -76,8 +76,10 @@ def main(directory: pathlib.Path, shape: tuple[int, int], steps: int) -> None:
         while step < steps:
             state, loss = train_step(state, next(batches))
             step += 1
-            parts = {"state": state, "data": batches}
-            checkpointer.save_checkpointables_async(step, parts, force=step == steps)
+            checkpointables = {"state": state, "data": batches}
+            checkpointer.save_checkpointables_async(
+                step, checkpointables, force=step == steps
+            )
             if step % 10 == 0:
                 print(f"step {step}: loss {loss:.3f}", flush=True)
     batches.close()

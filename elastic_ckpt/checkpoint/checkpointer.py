@@ -956,14 +956,14 @@ class HostsCheckpointer:
         rolls_back = roll_back or step is None
         if left and self._is_placed and not (rolls_back or stateful):
             # The run does not continue from the loaded step.
-            return restored.parts
+            return restored.checkpointables
         # A step may be loaded in more than one call. A process that already has a state
         # may roll back only its weights.
         unloaded = self._unloaded if self._is_placed else restored.components
         self._unloaded = unloaded - abstract_checkpointables.keys()
         if left and not rolls_back:
             self._is_placed, self._older = True, checkpoint
-            return restored.parts
+            return restored.checkpointables
         newest_save = restored.search.newest_save
         if left and roll_back:
             newest_save = self._abandoning(checkpoint, newest_save)
@@ -974,7 +974,7 @@ class HostsCheckpointer:
         self._stages.catch_up(checkpoint)
         if left:
             self._emit("went_back", step=left.step, to_step=checkpoint.step)
-        return restored.parts
+        return restored.checkpointables
 
     def _report_unloaded(self, stateful: Mapping[str, Any]) -> None:
         # For example, if a load omitted the data, it would start from the beginning.

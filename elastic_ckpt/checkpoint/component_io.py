@@ -1,4 +1,4 @@
-"""Components: the parts of a step that write their own files, such as the data state.
+"""Components: checkpointables that write their own files, such as the data state.
 
 A component is an Orbax `StatefulCheckpointable`: `save` captures its state immediately
 and writes it later, and `load` reads it from a directory. Each host may write some of

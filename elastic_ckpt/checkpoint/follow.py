@@ -121,8 +121,8 @@ class Step:
           CheckpointError: if the step has no tree with that name, or cannot be found.
         """
         if not self.save:
-            parts = {checkpointable_name: tree}
-            loaded = foreign_steps.load(self.path, parts, partial=True)
+            wanted = {checkpointable_name: tree}
+            loaded = foreign_steps.load(self.path, wanted, partial=True)
             return loaded[checkpointable_name]
         found = self._in_ram
         if found is None:

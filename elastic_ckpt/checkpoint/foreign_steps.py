@@ -1,7 +1,8 @@
 """Describes and loads steps that stock Orbax saved.
 
 Their values have no digests, and Orbax loads them. Orbax reports any error as an
-incompatible handler; this module raises the cause and names the unreadable part.
+incompatible handler; this module raises the cause and names the unreadable
+checkpointable.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class LeafSummary:
 def load(
     path: epath.Path, wanted: Mapping[str, Any], *, partial: bool
 ) -> dict[str, Any]:
-    """Loads the requested parts of a step.
+    """Loads the requested checkpointables of a step.
 
     Args:
       path: the step directory.
@@ -95,23 +96,24 @@ def load(
       partial: whether the requested trees may omit saved leaves.
 
     Raises:
-      CheckpointError: if the step belongs to a different model or lacks a part, or a
-        part cannot be read.
+      CheckpointError: if the step belongs to a different model or lacks a
+        checkpointable, or a checkpointable cannot be read.
       ElasticCkptError: the error of a component's `load`.
     """
-    parts = read_parts(path)
-    missing = sorted(wanted.keys() - parts.keys())
+    saved = read_checkpointables(path)
+    missing = sorted(wanted.keys() - saved.keys())
     if missing:
         raise errors.CheckpointError(
-            f"{path} lacks {missing} of the requested parts {sorted(wanted)}; {_REMEDY}"
+            f"{path} lacks {missing} of the requested checkpointables"
+            f" {sorted(wanted)}; {_REMEDY}"
         )
     asked, stateful = component_io.split(wanted)
     for name, tree in asked.items():
         # Orbax does not describe protocol buffers; a class or an object requests one.
-        if parts[name] is None and not hasattr(tree, "DESCRIPTOR"):
+        if saved[name] is None and not hasattr(tree, "DESCRIPTOR"):
             raise _unreadable(path, name, "Orbax does not describe its content")
-        if tree is not None and not partial and parts[name] is not None:
-            check_same_tree(str(path), parts[name], tree)
+        if tree is not None and not partial and saved[name] is not None:
+            check_same_tree(str(path), saved[name], tree)
     context = checked_context()
     context.pytree.loading.partial_load = partial
     # Components first: they are small, and an error leaves nothing half loaded.
@@ -165,8 +167,8 @@ def _own_cause(path: epath.Path, name: str, error: Exception) -> Exception:
 def _unreadable(path: epath.Path, name: str, why: str) -> errors.CheckpointError:
     # The fault may be in the step or in the request.
     return errors.CheckpointError(
-        f"{path}: its part {name!r} cannot be read ({why}); {_REMEDY}. If `metadata()`"
-        " shows the part in a different form, request it in that form"
+        f"{path}: its checkpointable {name!r} cannot be read ({why}); {_REMEDY}. If"
+        " `metadata()` shows it in a different form, request it in that form"
     )
 
 
@@ -214,11 +216,12 @@ def _leaves(tree: Any, *, with_none: bool = False) -> dict[str, Any]:
     }
 
 
-def read_parts(path: epath.Path) -> dict[str, Any]:
+def read_checkpointables(path: epath.Path) -> dict[str, Any]:
     """Describes a step's checkpointables as Orbax v1 does, in a dict keyed by name.
 
     Trees are read with Orbax v0, because v1's metadata reader fails on bool leaves. A
-    JSON part is described by its value. Other or unreadable parts are None.
+    JSON checkpointable is described by its value. Others, and unreadable ones, are
+    None.
 
     Raises:
       CheckpointError: if Orbax cannot read the step.
@@ -229,14 +232,14 @@ def read_parts(path: epath.Path) -> dict[str, Any]:
         raise _own_cause(path, "_CHECKPOINT_METADATA", error) from error
     kinds = handlers if isinstance(handlers, dict) else {}
     return {
-        part.name: _read_part(part, str(kinds.get(part.name)))
-        for part in sorted(path.iterdir())
-        if part.is_dir() and part.name != "metrics"
+        below.name: _read_checkpointable(below, str(kinds.get(below.name)))
+        for below in sorted(path.iterdir())
+        if below.is_dir() and below.name != "metrics"
     }
 
 
-def _read_part(path: epath.Path, kind: str) -> Any:
-    # Orbax warns, through absl, about parts that it cannot read.
+def _read_checkpointable(path: epath.Path, kind: str) -> Any:
+    # Orbax warns, through absl, about checkpointables that it cannot read.
     before = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)
     try:
@@ -268,7 +271,7 @@ def arrays(step_path: epath.PathLike, name: str) -> list[LeafSummary]:
     those, the leaves come from the step's manifests, without shardings.
     """
     path, below = storage.absolute(step_path), f"{name}/"
-    tree = read_parts(path).get(name) or {}
+    tree = read_checkpointables(path).get(name) or {}
     found = [_summary(at, leaf, _sharding(leaf)) for at, leaf in _leaves(tree).items()]
     if found:
         return found

@@ -1,10 +1,10 @@
 """The files that Orbax v1 writes next to the values of a checkpoint.
 
-    _CHECKPOINT_METADATA              handlers by part, times, custom metadata
-    <part>/_METADATA                  the tree of a pytree, and the kinds of its leaves
-    <part>/_sharding                  shardings of its JAX arrays
-    <part>/_strings.json              its strings
-    <part>/array_metadatas/process_0  chunks of its JAX arrays, kinds of random keys
+    _CHECKPOINT_METADATA              handlers by checkpointable, times, metadata
+    <name>/_METADATA                  the tree of a pytree, and the kinds of its leaves
+    <name>/_sharding                  shardings of its JAX arrays
+    <name>/_strings.json              its strings
+    <name>/array_metadatas/process_0  chunks of its JAX arrays, kinds of random keys
     metrics/metrics                   the metrics by which policies rank steps
 
 Orbax neither documents these files nor offers a function that writes them. The tests
@@ -94,7 +94,7 @@ def metadata_files(
     Args:
       checkpointables: pytrees by name. A `jax.ShapeDtypeStruct` with a sharding may
         replace a JAX array.
-      components: the names of other parts, which Orbax treats as
+      components: the names of other checkpointables, which Orbax treats as
         `StatefulCheckpointable`s.
       chunks: a dict from leaf path to chunk shape; for typed random keys, the chunk
         shape of their data.

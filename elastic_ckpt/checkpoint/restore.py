@@ -215,7 +215,7 @@ def describe(hosts: Hosts, checkpoint: CheckpointMetadata) -> CheckpointMetadata
     return dataclasses.replace(
         checkpoint,
         init_timestamp_nsecs=saved.init_timestamp_nsecs,
-        metadata=foreign_steps.read_parts(checkpoint.path),
+        metadata=foreign_steps.read_checkpointables(checkpoint.path),
     )
 
 
@@ -246,12 +246,12 @@ class Restored(NamedTuple):
       search: the outcome of the search for the step.
       components: the names of all components of the step, requested or not; empty if
         stock Orbax saved the step.
-      parts: a dict from name to the restored pytree or component.
+      checkpointables: a dict from name to the restored pytree or component.
     """
 
     search: SearchOutcome
     components: frozenset[str]
-    parts: dict[str, Any]
+    checkpointables: dict[str, Any]
 
 
 class Restorer:
@@ -379,7 +379,7 @@ class Restorer:
         directory = answers[hosts.own].directory
         self._on_all("components_loaded", lambda: self._load_components(directory))
         made = hosts.arrays(asked.read)
-        parts = {**made, **asked.filled(made), **self._stateful}
+        restored = {**made, **asked.filled(made), **self._stateful}
         if hosts.own == 0:
             # Only one host records the values.
             for near, metric in metrics.CHECKPOINT_READ.items():
@@ -387,7 +387,7 @@ class Restorer:
             metrics.CHECKPOINT_BAD_COPIES.record(fields["bad_copies"])
             metrics.CHECKPOINT_REPAIRED.record(fields["repaired"])
         self._emit("restored_from", step=checkpoint.step, **fields)
-        return {name: parts[name] for name in self._wanted}
+        return {name: restored[name] for name in self._wanted}
 
     def _load_components(self, directory: str) -> None:
         is_apart = self._hosts.is_apart
@@ -412,15 +412,15 @@ class Restorer:
         why = "stock Orbax saved it, so its values cannot be verified"
         storage_cause.report(self._emit, "persistent", checkpoint.step, why)
         others = self._of_layout(
-            foreign_steps.read_parts(path),
+            foreign_steps.read_checkpointables(path),
             lambda name, tree: self._relayout(None, name, tree, self._layout)(
                 path / name
             ),
         )
         rest = {name: each for name, each in self._wanted.items() if name not in others}
         loaded = foreign_steps.load(path, rest, partial=self._partial)
-        parts = {**others, **loaded}
-        trees, _ = component_io.split(parts)
+        restored = {**others, **loaded}
+        trees, _ = component_io.split(restored)
         read_bytes = {f"{near}_bytes": 0 for near in NEARNESS}
         read_bytes["persistent_bytes"] = sum(
             getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(trees)
@@ -432,7 +432,7 @@ class Restorer:
             bad_copies=0,
             repaired=0,
         )
-        return {name: parts[name] for name in self._wanted}
+        return {name: restored[name] for name in self._wanted}
 
     def _of_layout(
         self, saved: Mapping[str, Any], make: Callable[[str, Any], T]

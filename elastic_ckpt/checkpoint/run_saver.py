@@ -163,7 +163,7 @@ class RunSaver:
         before = {} if latest is None else latest.metrics or {}
         saving = self.checkpointer.save_checkpointables_async(
             step,
-            self._parts(state),
+            self._checkpointables(state),
             force=latest is None,
             overwrite=latest is not None,
             metrics={**before, **(evaluated or {})} or None,
@@ -197,7 +197,7 @@ class RunSaver:
                 self.checkpointer.wait()
             saving = self.checkpointer.save_checkpointables_async(
                 step,
-                self._parts(state),
+                self._checkpointables(state),
                 force=last or self._is_kept(step),
                 overwrite=overwrite,
             )
@@ -227,11 +227,11 @@ class RunSaver:
         is_leaving_world = self.checkpointer.is_leaving_world
         close(self.checkpointer, last_step=None if is_leaving_world else last_step)
 
-    def _parts(self, state: Any) -> dict[str, Any]:
-        parts = {STATE: state, DATA: self.data}
+    def _checkpointables(self, state: Any) -> dict[str, Any]:
+        checkpointables = {STATE: state, DATA: self.data}
         if self.callbacks is not None:
-            parts[CALLBACKS] = component.Component(self.callbacks)
-        return parts
+            checkpointables[CALLBACKS] = component.Component(self.callbacks)
+        return checkpointables
 
 
 def close(checkpointer: HostsCheckpointer, *, last_step: int | None) -> None:

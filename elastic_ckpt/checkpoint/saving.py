@@ -71,8 +71,8 @@ class CapturedStep:
         return self.description.kinds(kinds)
 
     def difference(self, hosts: Hosts, notes: Sequence[HostNotes]) -> str | None:
-        """Describes the first part that hosts save differently, if any."""
-        if len({each.parts_digest for each in notes}) == 1:
+        """Describes the first leaf or component that hosts save differently, if any."""
+        if len({each.kinds_digest for each in notes}) == 1:
             return None
         path, kinds = _differing(hosts.share("parts", self.kinds), missing="nothing")
         each = "; ".join(

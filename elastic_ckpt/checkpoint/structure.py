@@ -99,13 +99,13 @@ class HostNotes:
     Attributes:
       metrics: the step's metrics, as JSON; None if there are none.
       custom_metadata: the user's metadata, as JSON; None if there is none.
-      parts_digest: the digest of `StepDescription.kinds`, which must be the same on all
+      kinds_digest: the digest of `StepDescription.kinds`, which must be the same on all
         hosts.
     """
 
     metrics: str | None
     custom_metadata: str | None
-    parts_digest: str
+    kinds_digest: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,8 +187,8 @@ class StepDescription:
 
     def host_notes(self, kinds: Mapping[str, str]) -> HostNotes:
         """This host's notes, with a digest of `kinds`."""
-        contents, parts_digest = self.contents, digest.json_digest(dict(kinds))
-        return HostNotes(contents.metrics, contents.custom_metadata, parts_digest)
+        contents, kinds_digest = self.contents, digest.json_digest(dict(kinds))
+        return HostNotes(contents.metrics, contents.custom_metadata, kinds_digest)
 
     def kinds(self, components: Mapping[str, str]) -> dict[str, str]:
         """A dict from leaf path or component name to the kind of value to save."""

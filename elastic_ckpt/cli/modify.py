@@ -80,29 +80,29 @@ def run(arguments: argparse.Namespace) -> int:
             frontend.Checkpointer(tiers, read_only=arguments.dry_run)
         )
         saved = checkpointer.checkpointables_metadata(number)
-        parts = checkpointer.load_checkpointables(
+        loaded = checkpointer.load_checkpointables(
             number,
             {
-                part: modified_step.StoredFiles() if tree is None else None
-                for part, tree in saved.metadata.items()
+                each: modified_step.StoredFiles() if tree is None else None
+                for each, tree in saved.metadata.items()
             },
         )
         if saved.metadata.get(name) is None:
-            trees = [part for part, tree in saved.metadata.items() if tree is not None]
+            trees = [each for each, tree in saved.metadata.items() if tree is not None]
             raise errors.CheckpointError(
                 f"step {number} has no pytree {name!r}; its pytrees are"
                 f" {sorted(trees)}. To edit a component, load it in Python, change its"
                 " state, and save it with overwrite=True"
             )
         for each in edits:
-            parts[name], line = modified_step.edit(name, parts[name], each)
+            loaded[name], line = modified_step.edit(name, loaded[name], each)
             print(line)
         if arguments.dry_run:
             print("nothing was written")
             return 0
         checkpointer.save_checkpointables(
             number,
-            parts,
+            loaded,
             overwrite=True,
             metrics=saved.metrics,
             custom_metadata=saved.custom_metadata,

@@ -30,16 +30,16 @@ from elastic_ckpt.tiers.find import FoundStep
 _DESCRIPTION = "component.json"
 _OTHERS = ("data_state.json",)
 _OWN = "its own files"
-# MaxText's names for the parts of a step.
+# MaxText's names for the checkpointables of a step.
 _ITEMS, _ITERATOR = "items", "iter"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepComponent:
-    """A part of a step: a pytree or a component.
+    """A checkpointable of a step: a pytree or a component.
 
     Attributes:
-      name: the component's name.
+      name: the checkpointable's name.
       pattern: the sharing pattern among hosts when the component was saved, such as
         `global` or `per_host`; a pytree is shared according to its arrays' shardings.
       resize: the rule for a different number of hosts, which the program that saved the
@@ -216,7 +216,7 @@ def _surveyed(
     stored, contents = locations.stored.get(step), table.contents
     is_committed = str(stored) in {source.directory for source in found.sources}
     tiers = sorted({holder.tier for holder in table.holders})
-    names = {leaf.part for leaf in contents.arrays}.union(contents.components)
+    names = {leaf.checkpointable for leaf in contents.arrays}.union(contents.components)
     return SurveyedStep(
         step=step,
         save=save,
@@ -287,7 +287,9 @@ def data_of(path: epath.Path) -> SavedData | str | None:
 def _described(found: FoundStep, name: str) -> StepComponent:
     # Leaves without elements, and components without files, have no items.
     table, fields = found.table, _description(found, name)
-    leaves = [n for n, leaf in enumerate(table.contents.leaves) if leaf.part == name]
+    leaves = [
+        n for n, leaf in enumerate(table.contents.leaves) if leaf.checkpointable == name
+    ]
     num_files = sum(table.contents.leaves[each].is_file for each in leaves)
     items = np.flatnonzero(np.isin(table.items.leaf, leaves)).tolist()
     is_tree = name not in table.contents.components
@@ -382,9 +384,9 @@ def _step_lines(
     yield from _data_lines(step.data, is_brief=is_brief)
 
 
-def _component_lines(parts: Sequence[StepComponent]) -> Iterator[str]:
-    width = max((len(each.name) for each in parts), default=0)
-    for each in parts:
+def _component_lines(components: Sequence[StepComponent]) -> Iterator[str]:
+    width = max((len(each.name) for each in components), default=0)
+    for each in components:
         size = f"{each.num_files:,} files"
         if not each.num_files:
             size = f"{each.num_leaves:,} leaves"

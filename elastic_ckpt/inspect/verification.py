@@ -258,7 +258,7 @@ class _Copies:
         view = None if leaf.is_file else self._views.get(source.directory)
         file = layout.part_file(leaf, box)
         if view is not None:
-            file = f"{leaf.part}//{ocdbt.key(leaf, box)}"
+            file = f"{leaf.checkpointable}//{ocdbt.key(leaf, box)}"
         problem = functools.partial(
             Problem,
             step=table.step_id.step,

@@ -82,7 +82,7 @@ class Leaf:
         )
 
     @property
-    def part(self) -> str:
+    def checkpointable(self) -> str:
         """The name of the leaf's checkpointable."""
         return self.path.partition("/")[0]
 

@@ -42,14 +42,14 @@ def bits(tree):
 
 
 def save(checkpointer, step, **options):
-    parts = {"state": state(step), "data": Counter(10 * step)}
-    return checkpointer.save_checkpointables(step, parts, **options)
+    checkpointables = {"state": state(step), "data": Counter(10 * step)}
+    return checkpointer.save_checkpointables(step, checkpointables, **options)
 
 
 def check(checkpointer, step, asked=None):
     """A step, the newest one unless another is asked for, is as it was saved."""
-    parts = {"state": state(0), "data": Counter()}
-    restored = checkpointer.load_checkpointables(asked, parts)
+    checkpointables = {"state": state(0), "data": Counter()}
+    restored = checkpointer.load_checkpointables(asked, checkpointables)
     assert bits(restored["state"]) == bits(state(step))
     assert restored["data"].count == 10 * step
 
@@ -190,12 +190,12 @@ def test_an_integer_of_any_type_is_a_step_and_nothing_else(make):
 
 def test_what_a_step_has_is_told_wherever_it_is_found(make, tmp_path):
     tree = {"layers": [jnp.arange(6.0).reshape(2, 3), jnp.ones((), jnp.bfloat16)]}
-    parts = {"state": tree, "ema": jnp.arange(4), "data": Counter(1)}
+    checkpointables = {"state": tree, "ema": jnp.arange(4), "data": Counter(1)}
     metrics = {"loss": 0.5, "nested": {"a": [1, 2]}}
     with make(every=2, local=KEPT) as opened:
         opened.save(1, STATE)
         options = {"metrics": metrics, "custom_metadata": CUSTOM}
-        opened.save_checkpointables(2, parts, **options)
+        opened.save_checkpointables(2, checkpointables, **options)
     for ram in ("ram", "other ram"):
         opened = make(ram=ram, local=KEPT)
         latest, held = opened.latest, opened.checkpointables_metadata()
@@ -208,7 +208,7 @@ def test_what_a_step_has_is_told_wherever_it_is_found(make, tmp_path):
         assert held.metadata["ema"] == jax.ShapeDtypeStruct((4,), np.int32)
         assert held.metadata["state"]["layers"][1].dtype == jnp.bfloat16
         assert bits(opened.load(latest, held.metadata["state"])) == bits(tree)
-        whole = {"state": tree, "ema": parts["ema"]}
+        whole = {"state": tree, "ema": checkpointables["ema"]}
         assert bits(opened.load_checkpointables()) == bits(whole)
         with pytest.raises(
             errors.CheckpointError, match="not contain 'opt'; it contains"

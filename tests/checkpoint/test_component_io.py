@@ -56,7 +56,7 @@ class Silent:
 
     async def load(self, directory):
         async def read():
-            # Orbax commits each part of a step with a file.
+            # Orbax commits each checkpointable with a file.
             names = {path.name for path in directory.iterdir()}
             assert names <= {"commit_success.txt"}
             self.loaded = True
@@ -137,12 +137,17 @@ def test_a_component_that_fails_is_not_blamed_on_storage(name, ram, make):
     assert checkpointer.save(1, STATE)
     at_once = name in ("a bug", "a service of its own")
     failing = Failing(error, at_once=at_once)
-    parts = {"state": STATE, "silent": Silent(), "data": failing, "more": failing}
+    checkpointables = {
+        "state": STATE,
+        "silent": Silent(),
+        "data": failing,
+        "more": failing,
+    }
     if name == "a bug":
         with pytest.raises(TypeError, match=message):
-            checkpointer.save_checkpointables(2, parts)
+            checkpointer.save_checkpointables(2, checkpointables)
     else:
-        assert not checkpointer.save_checkpointables(2, parts)
+        assert not checkpointer.save_checkpointables(2, checkpointables)
     with pytest.raises(errors.CheckpointError, match=message) as caught:
         checkpointer.close()
     told = str(caught.value)

@@ -296,7 +296,7 @@ def context_with(option, value):
 PARTIAL = context_with("pytree.loading.partial_load", True)
 
 
-def test_leaves_and_parts_are_restored_in_the_forms_that_orbax_takes(steps):
+def test_leaves_and_checkpointables_are_restored_in_the_forms_that_orbax_takes(steps):
     number = NUMBERS["leaves of all kinds"]
     key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
     low = jax.ShapeDtypeStruct((3,), jnp.bfloat16)

@@ -40,8 +40,8 @@ class Run:
 
     def save(self, opened, *steps, line=1, **options):
         for step in steps:
-            parts = {"state": {"w": 100 * line + step}, "data": Counter()}
-            assert opened.save_checkpointables(step, parts, **options)
+            checkpointables = {"state": {"w": 100 * line + step}, "data": Counter()}
+            assert opened.save_checkpointables(step, checkpointables, **options)
             opened.wait()
 
     def steps(self):
@@ -144,8 +144,10 @@ def test_which_of_two_loads_decides(run, loads):
         at = newest = 3
         is_placed = False
         for step, has_data, roll_back in loads:
-            parts = {"state": None} | ({"data": Counter()} if has_data else {})
-            opened.load_checkpointables(step, parts, roll_back=roll_back)
+            checkpointables = {"state": None} | (
+                {"data": Counter()} if has_data else {}
+            )
+            opened.load_checkpointables(step, checkpointables, roll_back=roll_back)
             # An abandoned step is gone on from as if it was the newest.
             if roll_back or has_data or not is_placed or step >= newest:
                 at, is_placed = step, True

@@ -128,10 +128,12 @@ def test_a_step_of_plain_orbax_comes_back_with_its_data(start, batches, tmp_path
     for path in (step / "state").rglob("*"):
         if path.is_file():
             path.write_bytes(b"")
-    message = r"its part 'state' cannot be read \([^\n]+\); restore the step from"
+    message = (
+        r"its checkpointable 'state' cannot be read \([^\n]+\); restore the step from"
+    )
     with pytest.raises(errors.CheckpointError, match=message):
         run.restore(state())
     shutil.rmtree(step / "data")
-    message = r"2 lacks \['data'\] of the requested parts"
+    message = r"2 lacks \['data'\] of the requested checkpointables"
     with pytest.raises(errors.CheckpointError, match=message):
         run.restore(state())

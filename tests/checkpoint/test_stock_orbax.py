@@ -42,8 +42,10 @@ def save(path, *steps):
     ):
         state = stock_program.state(mesh)
         for step in steps:
-            parts = {"state": state, "data": Counter()}
-            assert ours.save_checkpointables(step, parts, metrics={"loss": 1.5})
+            checkpointables = {"state": state, "data": Counter()}
+            assert ours.save_checkpointables(
+                step, checkpointables, metrics={"loss": 1.5}
+            )
     return state
 
 

@@ -41,11 +41,11 @@ def saved(tmp_path_factory):
 def save_two_steps(directory):
     with opened(directory) as checkpointer:
         for step in (1, 2):
-            parts = {
+            checkpointables = {
                 "state": state(step),
                 "schedule": schedule(),
             }
-            assert checkpointer.save_checkpointables(step, parts)
+            assert checkpointer.save_checkpointables(step, checkpointables)
     return directory
 
 

@@ -75,11 +75,11 @@ def test_our_checkpointer_and_the_manager_take_each_other_s_steps(batches, tmp_p
         saving.save(1, args=items(trained))
     again = batches()
     with ec.Checkpointer([ec.Persistent(tmp_path / "run", every=1)]) as checkpointer:
-        parts = {"state": state(), "data": again}
-        restored = checkpointer.load_checkpointables(1, parts)
+        checkpointables = {"state": state(), "data": again}
+        restored = checkpointer.load_checkpointables(1, checkpointables)
         assert restored["state"]["w"].tolist() == [0, 1, 2, 3]
         check_next(again, trained)
-        checkpointer.save_checkpointables(2, parts)
+        checkpointer.save_checkpointables(2, checkpointables)
     again = batches()
     with manager(tmp_path / "run") as restoring:
         restoring.restore(2, args=wanted(again))

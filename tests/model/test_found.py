@@ -155,9 +155,12 @@ def test_a_step_that_was_given_up_is_saved_again_under_another_id():
             while not ids or world.latest.step < 2:
                 given_up += len(ids)
                 state, position = simulated_world.state_of(next(seeds)), len(ids)
-                parts = {"state": state, "data": simulated_world.Position(position)}
+                checkpointables = {
+                    "state": state,
+                    "data": simulated_world.Position(position),
+                }
                 with contextlib.suppress(errors.CheckpointError):
-                    world.save_checkpointables(2, parts)
+                    world.save_checkpointables(2, checkpointables)
                 run.sim.files.full_at = None
             assert len(set(ids)) == len(ids)
             run.sim.end()

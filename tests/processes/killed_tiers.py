@@ -128,8 +128,8 @@ def kill_host(path, host):
 
 def _save(checkpointer, mesh, step, emit):
     state = tier_worlds.state(mesh, step, True)
-    parts = {"state": state, "data": tier_worlds.Counter(step)}
-    assert checkpointer.save_checkpointables(step, parts)
+    checkpointables = {"state": state, "data": tier_worlds.Counter(step)}
+    assert checkpointer.save_checkpointables(step, checkpointables)
     if topology.is_primary():
         emit("saved", step=step, secs=0)
     checkpointer.wait()

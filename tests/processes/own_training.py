@@ -67,9 +67,9 @@ def train(world, directory):
             step += 1
             run.log(step, batch)
             leaving = world.leaving(step)
-            parts = {"state": state, "data": batches}
+            checkpointables = {"state": state, "data": batches}
             checkpointer.save_checkpointables_async(
-                step, parts, force=leaving is not None
+                step, checkpointables, force=leaving is not None
             )
     batches.close()
 

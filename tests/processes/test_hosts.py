@@ -121,17 +121,19 @@ def fail_to_save(checkpointer, mesh, slot):
         # Copied whole: only arrays of JAX may be held without a copy.
         state["copied"] = tier_worlds.values("w", step)
         held = [weakref.ref(state["w"])]
-        parts = {"state": state, "data": tier_worlds.Counter(step)}
-        parts["more"] = tier_worlds.Counter(step)
+        checkpointables = {"state": state, "data": tier_worlds.Counter(step)}
+        checkpointables["more"] = tier_worlds.Counter(step)
         fails = topology.this_host() == host
         if fails and moment == "capture":
             capture.capture = functools.partial(_fail, error, message)
         elif fails:
             in_background = moment == "background"
-            parts["more"] = Failing(error, message, in_background=in_background)
+            checkpointables["more"] = Failing(
+                error, message, in_background=in_background
+            )
         raised = ""
         try:
-            assert not checkpointer.save_checkpointables(step, parts)
+            assert not checkpointer.save_checkpointables(step, checkpointables)
         except TypeError as raised_error:
             raised = str(raised_error)
         capture.capture = captured
@@ -141,7 +143,7 @@ def fail_to_save(checkpointer, mesh, slot):
         assert list(slot.glob(f"{step}-*")) == []
         assert list(slot.rglob("half")) == []
         assert taken.num_bytes == 0
-        del state, parts
+        del state, checkpointables
         _wait_until_gone(held)
     tier_worlds.save(checkpointer, mesh, steps=[GOOD], sharded=True)
     assert taken.num_bytes == 0
@@ -167,12 +169,14 @@ def leave_out(checkpointer, mesh):
         fails = topology.this_host() == FAILS and not can_save
         state = Broken(hangs=False) if fails else topology.this_host()
         cache = ec.components.Component(state, "per_host", required=False)
-        parts = {"state": tier_worlds.state(mesh, step, True), "cache": cache}
-        parts["count"] = ec.components.Component(step, "global", required=False)
-        assert checkpointer.save_checkpointables(step, parts)
+        checkpointables = {"state": tier_worlds.state(mesh, step, True), "cache": cache}
+        checkpointables["count"] = ec.components.Component(
+            step, "global", required=False
+        )
+        assert checkpointer.save_checkpointables(step, checkpointables)
         why = cache.save_problem or ""
         assert ("host 1: OSError('no such state')" in why) != can_save
-        assert parts["count"].save_problem is None
+        assert checkpointables["count"].save_problem is None
         cache = ec.components.Component(7, "per_host", required=False)
         wanted = {"cache": cache, "count": ec.components.Component(0, "global")}
         summary = ec.components.load(checkpointer, wanted, ignore=["state"])
@@ -199,10 +203,13 @@ def differ(checkpointer, mesh):
         24: {"lr": 0.5, "more": [0] * (3 + (host == 0))},
     }
     for step, state in steps.items():
-        parts = {"state": tier_worlds.state(mesh, step, True), "a": replicated(state)}
+        checkpointables = {
+            "state": tier_worlds.state(mesh, step, True),
+            "a": replicated(state),
+        }
         # Without a level it is not compared.
-        parts["c"] = ec.components.Component({"count": host}, "replicated")
-        assert checkpointer.save_checkpointables(step, parts)
+        checkpointables["c"] = ec.components.Component({"count": host}, "replicated")
+        assert checkpointer.save_checkpointables(step, checkpointables)
     for step, hangs in ((25, False), (26, True)):
         part = replicated(Broken(hangs=hangs) if host == FAILS else {"lr": 0.5})
         if hangs:
@@ -213,9 +220,12 @@ def differ(checkpointer, mesh):
 
 def fail_to_load(checkpointer, mesh):
     """Loads a step with a component that fails on one host, in each way."""
-    parts = {"state": tier_worlds.state(mesh, 30, True)}
-    parts |= {"data": tier_worlds.Counter(30), "more": tier_worlds.Counter(30)}
-    assert checkpointer.save_checkpointables(30, parts)
+    checkpointables = {"state": tier_worlds.state(mesh, 30, True)}
+    checkpointables |= {
+        "data": tier_worlds.Counter(30),
+        "more": tier_worlds.Counter(30),
+    }
+    assert checkpointer.save_checkpointables(30, checkpointables)
     is_here = topology.this_host() == FAILS
     for error, why in ((ValueError, "cut in two"), (None, "not loaded in time")):
 
@@ -227,10 +237,10 @@ def fail_to_load(checkpointer, mesh):
             loading.load(checkpointer, wanted(), ignore=["state"])
         assert f"host {FAILS}: 'more' cannot be loaded: " in str(strict.value)
         assert why in str(strict.value)
-        parts = wanted()
-        summary = loading.load(checkpointer, parts, strict=False)
+        checkpointables = wanted()
+        summary = loading.load(checkpointer, checkpointables, strict=False)
         assert list(summary.failed) == (["more"] if is_here else [])
-        assert parts["data"].step == 30
+        assert checkpointables["data"].step == 30
         # As the trainer does it.
         with pytest.raises(Exception, match=why) as plain:
             checkpointer.load_checkpointables(30, wanted())
@@ -282,7 +292,7 @@ DIFFERENT = {
 UNEQUAL = {37: "state/w", 38: "state/w", 39: "state/count"}
 
 
-def different_parts(host, mesh):
+def different_checkpointables(host, mesh):
     """By step, what this host saves under which name; host 2 does as host 0."""
     is_1 = host == 1
     weights = {"w": np.arange(6.0)}
@@ -294,20 +304,20 @@ def different_parts(host, mesh):
         33: {"cache": quick()} if is_1 else {},
         34: {"cache": ec.components.Component(0, "global") if is_1 else per_host()},
     }
-    parts = {step: {"state": weights, **each} for step, each in more.items()}
-    parts[35] = {"state": weights | ({"b": np.zeros(2)} if is_1 else {})}
-    parts[36] = {"state": {"w": np.zeros((2 + is_1,))}}
-    parts[37] = {"state": {"w": np.arange(4.0) + is_1}}
-    parts[38] = {"state": {"w": replicated_array(mesh, float(is_1))}}
-    parts[39] = {"state": {"count": 3 + is_1}}
-    return parts
+    checkpointables = {step: {"state": weights, **each} for step, each in more.items()}
+    checkpointables[35] = {"state": weights | ({"b": np.zeros(2)} if is_1 else {})}
+    checkpointables[36] = {"state": {"w": np.zeros((2 + is_1,))}}
+    checkpointables[37] = {"state": {"w": np.arange(4.0) + is_1}}
+    checkpointables[38] = {"state": {"w": replicated_array(mesh, float(is_1))}}
+    checkpointables[39] = {"state": {"count": 3 + is_1}}
+    return checkpointables
 
 
 def save_differently(checkpointer, mesh):
     """Saves steps that differ."""
     host = topology.this_host()
-    for step, parts in different_parts(host, mesh).items():
-        saved = checkpointer.save_checkpointables(step, parts)
+    for step, checkpointables in different_checkpointables(host, mesh).items():
+        saved = checkpointer.save_checkpointables(step, checkpointables)
         assert not saved, step
         checkpointer.wait()
         assert checkpointer.is_durable(step) is False

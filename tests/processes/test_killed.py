@@ -211,8 +211,11 @@ def live_until_killed(place, emit, *, directories, path, victims, secs):
             while True:
                 step += 1
                 state = tier_worlds.state(mesh, step, True)
-                parts = {"state": state, "data": tier_worlds.Counter(step)}
-                if checkpointer.save_checkpointables_async(step, parts) is not None:
+                checkpointables = {"state": state, "data": tier_worlds.Counter(step)}
+                if (
+                    checkpointer.save_checkpointables_async(step, checkpointables)
+                    is not None
+                ):
                     os.pwrite(begun, f"{step:9}".encode(), 0)
 
 

@@ -61,8 +61,10 @@ def save_while_an_agent_hangs(checkpointer, mesh, *, root, of_host_0, gates):
             while not gate.exists():
                 time.sleep(0.01)
         state = tier_worlds.state(mesh, step, True)
-        parts = {"state": state, "data": tier_worlds.Counter(step)}
-        assert checkpointer.save_checkpointables_async(step, parts) is not None
+        checkpointables = {"state": state, "data": tier_worlds.Counter(step)}
+        assert (
+            checkpointer.save_checkpointables_async(step, checkpointables) is not None
+        )
     checkpointer.wait()
 
 

@@ -140,8 +140,8 @@ def save(checkpointer, mesh, *, steps, sharded):
     """Saves the state of some steps, with other metrics on each host."""
     metrics = {"loss": 1 + topology.this_host()}
     for step in steps:
-        parts = {"state": state(mesh, step, sharded), "data": Counter(step)}
-        assert checkpointer.save_checkpointables(step, parts, metrics=metrics)
+        checkpointables = {"state": state(mesh, step, sharded), "data": Counter(step)}
+        assert checkpointer.save_checkpointables(step, checkpointables, metrics=metrics)
         checkpointer.wait()
 
 

@@ -93,8 +93,11 @@ def test_the_data_iterator_goes_on_where_the_step_was_saved(machines, remote):
     with simulated_hosts.world(machines, 4) as (checkpointer, mesh, _):
         for step in (1, 2):
             assert held_pipeline.number(next(batches)) == step - 1
-            parts = {"state": tier_worlds.state(mesh, step, True), "data": batches}
-            assert checkpointer.save_checkpointables(step, parts)
+            checkpointables = {
+                "state": tier_worlds.state(mesh, step, True),
+                "data": batches,
+            }
+            assert checkpointer.save_checkpointables(step, checkpointables)
     batches = remote(held_pipeline.data(), size=8)
     with simulated_hosts.world(machines, 2) as (checkpointer, mesh, _):
         wanted = {"state": tier_worlds.abstract(mesh, True), "data": batches}
@@ -264,8 +267,8 @@ def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(
     unknown = types.SimpleNamespace(find=lambda _: None)
     monkeypatch.setattr(remote_hosts, "machine", unknown)
     with simulated_hosts.world(machines, 2) as (checkpointer, _, _):
-        parts = {"data": tier_worlds.Counter(5)}
-        assert checkpointer.save_checkpointables(5, parts)
+        checkpointables = {"data": tier_worlds.Counter(5)}
+        assert checkpointer.save_checkpointables(5, checkpointables)
         # The head keeps no copy of what it sent.
         assert seen[0].name.startswith("5-")
         assert not seen[0].exists()

@@ -27,14 +27,14 @@ def test_the_commit_waits_for_a_host_that_writes_late(
 
     monkeypatch.setattr(cursors, "write", late)
     batches = remote(held_pipeline.data(), size=8)
-    parts = {"state": {"w": jax.numpy.arange(4.0)}, "data": batches}
+    checkpointables = {"state": {"w": jax.numpy.arange(4.0)}, "data": batches}
     step = tmp_path / "steps" / "1"
     options = ocp.options.AtomicityOptions(mode=mode)
     with ocp.training.Checkpointer(
         step.parent, context=ocp.Context(atomicity_options=options)
     ) as steps:
         next(batches)
-        saving = steps.save_checkpointables_async(1, parts)
+        saving = steps.save_checkpointables_async(1, checkpointables)
         assert begun.wait(held_pipeline.SOON_SECS)
         # The training goes on.
         assert [held_pipeline.number(next(batches)) for _ in range(3)] == [1, 2, 3]
@@ -46,6 +46,6 @@ def test_the_commit_waits_for_a_host_that_writes_late(
         may_write.set()
         saving.result()
         assert (step / MARKER).exists()
-        loaded = steps.load_checkpointables(1, parts)
+        loaded = steps.load_checkpointables(1, checkpointables)
         assert loaded["state"]["w"].tolist() == [0, 1, 2, 3]
         assert held_pipeline.number(next(batches)) == 1

@@ -45,8 +45,8 @@ def train(directory, data, *, devices, batch_size, until, steps=12):
             state = {"seen": np.asarray(state["seen"] + batch["targets"].size)}
             run.log(step, batch, loss=1 / step)
             if step % 3 or step == steps:
-                parts = {"state": state, "data": batches}
-                checkpointer.save_checkpointables(step, parts)
+                checkpointables = {"state": state, "data": batches}
+                checkpointer.save_checkpointables(step, checkpointables)
         if step < steps:
             raise ZeroDivisionError("in the loop")
 

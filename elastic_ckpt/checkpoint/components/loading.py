@@ -125,8 +125,8 @@ def load(
     failed: dict[str, str] = {}
     for name in [name for name in wanted if name not in there]:
         why = (
-            f"step {held.step} has no part with this name; its parts are"
-            f" {sorted(held.metadata)}"
+            f"step {held.step} has no checkpointable with this name; its"
+            f" checkpointables are {sorted(held.metadata)}"
         )
         (failed if getattr(wanted[name], "required", True) else skipped)[name] = why
 
@@ -144,7 +144,7 @@ def load(
         if of_host:
             raise errors.CheckpointError(
                 f"step {held.step}: {errors.HostsFailedError(of_host)}; to load only"
-                " the parts that can be loaded, pass strict=False"
+                " what can be loaded, pass strict=False"
             )
 
     check()
@@ -172,7 +172,7 @@ def load(
 @dataclasses.dataclass(eq=False)
 class _Read:
     # Reads a component without setting it; any other object sets itself. An error is
-    # stored, so that the other parts are still read.
+    # stored, so that the other components are still read.
 
     read: Callable[[epath.Path], Any]
     problem: str | None = None

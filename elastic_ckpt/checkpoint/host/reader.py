@@ -211,7 +211,7 @@ class HostReader:
         restoring, contents = self._opened(), self.opened()
         missing = sorted(set(components).difference(contents.components))
         if missing:
-            there = {leaf.part for leaf in contents.arrays}
+            there = {leaf.checkpointable for leaf in contents.arrays}
             raise errors.CheckpointError(
                 f"step {restoring.found.step_id.step} does not contain"
                 f" {missing}; request only what it contains:"
@@ -261,7 +261,7 @@ class HostReader:
             storage.make_directory(self._files() / name)
         for number in contents.files.values():
             leaf = contents.leaves[number]
-            if leaf.part in components:
+            if leaf.checkpointable in components:
                 content = b""
                 for item in reader.of_leaf(number):
                     content = reader.values(item).tobytes()

@@ -92,7 +92,7 @@ class OrbaxView:
         spec = {
             "driver": "zarr3",
             "kvstore": {
-                **ocdbt.store_spec(self._directory / leaf.part),
+                **ocdbt.store_spec(self._directory / leaf.checkpointable),
                 "path": ocdbt.array_prefix(leaf.name),
             },
             "fill_missing_data_reads": False,

@@ -200,7 +200,7 @@ class StepSource:
             if leaf.is_file:
                 content = epath.Path(self.directory, leaf.path).read_bytes()
             else:
-                content = self._store(leaf.part)[ocdbt.key(leaf, box)]
+                content = self._store(leaf.checkpointable)[ocdbt.key(leaf, box)]
         except (FileNotFoundError, KeyError):
             raise ReadError("is missing") from None
         # TensorStore raises ValueErrors.

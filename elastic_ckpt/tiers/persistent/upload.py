@@ -123,7 +123,7 @@ class Upload:
         # rename: TensorStore writes the next one over its first bytes, and if that is
         # shorter, the store becomes unreadable.
         stale = ocdbt.NEW_MANIFEST if self._parts else ""
-        for name in {leaf.part for leaf in saved.contents.arrays}:
+        for name in {leaf.checkpointable for leaf in saved.contents.arrays}:
             store = self._directory / name / saved.store(self._host.id)
             storage.remove(store / stale)
         # The upload is visible from now on, even if this host is killed.
@@ -149,7 +149,7 @@ class Upload:
                 self._put(leaf.path, each.tobytes())
             else:
                 chunk = ocdbt.Chunk(leaf=leaf, box=box, values=each)
-                stored.setdefault(leaf.part, []).append(chunk)
+                stored.setdefault(leaf.checkpointable, []).append(chunk)
         for name, chunks in stored.items():
             path = self._directory / name / self._saved.store(self._host.id)
             retries.call(
@@ -236,9 +236,9 @@ def commit(
     unfinished, final = root.unfinished(saved.step_id), root.final(saved.step_id.step)
     success = commit_text(final, saved.run, saved.step_id.save)
     # Orbax expects a directory even for a component without files.
-    parts = {
+    checkpointables = {
         *saved.contents.components,
-        *(leaf.part for leaf in saved.contents.arrays),
+        *(leaf.checkpointable for leaf in saved.contents.arrays),
         *(name.partition("/")[0] for name in orbax_files if "/" in name),
     }
 
@@ -251,9 +251,9 @@ def commit(
         manifests = _complete(unfinished, saved, hosts)
         _assemble(unfinished, saved, manifests, orbax_files)
         make_way()
-        # Orbax commits each part of a step, then the step.
-        for part in sorted(parts):
-            storage.write_atomic(unfinished / part / COMMIT_FILE, success)
+        # Orbax commits each checkpointable, then the step.
+        for name in sorted(checkpointables):
+            storage.write_atomic(unfinished / name / COMMIT_FILE, success)
         storage.write_atomic(unfinished / COMMIT_FILE, success)
         # Over NFS, an attempt may succeed although it reports a failure.
         if not root.in_place and (unfinished.exists() or not final.exists()):
@@ -270,7 +270,7 @@ def _assemble(
 ) -> None:
     # Pairs of a checkpointable and a store that contains chunks of it.
     stores = {
-        (saved.contents.leaves[number].part, saved.store(each.host.id))
+        (saved.contents.leaves[number].checkpointable, saved.store(each.host.id))
         for each in manifests
         for number in np.unique(each.parts.leaf)
         if not saved.contents.leaves[number].is_file
@@ -281,14 +281,14 @@ def _assemble(
         *map("/".join, stores),
     }
     storage.keep_only(unfinished, named)
-    for part in sorted({part for part, _ in stores}):
-        ocdbt.merge(unfinished / part, [name for of, name in stores if of == part])
+    for name in sorted({name for name, _ in stores}):
+        ocdbt.merge(unfinished / name, [store for of, store in stores if of == name])
     for leaf in saved.contents.arrays:
         if 0 in leaf.shape:
             # This array has no chunks to upload, but Orbax requires its metadata.
             values = np.empty(leaf.shape, leaf.dtype)
             whole = ocdbt.Chunk(leaf=leaf, box=boxes.whole(leaf.shape), values=values)
-            ocdbt.write(unfinished / leaf.part, [whole], ocdbt.new_context())
+            ocdbt.write(unfinished / leaf.checkpointable, [whole], ocdbt.new_context())
     digests = orbax_view.to_bytes(orbax_files)
     for name, content in {**orbax_files, orbax_view.FILE: digests}.items():
         storage.write_atomic(unfinished / name, content)

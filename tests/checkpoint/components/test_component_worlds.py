@@ -43,12 +43,12 @@ def work(checkpointer, _, *, num_hosts):
             for pattern, more in options.items()
         }
 
-    saved, parts, by_rule = components(), components(), components(rotated)
+    saved, wanted, by_rule = components(), components(), components(rotated)
     for pattern, each in saved.items():
         each.state = [pattern, own.get(pattern, 0)]
     assert checkpointer.latest or checkpointer.save_checkpointables(1, saved)
     changed = [p for p, num in STATES.items() if num[num_hosts] != num[4]]
-    summary = ec.components.load(checkpointer, parts, strict=False)
+    summary = ec.components.load(checkpointer, wanted, strict=False)
     assert list(summary.failed) == changed
     ec.components.load(checkpointer, by_rule)
     for pattern, num in STATES.items():
@@ -56,7 +56,7 @@ def work(checkpointer, _, *, num_hosts):
         if pattern in changed:
             state = [pattern, last - own.get(pattern, 0) % num[4]]
         assert by_rule[pattern].state == state
-        assert parts[pattern].state == (None if pattern in changed else state)
+        assert wanted[pattern].state == (None if pattern in changed else state)
     for tree, expected in trees(host) if num_hosts == 4 else ():
         for level in ("quick", "tensor", "full"):
             found = ec.components.validate(tree, level=level, timeout_secs=300)

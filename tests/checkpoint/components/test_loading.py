@@ -15,7 +15,7 @@ from tests.checkpoint.components.test_encoding import leaves, same
 def checkpointer(request, tmp_path_factory):
     """A checkpointer with step 4, which has weights and two components."""
     directory = tmp_path_factory.mktemp("steps")
-    parts = {
+    checkpointables = {
         "state": {"w": jnp.arange(3.0)},
         "schedule": Component(leaves(), "global"),
         "cache": Component([1, 2], "per_host"),
@@ -24,7 +24,7 @@ def checkpointer(request, tmp_path_factory):
     if request.param == "ours":
         opened = ec.Checkpointer([ec.Persistent(directory, every=1)])
     with opened:
-        opened.save_checkpointables(4, parts)
+        opened.save_checkpointables(4, checkpointables)
         yield opened
 
 
@@ -56,7 +56,9 @@ def test_one_error_has_all_names_and_strict_false_loads_the_rest(checkpointer):
     assert sorted(summary.skipped) == ["maybe", "schedule"]
     lines = str(summary).splitlines()
     assert lines[0] == "step 4: loaded cache"
-    assert lines[-1].startswith("failed missing: step 4 has no part with this name; ")
+    assert lines[-1].startswith(
+        "failed missing: step 4 has no checkpointable with this name; "
+    )
 
 
 def test_a_component_that_fails_leaves_the_others_as_they_were(checkpointer):
