@@ -1,4 +1,4 @@
-"""A process's part of a captured state, in host memory until it is written."""
+"""A process's portion of a captured state, in host memory until it is written."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from elastic_ckpt.steps.owners import Holders
 from elastic_ckpt.tiers.ram.chunk_files import ChunkFile
 from elastic_ckpt.tiers.source import OnPiece, ignored
 
-# A part, as its leaf's path and its box.
-Part = tuple[str, Box]
+# A part's leaf, by its path, and the part's box.
+PartKey = tuple[str, Box]
 
 
 class OnDevice(Protocol):
@@ -40,7 +40,7 @@ def fetched(values: Values) -> np.ndarray:
 
 
 class CapturedLeaf(NamedTuple):
-    """The part of an array that this process holds.
+    """The chunks of an array that this process holds.
 
     Attributes:
       shard_shape: the shape of every shard, on this host and elsewhere.
@@ -77,11 +77,11 @@ def chunked(leaf: Leaf, shard_shape: tuple[int, ...]) -> Leaf:
 
 
 class Captured:
-    """This process's part of a state; owns the arrays until `release`.
+    """This process's portion of a state; owns the arrays until `release`.
 
     Args:
-      parts: this process's part of every array of the state, ordered by path; dropped
-        by `release`.
+      arrays: every array of the state, with this process's chunks, ordered by path;
+        dropped by `release`.
       on_release: called by the first `release`.
       is_lent: whether some values are still in the caller's arrays; these must not be
         donated before the release.
@@ -89,26 +89,26 @@ class Captured:
 
     def __init__(
         self,
-        parts: Sequence[CapturedLeaf],
+        arrays: Sequence[CapturedLeaf],
         *,
         on_release: Callable[[], None],
         is_lent: bool = False,
     ) -> None:
-        self.parts = tuple(parts)
+        self.arrays = tuple(arrays)
         self.is_lent = is_lent
         self._on_release: Callable[[], None] | None = on_release
 
     @classmethod
     def joined(cls, several: Sequence[Captured]) -> Captured:
-        """Joins captures of different parts of the same state."""
+        """Joins captures of different arrays of the same state."""
 
         def release() -> None:
             for each in several:
                 each.release()
 
-        parts = [part for each in several for part in each.parts]
+        arrays = [array for each in several for array in each.arrays]
         return cls(
-            sorted(parts, key=lambda part: part.leaf.path),
+            sorted(arrays, key=lambda array: array.leaf.path),
             on_release=release,
             is_lent=any(each.is_lent for each in several),
         )
@@ -116,41 +116,41 @@ class Captured:
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         """The state's arrays, the same on every host, ordered by path."""
-        return tuple(part.leaf for part in self.parts)
+        return tuple(array.leaf for array in self.arrays)
 
     @property
     def num_bytes(self) -> int:
         """The size of all values that this process holds."""
-        return sum(values.nbytes for part in self.parts for _, values in part.boxes)
+        return sum(values.nbytes for array in self.arrays for _, values in array.boxes)
 
     @property
     def file_bytes(self) -> int:
         """The size of the files that already contain values."""
         return sum(
-            len(file.memory) for part in self.parts for file in part.files.values()
+            len(file.memory) for array in self.arrays for file in array.files.values()
         )
 
     def release(self) -> None:
         """Releases the memory once; the values must not be used afterwards."""
-        on_release, self._on_release, self.parts = self._on_release, None, ()
+        on_release, self._on_release, self.arrays = self._on_release, None, ()
         if on_release is not None:
             on_release()
 
-    def values(self) -> dict[Part, Values]:
+    def values(self) -> dict[PartKey, Values]:
         """The values of each part that this process holds."""
         return {
-            (part.leaf.path, box): of_box
-            for part in self.parts
-            for box, of_box in part.boxes
+            (array.leaf.path, box): of_box
+            for array in self.arrays
+            for box, of_box in array.boxes
         }
 
-    def holders(self, *, num_hosts: int) -> dict[Part, Holders]:
+    def holders(self, *, num_hosts: int) -> dict[PartKey, Holders]:
         """The hosts of a world that hold each of this process's parts."""
         all_hosts = tuple(range(num_hosts))
         return {
-            (part.leaf.path, box): part.holders(part.shard(box)) or all_hosts
-            for part in self.parts
-            for box, _ in part.boxes
+            (array.leaf.path, box): array.holders(array.shard(box)) or all_hosts
+            for array in self.arrays
+            for box, _ in array.boxes
         }
 
 
@@ -163,7 +163,7 @@ class CapturedSource(NamedTuple):
     """
 
     directory: str
-    values: Mapping[Part, Values]
+    values: Mapping[PartKey, Values]
 
     def read_into(
         self, leaf: Leaf, box: Box, into: memoryview, on_piece: OnPiece = ignored

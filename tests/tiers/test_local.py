@@ -67,9 +67,9 @@ def save(host, state=STATE, step=3, *, save="0", only=lambda _: True):
     """Saves of the boxes of each array those of some numbers."""
     captured = capture.capture(state, capture.Memory(host.files))
     whole = manifest.Contents(leaves=captured.leaves, components=())
-    captured.parts = tuple(
-        part._replace(boxes=tuple(b for n, b in enumerate(part.boxes) if only(n)))
-        for part in captured.parts
+    captured.arrays = tuple(
+        array._replace(boxes=tuple(b for n, b in enumerate(array.boxes) if only(n)))
+        for array in captured.arrays
     )
     writer = host.begin(StepId(step, save), whole)
     writer.reserve(captured.num_bytes, taken_bytes=captured.file_bytes)

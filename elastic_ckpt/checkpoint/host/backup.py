@@ -142,7 +142,7 @@ class HostBackup:
         everyone = tuple(range(len(world.hosts)))
         # After hosts have changed, parts may exist only on idle machines.
         sets = [of_item or everyone for of_item in held.holders]
-        parts: dict[int, upload.Part] = {}
+        parts: dict[int, upload.PartRow] = {}
         for item, owner in enumerate(owners.shares(sets, table.num_bytes)):
             leaf = int(table.items.leaf[item])
             part = leaf, table.box(item), table.digest(item)

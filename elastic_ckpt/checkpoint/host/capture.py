@@ -1,4 +1,4 @@
-"""Capture: copies this process's part of a state for a save.
+"""Capture: copies this process's portion of a state for a save.
 
 Training is blocked only while this copy is made: digests and copies for peers are
 computed from it in the background. The method depends on the kind of array:
@@ -177,7 +177,7 @@ class Memory:
         self._places: dict[str, ArrayPlace] = {}
 
     def place(self, path: str, array: jax.Array) -> ArrayPlace:
-        """Returns an array's leaf, and how this host's part of the array is cut.
+        """Returns an array's leaf, and how this host's shards of the array are cut.
 
         Raises:
           CheckpointError: if no tier stores the array's dtype.
@@ -281,7 +281,7 @@ class Memory:
 
 
 def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
-    """Copies this process's part of a state; arrays may be donated afterwards.
+    """Copies this process's portion of a state; arrays may be donated afterwards.
 
     Args:
       leaves: a dict from path to a JAX array under any sharding, typed random keys
@@ -317,7 +317,7 @@ def capture(leaves: Mapping[str, Value], memory: Memory) -> Captured:
         memory.discard(_files(rest))
         raise
     return Captured(
-        [_captured(part, of_leaf) for part, of_leaf in here],
+        [_captured(array, of_leaf) for array, of_leaf in here],
         # Only the files: chunks refer to arrays, whose memory could then not be reused.
         on_release=functools.partial(memory.release, _files(rest), piece),
         is_lent=is_lent,
@@ -504,12 +504,12 @@ def _held(path: str, value: Value, memory: Memory) -> tuple[CapturedLeaf, list[_
     shards, chunks = _shards(path, value, memory), []
     for box, shard in shards.boxes:
         num_bytes, cut = _cut(shards.leaf.dtype, box.shape)
-        for part, within in cut:
+        for chunk, within in cut:
             here = box
             if within is not None:
                 here = boxes.Box(
-                    start=tuple(map(operator.add, box.start, part.start)),
-                    stop=tuple(map(operator.add, box.start, part.stop)),
+                    start=tuple(map(operator.add, box.start, chunk.start)),
+                    stop=tuple(map(operator.add, box.start, chunk.stop)),
                 )
             values = _part(shard, within) if shards.kept else None
             chunks.append(_Chunk(here, shard, within, num_bytes, shards.is_far, values))
@@ -518,10 +518,10 @@ def _held(path: str, value: Value, memory: Memory) -> tuple[CapturedLeaf, list[_
     return CapturedLeaf(leaf, shape, (), holders=shards.holders), chunks
 
 
-def _captured(part: CapturedLeaf, chunks: Sequence[_Chunk]) -> CapturedLeaf:
-    files = {c.box: c.file for c in chunks if c.file is not None} or part.files
+def _captured(array: CapturedLeaf, chunks: Sequence[_Chunk]) -> CapturedLeaf:
+    files = {c.box: c.file for c in chunks if c.file is not None} or array.files
     values = tuple((c.box, c.values) for c in chunks if c.values is not None)
-    return part._replace(boxes=values, files=files)
+    return array._replace(boxes=values, files=files)
 
 
 def _shards(path: str, value: Value, memory: Memory) -> Shards:
@@ -545,7 +545,7 @@ def _shards(path: str, value: Value, memory: Memory) -> Shards:
 
 
 class ArrayPlace(NamedTuple):
-    """A leaf, and how this host's part of it is cut.
+    """A leaf, and how this host's shards of it are cut.
 
     Attributes:
       shape: the shape of the array; the data of random keys has one more dim.

@@ -27,7 +27,7 @@ from elastic_ckpt.steps.table import StepTable
 from elastic_ckpt.tiers.captured import (
     Captured,
     CapturedSource,
-    Part,
+    PartKey,
     Values,
     fetched,
 )
@@ -378,9 +378,9 @@ class _HostSave:
     writer: local.StepWriter | None = None
     # Once written: the component files by path, and the digests of all parts.
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
-    parts: Mapping[Part, bytes] = dataclasses.field(default_factory=dict)
+    parts: Mapping[PartKey, bytes] = dataclasses.field(default_factory=dict)
 
-    def values(self) -> dict[Part, Values]:
+    def values(self) -> dict[PartKey, Values]:
         # All parts, which are boxes of arrays and files.
         return {
             **self.captured.values(),

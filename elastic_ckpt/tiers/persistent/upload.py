@@ -53,7 +53,7 @@ _PROGRESS_SHARE = 20
 
 # A part to upload, as `Manifest.rows` lists it: its leaf's index, its box and the
 # digest of its values; the caller has verified them.
-Part = tuple[int, boxes.Box, bytes]
+PartRow = tuple[int, boxes.Box, bytes]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,9 +94,9 @@ class Upload:
         self._directory = root.unfinished(saved.step_id)
         self._context = ocdbt.new_context()
         self._lock = threading.RLock()
-        self.there: set[Part] = set()
+        self.there: set[PartRow] = set()
         # The parts that this host has written.
-        self._parts: dict[tuple[int, boxes.Box], Part] = {}
+        self._parts: dict[tuple[int, boxes.Box], PartRow] = {}
         self._next_list_secs = clock.monotonic() + _PROGRESS_SECS
 
     def begin(self) -> None:
@@ -129,7 +129,7 @@ class Upload:
         # The upload is visible from now on, even if this host is killed.
         storage.make_directory(self._directory)
 
-    def write(self, parts: Sequence[Part], values: Sequence[np.ndarray]) -> None:
+    def write(self, parts: Sequence[PartRow], values: Sequence[np.ndarray]) -> None:
         """Writes parts durably, with all chunks in one commit of the host's store.
 
         A commit takes as long for one chunk as for thousands of small ones.

@@ -286,19 +286,19 @@ class StepWriter:
         """
         leaves = self.manifest.contents.leaves
         numbers = {leaf.path: number for number, leaf in enumerate(leaves)}
-        items = [(part, *each) for part in captured.parts for each in part.boxes]
+        items = [(array, *each) for array in captured.arrays for each in array.boxes]
 
         # A task per small box would take longer than writing the box.
         shares = [items[first::_NUM_THREADS] for first in range(_NUM_THREADS)]
 
         def write(share: Sequence[tuple[CapturedLeaf, Box, Values]]) -> None:
-            for part, box, values in share:
-                values, file = fetched(values), part.files.get(box)
+            for array, box, values in share:
+                values, file = fetched(values), array.files.get(box)
                 if file is None:
                     file = self._own.files.take(values.nbytes)
                     target = np.ndarray(box.shape, values.dtype, file.memory)
                     np.copyto(target, values)
-                self._place(numbers[part.leaf.path], box, file)
+                self._place(numbers[array.leaf.path], box, file)
 
         with self._abandoned_on_failure():
             for path, content in files.items():

@@ -31,15 +31,15 @@ def over(*spec, devices=None):
     return NamedSharding(Mesh(devices, ("b", "a")), PartitionSpec(*spec))
 
 
-def joined(part):
+def joined(array):
     """The whole array of a captured leaf, which has each of its boxes once."""
-    whole = np.zeros(part.leaf.shape, part.leaf.dtype)
-    filled = np.zeros(part.leaf.shape, np.uint8)
-    for box, values in part.boxes:
-        place = boxes.relative(box, boxes.whole(part.leaf.shape))
+    whole = np.zeros(array.leaf.shape, array.leaf.dtype)
+    filled = np.zeros(array.leaf.shape, np.uint8)
+    for box, values in array.boxes:
+        place = boxes.relative(box, boxes.whole(array.leaf.shape))
         values = fetched(values)
-        assert values.dtype == part.leaf.dtype
-        assert values.shape == part.leaf.chunk == box.shape
+        assert values.dtype == array.leaf.dtype
+        assert values.shape == array.leaf.chunk == box.shape
         whole[place] = values
         filled[place] += 1
     assert (filled == 1).all()
@@ -73,28 +73,30 @@ def test_each_box_is_captured_once_and_restored_under_any_sharding(reverse):
         leaves |= OTHERS
         captured = capture.capture(leaves, capture.Memory())
         assert [leaf.path for leaf in captured.leaves] == sorted(leaves)
-        for number, part in enumerate(captured.parts):
-            value, whole = leaves[part.leaf.path], joined(part)
+        for number, array in enumerate(captured.arrays):
+            value, whole = leaves[array.leaf.path], joined(array)
             numbers = np.asarray(capture.numbers(value))
-            assert part.leaf.dtype == numbers.dtype.name
+            assert array.leaf.dtype == numbers.dtype.name
             assert whole.tobytes() == numbers.astype(whole.dtype).tobytes()
-            if part.leaf.path in OTHERS:
-                assert part.shard_shape == whole.shape
+            if array.leaf.path in OTHERS:
+                assert array.shard_shape == whole.shape
                 continue
             # Back under another sharding, in pieces.
-            sharding = shardings[number % 4] if part.leaf.path != "pinned" else pinned
+            sharding = shardings[number % 4] if array.leaf.path != "pinned" else pinned
             abstract = jax.ShapeDtypeStruct((8, 8), value.dtype, sharding=sharding)
             most_bytes = 4 * whole.itemsize
             (leaf,) = trees.wanted({"w": abstract}, most_bytes=most_bytes)
             places = [(*map(slice, box.start, box.stop), ...) for box in leaf.boxes]
             assert sum(whole[place].size for place in places) == whole.size
             largest = max(whole[place].nbytes for place in places)
-            assert largest <= most_bytes or part.leaf.path == "pinned"
+            assert largest <= most_bytes or array.leaf.path == "pinned"
             made = leaf.make([whole[place].copy() for place in places])
             assert (made.dtype, made.sharding) == (value.dtype, sharding)
             assert np.asarray(capture.numbers(made)).tobytes() == whole.tobytes()
-    assert captured.num_bytes == sum(joined(each).nbytes for each in captured.parts)
-    held = [(part.leaf.path, box) for part in captured.parts for box, _ in part.boxes]
+    assert captured.num_bytes == sum(joined(each).nbytes for each in captured.arrays)
+    held = [
+        (array.leaf.path, box) for array in captured.arrays for box, _ in array.boxes
+    ]
     assert captured.holders(num_hosts=4) == dict.fromkeys(held, (0, 1, 2, 3))
 
 
@@ -131,8 +133,8 @@ def test_arrays_that_are_donated_afterwards_leave_the_capture_as_it_was(num_devi
     # The step wrote into the same memory: a capture does not keep it from that either.
     again = [x.data.unsafe_buffer_pointer() for x in after.addressable_shards]
     assert pointers == again
-    (part,) = captured.parts
-    assert joined(part).tobytes() == (values + 1).tobytes()
+    (of_w,) = captured.arrays
+    assert joined(of_w).tobytes() == (values + 1).tobytes()
 
 
 class FarMemory(capture.Memory):
@@ -181,12 +183,12 @@ def test_what_accelerators_hold_is_captured(
     if not captured.is_lent:
         # The memory of the state is overwritten.
         jax.block_until_ready(step(*arrays))
-    for part in captured.parts:
-        assert (joined(part) == expected[: part.leaf.shape[0]]).all()
+    for array in captured.arrays:
+        assert (joined(array) == expected[: array.leaf.shape[0]]).all()
     captured.release()
     # What was released twice is given back once.
     captured.release()
-    assert captured.parts == ()
+    assert captured.arrays == ()
 
 
 def test_pinned_memory_is_made_ahead_for_what_accelerators_hold(monkeypatch):
@@ -204,6 +206,6 @@ def test_values_that_no_other_code_changes_are_not_copied():
     leaf = manifest.Leaf(path="w", shape=(8,), dtype="float32")
     for kept in (False, True):
         shards = {"w": capture.Shards(leaf, (8,), ((box, values),), kept)}
-        (part,) = capture.capture(shards, capture.Memory()).parts
-        assert np.shares_memory(part.boxes[0][1], values) == kept
-        assert joined(part).tobytes() == values.tobytes()
+        (array,) = capture.capture(shards, capture.Memory()).arrays
+        assert np.shares_memory(array.boxes[0][1], values) == kept
+        assert joined(array).tobytes() == values.tobytes()
