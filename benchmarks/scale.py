@@ -6,7 +6,7 @@ component file. The world saves a step with copies and restores it after hosts h
 changed places.
 
 All hosts are simulated in one process and pass messages like real hosts. Each has the
-product's own part of an exchange (`host.copies`), a RAM disk with its manifest, mail
+product's own side of an exchange (`host.copies`), a RAM disk with its manifest, mail
 and a share of the coordination service (both count messages), and no devices. A call
 runs on one host after the other; its time is the time of the slowest host, because real
 hosts run simultaneously. All hosts restore from the same table, so only the last host
@@ -353,7 +353,7 @@ class _SimulatedHosts:
             world = _world(directory / str(number), manifest, hosts, number)
             world.mail = _Mail(world, posted, self.messages)
             worlds.append(world)
-        self._hosts = [_parts(world) for world in worlds]
+        self._hosts = [_roles(world) for world in worlds]
         self._allgathers = [
             allgather.Allgather(self._store, "scale", host=number, num_hosts=num_hosts)
             for number in range(num_hosts)
@@ -399,12 +399,12 @@ class _SimulatedHosts:
         return self.all(HostReader.read, tuple(components))
 
     def opened(self) -> Contents:
-        return self._hosts[0].part("HostReader").opened()
+        return self._hosts[0].role("HostReader").opened()
 
     def select(self, wanted: Callable[[int], Sequence[WantedLeaf]]) -> None:
         # Sets the leaves that each host reads from the open step, by host number.
         for number in (0, self.num_hosts - 1):
-            self._hosts[number].part("HostReader").select(wanted(number), ())
+            self._hosts[number].role("HostReader").select(wanted(number), ())
         self._gather("check", {})
 
     def _run(
@@ -471,15 +471,15 @@ def _world(
     return _WorldAlone(cast(Any, config), **more)
 
 
-def _parts(world: HostWorld) -> Any:
-    # A host's parts that a save and a restore call.
-    parts = {
+def _roles(world: HostWorld) -> Any:
+    # A host's objects that a save and a restore call.
+    roles = {
         "HostWorld": world,
         "HostSaver": _SaverAlone(world),
         "HostCopies": copies.HostCopies(world),
         "HostReader": _ReaderAlone(world),
     }
-    return types.SimpleNamespace(part=parts.__getitem__)
+    return types.SimpleNamespace(role=roles.__getitem__)
 
 
 def _manifests(num_hosts: int) -> Iterator[Manifest]:

@@ -178,7 +178,7 @@ class InEveryProcess:
 
     def capture(self, step_id: StepId, trees: Mapping[str, Any]) -> CapturedIn:
         """See `Hosts`."""
-        saver: HostSaver = self._own.part(HostSaver.__name__)
+        saver: HostSaver = self._own.role(HostSaver.__name__)
         return saver.begin(step_id, saver.captured(host_trees.arrays(trees)))
 
     def opened(self) -> Contents:
@@ -227,7 +227,7 @@ class InEveryProcess:
 
     @property
     def _reader(self) -> HostReader:
-        return self._own.part(HostReader.__name__)
+        return self._own.role(HostReader.__name__)
 
     def _gather(
         self,

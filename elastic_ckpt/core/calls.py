@@ -36,9 +36,9 @@ BY_NAME: dict[str, Call] = {}
 
 
 class Host(Protocol):
-    """The objects of one host; calls run on them."""
+    """The objects of one host, one for each of its roles; calls run on them."""
 
-    def part(self, name: str) -> Any:
+    def role(self, name: str) -> Any:
         """This host's object of the class `name`."""
         ...
 
@@ -67,7 +67,7 @@ class Call:
     def run(self, host: Host, arguments: Mapping[str, Any]) -> Any:
         """Runs the method on a host and returns the answer."""
         owner, _, method = self.name.rpartition(".")
-        return getattr(host.part(owner), method)(**arguments)
+        return getattr(host.role(owner), method)(**arguments)
 
     def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The arguments by parameter name."""

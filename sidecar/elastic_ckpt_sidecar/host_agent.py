@@ -77,7 +77,7 @@ class _HostAgent(host_calls.HostCalls):
         ]
 
     def _arrays_of(self, number: int) -> HostArrays:
-        return self.hosts[number].part(HostArrays.__name__)
+        return self.hosts[number].role(HostArrays.__name__)
 
     def _endpoint(
         self, config: HostConfig, devices: Mapping[int, jax.Device]
@@ -89,8 +89,8 @@ class _HostAgent(host_calls.HostCalls):
             )
         chosen = dataclasses.replace(config.chosen, peers=peers)
 
-        def more_parts(parts: Mapping[str, Any]) -> Mapping[str, Any]:
-            saver, reader = parts["HostSaver"], parts["HostReader"]
+        def more_roles(roles: Mapping[str, Any]) -> Mapping[str, Any]:
+            saver, reader = roles["HostSaver"], roles["HostReader"]
             arrays = HostArrays(
                 saver,
                 reader,
@@ -100,7 +100,7 @@ class _HostAgent(host_calls.HostCalls):
             )
             return {"HostArrays": arrays}
 
-        return HostEndpoint(dataclasses.replace(config, chosen=chosen), more_parts)
+        return HostEndpoint(dataclasses.replace(config, chosen=chosen), more_roles)
 
 
 HostAgent: Any = colocated_python.colocated_python_class(_HostAgent)

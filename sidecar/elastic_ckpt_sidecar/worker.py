@@ -1,6 +1,6 @@
 """Iterates over the data on each accelerator host.
 
-The head calls `HostData` like any part of a host; batches are returned as arrays.
+The head calls `HostData` like any role of a host; batches are returned as arrays.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class HostData:
         self._taken: dict[int, Callable[[str], None]] = {}
         self._begin(0)
 
-    def part(self, name: str) -> HostData:
+    def role(self, name: str) -> HostData:
         """See `calls.Host`."""
         assert name == HostData.__name__
         return self

@@ -76,7 +76,7 @@ def test_calls_and_answers_arrive_as_they_were_sent(data):
 
 
 class Counter:
-    """A part of a host, with a call and a method that is none."""
+    """A role of a host, with a call and a method that is none."""
 
     @calls.call(channel="kind")
     def add(self, kind: str, numbers: tuple[int, ...] = (1,)) -> int:
@@ -86,8 +86,8 @@ class Counter:
         raise AssertionError
 
 
-def test_a_call_runs_on_the_part_of_its_class_if_it_is_one_with_its_arguments():
-    host = types.SimpleNamespace(part={"Counter": Counter()}.__getitem__)
+def test_a_call_runs_on_the_object_of_its_class_if_it_is_one_with_its_arguments():
+    host = types.SimpleNamespace(role={"Counter": Counter()}.__getitem__)
     call = calls.of(Counter.add)
     arguments = call.bind("ab", numbers=(3, 4))
     assert call.turn(arguments) == "Counter.add/ab"
@@ -96,7 +96,7 @@ def test_a_call_runs_on_the_part_of_its_class_if_it_is_one_with_its_arguments():
     assert call.run(host, call.bind("ab")) == 3
     with pytest.raises(TypeError, match="missing a required argument: 'kind'"):
         call.bind()
-    for name in ("Counter.reset", "Counter.none", "Host.part"):
+    for name in ("Counter.reset", "Counter.none", "Host.role"):
         with pytest.raises(KeyError, match=name):
             calls.decode({"call": name, "arguments": {}})
     for arguments in ({"kind": 3}, {"kind": "a", "numbers": [True]}):

@@ -444,7 +444,7 @@ class SimulatedHosts:
                 for path, leaf in trees.arrays(of_trees).items()
             }
             with self._on(number) as host:
-                saver = host.part("HostSaver")
+                saver = host.role("HostSaver")
                 captured.append(saver.begin(step_id, saver.captured(shards)))
         return captured[0]
 
@@ -459,7 +459,7 @@ class SimulatedHosts:
         for number in range(self.num_hosts):
             wanted = [self._wanted(leaf, number) for leaf in asked]
             with self._on(number) as host:
-                host.part("HostReader").select(wanted, components)
+                host.role("HostReader").select(wanted, components)
         return 0
 
     def read(self, components):
@@ -470,7 +470,7 @@ class SimulatedHosts:
         """See `Hosts`; hosts that read the same elements have read the same values."""
         made = {}
         for number, host in enumerate(self._hosts):
-            for path, (box, values) in host.part("HostReader").made().items():
+            for path, (box, values) in host.role("HostReader").made().items():
                 name = path.rpartition("/")[2]
                 whole = made.setdefault(path, [np.empty(SHAPES[name], values.dtype), 0])
                 place = tuple(map(slice, box.start, box.stop))
@@ -479,7 +479,7 @@ class SimulatedHosts:
                     whole[1] += values.size
                 assert whole[0][place].tobytes() == values.tobytes()
             with self._on(number):
-                host.part("HostReader").close_step()
+                host.role("HostReader").close_step()
         assert all(values.size == size for values, size in made.values())
         leaves = {path: values for path, (values, _) in made.items()}
         return {

@@ -1,1 +1,1 @@
-"""One host's part in a save, a backup and a restore."""
+"""One host's side of a save, a backup and a restore."""

@@ -1,4 +1,4 @@
-"""A host's part in making copies: it offers its parts to other hosts and copies theirs.
+"""One host's side of copying: it offers its parts to other hosts and copies theirs.
 
 A part's holders determine which hosts copy it (`steps.owners`), so each host knows
 which parts it sends. The host leaves a message for each target that lists the parts to

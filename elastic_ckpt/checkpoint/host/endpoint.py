@@ -1,9 +1,9 @@
-"""A host, which joins its world in three calls and then has the parts for its work.
+"""A host, which joins its world in three calls and then has the objects for its work.
 
 introduce    returns the facts that other hosts need before this host has a slot
 join         takes a slot of the machine, adopts the secret, starts the agent
-connect      connects to the other hosts, and creates the parts for saves (`HostSaver`),
-             copies, backups and restores
+connect      connects to the other hosts, and creates the objects for saves
+             (`HostSaver`), copies, backups and restores
 
 The function `join` makes these calls on all hosts of a new world and chooses their
 slots and secret. All of this passes only through the coordination service: the secret
@@ -38,8 +38,8 @@ from elastic_ckpt.tiers.ram import local, machine, ram_disk
 if TYPE_CHECKING:
     from elastic_ckpt.checkpoint.hosts import Hosts
 
-# Creates additional parts of a host from its existing parts; both keyed by class name.
-MoreParts = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+# Creates the objects of additional roles from a host's objects; keyed by class name.
+MoreRoles = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,17 +73,17 @@ class HostEndpoint:
     """A host, which runs calls.
 
     Args:
-      more_parts: a function that creates the parts that a transport adds.
+      more_roles: a function that creates the objects that a transport adds.
     """
 
     def __init__(
         self,
         config: HostConfig,
-        more_parts: MoreParts = lambda _: {},
+        more_roles: MoreRoles = lambda _: {},
     ) -> None:
         self._config = config
-        self._more_parts = more_parts
-        self._parts: dict[str, Any] = {"HostEndpoint": self}
+        self._more_roles = more_roles
+        self._roles: dict[str, Any] = {"HostEndpoint": self}
         # Releases the slot, the agent and connections.
         self._resources = contextlib.ExitStack()
         self._own: local.LocalHost | None = None
@@ -97,10 +97,10 @@ class HostEndpoint:
             limit_bytes=None if local_tier is None else local_tier.limit_bytes,
         )
 
-    def part(self, name: str) -> Any:
-        """The part of this class; most parts exist only once the world is joined."""
-        assert name in self._parts, f"{name}: the host has not joined its world"
-        return self._parts[name]
+    def role(self, name: str) -> Any:
+        """The object of this class; most exist only once the world is joined."""
+        assert name in self._roles, f"{name}: the host has not joined its world"
+        return self._roles[name]
 
     @calls.call()
     def introduce(self) -> Introduction:
@@ -195,11 +195,11 @@ class HostEndpoint:
         saver = HostSaver(world)
         # Component files of an unfinished step.
         self._resources.callback(storage.remove, saver.staging)
-        parts: list[Any] = [world, saver, HostCopies(world), HostReader(world)]
+        roles: list[Any] = [world, saver, HostCopies(world), HostReader(world)]
         if world.root is not None:
-            parts.append(HostBackup(world))
-        self._parts |= {type(part).__name__: part for part in parts}
-        self._parts |= self._more_parts(self._parts)
+            roles.append(HostBackup(world))
+        self._roles |= {type(role).__name__: role for role in roles}
+        self._roles |= self._more_roles(self._roles)
 
     @calls.call()
     def close(self) -> None:

@@ -89,7 +89,7 @@ class Report:
 
 
 class Exchange:
-    """One host's messages, and its part in exchanges with all hosts, one at a time.
+    """One host's messages, and its side of exchanges with all hosts, one at a time.
 
     Args:
       endpoint: a function that takes the ID of a machine in the world and returns the

@@ -1,4 +1,4 @@
-"""A host's part in a restore: reporting its parts, searching, and reading.
+"""One host's side of a restore: reporting its parts, searching, and reading.
 
     offer_saves, survey    list the steps that hosts and storage have
     offer, examine         look at the parts of each step until a step is complete

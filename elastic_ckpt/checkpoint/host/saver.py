@@ -1,4 +1,4 @@
-"""A host's part in a save: it captures, writes and commits its shards.
+"""One host's side of a save: it captures, writes and commits its shards.
 
 A save calls `capture`, `write`, `commit` (or `abandon`) and then `collect`.
 """
@@ -98,7 +98,7 @@ def lacking_room(written: Sequence[Written]) -> dict[int, str]:
 
 
 class HostSaver:
-    """Saves one host's part of each step.
+    """Saves one host's parts of each step.
 
     Attributes:
       staging: the private directory to which components write.
@@ -118,7 +118,7 @@ class HostSaver:
         self._sizes: list[int] = []
 
     def captured(self, values: Mapping[str, Value]) -> Captured:
-        """Copies this host's part of each leaf; `values` maps paths to leaves.
+        """Copies this host's shards of each leaf; `values` maps paths to leaves.
 
         Raises:
           CheckpointError: if a leaf cannot be saved.
@@ -230,7 +230,7 @@ class HostSaver:
         files: Mapping[str, tuple[int, ...]],
         in_ram: bool,
     ) -> None:
-        """Commits this host's part of the step.
+        """Commits this host's parts of the step.
 
         Args:
           step_id: the step.

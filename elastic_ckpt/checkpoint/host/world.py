@@ -69,7 +69,7 @@ class HostWorld:
       copy_policy: the policy for the copies of a step that this world keeps in peers'
         memory.
       root: the steps in persistent storage; None if there is no storage.
-      mail: this host's messages and its part in exchanges with all other hosts.
+      mail: this host's messages and its side of exchanges with all other hosts.
       held: the steps that this host copies or backs up.
       agent_urls: the URLs of agents, by machine.
     """

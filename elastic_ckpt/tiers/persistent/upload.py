@@ -70,7 +70,7 @@ class UploadedStep:
 
 
 class Upload:
-    """One host's part of an upload.
+    """One host's side of an upload.
 
     Args:
       claim: the number of the host's world; 0 for no world. The world must be the
