@@ -147,7 +147,7 @@ class InEveryProcess:
         call = calls.of(method)
         arguments = call.bind(*args, **kwargs)
         answers = self._gather(
-            call.turn(arguments),
+            call.kind(arguments),
             lambda: call.run(self._own, arguments),
             call.limit_secs,
             call.order,
@@ -164,7 +164,7 @@ class InEveryProcess:
         call = calls.of(method)
         arguments = call.bind(*args, **kwargs)
         answers = self._gather(
-            f"first/{call.turn(arguments)}",
+            f"first/{call.kind(arguments)}",
             lambda: call.run(self._own, arguments) if self.own == 0 else None,
             call.limit_secs,
         )

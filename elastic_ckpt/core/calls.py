@@ -74,7 +74,7 @@ class Call:
         bound = inspect.signature(self.method).bind(None, *args, **kwargs).arguments
         return {name: value for name, value in bound.items() if name != "self"}
 
-    def turn(self, arguments: Mapping[str, Any]) -> str:
+    def kind(self, arguments: Mapping[str, Any]) -> str:
         """The name under which drivers gather the answers to a call."""
         return f"{self.name}/{arguments[self.channel]}" if self.channel else self.name
 
