@@ -198,7 +198,7 @@ class _CountedStore:
     def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
         del timeout_in_ms
         self._messages[self.host] += 1
-        # A host asks for the turn of the host above, which is still empty.
+        # A host asks for the round of the host above, which is still empty.
         return self._values.get(key, b"")
 
     def key_value_delete(self, key: str) -> None:
@@ -359,7 +359,7 @@ class _SimulatedHosts:
             for number in range(num_hosts)
         ]
         self._tree = allgather.HostTree(num_hosts=num_hosts)
-        self._turns: collections.Counter[str] = collections.Counter()
+        self._rounds: collections.Counter[str] = collections.Counter()
 
     def all(
         self, method: Method[P, AnswerT], *args: P.args, **kwargs: P.kwargs
@@ -423,15 +423,15 @@ class _SimulatedHosts:
         self, kind: str, values: Mapping[int, Any], order: allgather.Order = "together"
     ) -> list[Any]:
         # Hosts pass answers up their tree, all hosts of a level simultaneously.
-        turn = self._turns[kind]
-        self._turns[kind] += 1
+        round_number = self._rounds[kind]
+        self._rounds[kind] += 1
         of_level: dict[int, float] = collections.defaultdict(float)
         for number in itertools.chain.from_iterable(self._tree.in_order("up")):
             began = time.process_time()
             self._store.host = number
             self._allgathers[number].pass_up(
                 kind,
-                turn,
+                round_number,
                 lambda number=number: {"answer": values.get(number)},
                 order=order,
                 timeout_secs=_BRIEF_SECS,
@@ -440,11 +440,11 @@ class _SimulatedHosts:
             of_level[level] = max(of_level[level], secs)
         for number in range(1, self.num_hosts):
             self._store.host = number
-            key = f"scale/{kind}/{turn}/all"
+            key = f"scale/{kind}/{round_number}/all"
             self._store.blocking_key_value_get_bytes(key, 0)
         self._store.host = 0
         began = time.process_time()
-        taken = self._allgathers[0].take(kind, turn, timeout_secs=_BRIEF_SECS)
+        taken = self._allgathers[0].take(kind, round_number, timeout_secs=_BRIEF_SECS)
         self.secs += sum(of_level.values()) + time.process_time() - began
         return [each["answer"] for each in taken]
 

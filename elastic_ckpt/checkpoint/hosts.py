@@ -232,13 +232,13 @@ class InEveryProcess:
     def _gather(
         self,
         kind: str,
-        part: Callable[[], Any],
+        work: Callable[[], Any],
         timeout_secs: float = calls.BRIEF_SECS,
         order: allgather.Order = "together",
     ) -> list[Any]:
         outcomes = self._messages.run(
             kind,
-            lambda: allgather.outcome(part),
+            lambda: allgather.outcome(work),
             order=order,
             timeout_secs=timeout_secs,
         )

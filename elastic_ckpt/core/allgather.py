@@ -24,7 +24,7 @@ from elastic_ckpt.core import codec, errors, storage
 
 # Eight neighbors cost little, and 10,000 hosts are five passes deep.
 FAN_IN = 7
-# When a host runs its part: immediately, after all hosts below it, or after all above.
+# When a host runs its work: immediately, after all hosts below it, or after all above.
 Order = Literal["together", "up", "down"]
 # Parents wait longer than their children, so that errors name the missing host.
 _GRACE_SECS = 2.0
@@ -49,7 +49,7 @@ class HostTree:
 
     def children(self, host: int) -> list[int]:
         """The children of a host, in ascending order."""
-        return [part.start for part in self._split(self.below(host))]
+        return [subtree.start for subtree in self._split(self.below(host))]
 
     def below(self, host: int) -> range:
         """A host and all hosts below it."""
@@ -59,7 +59,7 @@ class HostTree:
         """The subtrees on the path from the root to a host."""
         way = [range(self.num_hosts)]
         while way[-1].start != host:
-            way.append(next(part for part in self._split(way[-1]) if host in part))
+            way.append(next(hosts for hosts in self._split(way[-1]) if host in hosts))
         return way
 
     def in_order(self, order: Order) -> list[Sequence[int]]:
@@ -70,20 +70,20 @@ class HostTree:
 
     @functools.cached_property
     def _levels(self) -> list[Sequence[int]]:
-        levels, parts = [], [range(self.num_hosts)]
-        while parts:
-            levels.append([part.start for part in parts])
-            parts = [each for part in parts for each in self._split(part)]
+        levels, subtrees = [], [range(self.num_hosts)]
+        while subtrees:
+            levels.append([subtree.start for subtree in subtrees])
+            subtrees = [below for each in subtrees for below in self._split(each)]
         return [*levels]
 
     def _split(self, hosts: range) -> list[range]:
         # The subtrees of the root's children.
         num_below = len(hosts) - 1
-        num_parts = min(self.fan_in, num_below)
+        num_subtrees = min(self.fan_in, num_below)
         ends = [
-            hosts.start + 1 - (-number * num_below // num_parts)
-            for number in range(num_parts + 1)
-            if num_parts
+            hosts.start + 1 - (-number * num_below // num_subtrees)
+            for number in range(num_subtrees + 1)
+            if num_subtrees
         ]
         return [range(*pair) for pair in itertools.pairwise(ends)]
 
@@ -112,7 +112,7 @@ class Allgather:
         self._store, self._prefix = store, prefix
         self._tree = HostTree(num_hosts=num_hosts)
         self._lock = threading.Lock()
-        self._turns: collections.Counter[str] = collections.Counter()
+        self._rounds: collections.Counter[str] = collections.Counter()
         # On host 0: values by kind that it has published but `take` has not returned.
         self._published: dict[str, _Runs] = {}
 
@@ -125,18 +125,18 @@ class Allgather:
     def run(
         self,
         kind: str,
-        part: Callable[[], storage.Json],
+        work: Callable[[], storage.Json],
         *,
         order: Order = "together",
         timeout_secs: float,
     ) -> list[Any]:
-        """Runs `part` on every host and returns all results, ordered by host index.
+        """Runs `work` on every host and returns all results, ordered by host index.
 
         Args:
           kind: a name for the results. All hosts must make the calls of one kind in the
             same order, from one thread at a time; different kinds are independent.
-          part: a function that returns at most a few kilobytes of JSON.
-          order: when each host runs `part`: immediately (`together`), after all hosts
+          work: a function that returns at most a few kilobytes of JSON.
+          order: when each host runs `work`: immediately (`together`), after all hosts
             below it in the tree (`up`), or after all hosts above it (`down`).
           timeout_secs: how long hosts wait for each other.
 
@@ -144,25 +144,25 @@ class Allgather:
           RunError: if a host's result does not arrive in time.
         """
         if self._store is None:
-            return [json.loads(storage.canonical_json(part()))]
+            return [json.loads(storage.canonical_json(work()))]
         with self._lock:
-            turn = self._turns[kind]
-            self._turns[kind] += 1
-        self.pass_up(kind, turn, part, order=order, timeout_secs=timeout_secs)
-        return self.take(kind, turn, timeout_secs=timeout_secs)
+            round_number = self._rounds[kind]
+            self._rounds[kind] += 1
+        self.pass_up(kind, round_number, work, order=order, timeout_secs=timeout_secs)
+        return self.take(kind, round_number, timeout_secs=timeout_secs)
 
     def agreed(
-        self, kind: str, part: Callable[[], Any], *, timeout_secs: float
+        self, kind: str, work: Callable[[], Any], *, timeout_secs: float
     ) -> list[Any]:
-        """Like `run`, but if `part` fails on one host, all hosts raise.
+        """Like `run`, but if `work` fails on one host, all hosts raise.
 
         Raises:
-          RunError: if `part` failed on another host, with the message of that failure.
+          RunError: if `work` failed on another host, with the message of that failure.
             This host's own error is raised unchanged.
         """
         failure: Exception | None = None
         try:
-            own = {"answer": codec.encode(part())}
+            own = {"answer": codec.encode(work())}
         except Exception as error:
             failure, own = error, failed(error)
         outcomes = self.gather(kind, own, timeout_secs=timeout_secs)
@@ -176,17 +176,17 @@ class Allgather:
     def pass_up(
         self,
         kind: str,
-        turn: int,
-        part: Callable[[], storage.Json],
+        round_number: int,
+        work: Callable[[], storage.Json],
         *,
         order: Order = "together",
         timeout_secs: float,
     ) -> None:
         """The first half of `run`: passes this host's values to its parent.
 
-        `turn` is the number of earlier gatherings of this kind.
+        `round_number` is the number of earlier rounds of this kind.
         """
-        prefix = f"{self._prefix}/{kind}/{turn}"
+        prefix = f"{self._prefix}/{kind}/{round_number}"
         deadline = time.monotonic() + timeout_secs + self._grace_secs(self.host)
         children = self._tree.children(self.host)
 
@@ -197,28 +197,28 @@ class Allgather:
                 for run in self._runs(f"{prefix}/{child}", child, deadline)
             ]
 
-        parts = below() if order == "up" else []
+        runs_below = below() if order == "up" else []
         if order == "down" and self.host:
             # If the parent is missing, its value is too, and `take` fails on all hosts.
             parent = self._tree.way(self.host)[-2].start
             self._value(f"{prefix}/below/{parent}", timeout_secs)
-        own: _Runs = [(1, storage.canonical_json(part()).decode())]
+        own: _Runs = [(1, storage.canonical_json(work()).decode())]
         if order == "down" and children:
             self._store.key_value_set_bytes(f"{prefix}/below/{self.host}", b"")
-        runs = _joined([*own, *(parts if order == "up" else below())])
+        runs = _joined([*own, *(runs_below if order == "up" else below())])
         message = zlib.compress(storage.canonical_json([*runs]), 1)
         self._store.key_value_set_bytes(f"{prefix}/{self.host or 'all'}", message)
         if not self.host:
             self._published[kind] = runs
-        if not self.host and turn and all(text is not None for _, text in runs):
-            # A host that has sent its value for this turn has read the previous turn.
-            self._store.key_value_delete(f"{self._prefix}/{kind}/{turn - 1}/")
+        if not self.host and round_number and all(text is not None for _, text in runs):
+            # A host that has sent its value for this round has read the previous round.
+            self._store.key_value_delete(f"{self._prefix}/{kind}/{round_number - 1}/")
 
-    def take(self, kind: str, turn: int, *, timeout_secs: float) -> list[Any]:
+    def take(self, kind: str, round_number: int, *, timeout_secs: float) -> list[Any]:
         """The second half of `run`: returns all results, without duplicate objects."""
         deadline = time.monotonic() + timeout_secs + self._grace_secs(0) + _GRACE_SECS
         runs = self._published.pop(kind, None) or self._runs(
-            f"{self._prefix}/{kind}/{turn}/all", 0, deadline
+            f"{self._prefix}/{kind}/{round_number}/all", 0, deadline
         )
         texts = [text for number, text in runs for _ in range(number)]
         missing = [str(host) for host, text in enumerate(texts) if text is None]
@@ -262,10 +262,10 @@ def _joined(runs: _Runs) -> _Runs:
     ]
 
 
-def outcome(part: Callable[[], Any]) -> dict[str, Any]:
-    """Runs `part` and encodes its result or failure for `answers` on other hosts."""
+def outcome(work: Callable[[], Any]) -> dict[str, Any]:
+    """Runs `work` and encodes its result or failure for `answers` on other hosts."""
     try:
-        return {"answer": codec.encode(part())}
+        return {"answer": codec.encode(work())}
     except Exception as error:
         return failed(error)
 
@@ -328,6 +328,6 @@ def new(name: str | None = None, hosts: Iterable[int] = ()) -> Allgather:
 def shared(hosts: tuple[int, ...] = ()) -> Allgather:
     """Returns an allgather like `new` does, but one that the whole process shares.
 
-    Hosts may create it at different times, because each kind counts its own turns.
+    Hosts may create it at different times, because each kind counts its own rounds.
     """
     return new("-".join(["shared", *map(str, hosts)]), hosts)

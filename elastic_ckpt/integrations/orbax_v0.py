@@ -76,8 +76,8 @@ class StatefulHandler(ocp.AsyncCheckpointHandler):
         """The name on disk by which Orbax v1 finds its own handler."""
         return orbax_format.handler_name("StatefulCheckpointableHandler")
 
-    def _agreed(self, kind: str, part: Callable[[], None]) -> None:
-        self._hosts.agreed(kind, part, timeout_secs=_TIMEOUT_SECS)
+    def _agreed(self, kind: str, work: Callable[[], None]) -> None:
+        self._hosts.agreed(kind, work, timeout_secs=_TIMEOUT_SECS)
 
 
 @ocp.args.register_with_handler(StatefulHandler, for_save=True)

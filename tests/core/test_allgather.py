@@ -48,13 +48,13 @@ def test_each_host_waits_for_those_of_its_branch_that_come_before(order):
     begun, done = {}, set()
 
     def drive(own):
-        def part():
+        def work():
             begun[own.host] = set(done)
             done.add(own.host)
             return own.host
 
         return [
-            own.run("kind", part, order=order, timeout_secs=60),
+            own.run("kind", work, order=order, timeout_secs=60),
             own.run("kind", lambda: 0, order=order, timeout_secs=60),
         ]
 
@@ -64,7 +64,7 @@ def test_each_host_waits_for_those_of_its_branch_that_come_before(order):
     assert results == [[list(range(num_hosts)), [0] * num_hosts]] * num_hosts
     tree = HostTree(num_hosts=num_hosts)
     for host in range(num_hosts):
-        parents = {part.start for part in tree.way(host)[-2:-1]}
+        parents = {subtree.start for subtree in tree.way(host)[-2:-1]}
         before = set(tree.below(host)[1:]) if order == "up" else parents
         assert before <= begun[host]
     assert {key.split("/")[2] for key in store.values} == {"1"}
@@ -112,12 +112,12 @@ def test_every_host_is_below_exactly_one_child_of_its_ancestors(num_hosts, fan_i
 
 def test_what_fails_on_one_host_fails_on_all_and_later_calls_do_not():
     def drive(own):
-        def part():
+        def work():
             if own.host == 1:
                 raise errors.DataError("its file is gone")
 
         with pytest.raises(errors.ElasticCkptError) as failed:
-            own.agreed("kind", part, timeout_secs=60)
+            own.agreed("kind", work, timeout_secs=60)
         later = own.agreed("kind", lambda: own.host, timeout_secs=60)
         return type(failed.value), str(failed.value), later
 
