@@ -121,7 +121,7 @@ class Numbers:
                 num_bytes=8 * sum(counts), digest="0" * 16, version=""
             ),
             block_records=np.array(counts, np.int64),
-            block_bytes=np.full(len(counts), 8 * sum(counts)),
+            block_starts=np.full(len(counts), 8 * sum(counts)),
             chains=np.arange(len(counts)) * (not self.chained),
         )
 

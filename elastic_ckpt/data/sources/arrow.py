@@ -84,9 +84,9 @@ class Arrow(source.Source):
     def decode(self, file: int, block: int) -> source.Block:
         """See `Source`."""
         path, index = self.files[file], source.indexes(self)[file]
-        offset = index.block_bytes[block]
+        offset = index.block_starts[block]
         # All blocks of a record batch have its offset.
-        begin = int(np.searchsorted(index.block_bytes, offset))
+        begin = int(np.searchsorted(index.block_starts, offset))
         first = int(index.block_records[begin:block].sum())
         place = f"{path}, record batch at byte {offset}"
         corrupt = functools.partial(source.corrupt, place)

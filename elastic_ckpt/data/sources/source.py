@@ -38,7 +38,7 @@ BLOCK_BYTES = 2**19
 # Row groups and record batches that are at most this many blocks in size are not split.
 _LARGER = 4
 # The number of blocks in a chain, in files without their own blocks.
-_RUN_BLOCKS = 8
+_CHAIN_BLOCKS = 8
 # Maximum number of files that an identity lists by name; more are merged into one.
 _MAX_NAMED = 1024
 # Maximum number of files in a description.
@@ -72,14 +72,14 @@ class FileIndex:
     Attributes:
       content: the file size, and a digest of the parts that the format digests.
       block_records: the number of records in each block, int64 `[blocks]`.
-      block_bytes: the offset of each block, int64 `[blocks]`; the file size if blocks
+      block_starts: the offset of each block, int64 `[blocks]`; the file size if blocks
         cannot be read by offset.
       chains: as in `Found`, int64 `[blocks]`.
     """
 
     content: files.Content
     block_records: np.ndarray
-    block_bytes: np.ndarray
+    block_starts: np.ndarray
     chains: np.ndarray
 
     @property
@@ -93,7 +93,7 @@ class FileIndex:
 
     def span(self, block: int) -> tuple[int, int]:
         """The start and end offsets of a block."""
-        begin, *end = self.block_bytes[block : block + 2].tolist()
+        begin, *end = self.block_starts[block : block + 2].tolist()
         return begin, *(end or [self.content.num_bytes])
 
     def chain(self, block: int) -> range:
@@ -213,7 +213,7 @@ class Source(abc.ABC):
         return FileIndex(
             content=dataclasses.replace(content, digest=both),
             block_records=np.array(found["records"], np.int64),
-            block_bytes=np.array(found["starts"] or [content.num_bytes] * number, int),
+            block_starts=np.array(found["starts"] or [content.num_bytes] * number, int),
             chains=np.array(found["chains"] or range(number), int),
         )
 
@@ -373,7 +373,7 @@ class WalkedFiles(RawFiles):
                         content.update(part)
         except LostError as error:
             raise foreign(file, self.file_type, error) from None
-        chains = [number // _RUN_BLOCKS for number in range(len(starts))]
+        chains = [number // _CHAIN_BLOCKS for number in range(len(starts))]
         return Found(content.hexdigest(), counts, starts, chains)
 
     def decode(self, file: int, block: int) -> Block:
