@@ -109,7 +109,7 @@ def follow(
     for each in {*held} - {newest, max(common, key=_order, default=_NONE)}:
         own.remove(each)
     sizes, everyone = found.table.num_bytes, tuple(range(len(machines)))
-    taker = np.array(owners.shares([everyone] * len(sizes), sizes), int)
+    taker = np.array(owners.assign_holders([everyone] * len(sizes), sizes), int)
     mine = np.flatnonzero(taker == machines.index(disk.machine)).tolist()
     secs = _HOLD_SECS + int(sizes[mine].sum()) / _LEAST_BYTES_PER_SEC
     _hold(found.step_id, secs, agents, client)

@@ -161,7 +161,7 @@ class Owners:
           holders: the indices of each item's hosts, in ascending order.
           num_bytes: the size of each item, int64 `[i]`.
         """
-        policy, senders = self._policy, shares(holders, num_bytes)
+        policy, senders = self._policy, assign_holders(holders, num_bytes)
         copies = [
             self.copies(of_item, sender) if of_item else ()
             for of_item, sender in zip(holders, senders, strict=True)
@@ -228,24 +228,24 @@ class Owners:
         # All hosts, starting after `source`, or at the target of its distant copy.
         circle, domain = self._circle, self._domain[source]
         place, size = self._place[source], self._sizes[domain]
-        begin, count, turn = place + 1, len(circle), 0
+        begin, count, rotation = place + 1, len(circle), 0
         if leaves:
             first = self._firsts[domain]
             begin, count = first + size, len(circle) - size
-            turn = place - first + max(self._sizes.values()) - size
-        turned = ((turn + number) % count for number in range(count))
-        for offset in itertools.chain(turned, range(count, len(circle))):
+            rotation = place - first + max(self._sizes.values()) - size
+        rotated = ((rotation + number) % count for number in range(count))
+        for offset in itertools.chain(rotated, range(count, len(circle))):
             yield circle[(begin + offset) % len(circle)]
 
     def _count(self, labels: Sequence[str], hosts: Sequence[int]) -> int:
         return len({labels[host] for host in hosts})
 
 
-def shares(holders: Sequence[Holders], num_bytes: np.ndarray) -> list[int]:
+def assign_holders(holders: Sequence[Holders], num_bytes: np.ndarray) -> list[int]:
     """Chooses the holder that uploads each item or sends its copies.
 
-    The items of each set of n holders are concatenated and cut into n parts of equal
-    size. Holder k takes the items whose middle byte is in part k. So the holders'
+    The items of each set of n holders are concatenated and cut into n pieces of equal
+    size. Holder k takes the items whose middle byte is in piece k. So the holders'
     shares are equal up to the size of one item, regardless of the order of sizes.
 
     Args:
@@ -262,10 +262,10 @@ def shares(holders: Sequence[Holders], num_bytes: np.ndarray) -> list[int]:
         middles.append(totals[of_item] + size / 2)
         totals[of_item] += size
     return [
-        of_item[_turn(middle, totals[of_item], len(of_item))] if of_item else -1
+        of_item[_index(middle, totals[of_item], len(of_item))] if of_item else -1
         for of_item, middle in zip(holders, middles, strict=True)
     ]
 
 
-def _turn(middle: float, total: int, num_holders: int) -> int:
+def _index(middle: float, total: int, num_holders: int) -> int:
     return min(int(middle / max(1, total) * num_holders), num_holders - 1)

@@ -12,7 +12,7 @@ from elastic_ckpt import frontend
 from elastic_ckpt.core import errors, storage_cause
 from elastic_ckpt.steps import owners
 from elastic_ckpt.steps.manifest import Host
-from elastic_ckpt.steps.owners import Owners, Policy, shares
+from elastic_ckpt.steps.owners import Owners, Policy, assign_holders
 from elastic_ckpt.tiers.choices import Local, Peers
 from elastic_ckpt.tiers.ram import ram_disk
 from elastic_ckpt.training import schema
@@ -143,7 +143,7 @@ def test_what_items_lack_is_told_with_the_remedy():
 def test_holders_of_a_set_upload_equal_shares_up_to_an_item_and_agree(items):
     holders = [each for each, _ in items]
     num_bytes = np.array([size for _, size in items], np.int64)
-    uploaders = shares(holders, num_bytes)
+    uploaders = assign_holders(holders, num_bytes)
     assert all(one in of_item for one, of_item in zip(uploaders, holders, strict=True))
     for of_set in set(holders):
         sizes = dict.fromkeys(of_set, 0)
@@ -156,7 +156,7 @@ def test_holders_of_a_set_upload_equal_shares_up_to_an_item_and_agree(items):
     # Each host finds the same with what it holds itself.
     for host in range(6):
         own = [n for n, each in enumerate(holders) if host in each]
-        found = shares([holders[n] for n in own], num_bytes[own])
+        found = assign_holders([holders[n] for n in own], num_bytes[own])
         assert found == [uploaders[n] for n in own]
 
 

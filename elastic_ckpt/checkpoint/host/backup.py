@@ -143,7 +143,7 @@ class HostBackup:
         # After hosts have changed, parts may exist only on idle machines.
         sets = [of_item or everyone for of_item in held.holders]
         parts: dict[int, upload.PartRow] = {}
-        for item, owner in enumerate(owners.shares(sets, table.num_bytes)):
+        for item, owner in enumerate(owners.assign_holders(sets, table.num_bytes)):
             leaf = int(table.items.leaf[item])
             part = leaf, table.box(item), table.digest(item)
             if owner == world.number and part not in uploading.there:
