@@ -309,7 +309,7 @@ def read_until(
         comes.
 
     Returns:
-      The epoch and count, as `records.Turn.at`; None if unknown.
+      The epoch and count, as `records.Occurrence.at`; None if unknown.
     """
     states = mixing.states_by_name(shard_rows.state_of(cursor))
     found = [records.place_in(state) for of_part, state in states if of_part == name]

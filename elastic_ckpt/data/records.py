@@ -59,7 +59,7 @@ class ReadOptions:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class Occurrence:
     """When a shard reads a record.
 
     Attributes:
@@ -155,8 +155,8 @@ def origin(records: Records, number: int) -> tuple[str, int, int]:
     return files_of(records)[file], record - int(firsts[file]), epoch
 
 
-def turns(records: Records, file: int, record: int) -> Iterator[Turn]:
-    """Yields a turn for each epoch: when a record is read, and by which shard.
+def occurrences(records: Records, file: int, record: int) -> Iterator[Occurrence]:
+    """Yields an occurrence for each epoch: when a record is read, and by which shard.
 
     Args:
       records: the `Records` of any shard.
@@ -178,11 +178,11 @@ def turns(records: Records, file: int, record: int) -> Iterator[Turn]:
     for epoch in itertools.count() if num_epochs is None else range(num_epochs):
         shard, taken = of_all.find(record, epoch)
         number = epoch * of_all.num_records + record
-        yield Turn(number=number, epoch=epoch, shard=shard, taken=taken)
+        yield Occurrence(number=number, epoch=epoch, shard=shard, taken=taken)
 
 
 def place_in(state: Any) -> tuple[int, int] | None:
-    """How far a state of `Records` has read, as `Turn.at`; None for other states."""
+    """How far a state of `Records` has read, as `Occurrence.at`; None for others."""
     if not isinstance(state, dict) or not {_EPOCH, _TAKEN} <= state.keys():
         return None
     return state[_EPOCH], state[_TAKEN]

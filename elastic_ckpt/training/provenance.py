@@ -203,10 +203,10 @@ class Provenance:
         if isinstance(data, positional_data.TextData):
             yield from self._find_text(data, file, record)
             return
-        for name, number, part in self._named(file):
+        for name, number, dataset in self._named(file):
             num_unused = 0
-            for turn in records.turns(part, number, record):
-                found = self._followed(name, part, turn)
+            for occurrence in records.occurrences(dataset, number, record):
+                found = self._followed(name, dataset, occurrence)
                 num_unused += found.outcome == "not_yet_used"
                 # Shards are only roughly in the same epoch.
                 if num_unused > 1:
@@ -309,7 +309,7 @@ class Provenance:
         self, data: positional_data.TextData, file: str, record: int
     ) -> Iterator[Found]:
         ((_, at),) = _located({"": data.files}, file)
-        wanted = next(records.turns(_texts(data), at, record)).number
+        wanted = next(records.occurrences(_texts(data), at, record)).number
         end = self._batches[-1].stop
         stop = -(-end // data.num_records) * data.num_records
         for place in range(min(stop, len(data.order))):
@@ -346,40 +346,46 @@ class Provenance:
         ]
 
     def _named(self, file: str) -> list[tuple[str, int, records.Records]]:
-        # The parts of the data that have a file, and the file's index in each.
-        parts: dict[str, records.Records] = {}
+        # The datasets that have a file, and the file's index in each.
+        datasets: dict[str, records.Records] = {}
         for data, _ in itertools.groupby(self._data):
             # Includes stages that have not begun.
             is_staged = isinstance(data, stages.StagedData)
             for each in [e.data for e in data.stages] if is_staged else [data]:
-                parts |= provenance.parts(_sharded(each).make_shard(0))
-        files = {name: records.files_of(part) for name, part in parts.items()}
-        return [(name, number, parts[name]) for name, number in _located(files, file)]
+                datasets |= provenance.parts(_sharded(each).make_shard(0))
+        files = {name: records.files_of(each) for name, each in datasets.items()}
+        return [
+            (name, number, datasets[name]) for name, number in _located(files, file)
+        ]
 
     def _start(
-        self, name: str, turn: records.Turn
+        self, name: str, occurrence: records.Occurrence
     ) -> tuple[int, elastic_data.ReadCursors]:
         # The batch from which to follow a record, and the cursors before it.
-        watched = name, turn.number
+        watched = name, occurrence.number
         for start in self._saved[:-1]:
-            cursor = start[1]([turn.shard])[turn.shard]
+            cursor = start[1]([occurrence.shard])[occurrence.shard]
             until = provenance.read_until(cursor, name, is_exact=True)
-            if until is not None and until <= turn.at:
-                with self._opened(turn.shard, *start, watched=watched) as followed:
+            if until is not None and until <= occurrence.at:
+                with self._opened(
+                    occurrence.shard, *start, watched=watched
+                ) as followed:
                     followed.next()
                 # Otherwise rows before the state may have parts of the record.
                 if not followed.is_read:
                     return start
         return self._saved[-1]
 
-    def _followed(self, name: str, part: records.Records, turn: records.Turn) -> Found:
-        start, watched = self._start(name, turn), (name, turn.number)
+    def _followed(
+        self, name: str, dataset: records.Records, occurrence: records.Occurrence
+    ) -> Found:
+        start, watched = self._start(name, occurrence), (name, occurrence.number)
         uses: list[Use] = []
         has_rows = is_over = False
         num_tokens = 0
-        with self._opened(turn.shard, *start, watched=watched) as followed:
+        with self._opened(occurrence.shard, *start, watched=watched) as followed:
             later = range(start[0], len(self._batches))
-            read = self._rows(followed, turn.shard, later)
+            read = self._rows(followed, occurrence.shard, later)
             for some in iter(lambda: [*itertools.islice(read, _CHECK_ROWS)], []):
                 for number, row, pieces in some:
                     has_rows |= bool(pieces)
@@ -390,7 +396,7 @@ class Provenance:
                 until = provenance.read_until(followed.cursor(), name)
                 is_over = (
                     num_tokens + 1 == followed.watched_tokens
-                    or (until is not None and until > turn.at)
+                    or (until is not None and until > occurrence.at)
                     # A later stage may continue a shard that has ended.
                     or (pieces is None and self._data[number] == self._data[-1])
                 )
@@ -406,13 +412,13 @@ class Provenance:
             outcome = "too_short"
         elif is_over or (followed.is_tokenized and not followed.is_document):
             outcome = "filtered"
-        file, record, epoch = records.origin(part, turn.number)
+        file, record, epoch = records.origin(dataset, occurrence.number)
         return Found(
             dataset=name,
             file=file,
             record=record,
             epoch=epoch,
-            shard=turn.shard,
+            shard=occurrence.shard,
             outcome=outcome,
             document_tokens=tokens,
             uses=tuple(sorted(uses, key=lambda use: (use.attempt, use.step))),

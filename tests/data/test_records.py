@@ -74,15 +74,15 @@ def test_shards_read_each_record_once_an_epoch_and_as_many_in_all_but_for_one(
     first = 0
     for file, counts in enumerate(dataset.blocks):
         for in_file in range(sum(counts)):
-            turns = list(records.turns(of_shard, file, in_file))
-            assert [turn.epoch for turn in turns] == [*range(num_epochs)]
-            for turn in turns:
-                place = turn.shard, turn.epoch, turn.taken
-                assert found[turn.number] == (place, first + in_file)
-                assert records.origin(of_shard, turn.number) == (
+            occurrences = list(records.occurrences(of_shard, file, in_file))
+            assert [each.epoch for each in occurrences] == [*range(num_epochs)]
+            for occurrence in occurrences:
+                place = occurrence.shard, occurrence.epoch, occurrence.taken
+                assert found[occurrence.number] == (place, first + in_file)
+                assert records.origin(of_shard, occurrence.number) == (
                     dataset.files[file],
                     in_file,
-                    turn.epoch,
+                    occurrence.epoch,
                 )
         first += sum(counts)
 
