@@ -79,7 +79,7 @@ def read(
     return values_by_shard
 
 
-def parts(cursor: Any) -> Iterator[dict[str, Any]]:
+def states(cursor: Any) -> Iterator[dict[str, Any]]:
     """Yields every object in a cursor: the state of each transformation of a pipeline.
 
     Skips older cursors inside the cursor, and all but the last of the states from which
@@ -94,7 +94,7 @@ def parts(cursor: Any) -> Iterator[dict[str, Any]]:
         ]
     if isinstance(cursor, list):
         for value in cursor:
-            yield from parts(value)
+            yield from states(value)
 
 
 def runs(shards: Iterable[int]) -> list[list[int]]:

@@ -280,17 +280,17 @@ def gone(cursor: cursors.Cursor, names: Collection[str]) -> set[str]:
     """The datasets not in `names` from which a cursor may reread elements."""
     return {
         name
-        for part in cursors.parts(cursor)
-        for place, num_elements in part.get(cursors.FROM, ())
+        for state in cursors.states(cursor)
+        for place, num_elements in state.get(cursors.FROM, ())
         if num_elements
-        for state in _mixtures(place)
-        for name in state[_WEIGHTS]
+        for mixture in _mixtures(place)
+        for name in mixture[_WEIGHTS]
     } - set(names)
 
 
 def _mixtures(state: Any) -> Iterator[dict[str, Any]]:
     # The states of mixtures in the state of a pipeline.
-    return (part for part in cursors.parts(state) if TAKEN in part and _PARTS in part)
+    return (s for s in cursors.states(state) if TAKEN in s and _PARTS in s)
 
 
 def names(made: Any) -> set[str]:

@@ -339,9 +339,9 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
 
 def skipped(shard_cursors: Iterable[cursors.Cursor]) -> int:
     """The number of corrupt records skipped so far, from the cursors of all shards."""
-    parts = itertools.chain.from_iterable(map(cursors.parts, shard_cursors))
+    states = itertools.chain.from_iterable(map(cursors.states, shard_cursors))
     return sum(
-        part[_SKIPPED] for part in parts if {*part} == {_EPOCH, _TAKEN, _SKIPPED}
+        state[_SKIPPED] for state in states if {*state} == {_EPOCH, _TAKEN, _SKIPPED}
     )
 
 

@@ -50,8 +50,8 @@ def test_what_is_written_is_of_the_schemas_and_on_the_page(tmp_path, files):
     names = set()
     held = cursors.read(tmp_path, range(12), state.read(tmp_path).position)
     for cursor in held.values():
-        for part in cursors.parts(cursor):
-            names |= part.keys() - formats.DATASETS.keys()
+        for each in cursors.states(cursor):
+            names |= each.keys() - formats.DATASETS.keys()
     assert {"turn", "taken", "parts", cursors.FROM, "skip", "row"} <= names
     page = (ROOM / "FORMAT.md").read_text()
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []
