@@ -390,10 +390,10 @@ class _SimulatedHosts:
         answers = self._gather(f"first/{call.kind(arguments)}", values)
         return call.decode_answer(answers[0])
 
-    def share(self, name: str, value: AnswerT) -> list[AnswerT]:
-        # All drivers share the same value.
-        shared = dict.fromkeys(range(self.num_hosts), codec.encode(value))
-        return [value for _ in self._gather(f"share/{name}", shared)]
+    def gather(self, name: str, value: AnswerT) -> list[AnswerT]:
+        # All drivers have the same value.
+        values = dict.fromkeys(range(self.num_hosts), codec.encode(value))
+        return [value for _ in self._gather(f"share/{name}", values)]
 
     def read(self, components: Sequence[str]) -> list[ReadParts]:
         return self.all(HostReader.read, tuple(components))

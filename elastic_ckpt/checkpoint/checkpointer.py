@@ -124,7 +124,7 @@ class HostsCheckpointer:
                     chosen.persistent.directory,
                     run=run,
                     claimant=world.claimant,
-                    share=hosts.share,
+                    gather=hosts.gather,
                     acts=hosts.own == 0,
                 )
             resources.callback(self._note_closed)
@@ -383,7 +383,7 @@ class HostsCheckpointer:
           step: the step number; None means the step being saved, if any.
         """
         if step is None:
-            begun = self._hosts.share("is_saving", self.is_saving_in_progress())
+            begun = self._hosts.gather("is_saving", self.is_saving_in_progress())
             self.wait()
             step = self.latest if any(begun) else None
         if step is not None:
@@ -1166,7 +1166,7 @@ def _clock(hosts: Hosts, every_minutes: float | None) -> BackupClock:
 
 
 def _agree(hosts: Hosts, is_time: bool, skipped: int) -> tuple[bool, int]:
-    is_due, num_skipped = hosts.share("due", [is_time, skipped])[0]
+    is_due, num_skipped = hosts.gather("due", [is_time, skipped])[0]
     return bool(is_due), int(num_skipped)
 
 

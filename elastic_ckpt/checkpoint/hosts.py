@@ -73,11 +73,11 @@ class Hosts(Protocol):
           ReplacedError: if a later launch has continued the run.
         """
 
-    def share(self, name: str, value: AnswerT) -> list[AnswerT]:
+    def gather(self, name: str, value: AnswerT) -> list[AnswerT]:
         """Returns the values of all drivers, in driver order.
 
         Args:
-          name: the name of the exchange; the rules for calls with the same name apply
+          name: the name of the values; the rules for calls with the same name apply
             (see `all`).
           value: this driver's value: a dataclass that `codec` can encode, or JSON.
         """
@@ -170,7 +170,7 @@ class InEveryProcess:
         )
         return call.decode_answer(answers[0])
 
-    def share(self, name: str, value: AnswerT) -> list[AnswerT]:
+    def gather(self, name: str, value: AnswerT) -> list[AnswerT]:
         """See `Hosts`."""
         kind = type(value) if dataclasses.is_dataclass(value) else Any
         answers = self._gather(f"share/{name}", lambda: value)

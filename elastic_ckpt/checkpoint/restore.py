@@ -477,10 +477,10 @@ class Restorer:
             result = work()
         except Exception as error:
             notes = getattr(error, "__notes__", [])
-            self._hosts.share(name, "; ".join(notes) or str(error))
+            self._hosts.gather(name, "; ".join(notes) or str(error))
             self._hosts.all(HostReader.close_step)
             raise
-        problems: list[str | None] = self._hosts.share(name, None)
+        problems: list[str | None] = self._hosts.gather(name, None)
         failed = {n: each for n, each in enumerate(problems) if each is not None}
         if failed:
             self._hosts.all(HostReader.close_step)

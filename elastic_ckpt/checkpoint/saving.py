@@ -74,7 +74,7 @@ class CapturedStep:
         """Describes the first leaf or component that hosts save differently, if any."""
         if len({each.kinds_digest for each in notes}) == 1:
             return None
-        path, kinds = _differing(hosts.share("parts", self.kinds), missing="nothing")
+        path, kinds = _differing(hosts.gather("parts", self.kinds), missing="nothing")
         each = "; ".join(
             f"host{'s' * (len(numbers) > 1)} {errors.first_of(map(str, numbers))}:"
             f" {kind}"
@@ -100,7 +100,7 @@ class CapturedStep:
         }
         problems = {n: c.save_problem or "" for n, c in optional.items()}
         # If multiple hosts cannot save a component, the message names the first.
-        of_hosts = [*enumerate(hosts.share("left_out", problems) if problems else ())]
+        of_hosts = [*enumerate(hosts.gather("left_out", problems) if problems else ())]
         for number, of_host in reversed(of_hosts):
             why |= {n: f"host {number}: {each}" for n, each in of_host.items() if each}
         for name in why:

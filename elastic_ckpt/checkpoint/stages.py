@@ -394,7 +394,7 @@ class SaveStages:
         hosts = self._hosts
         # Also serves as a barrier: while a host is capturing, others on its machine
         # wait.
-        of_hosts = hosts.share(
+        of_hosts = hosts.gather(
             "ready",
             Readiness(
                 notes=saving.description.host_notes(saving.kinds),

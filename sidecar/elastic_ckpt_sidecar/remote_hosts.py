@@ -160,7 +160,7 @@ class RemoteHosts:
         call = calls.of(method)
         return self._send(range(1), call, call.bind(*args, **kwargs))[0]
 
-    def share(self, name: str, value: AnswerT) -> list[AnswerT]:
+    def gather(self, name: str, value: AnswerT) -> list[AnswerT]:
         """See `Hosts`; this process is the only driver."""
         del name
         return [value]

@@ -90,7 +90,7 @@ def test_answers_come_in_the_order_of_hosts_and_failures_reach_each_driver(drive
     assert len(set(same(drive(introduce)))) == NUM_HOSTS
     drive(endpoint.join)
     notes = HostNotes(None, "{}", "0a")
-    shared = drive(lambda driver: driver.share("notes", notes))
+    shared = drive(lambda driver: driver.gather("notes", notes))
     assert same(shared) == [notes] * len(shared)
     for call, failed in (("all", [0, 1]), ("first", [0])):
         of_host = same(drive(lambda driver, call=call: fail(driver, call)))

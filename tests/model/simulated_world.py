@@ -429,9 +429,9 @@ class SimulatedHosts:
         self._sim.on_round("first", method)
         return self._send([0], calls.of(method), args, kwargs)[0]
 
-    def share(self, name, value):
+    def gather(self, name, value):
         """See `Hosts`; this is the only driver."""
-        self._sim.on_round("share", name)
+        self._sim.on_round("gather", name)
         return [value]
 
     def capture(self, step_id, of_trees):

@@ -133,8 +133,8 @@ class Writer:
       run: the identity of the run.
       claimant: the launch that claims the run's worlds; None if there is only this
         program.
-      share: a function that takes a name and a value, passes the value to all drivers
-        and returns all their values; see `Hosts.share`.
+      gather: a function that takes a name and a value, passes the value to all
+        drivers and returns all their values; see `Hosts.gather`.
       acts: whether this process belongs to host 0.
 
     Attributes:
@@ -148,12 +148,12 @@ class Writer:
         *,
         run: str = "",
         claimant: Claimant | None = None,
-        share: Callable[[str, Any], list[Any]] = lambda _, value: [value],
+        gather: Callable[[str, Any], list[Any]] = lambda _, value: [value],
         acts: bool = True,
     ) -> None:
         self._steps, self._records = storage.absolute(steps), _records(steps)
         self._run, self._claimant = run, claimant
-        self._share, self._acts = share, acts
+        self._gather, self._acts = gather, acts
         own = claimant or Claimant()
         self._record = records.Record(
             start=own.name, process=own.owner or process.this(), secs=SECS
@@ -232,7 +232,7 @@ class Writer:
     def _agreed(self, name: str, act: Callable[[], int]) -> int:
         # Named, because a backup and a commit may ask simultaneously.
         own = allgather.outcome(act) if self._acts else {}
-        outcome = self._share(f"writer/{name}", own)[0]
+        outcome = self._gather(f"writer/{name}", own)[0]
         if outcome.get("kind") == errors.RunError.__name__:
             raise errors.RunError(outcome["failed"])
         (self.number,) = allgather.answers({0: outcome})
