@@ -135,7 +135,7 @@ def _save(hosts: _SimulatedHosts) -> None:
         clock=BackupClock(),
         world=ALONE,
         emit=lambda name, **_: names.append(name),
-        writer=None,
+        write_claim=None,
     )
     saving = CapturedStep(
         step_id=StepId(_STEP, "0"),

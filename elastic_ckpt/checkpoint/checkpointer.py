@@ -57,7 +57,7 @@ from elastic_ckpt.core import metrics as recorded_metrics
 from elastic_ckpt.steps import retention
 from elastic_ckpt.steps.step import FROM_SCRATCH, Line, StepId
 from elastic_ckpt.tiers.choices import Chosen
-from elastic_ckpt.tiers.persistent.claims import Writer
+from elastic_ckpt.tiers.persistent.claims import WriteClaim
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot, read_json
 
 Json = storage.Json
@@ -118,9 +118,9 @@ class HostsCheckpointer:
         self._is_closed = False
         with contextlib.ExitStack() as resources:
             resources.callback(hosts.close)
-            self._writer = None
+            self._write_claim = None
             if chosen.persistent is not None and not chosen.is_read_only:
-                self._writer = Writer(
+                self._write_claim = WriteClaim(
                     chosen.persistent.directory,
                     run=run,
                     claimant=world.claimant,
@@ -128,7 +128,7 @@ class HostsCheckpointer:
                     acts=hosts.own == 0,
                 )
             resources.callback(self._note_closed)
-            endpoint.join(hosts, writer=self._writer)
+            endpoint.join(hosts, write_claim=self._write_claim)
             if found not in (None, run):
                 raise _named_otherwise(chosen, run, found)
             self._open_steps()
@@ -153,7 +153,7 @@ class HostsCheckpointer:
             clock=BackupClock() if chosen.local is None else backups,
             world=world,
             emit=self._emit,
-            writer=self._writer,
+            write_claim=self._write_claim,
         )
         self._schedule = Schedule(
             chosen=chosen, clock=backups, agree=functools.partial(_agree, hosts)
@@ -175,7 +175,7 @@ class HostsCheckpointer:
         # load or deletion.
         self._search: restore.SearchOutcome | None = None
         self._search_again()
-        if self._writer is not None:
+        if self._write_claim is not None:
             step = 0 if self._restored is None else self._restored.step
             self._stages.clean(StepId(step, self._save))
 
@@ -761,8 +761,8 @@ class HostsCheckpointer:
 
     def let_others_write(self) -> None:
         """Stops writing to storage, so that another process may write there."""
-        if self._writer is not None:
-            self._writer.close()
+        if self._write_claim is not None:
+            self._write_claim.close()
 
     def _note_closed(self) -> None:
         self._is_closed = True

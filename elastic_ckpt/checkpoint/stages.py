@@ -57,7 +57,7 @@ from elastic_ckpt.core import (
 from elastic_ckpt.steps.manifest import Contents
 from elastic_ckpt.steps.step import Line, StepId
 from elastic_ckpt.tiers.choices import Chosen
-from elastic_ckpt.tiers.persistent.claims import Writer
+from elastic_ckpt.tiers.persistent.claims import WriteClaim
 
 T = TypeVar("T")
 _NOT_REMOVED = "older steps were not removed"
@@ -130,7 +130,8 @@ class SaveStages:
       clock: the clock for backups that are due by time.
       world: this world's place in the run.
       emit: a function called for each event, in the stages' threads.
-      writer: the writer to storage; None if this process does not write to storage.
+      write_claim: the claim to write to storage; None if this process does not write
+        there.
 
     Attributes:
       committed: the newest step that these stages have committed; None before the first
@@ -145,10 +146,10 @@ class SaveStages:
         clock: BackupClock,
         world: RunWorld,
         emit: events.Emit,
-        writer: Writer | None,
+        write_claim: WriteClaim | None,
     ) -> None:
         self.committed: CheckpointMetadata | None = None
-        self._hosts, self._emit, self._writer = hosts, emit, writer
+        self._hosts, self._emit, self._write_claim = hosts, emit, write_claim
         self._clock, self._world = clock, world
         self._in_ram = chosen.local is not None
         self._tier = "local" if self._in_ram else "persistent"
@@ -202,7 +203,7 @@ class SaveStages:
 
     def claim(self, line: Line) -> int:
         """Records the line for later saves; returns the world number."""
-        number = 0 if self._writer is None else self._writer.claim(line)
+        number = 0 if self._write_claim is None else self._write_claim.claim(line)
         self._begins_line = False
         return number
 
@@ -243,7 +244,7 @@ class SaveStages:
                 self._emit("step_interrupted", step=number, path=path, resume_step=step)
 
         self._clean = clean
-        if self._writer is not None and self._writer.number:
+        if self._write_claim is not None and self._write_claim.number:
             what = "leftovers were not removed: "
             self._start(self._cleaning, "persistent", step, clean, what)
 
@@ -620,8 +621,8 @@ class SaveStages:
         began_secs = clock.monotonic()
         try:
             hold()
-            assert self._writer is not None
-            claim = self._writer.check()
+            assert self._write_claim is not None
+            claim = self._write_claim.check()
             if self._clean is not None:
                 self._clean()
             chunks = hosts.first(HostBackup.begin, step_id, claim)

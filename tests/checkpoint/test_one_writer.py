@@ -156,7 +156,7 @@ def test_a_writer_of_another_machine_counts_as_long_as_it_renews(
 
 def test_a_start_by_hand_of_a_run_that_runs_is_refused(tmp_path):
     def begin(owner):
-        begun = claims.Writer(tmp_path, claimant=claims.Claimant(owner=owner))
+        begun = claims.WriteClaim(tmp_path, claimant=claims.Claimant(owner=owner))
         begun.begin()
         return begun
 

@@ -48,9 +48,9 @@ def committed(root, *steps, save=OLD):
 def begin(steps, name="a", **claimant):
     """A world of a start of a run that a launcher starts."""
     start = claims.Claimant(name=name, **claimant)
-    writer = claims.Writer(steps, run="tiny", claimant=start)
-    writer.begin()
-    return writer
+    write_claim = claims.WriteClaim(steps, run="tiny", claimant=start)
+    write_claim.begin()
+    return write_claim
 
 
 @pytest.mark.parametrize("place", ["local", "gs", "s3"])
@@ -118,12 +118,12 @@ def test_a_claim_counts_though_its_answer_was_lost(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "create", twice)
-        writer = begin(tmp_path)
+        write_claim = begin(tmp_path)
         patch.setattr(storage, "write_atomic", lose)
         with pytest.raises(errors.CheckpointError, match="the answer is lost"):
-            writer.claim(line_of("8"))
+            write_claim.claim(line_of("8"))
     assert claims.newest(tmp_path).line == line_of("8")
-    assert writer.claim(line_of("8")) == 1
+    assert write_claim.claim(line_of("8")) == 1
 
 
 def test_a_dropped_writer_gives_its_claim_back_in_a_thread(tmp_path, monkeypatch):
@@ -136,8 +136,8 @@ def test_a_dropped_writer_gives_its_claim_back_in_a_thread(tmp_path, monkeypatch
             threads.append(threading.current_thread())
 
     monkeypatch.setattr(records.Held, "release", noted)
-    writer = begin(tmp_path)
-    del writer
+    write_claim = begin(tmp_path)
+    del write_claim
     gc.collect()
     served.until(lambda: threads)
     assert threads != [threading.current_thread()]

@@ -161,9 +161,9 @@ def test_steps_that_an_earlier_start_has_trained_are_no_goodput_again(config):
 def claim(config, save):
     start = claims.Claimant()
     steps = journal.steps_of(journal.path_of(config))
-    writer = claims.Writer(steps, run="a", claimant=start)
-    writer.begin()
-    claimed = writer.claim(Line(save=save, parents=()))
+    write_claim = claims.WriteClaim(steps, run="a", claimant=start)
+    write_claim.begin()
+    claimed = write_claim.claim(Line(save=save, parents=()))
     return "world_claimed", {"world": claimed, "step": 0}
 
 

@@ -207,13 +207,13 @@ class HostEndpoint:
         self._resources.close()
 
 
-def join(hosts: Hosts, *, writer: claims.Writer | None = None) -> None:
+def join(hosts: Hosts, *, write_claim: claims.WriteClaim | None = None) -> None:
     """Joins `hosts` to a world, in which they can read each other's RAM.
 
     Args:
       hosts: all hosts of the world.
-      writer: the writer to storage, which begins when all hosts have their slots; None
-        if the hosts do not write to storage.
+      write_claim: the claim to write to storage, which begins when all hosts have their
+        slots; None if the hosts do not write to storage.
 
     Raises:
       HostsFailedError: if a host cannot join; the message says why.
@@ -237,8 +237,8 @@ def join(hosts: Hosts, *, writer: claims.Writer | None = None) -> None:
         fresh=introduced[0].fresh_identity,
     )
     joined = hosts.all(HostEndpoint.join, tuple(slots), shared, identity)
-    if writer is not None:
-        writer.begin(identity)
+    if write_claim is not None:
+        write_claim.begin(identity)
     agents = run_files.joined_agents(
         [each.agents for each in introduced],
         {address.machine: address.url for _, address in joined if address is not None},

@@ -122,11 +122,11 @@ def check(steps: epath.PathLike, number: int) -> None:
         )
 
 
-class Writer:
-    """The program that writes to a directory of steps.
+class WriteClaim:
+    """A program's claim to write to a directory of steps.
 
-    Every process that drives the hosts of a run creates a writer with the same
-    arguments. Only host 0's writer acts; all writers raise its errors.
+    Every process that drives the hosts of a run creates a claim with the same
+    arguments. Only host 0's claim acts; all claims raise its errors.
 
     Args:
       steps: the directory, local or in an object store.
@@ -167,9 +167,9 @@ class Writer:
         self._before = ""
 
     def begin(self, identity: run_files.Identity | None = None) -> None:
-        """Becomes the writer; if storage is unreachable, `check` does so later.
+        """Claims a world; if storage is unreachable, `check` does so later.
 
-        May wait until the previous writer's record lapses.
+        May wait until the previous program's record lapses.
 
         Args:
           identity: the run's identity; None if it is unknown.
@@ -191,7 +191,7 @@ class Writer:
         self._agreed("begin", begin)
 
     def check(self) -> int:
-        """Checks before a write to storage that this program is still the writer.
+        """Checks before a write to storage that this program's claim still holds.
 
         Returns:
           This world's number.

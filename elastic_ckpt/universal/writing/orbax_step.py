@@ -81,8 +81,8 @@ class OrbaxStep(Destination):
     def write(self) -> Generator[int]:
         """See `Destination`."""
         root, saved = self._root, self._saved
-        with contextlib.closing(claims.Writer(root.path)) as writer:
-            writer.check()
+        with contextlib.closing(claims.WriteClaim(root.path)) as write_claim:
+            write_claim.check()
             steps = root.steps()
             if saved.step_id.step in steps:
                 raise self.exists_already()

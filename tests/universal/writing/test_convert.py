@@ -166,8 +166,8 @@ def test_no_step_is_converted_into_the_directory_of_a_live_run(tmp_path):
     stat = pathlib.Path("/proc/1/stat").read_text().rpartition(")")[2].split()
     owner = dataclasses.replace(process.this(), pid=1, start_ticks=int(stat[19]))
     claimant = claims.Claimant(owner=owner)
-    writer = claims.Writer(tmp_path / "steps", claimant=claimant)
-    writer.begin()
+    write_claim = claims.WriteClaim(tmp_path / "steps", claimant=claimant)
+    write_claim.begin()
     with pytest.raises(errors.RunError, match="steps is being written by"):
         convert.convert(job(tmp_path))
 
