@@ -58,7 +58,7 @@ _SHARDS = 4
 _ROWS = 32
 # The number of simultaneous plain reads, and the bytes of each.
 _READERS = 16
-_RANGE_BYTES = remote_file.BLOCK_BYTES
+_RANGE_BYTES = remote_file.RANGE_BYTES
 # The first bytes from real stores take tens of milliseconds.
 _LATE_SECS = 0.02
 _LARGE_LEAVES = 8

@@ -15,7 +15,7 @@ from elastic_ckpt.core import digest, errors
 from elastic_ckpt.data.sources import decoded, files, record_format, source
 
 # A file's last block has the footer's offset and a magic number.
-_BLOCK_BYTES = 64 * 1024
+_RIEGELI_BLOCK_BYTES = 64 * 1024
 _FOOTER_OFFSET = re.compile(
     rb"\x08([\x80-\xff]*[\x00-\x7f])\x10\xde\xc0\xeb\xfe\x84\xce\xc3\xc9\x71"
 )
@@ -137,8 +137,8 @@ def _read_one(file: str, number: int) -> bytes | RuntimeError:
 def _footer(file: str) -> bytes:
     # The bytes from the footer to the end. The footer has all chunk offsets.
     with open(files.local_copy(file), "rb") as stream:
-        end = stream.seek(-_BLOCK_BYTES, os.SEEK_END)
-        found = _FOOTER_OFFSET.search(stream.read(_BLOCK_BYTES))
+        end = stream.seek(-_RIEGELI_BLOCK_BYTES, os.SEEK_END)
+        found = _FOOTER_OFFSET.search(stream.read(_RIEGELI_BLOCK_BYTES))
         if found is None:
             raise source.foreign(file, "ArrayRecord", "it has no footer offset")
         # A varint: seven bits in each byte.

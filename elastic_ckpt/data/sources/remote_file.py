@@ -1,10 +1,10 @@
-"""Files in object stores: read ahead in blocks, by parallel ranged requests.
+"""Files in object stores: read ahead in ranges, by parallel requests.
 
-The readers of a process share a cache of the most recently used blocks, each from one
-version of a file. The more consecutive blocks before the current one are in the cache,
-the more blocks are requested ahead, up to a limit. So a sequential reader has many
+The readers of a process share a cache of the most recently used ranges, each from one
+version of a file. The more consecutive ranges before the current one are in the cache,
+the more ranges are requested ahead, up to a limit. So a sequential reader has many
 requests in flight, unless other readers need the memory, and a random reader requests
-few blocks that it does not need. Bytes known to be read next can be requested early
+few ranges that it does not need. Bytes known to be read next can be requested early
 (`read_ahead`).
 """
 
@@ -27,19 +27,19 @@ from fsspec import spec
 from elastic_ckpt.core import bucket_clients, digest, storage, working_directory
 from elastic_ckpt.data.sources import kept
 
-BLOCK_BYTES = 2 * 2**20
-# Maximum memory for all blocks, and maximum number of blocks ahead of a reader.
-_BUDGET_BYTES = 128 * BLOCK_BYTES
+RANGE_BYTES = 2 * 2**20
+# Maximum memory for all ranges, and maximum number of ranges ahead of a reader.
+_BUDGET_BYTES = 128 * RANGE_BYTES
 _MAX_AHEAD = 16
-# Maximum number of blocks that `read_ahead` requests.
+# Maximum number of ranges that `read_ahead` requests.
 _MAX_REQUESTED = 4
 # Maximum number of requests in flight.
 _REQUESTS = 16
 _BUFFER_BYTES = 64 * 1024
 # Maximum number of bytes per read.
-_MOST_BYTES = _MAX_AHEAD * BLOCK_BYTES
+_MOST_BYTES = _MAX_AHEAD * RANGE_BYTES
 
-_BLOCKS: kept.Kept[bytes] = kept.Kept(lambda: _BUDGET_BYTES, len)
+_RANGES: kept.Kept[bytes] = kept.Kept(lambda: _BUDGET_BYTES, len)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,26 +60,26 @@ class Object:
     path: str = dataclasses.field(compare=False)
     num_bytes: int
 
-    def key(self, block: int) -> tuple[str, str, int, int]:
-        """The cache key of a block."""
-        return self.url, self.version, self.num_bytes, block
+    def key(self, number: int) -> tuple[str, str, int, int]:
+        """The cache key of a range."""
+        return self.url, self.version, self.num_bytes, number
 
     def request(self, first: int, last: int) -> list[concurrent.futures.Future[bytes]]:
-        """Requests the blocks from `first` to `last` that exist."""
-        end = -(-self.num_bytes // BLOCK_BYTES)
+        """Requests the ranges from `first` to `last` that exist."""
+        end = -(-self.num_bytes // RANGE_BYTES)
         return [
-            _BLOCKS.get(
-                self.key(block),
-                functools.partial(self._read, block),
+            _RANGES.get(
+                self.key(number),
+                functools.partial(self._read, number),
                 submit=_pool().submit,
-                num_bytes=BLOCK_BYTES,
+                num_bytes=RANGE_BYTES,
             )
-            for block in range(first, min(last + 1, end))
+            for number in range(first, min(last + 1, end))
         ]
 
-    def _read(self, block: int) -> bytes:
-        start = block * BLOCK_BYTES
-        stop = min(start + BLOCK_BYTES, self.num_bytes)
+    def _read(self, number: int) -> bytes:
+        start = number * RANGE_BYTES
+        stop = min(start + RANGE_BYTES, self.num_bytes)
         with store_errors():
             content = self.system.cat_file(self.path, start=start, end=stop)
         if len(content) != stop - start:
@@ -108,17 +108,17 @@ class _File(spec.AbstractBufferedFile):
         self._remote = remote
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        # Limits large reads, so that their blocks do not evict each other.
+        # Limits large reads, so that their ranges do not evict each other.
         remote, end = self._remote, min(end, self.size, start + _MOST_BYTES)
-        first, last = start // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
+        first, last = start // RANGE_BYTES, (end - 1) // RANGE_BYTES
         before = 0
-        while before < _MAX_AHEAD and remote.key(first - 1 - before) in _BLOCKS:
+        while before < _MAX_AHEAD and remote.key(first - 1 - before) in _RANGES:
             before += 1
-        most = (self.size - 1) // BLOCK_BYTES
+        most = (self.size - 1) // RANGE_BYTES
         requested = remote.request(first, max(last, min(last + before, most)))
-        blocks = [block.result() for block in requested[: last - first + 1]]
-        begin = first * BLOCK_BYTES
-        return b"".join(blocks)[start - begin : end - begin]
+        contents = [each.result() for each in requested[: last - first + 1]]
+        begin = first * RANGE_BYTES
+        return b"".join(contents)[start - begin : end - begin]
 
 
 def opened(remote: Object, until: int | None = None) -> BinaryIO:
@@ -129,7 +129,7 @@ def opened(remote: Object, until: int | None = None) -> BinaryIO:
 
 def read_ahead(remote: Object, start: int, stop: int) -> None:
     """Requests bytes from `start` to `stop` before they are read, up to a limit."""
-    first, last = start // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES
+    first, last = start // RANGE_BYTES, (stop - 1) // RANGE_BYTES
     remote.request(first, min(last, first + _MAX_REQUESTED - 1))
 
 
@@ -167,8 +167,8 @@ def _directory() -> tuple[str, working_directory.WorkingDirectory]:
 
 
 def forget() -> None:
-    """Drops all blocks that this process has cached, after a file has changed."""
-    _BLOCKS.begin()
+    """Drops all ranges that this process has cached, after a file has changed."""
+    _RANGES.begin()
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Files in stores are read in blocks, ahead of the reader, by parallel requests."""
+"""Files in stores are read in ranges, ahead of the reader, by parallel requests."""
 
 import concurrent.futures
 import errno
@@ -16,9 +16,9 @@ from elastic_ckpt.data import order
 from elastic_ckpt.data.sources import files, remote_file, source, tfrecord
 from tests import corpora, source_contract, tfrecord_files
 
-# Small, as the bytes of a block change nothing but the time of the tests.
-BLOCK = 2**14
-SIZE = 40 * BLOCK + 123
+# Small, as the bytes of a range change nothing but the time of the tests.
+RANGE = 2**14
+SIZE = 40 * RANGE + 123
 CONTENT = np.random.default_rng(0).bytes(SIZE)
 
 
@@ -39,11 +39,11 @@ class System:
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    monkeypatch.setattr(remote_file, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(remote_file, "_BUFFER_BYTES", BLOCK // 4)
-    monkeypatch.setattr(remote_file, "_MOST_BYTES", 16 * BLOCK)
-    monkeypatch.setattr(remote_file, "_BUDGET_BYTES", 32 * BLOCK)
+def small_ranges(monkeypatch):
+    monkeypatch.setattr(remote_file, "RANGE_BYTES", RANGE)
+    monkeypatch.setattr(remote_file, "_BUFFER_BYTES", RANGE // 4)
+    monkeypatch.setattr(remote_file, "_MOST_BYTES", 16 * RANGE)
+    monkeypatch.setattr(remote_file, "_BUDGET_BYTES", 32 * RANGE)
     remote_file.forget()
 
 
@@ -61,7 +61,7 @@ def opened(system, version=1):
     return remote_file.opened(remote(system, version))
 
 
-@given(st.lists(st.tuples(st.integers(0, SIZE + 5), st.integers(0, 3 * BLOCK))))
+@given(st.lists(st.tuples(st.integers(0, SIZE + 5), st.integers(0, 3 * RANGE))))
 def test_any_reads_return_the_bytes_of_the_file(reads):
     remote_file.forget()
     reader = opened(System())
@@ -75,18 +75,18 @@ def test_readers_that_take_turns_leave_room_for_each_other(num_readers):
     systems = [System() for _ in range(num_readers)]
     readers = [opened(system, number) for number, system in enumerate(systems)]
     content = [b""] * num_readers
-    for _ in range(2 * SIZE // BLOCK + 1):
+    for _ in range(2 * SIZE // RANGE + 1):
         for number, reader in enumerate(readers):
-            content[number] += reader.read(BLOCK // 2)
+            content[number] += reader.read(RANGE // 2)
     assert content == [CONTENT] * num_readers
-    assert remote_file._BLOCKS.num_bytes <= 32 * BLOCK
-    # No block was displaced before it was read.
-    ends = [*range(BLOCK, SIZE, BLOCK), SIZE]
-    ranges = list(zip(range(0, SIZE, BLOCK), ends, strict=True))
+    assert remote_file._RANGES.num_bytes <= 32 * RANGE
+    # No range was displaced before it was read.
+    ends = [*range(RANGE, SIZE, RANGE), SIZE]
+    ranges = list(zip(range(0, SIZE, RANGE), ends, strict=True))
     assert all(sorted(system.ranges) == ranges for system in systems)
 
 
-def test_a_block_that_failed_or_is_short_is_requested_again():
+def test_a_range_that_failed_or_is_short_is_requested_again():
     system = System()
     system.failures = [PermissionError(errno.EACCES, "no"), OSError("reset")]
     reader = opened(system)
@@ -96,13 +96,13 @@ def test_a_block_that_failed_or_is_short_is_requested_again():
     with pytest.raises(PermissionError):
         reader.readinto(bytearray(10))
     system.missing = 1
-    with pytest.raises(OSError, match=f"instead of {BLOCK} at byte 0"):
+    with pytest.raises(OSError, match=f"instead of {RANGE} at byte 0"):
         reader.readinto(bytearray(10))
     system.missing = 0
     assert reader.read(10) == CONTENT[:10]
 
 
-def test_blocks_are_read_while_a_program_ends(monkeypatch):
+def test_ranges_are_read_while_a_program_ends(monkeypatch):
     pool = concurrent.futures.ThreadPoolExecutor(1)
     pool.shutdown()
     monkeypatch.setattr(remote_file, "_pool", lambda: pool)
@@ -110,21 +110,21 @@ def test_blocks_are_read_while_a_program_ends(monkeypatch):
         assert opened(System()).read(10) == CONTENT[:10]
 
 
-def test_many_threads_share_the_blocks():
+def test_many_threads_share_the_ranges():
     system = System()
 
     def read(_):
         reader = opened(system)
-        return reader.read(3 * BLOCK) + reader.read(2 * BLOCK)
+        return reader.read(3 * RANGE) + reader.read(2 * RANGE)
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(read, range(8))) == [CONTENT[: 5 * BLOCK]] * 8
+        assert list(pool.map(read, range(8))) == [CONTENT[: 5 * RANGE]] * 8
     # Those that follow are on their way.
-    assert remote(system).key(7) in remote_file._BLOCKS
+    assert remote(system).key(7) in remote_file._RANGES
     assert len(system.ranges) == len(set(system.ranges))
 
 
-def test_blocks_of_an_object_that_was_overwritten_are_not_used(monkeypatch):
+def test_ranges_of_an_object_that_was_overwritten_are_not_used(monkeypatch):
     monkeypatch.setattr(files, "_LOOK_SECS", 1e-9)
     store, url = fsspec.filesystem("memory"), "memory://store/file"
 
@@ -165,8 +165,8 @@ def test_files_that_are_copied_at_the_same_time_are_all_there(monkeypatch):
 @pytest.mark.parametrize("seed", [None, 7])
 def test_shards_that_take_turns_request_a_file_about_once(tmp_path, monkeypatch, seed):
     monkeypatch.setattr(order, "_SMALL_RECORDS", 0)
-    monkeypatch.setattr(source, "BLOCK_BYTES", BLOCK // 4)
-    monkeypatch.setattr(remote_file, "_BUDGET_BYTES", 24 * BLOCK)
+    monkeypatch.setattr(source, "BLOCK_BYTES", RANGE // 4)
+    monkeypatch.setattr(remote_file, "_BUDGET_BYTES", 24 * RANGE)
     tfrecord_files.write(tmp_path / "a", [bytes(1000)] * 2000)
     url = corpora.upload(str(tmp_path / "a"), tmp_path.name)
     dataset = tfrecord.TFRecord(files=(url,), record_format="bytes")
@@ -174,11 +174,11 @@ def test_shards_that_take_turns_request_a_file_about_once(tmp_path, monkeypatch,
     remote_file.forget()
     requested, read = [], remote_file.Object._read
 
-    def counted(self, block):
-        requested.append(block)
-        return read(self, block)
+    def counted(self, number):
+        requested.append(number)
+        return read(self, number)
 
     monkeypatch.setattr(remote_file.Object, "_read", counted)
     found = source_contract.read_all(dataset, 3, num_epochs=1, shuffle_seed=seed)
     assert len(found) == 2000
-    assert len(requested) * BLOCK < 1.7 * 2000 * 1016
+    assert len(requested) * RANGE < 1.7 * 2000 * 1016
