@@ -133,7 +133,7 @@ class Numbers:
         if not self.chained:
             return self._block(file, block)
         chain = (self._block(file, n) for n in range(len(self.blocks[file])))
-        return decoded.in_turn(self, file, block, lambda: chain)
+        return decoded.in_sequence(self, file, block, lambda: chain)
 
     def _block(self, file, block):
         first = sum(map(sum, self.blocks[:file])) + sum(self.blocks[file][:block])

@@ -95,16 +95,18 @@ class Order:
         """The positions in an epoch of the records that a shard reads; see `share`."""
         return share(shard, epoch=epoch, **self._sharing)
 
-    def part(self, epoch: int, places: range) -> tuple[int, Sequence[int], int | None]:
-        """Returns the records at the first `places`, up to the end of their block.
+    def next_in_block(
+        self, epoch: int, positions: range
+    ) -> tuple[int, Sequence[int], int | None]:
+        """Returns the records at the first `positions`, up to the end of their block.
 
         Returns:
           The block, the record numbers in the block, and the next block of the epoch.
         """
         number, start = self._epoch(epoch)
-        index = bisect.bisect_right(start, places[0]) - 1
+        index = bisect.bisect_right(start, positions[0]) - 1
         begin, end = start[index], start[index + 1]
-        some = places[: -(-(end - places[0]) // places.step)]
+        some = positions[: -(-(end - positions[0]) // positions.step)]
         block = int(number[index])
         rows = range(some.start - begin, some.stop - begin, some.step)
         numbers: Sequence[int] = rows
@@ -121,9 +123,11 @@ class Order:
         row = record - int(self.first[block])
         if self._shuffles:
             row = int(np.flatnonzero(self._rows(epoch, block) == row)[0])
-        place = start[int(np.flatnonzero(number == block)[0])] + row
+        position = start[int(np.flatnonzero(number == block)[0])] + row
         shares = (self.share(n, epoch) for n in range(self._sharing["num_shards"]))
-        return next((n, of.index(place)) for n, of in enumerate(shares) if place in of)
+        return next(
+            (n, of.index(position)) for n, of in enumerate(shares) if position in of
+        )
 
     def _blocks_in(self, epoch: int) -> tuple[np.ndarray, Sequence[int]]:
         # The blocks in an epoch's order, and the number of records before each.

@@ -276,11 +276,11 @@ class RecordsIterator(shard_steps.Elements[source.Element]):
         # Converts some of the next records, all from one block.
         reading, read = self._records._reading, []
         while not read and self._epoch != reading.num_epochs:
-            places = self._share[self._taken : self._taken + at_most]
-            if not places:
+            positions = self._share[self._taken : self._taken + at_most]
+            if not positions:
                 self._go_to(self._epoch + 1, 0, self._skipped)
                 continue
-            number, rows, following = self._order.part(self._epoch, places)
+            number, rows, following = self._order.next_in_block(self._epoch, positions)
             first = self._epoch * self._order.num_records
             first += int(self._order.first[number])
             try:

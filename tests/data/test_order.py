@@ -63,9 +63,9 @@ def test_blocks_and_their_records_are_shuffled_in_each_epoch(sizes):
     made = order_of(sizes, 1, 1)
 
     def read(epoch):
-        places, found, due = made.share(0, epoch), [], None
+        positions, found, due = made.share(0, epoch), [], None
         while len(found) < 60:
-            block, rows, following = made.part(epoch, places[len(found) :])
+            block, rows, following = made.next_in_block(epoch, positions[len(found) :])
             assert due in (None, block)
             found += [(block, row) for row in rows]
             due = following

@@ -91,7 +91,7 @@ files.register_cache(_OPEN.clear)
 os.register_at_fork(after_in_child=_OPEN.clear)
 
 
-def in_turn(
+def in_sequence(
     of: source.Source,
     file: int,
     block: int,

@@ -47,7 +47,9 @@ class LineFiles(source.WalkedFiles):
         """See `Source`."""
         if not _is_compressed(self.files[file]):
             return super().decode(file, block)
-        return decoded.in_turn(self, file, block, functools.partial(self._chain, file))
+        return decoded.in_sequence(
+            self, file, block, functools.partial(self._chain, file)
+        )
 
     def _chain(self, file: int) -> Iterator[source.Block]:
         # The blocks of a compressed file.

@@ -63,7 +63,7 @@ class Parquet(source.Source):
 
     def decode(self, file: int, block: int) -> source.Block:
         """See `Source`."""
-        return decoded.in_turn(
+        return decoded.in_sequence(
             self, file, block, functools.partial(self._chain, file, block)
         )
 
