@@ -75,7 +75,7 @@ class Locations:
 
     def look(self, step: int) -> Looked[FoundStep]:
         """A step's saves, with each holder once, and problems of unreadable parts."""
-        copies: dict[tuple[str, str, str], HeldParts] = {}
+        held: dict[tuple[str, str, str], HeldParts] = {}
         problems: list[str] = []
         for tier in self._tiers:
             try:
@@ -83,12 +83,12 @@ class Locations:
             except checked_json.LaterVersionError as error:
                 offered = Offered([], [str(error)])
             problems += offered.problems
-            for each in offered.copies:
+            for each in offered.held:
                 (holder,), save = each.manifest.holders, each.manifest.step_id.save
                 # A machine's path and its agent may both be listed, with one memory.
                 memory = "" if holder.tier == "local" else each.source.directory
-                copies.setdefault((memory, holder.host.id, save), each)
-        return find.looked(Offered([*copies.values()], problems))
+                held.setdefault((memory, holder.host.id, save), each)
+        return find.looked(Offered([*held.values()], problems))
 
     def leftovers(self) -> list[Leftover]:
         """The uncommitted parts of steps, ordered by step; agents list none."""

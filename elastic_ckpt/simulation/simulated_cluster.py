@@ -118,11 +118,13 @@ def holders(
         Host(id=f"{n:06d}", number=n, domains={"slice": f"{n // hosts_per_slice:06d}"})
         for n in range(slices * hosts_per_slice)
     ]
-    placed = owners.Owners(hosts, policy).place(
+    planned = owners.Owners(hosts, policy).plan_copies(
         [(host.number,) for host in hosts], np.ones(len(hosts), np.int64)
     )
     held = [{host.number // hosts_per_slice} for host in hosts]
-    for item, target in zip(placed.item.tolist(), placed.target.tolist(), strict=True):
+    for item, target in zip(
+        planned.item.tolist(), planned.target.tolist(), strict=True
+    ):
         held[item].add(target // hosts_per_slice)
     return frozenset(map(frozenset, held))
 

@@ -154,7 +154,9 @@ class Owners:
         self._firsts = dict(reversed(firsts))
         self.copies = functools.cache(self._copies)
 
-    def place(self, holders: Sequence[Holders], num_bytes: np.ndarray) -> CopyPlan:
+    def plan_copies(
+        self, holders: Sequence[Holders], num_bytes: np.ndarray
+    ) -> CopyPlan:
         """Plans the minimum number of copies that satisfy the policy for every item.
 
         Args:

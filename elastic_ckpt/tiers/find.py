@@ -92,16 +92,16 @@ def offered(tiers: Sequence[SourceTier], step: int) -> Offered:
     """The parts of a step in all tiers together."""
     several = of_each(tiers, lambda tier: tier.offers(step))
     return Offered(
-        [copy for each in several for copy in each.copies],
+        [held for each in several for held in each.held],
         [problem for each in several for problem in each.problems],
     )
 
 
 def looked(there: Offered) -> Looked[FoundStep]:
     """The saves of a step that the tiers offer, newest first."""
-    sources = {id(saved): source for saved, source in there.copies}
+    sources = {id(saved): source for saved, source in there.held}
     found = [
         FoundStep(StepTable(group), [sources[id(each)] for each in group])
-        for group in manifest.grouped(saved for saved, _ in there.copies)
+        for group in manifest.grouped(saved for saved, _ in there.held)
     ]
     return Looked(found, there.problems)

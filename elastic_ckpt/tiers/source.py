@@ -126,11 +126,11 @@ class Offered(NamedTuple):
     """The parts of a step that a tier holds.
 
     Attributes:
-      copies: the holders' parts of all saves of the step.
+      held: the holders' parts of all saves of the step.
       problems: a message for each manifest that could not be read.
     """
 
-    copies: Sequence[HeldParts]
+    held: Sequence[HeldParts]
     problems: Sequence[str]
 
 

@@ -130,8 +130,8 @@ def test_loss_costs_what_a_search_without_that_host_or_slice_finds(data):
     stored = [each for each in manifests if each not in in_ram]
 
     def looked(left):
-        copies = [source.HeldParts(each, None) for each in left]
-        return find.looked(source.Offered(copies, [])).saves
+        held = [source.HeldParts(each, None) for each in left]
+        return find.looked(source.Offered(held, [])).saves
 
     def newest(left):
         return next((e.step_id.step for e in looked(left) if not e.problem), None)

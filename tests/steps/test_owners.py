@@ -40,7 +40,9 @@ def slices(*sizes):
 
 
 def placed(hosts, holders, **policy):
-    return Owners(hosts, Policy(**policy)).place(holders, np.ones(len(holders), int))
+    return Owners(hosts, Policy(**policy)).plan_copies(
+        holders, np.ones(len(holders), int)
+    )
 
 
 def after(holders, placement):
@@ -166,8 +168,8 @@ def test_a_host_is_in_the_domains_of_its_environment(tmp_path, monkeypatch):
         tiers = [Local(tmp_path), Peers(**peers)]
         with frontend.Checkpointer(tiers, run="run", slice_name="s1") as checkpointer:
             checkpointer.save(1, {"w": jnp.zeros(3)})
-        (copy,) = ram_disk.RamDisk(tmp_path, run="run").offers(1).copies
-        return dict(copy.manifest.host.domains)
+        (held,) = ram_disk.RamDisk(tmp_path, run="run").offers(1).held
+        return dict(held.manifest.host.domains)
 
     # A label that the node does not have is empty.
     monkeypatch.setenv(owners.DOMAINS_VARIABLE, "zone=z=1;rack=r1;block=;")

@@ -91,9 +91,9 @@ def read(files, leaf, box):
 def check(disk, state, step, directory=None):
     """Compares a step with what was saved, as we and as TensorStore read it."""
     whole, num_read = {}, 0
-    copies, problems = disk.offers(step)
+    held, problems = disk.offers(step)
     assert not problems
-    for saved, files in copies:
+    for saved, files in held:
         for number, box, named in saved.rows():
             leaf = saved.contents.leaves[number]
             values = read(files, leaf, box)
@@ -139,7 +139,7 @@ def test_saves_of_a_step_are_held_apart_and_replace_leftovers_alone(disk, host):
     storage.write_atomic(junk / "0", b"of a dead process")
     both = [save(host, save=name).step_id for name in ("0", "1")]
     assert not junk.exists()
-    offered = [each.step_id for each, _ in disk.offers(3).copies]
+    offered = [each.step_id for each, _ in disk.offers(3).held]
     assert sorted(offered) == host.held() == both
     with pytest.raises(errors.CheckpointError, match=r"save '0', is already in .*/3-0"):
         save(host)
@@ -179,7 +179,7 @@ def test_what_is_held_has_the_time_and_metrics_of_its_save(disk, host, monkeypat
 
 def test_what_cannot_give_the_bytes_is_a_read_error(disk, host):
     saved = save(host, {"w": np.arange(3.0)})
-    ((_, files),) = disk.offers(3).copies
+    ((_, files),) = disk.offers(3).held
     ((number, box, _),) = saved.rows()
     part = saved.contents.leaves[number], box
     path = pathlib.Path(disk.step_directory(0, StepId(3, "0")), "w", "c", "0")

@@ -83,7 +83,7 @@ def test_files_and_their_first_bytes_are_read_in_many_threads(root, url, client)
         "data/empty": b"",
     }
     served.save(root, 30, files)
-    ((_, files_of_step),) = peer.Peer(url, client, served.RUN).offers(30).copies
+    ((_, files_of_step),) = peer.Peer(url, client, served.RUN).offers(30).held
 
     def read(file, num_bytes):
         leaf, content = manifest.Leaf.of_file(file, 0), files.get(file, b"")
@@ -300,7 +300,7 @@ def directory(root):
 
 def test_an_agent_puts_right_files_of_steps_alone(directory, url, root, client):
     part, outside = directory / "data" / "part", root / "outside"
-    ((_, remote),) = peer.Peer(url, client, served.RUN).offers(30).copies
+    ((_, remote),) = peer.Peer(url, client, served.RUN).offers(30).held
 
     def put(file, content):
         leaf = manifest.Leaf.of_file(file, len(content))

@@ -92,7 +92,7 @@ def test_a_step_is_committed_found_with_its_metrics_and_removed(root, tier):
     copies, problems = other.offers(5)
     assert (copies, len(problems), other.held(LINE)) == ([], 3, [])
     root.remove(root.final(5))
-    assert not before.offers(5).copies
+    assert not before.offers(5).held
     assert not root.leftovers()
     # A removal that is killed leaves a leftover.
     root.uncommit(root.final(6))
@@ -188,7 +188,7 @@ def test_a_committed_step_is_replaced_by_a_newer_save_alone_and_set_aside(root, 
 
 def test_what_cannot_be_read_is_said(root, tier):
     put(root)
-    (saved, reader), *_ = tier().offers(5).copies
+    (saved, reader), *_ = tier().offers(5).held
     chunk, file = saved.contents.leaves[1], saved.contents.leaves[-1]
     box = boxes.whole(chunk.chunk)
     for leaf, path, num_bytes, message in (

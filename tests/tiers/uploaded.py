@@ -86,9 +86,9 @@ def read(tier, saved, *, seed=0):
     offered = tier.offers(saved.step_id.step)
     assert not offered.problems
     covered = set()
-    for held, source in offered.copies:
-        for number, box, _ in held.rows():
-            leaf = held.contents.leaves[number]
+    for listed, source in offered.held:
+        for number, box, _ in listed.rows():
+            leaf = listed.contents.leaves[number]
             memory = bytearray(leaf.num_bytes(box))
             source.read_into(leaf, box, memoryview(memory))
             assert memory == piece_of(saved, (number, box), seed=seed).tobytes()

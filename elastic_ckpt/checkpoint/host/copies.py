@@ -62,13 +62,13 @@ class HostCopies:
         """
         world, held = self._world, self._world.holding(step_id)
         table = held.found.table
-        placed = world.owners.place(held.holders, table.num_bytes)
+        plan = world.owners.plan_copies(held.holders, table.num_bytes)
         # All hosts have read the messages of the previous copies.
         world.mail.remove(_MESSAGE)
-        sent = placed.source == world.number
-        targets = np.unique(placed.target[sent]).tolist()
+        sent = plan.source == world.number
+        targets = np.unique(plan.target[sent]).tolist()
         for target in targets:
-            items = placed.item[sent & (placed.target == target)]
+            items = plan.item[sent & (plan.target == target)]
             # This host first, then a few others.
             hosts = [
                 sorted(held.holders[item], key=lambda n: (n != world.number, n))
@@ -76,7 +76,7 @@ class HostCopies:
             ]
             message = world.listed(table, items, [some[:_MOST] for some in hosts])
             world.mail.post(f"{_MESSAGE}{target}", message.to_bytes())
-        return tuple(targets), placed.shortfalls, placed.num_machines
+        return tuple(targets), plan.shortfalls, plan.num_machines
 
     @calls.call(limit_secs=calls.LONG_SECS)
     def take(self, step_id: StepId, targets: tuple[tuple[int, ...], ...]) -> Replicated:

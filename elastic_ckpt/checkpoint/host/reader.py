@@ -114,7 +114,7 @@ class HostReader:
         """Offers this host's parts of a step; see `Exchange.offer`."""
         if self._world.passes:
             there = self._answers_for(step)
-            manifests = [each.manifest for each in there.copies]
+            manifests = [each.manifest for each in there.held]
             report = Report(manifests=manifests, problems=there.problems)
             self._exchange.offer(report)
 
@@ -130,7 +130,7 @@ class HostReader:
             told = self._exchange.merged
             idle = self._world.idle_peers(told.silent)
             there = find.offered([*idle, *self._stored], step)
-            manifests = [*told.manifests, *(each.manifest for each in there.copies)]
+            manifests = [*told.manifests, *(each.manifest for each in there.held)]
             looked = self._looked(manifests, [*told.problems, *there.problems])
         else:
             tiers = [*self._world.ram_tiers, *self._stored]
@@ -354,7 +354,7 @@ class HostReader:
         # Each host reports on some of the idle machines.
         own = self._world.disk.offers(step, slots=self._slots())
         idle = find.offered(self._own_idle_peers, step)
-        return Offered([*own.copies, *idle.copies], [*own.problems, *idle.problems])
+        return Offered([*own.held, *idle.held], [*own.problems, *idle.problems])
 
     def _looked(
         self, manifests: Sequence[Manifest], problems: list[str]

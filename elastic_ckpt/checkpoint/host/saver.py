@@ -196,10 +196,10 @@ class HostSaver:
         world, values = self._world, captured.values().values()
         sizes = np.array([each.nbytes for each in values], np.int64)
         holders = captured.holders(num_hosts=len(world.hosts))
-        placed = world.owners.place([*holders.values()], sizes)
+        plan = world.owners.plan_copies([*holders.values()], sizes)
         needs = collections.Counter({world.own.host.machine: captured.num_bytes})
-        sent = placed.source == world.number
-        for target, item in zip(placed.target[sent], placed.item[sent], strict=True):
+        sent = plan.source == world.number
+        for target, item in zip(plan.target[sent], plan.item[sent], strict=True):
             needs[world.hosts[target].machine] += int(sizes[item])
         return needs
 
@@ -284,9 +284,9 @@ class HostSaver:
         # case this host's own copy turns out to be bad.
         world, held = self._world, self._world.held[step_id]
         table, holders = held.found.table, held.holders
-        placed = world.owners.place(holders, table.num_bytes)
+        plan = world.owners.plan_copies(holders, table.num_bytes)
         hosts = [[n for n in some if n != world.number][:1] for some in holders]
-        for item, target in zip(placed.item.tolist(), placed.target, strict=True):
+        for item, target in zip(plan.item.tolist(), plan.target, strict=True):
             hosts[item].append(int(target))
         if any(hosts) and world.passes:
             others = world.listed(table, np.arange(len(table)), hosts)

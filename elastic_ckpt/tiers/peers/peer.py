@@ -128,17 +128,17 @@ class Peer:
 
     def offers(self, step: int) -> source.Offered:
         """See `source.SourceTier`."""
-        copies: list[source.HeldParts] = []
+        held: list[source.HeldParts] = []
         problems = list(filter(None, [self.listing.problem]))
         for each in self.listing.manifests:
             if each.step_id.step == step:
                 try:
-                    copies.append(self._copy(each))
+                    held.append(self._held(each))
                 except (checked_json.UnreadableError, source.ReadError) as error:
                     problems.append(f"manifest {each.path} of {self.url} {error}")
-        return source.Offered(copies, problems)
+        return source.Offered(held, problems)
 
-    def _copy(self, listed: Listed) -> source.HeldParts:
+    def _held(self, listed: Listed) -> source.HeldParts:
         known, (directory, _, name) = (
             self._endpoint.manifests,
             listed.path.rpartition("/"),

@@ -107,7 +107,7 @@ class PersistentTier:
 
     def offers(self, step: int) -> Offered:
         """See `source.SourceTier`; empty if the step is uncommitted or unreachable."""
-        copies: list[HeldParts] = []
+        held: list[HeldParts] = []
         problems: list[str] = []
         try:
             for directory in self._directories(step):
@@ -117,14 +117,14 @@ class PersistentTier:
                         raise each
                     if isinstance(each, Manifest):
                         of_step = each.at("persistent", source.directory)
-                        copies.append(HeldParts(of_step, source))
+                        held.append(HeldParts(of_step, source))
                     else:
                         problems.append(str(each))
         except checked_json.LaterVersionError:
             raise
         except (errors.CheckpointError, *bucket_clients.failures()) as error:
             problems.append(f"{self.root.final(step)} cannot be read ({error})")
-        return Offered(copies, problems)
+        return Offered(held, problems)
 
     def _directories(self, step: int) -> list[epath.Path]:
         # The directories of all saves of a step.

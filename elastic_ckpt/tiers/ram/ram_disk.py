@@ -131,15 +131,15 @@ class RamDisk:
 
     def offers(self, step: int, *, slots: Collection[int] | None = None) -> Offered:
         """The parts of all saves of a step in `slots` (default: all)."""
-        copies, problems = [], []
+        held, problems = [], []
         for slot, step_id in self._with_manifest(slots):
             if step_id.step == step:
                 files = StepFiles(self.step_directory(slot, step_id))
                 try:
-                    copies.append(HeldParts(self.manifest(slot, step_id), files))
+                    held.append(HeldParts(self.manifest(slot, step_id), files))
                 except errors.CheckpointError as problem:
                     problems.append(str(problem))
-        return Offered(copies, problems)
+        return Offered(held, problems)
 
     def _with_manifest(
         self, slots: Collection[int] | None
