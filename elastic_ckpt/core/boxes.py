@@ -147,7 +147,9 @@ def of_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
     return Box(start=start, stop=tuple(max(a, b) for a, b, _ in ranges))
 
 
-def holders(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[jax.Device]]:
+def devices_by_box(
+    sharding: Sharding, shape: tuple[int, ...]
+) -> dict[Box, list[jax.Device]]:
     """The devices that hold each box of an array, in the same order everywhere."""
     devices_of: dict[Box, list[jax.Device]] = {}
     for device, index in sharding.devices_indices_map(shape).items():

@@ -437,7 +437,7 @@ class HostArrays:
         # The hosts of each box.
         key = (layout, leaf.path)
         if key not in self._holders:
-            devices_of = boxes.holders(leaf.on(group.mesh), leaf.shape)
+            devices_of = boxes.devices_by_box(leaf.on(group.mesh), leaf.shape)
             self._holders[key] = {
                 box: tuple(sorted({self._host_of[each.id] for each in devices}))
                 for box, devices in devices_of.items()

@@ -302,7 +302,7 @@ def _held(
         return (own,) * (num_hosts > 1)
     is_own = sharding.is_fully_addressable and num_hosts > 1
     held = []
-    for box, devices in boxes.holders(sharding, shape).items():
+    for box, devices in boxes.devices_by_box(sharding, shape).items():
         hosts = sorted({device.process_index for device in devices})
         group = "hosts" if is_own else ",".join(map(str, hosts))
         if box.volume and (len(devices) > 1 or is_own):

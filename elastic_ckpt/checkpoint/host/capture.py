@@ -579,7 +579,7 @@ class ArrayPlace(NamedTuple):
 def _hosts(sharding: Sharding, shape: tuple[int, ...]) -> dict[boxes.Box, Holders]:
     return {
         box: tuple(sorted({each.process_index for each in devices}))
-        for box, devices in boxes.holders(sharding, shape).items()
+        for box, devices in boxes.devices_by_box(sharding, shape).items()
     }
 
 

@@ -71,7 +71,7 @@ Key = tuple[int, Items]
 Range = tuple[int, int, int, int]
 # A move of an instance: target index, sizes, position in the target, source index,
 # position in the source, scale, shift.
-Copy = tuple[int, tuple[int, ...], Side, int, Side, float, float]
+InstanceMove = tuple[int, tuple[int, ...], Side, int, Side, float, float]
 # The range of a coordinate that no dim supplies.
 _POINT = (0, 1, -1, 0)
 How = Literal["equal", "mean", "sum", "times", "plus"]
@@ -333,14 +333,14 @@ class Plan(NamedTuple):
 
     Attributes:
       derived: the tensors derived from rows, which are indexed after the rows.
-      moves: copies from rows and derived tensors to targets.
+      moves: the moves from rows and derived tensors to targets.
       fills: boxes of padding, each as the target's index, the box's start and stop, and
         the value.
     """
 
     targets: list[Made]
     derived: list[Derived]
-    moves: list[Copy]
+    moves: list[InstanceMove]
     fills: list[tuple[int, tuple[int, ...], tuple[int, ...], float]]
     sizes: Mapping[str, int]
 
@@ -447,7 +447,7 @@ class Planner:
                 made.append((number, captured, shape))
                 for key, slab in zip(keys, slabs, strict=True):
                     by_names[key][1].append(slab)
-        moves: list[Copy] = []
+        moves: list[InstanceMove] = []
         fills = []
         pad = self._rule.rule.pad
         for key, (froms, tos) in by_names.items():
@@ -843,7 +843,7 @@ class Planner:
 
     def _moves(
         self, held: Sequence[str], froms: Sequence[Slab], tos: Sequence[Slab]
-    ) -> Iterator[Copy]:
+    ) -> Iterator[InstanceMove]:
         # The moves between parts with the same coordinates.
         sources, targets = _as_boxes(held, froms), _as_boxes(held, tos)
         into, of = box_join.overlaps(targets, sources)
