@@ -51,7 +51,7 @@ class Tier:
 
 @dataclasses.dataclass(frozen=True)
 class Local(Tier):
-    """The local tier: each host keeps its part of a step on its own RAM disk.
+    """The local tier: each host keeps its parts of a step on its own RAM disk.
 
     Attributes:
       directory: a directory on a RAM disk that only this run uses, such as
