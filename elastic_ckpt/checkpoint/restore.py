@@ -7,7 +7,7 @@
                   builds the arrays
 
 Values are returned and components are loaded only after every host has read and
-verified its whole part: if one host cannot, all hosts read the step before it. If a
+verified all of its parts: if one host cannot, all hosts read the step before it. If a
 component cannot be loaded on one host, the restore fails on all hosts.
 
 Trees that were saved in a different layout are read by a `Relayout` function, which the
