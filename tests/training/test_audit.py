@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,19 +64,40 @@ def test_run_over_several_epochs_passes_and_steps_trained_again_count_once(
     assert (outcome.num_identical_steps, outcome.hosts) == (30, (4, 2))
 
 
-def wrong(batches, kind, step, row, other, late):
-    """Six batches, one or more of which the one-host run does not have there."""
-    used = [dict(each) for each in batches[:STEPS]]
-    if kind == "batches":
-        second = (step + 1 + late % (STEPS - 1)) % STEPS
-        used[step], used[second] = used[second], used[step]
-        return used
-    if kind == "again":
-        # The data was not loaded at a resume.
-        step = max(1, step)
-        return used[:step] + batches[: STEPS - step]
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=7), st.integers(0, 7))
+def test_batches_that_a_run_skips_swaps_or_repeats_are_counted(batches, data, own, n):
+    # Steps from the first on have their own batches, and others follow.
+    numbers = [*range(n), *own]
+    outcome = audited([logged([batches[each] for each in numbers])], data, first_step=1)
+    # Of steps with one batch, the first one comes before the others.
+    is_own = [n == step == numbers.index(n) for step, n in enumerate(numbers)]
+    assert outcome.passed == all(is_own)
+    assert outcome.num_identical_steps == sum(is_own)
+    assert outcome.num_examples == BATCH * len(numbers)
+    assert outcome.num_lost == BATCH * len({*range(max(numbers))} - {*numbers})
+    assert outcome.num_repeated == BATCH * (len(numbers) - len({*numbers}))
+    if not outcome.passed:
+        step = is_own.index(False)
+        number = numbers[step]
+        why = f"they belong to step {number + 1}"
+        if number < step:
+            why = "other steps have used 8 of them"
+            why += "; was the data state restored?" * (number == 0)
+        place = f"rows {8 * number} to {8 * number + 7} of the data"
+        assert outcome.first_difference == f"step {step + 1} ({place}): {why}"
+
+
+@given(
+    st.sampled_from(["tokens", "swap", "twice", "other"]),
+    st.integers(0, STEPS - 1),
+    st.permutations(range(BATCH)),
+    st.integers(0, 29 - STEPS),
+)
+def test_batch_with_any_other_row_is_found(batches, data, kind, step, rows_, late):
+    used, (row, other, *_) = [dict(each) for each in batches[:STEPS]], rows_
     for name, feature in batches[step].items():
-        mixed = feature.copy()
+        mixed = used[step][name] = feature.copy()
         if kind == "tokens" and name == "inputs":
             mixed[row, late % mixed.shape[1]] ^= 1
         elif kind == "other":
@@ -86,54 +106,11 @@ def wrong(batches, kind, step, row, other, late):
             mixed[row] = feature[other]
             if kind == "swap":
                 mixed[other] = feature[row]
-        used[step][name] = mixed
-    return used
-
-
-KINDS = ["tokens", "swap", "twice", "other", "batches", "again"]
-
-
-@settings(max_examples=60)
-@given(
-    st.sampled_from(KINDS),
-    st.integers(0, STEPS - 1),
-    st.permutations(range(BATCH)),
-    st.integers(0, 29 - STEPS),
-)
-def test_any_other_batch_is_found_at_its_step(batches, data, kind, step, places, late):
-    used = wrong(batches, kind, step, *places[:2], late)
-    differs = [
-        any(not np.array_equal(one[name], other[name]) for name in one)
-        for one, other in zip(used, batches, strict=False)
-    ]
     outcome = audited([logged(used)], data, first_step=1)
-    assert not outcome.passed
-    first = differs.index(True) + 1
-    assert outcome.first_difference.startswith(f"step {first} (rows "), outcome
-    restored = "; was the data state restored?"
-    assert outcome.first_difference.endswith(restored) == (kind == "again")
-    assert outcome.num_identical_steps == STEPS - sum(differs)
-    assert outcome.num_examples == STEPS * BATCH
-    step = max(1, step)
-    repeated = min(step, STEPS - step) * BATCH * (kind == "again")
-    assert (outcome.num_lost, outcome.num_repeated) == (0, repeated)
-
-
-@settings(max_examples=30)
-@given(st.sets(st.integers(0, STEPS - 1), max_size=STEPS - 1))
-def test_rows_that_no_step_used_are_counted(batches, data, skipped):
-    used = [batch for n, batch in enumerate(batches[:STEPS]) if n not in skipped]
-    outcome = audited([logged(used)], data)
-    before = {n for n in skipped if any(m not in skipped for m in range(n, STEPS))}
-    assert outcome.num_lost == BATCH * len(before)
-    assert outcome.passed == (not before)
-    if before:
-        index, n = next(
-            (i, n) for i, n in enumerate(sorted({*range(STEPS)} - skipped)) if i != n
-        )
-        place = f"rows {8 * n} to {8 * n + 7} of the data"
-        expected = f"step {index} ({place}): they belong to step {n}"
-        assert outcome.first_difference == expected
+    assert outcome.first_difference.startswith(f"step {step + 1} (rows "), outcome
+    assert "the batch of the one-host run has different" in outcome.first_difference
+    assert outcome.num_identical_steps == STEPS - 1
+    assert (outcome.num_lost, outcome.num_repeated) == (0, 0)
 
 
 @pytest.mark.parametrize(

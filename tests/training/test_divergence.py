@@ -1,10 +1,10 @@
 """Rules that find a divergence, and what a run does about what callbacks find."""
 
-import functools
 import json
 import logging
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,19 +16,9 @@ from elastic_ckpt.training.callbacks import (
     Detection,
     Detector,
     StepMetrics,
-    good_step,
     step_to_go_back_to,
 )
 from tests.recorded_events import RecordedEvents
-
-above_best = functools.partial(functools.partial, callbacks.loss_above_best)
-spike = functools.partial(functools.partial, callbacks.gradient_spike)
-RULES = {
-    "non_finite": callbacks.non_finite,
-    "loss": above_best(smoothing=0.8, factor=1.2),
-    "gradient": spike(smoothing=0.9, factor=3.0),
-}
-each_rule = pytest.mark.parametrize("name", RULES)
 
 
 def report(loss, gradient_norm=1.0):
@@ -37,87 +27,73 @@ def report(loss, gradient_norm=1.0):
     )
 
 
-def bad_steps(rule, values):
-    """The steps, from 1, that a rule finds to be bad."""
-    is_of_norm = getattr(rule, "func", None) is callbacks.gradient_spike
-    reports = [report(1.0, each) if is_of_norm else report(each) for each in values]
-    state = {}
-    return [step for step, each in enumerate(reports, 1) if rule(state, each)]
+def averages(values, smoothing):
+    """The weighted averages of the first values, their first two, and so on."""
+    weights = smoothing ** np.arange(len(values))
+    firsts = (values[:n] for n in range(1, len(values) + 1))
+    return [np.average(each[::-1], weights=weights[: len(each)]) for each in firsts]
 
 
-numbers = st.floats(0, 20) | st.sampled_from([math.nan, math.inf, -math.inf])
-histories = st.lists(st.tuples(numbers, numbers), max_size=30)
+numbers = st.floats(0, 20) | st.sampled_from([0.0, 20.0, math.nan, math.inf])
 
 
-@each_rule
-@given(history=histories, cut=st.integers(0, 30), patience=st.integers(1, 4))
-def test_restored_detector_decides_as_one_that_never_stopped(
-    name, history, cut, patience
-):
-    def make():
-        return Detector(RULES[name], action=Action.STOP, patience=patience)
-
-    whole, before, after = make(), make(), make()
-    for step, values in enumerate(history, 1):
-        if step == cut + 1:
-            after.set_state(json.loads(json.dumps(before.get_state())))
-        detector = before if step <= cut else after
-        expected = whole.after_step(step, report(*values))
-        assert detector.after_step(step, report(*values)) == expected
-
-
-@each_rule
-@given(start=st.floats(0.1, 20), ratios=st.lists(st.floats(0.5, 1.0), max_size=30))
-def test_falling_values_are_never_bad(name, start, ratios):
-    values = [start]
-    for ratio in ratios:
-        values.append(values[-1] * ratio)
-    assert bad_steps(RULES[name], values) == []
-
-
-@each_rule
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_value_that_is_not_finite_is_bad_at_once_and_enters_no_average(name, value):
-    assert bad_steps(RULES[name], [1.0, 1.0, value, 1.0, 1.0]) == [3]
-    rule = RULES["non_finite"]
-    # Though the loss is finite.
-    assert rule({}, report(1.0, value)).startswith("the gradient")
-
-
-def test_smoothed_loss_is_compared_with_its_best():
-    # Their averages, corrected for the begin: 2, 1.33, 1.14, 2.67, 3.35, 1.90
-    losses = [2.0, 1.0, 1.0, 4.0, 4.0, 0.5]
-    for factor, bad in ((1.5, [4, 5, 6]), (2.5, [5]), (3.0, [])):
-        assert bad_steps(above_best(smoothing=0.5, factor=factor), losses) == bad
-
-
-def test_single_spike_does_not_hide_the_next_and_a_lasting_norm_is_no_spike():
-    rule = spike(smoothing=0.9, factor=5.0)
-    assert bad_steps(rule, [1.0] * 10 + [1000.0] + [1.0] * 5 + [100.0]) == [11, 17]
-    lasting = bad_steps(rule, [1.0] * 10 + [100.0] * 50)
-    assert lasting[0] == 11
-    assert lasting[-1] < 40
+@given(
+    history=st.lists(st.tuples(numbers, numbers), min_size=5, max_size=30),
+    smoothing=st.sampled_from([0.5, 0.9]),
+    factor=st.sampled_from([1.2, 3.0]),
+)
+def test_rules_compare_with_averages_of_what_is_finite(history, smoothing, factor):
+    options = {"smoothing": smoothing, "factor": factor}
+    states, losses, norms = ({}, {}, {}), [], []
+    for loss, norm in history:
+        told = report(loss, norm)
+        found = [
+            callbacks.non_finite(states[0], told),
+            callbacks.loss_above_best(states[1], told, **options),
+            callbacks.gradient_spike(states[2], told, **options),
+        ]
+        # A restored state decides as one that never stopped.
+        states = json.loads(json.dumps(states))
+        is_above = is_spike = True
+        if math.isfinite(loss):
+            best = min(averages(losses, smoothing), default=math.inf)
+            losses.append(loss)
+            is_above = best > 0 and averages(losses, smoothing)[-1] > factor * best
+        if math.isfinite(norm):
+            # A spike enters the average as the largest norm that is none.
+            (*_, most) = [math.inf, *averages(norms, smoothing)]
+            norms.append(min(norm, factor * most))
+            is_spike = norm > factor * most
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
+        assert [*map(bool, found)] == [not is_finite, is_above, is_spike]
+        if found[0]:
+            begin = "the gradient" if math.isfinite(loss) else "the loss"
+            assert found[0].startswith(begin)
 
 
 @given(bads=st.lists(st.booleans(), min_size=9), patience=st.integers(1, 3))
 def test_detector_acts_after_its_patience_and_as_long_as_steps_are_bad(bads, patience):
-    detector = Detector(
-        lambda _, report: "it is bad" * int(report.loss),
-        action=Action.ROLLBACK,
-        **({"patience": patience} if patience > 1 else {}),
-    )
-    since, count = None, 0
+    def rule(state, told):
+        state["steps"] = state.get("steps", 0) + 1
+        return f"step {state['steps']} is bad" * int(told.loss)
+
+    more = {"patience": patience} if patience > 1 else {}
+    since, count, saved = None, 0, None
     for step, is_bad in enumerate(bads, 1):
+        detector = Detector(rule, action=Action.ROLLBACK, **more)
+        if saved:
+            detector.set_state(json.loads(saved))
         since = (since or step) if is_bad else None
         count = (count + 1) * is_bad
         found = Detection(
             action=Action.ROLLBACK,
-            why=f"it is bad, since step {since}",
+            why=f"step {step} is bad, since step {since}",
             since=since,
             is_divergence=True,
         )
         acts = is_bad and count % patience == 0
         assert detector.after_step(step, report(is_bad)) == (found if acts else None)
+        saved = json.dumps(detector.get_state())
 
 
 class Counter:
@@ -262,18 +238,6 @@ def test_divergence_distrusts_a_restore_before_anything_else_is_done(
     if answer and is_asked:
         decided = Action.DISTRUST
     assert (one.decision and one.decision.action) is decided
-
-
-@given(
-    saved=st.lists(st.integers(1, 40), unique=True),
-    since=st.integers(1, 42),
-    margin=st.integers(0, 5),
-)
-def test_newest_step_whose_own_loss_was_good_is_chosen(saved, since, margin):
-    step = good_step(saved, since=since, margin=margin)
-    # The loss of the state after n steps is that of step n + 1.
-    good = [s for s in saved if s + 1 < since - margin]
-    assert step == (max(good) if good else None)
 
 
 FIRST_DUE = {"first_due": 4}
