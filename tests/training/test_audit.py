@@ -157,27 +157,26 @@ def test_steps_that_are_missing_are_a_difference(data, batches):
 
 
 @pytest.mark.parametrize(
-    ("actual", "problem"),
+    ("is_finished", "at_end", "period", "num_steps", "saved", "problem"),
     [
-        ({"num_steps": 55, "saved": 55}, ""),
-        ({"num_steps": 55, "saved": 50}, "checkpoint 55 was due"),
-        ({"num_steps": 55, "saved": 0}, "but there is none"),
-        ({"num_steps": 55, "saved": 50, "at_end": False}, ""),
-        ({"num_steps": 9, "saved": 0, "at_end": False}, ""),
-        (
-            {"num_steps": 55, "saved": 40, "at_end": False},
-            "checkpoint 50 was due in storage, but the newest is 40",
-        ),
+        (True, True, 10, 55, 55, ""),
+        (True, True, 10, 55, 50, "checkpoint 55 was due"),
+        (True, True, 10, 55, 0, "but there is none"),
+        (True, False, 10, 55, 50, ""),
+        (True, False, 10, 9, 0, ""),
+        (True, False, 10, 55, 40, "50 was due in storage, but the newest is 40"),
         # The first may be on its way.
-        ({"finished": False, "num_steps": 19, "saved": 0}, ""),
-        ({"finished": False, "num_steps": 20, "saved": 0}, "checkpoint 10 was due"),
-        ({"finished": False, "num_steps": 55, "saved": 10}, ""),
-        ({"finished": False, "num_steps": 55, "saved": 0, "period": None}, ""),
+        (False, True, 10, 19, 0, ""),
+        (False, True, 10, 20, 0, "checkpoint 10 was due"),
+        (False, True, 10, 55, 10, ""),
+        (False, True, None, 55, 0, ""),
     ],
 )
-def test_checkpoint_that_did_not_reach_storage_is_named(actual, problem):
-    given_ = {"finished": True, "period": 10, "at_end": True, **actual}
-    message = audit.missing_checkpoint(**given_)
+def test_checkpoint_that_did_not_reach_storage_is_named(
+    is_finished, at_end, period, num_steps, saved, problem
+):
+    steps = {"period": period, "num_steps": num_steps, "saved": saved}
+    message = audit.missing_checkpoint(**steps, at_end=at_end, finished=is_finished)
     assert bool(message) == bool(problem)
     assert problem in message
 
