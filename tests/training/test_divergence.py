@@ -124,10 +124,6 @@ REPORT = report(1.0)
 NAN = report(math.inf)
 
 
-def made(**counters):
-    return callbacks.Callbacks(counters)
-
-
 def counters_of(config):
     assert isinstance(config, schema.Config)
     return {"mine": Counter()}
@@ -141,26 +137,23 @@ def test_detectors_are_those_whose_threshold_is_set_and_others_follow():
         return [*found.get_state()["callbacks"]]
 
     own = f"{__name__}:counters_of"
-    assert names(divergence_loss_factor=1.5) == []
+    factors = {"divergence_loss_factor": 1.5, "divergence_gradient_norm_factor": 10.0}
+    assert names(**factors) == []
     assert names(divergence_action="warn") == ["non_finite"]
-    assert names(
-        divergence_action="rollback",
-        divergence_loss_factor=1.5,
-        divergence_gradient_norm_factor=10.0,
-        training_callbacks=own,
-    ) == ["non_finite", "loss_above_best", "gradient_norm", "mine"]
+    found = names(divergence_action="rollback", training_callbacks=own, **factors)
+    assert found == ["non_finite", "loss_above_best", "gradient_norm", "mine"]
 
 
 def test_states_come_back_under_their_names_and_others_begin_anew(caplog):
     one = Counter()
-    saved = made(one=one, two=Counter(), old=Counter())
+    saved = callbacks.Callbacks({"one": one, "two": Counter(), "old": Counter()})
     saved.rollbacks, one.state["steps"] = 2, 6
     saved.after_step(1, REPORT)
     state = saved.get_state()
     # It is written while the run goes on.
     saved.after_step(2, REPORT)
     again = {name: Counter() for name in ("new", "two", "one")}
-    restored = made(**again)
+    restored = callbacks.Callbacks(again)
     again["new"].state["steps"] = 9
     with caplog.at_level(logging.WARNING):
         restored.set_state(json.loads(json.dumps(state)))
@@ -169,16 +162,17 @@ def test_states_come_back_under_their_names_and_others_begin_anew(caplog):
     assert "callbacks ['new'] are new" in caplog.text
     assert "the state of callbacks ['old']" in caplog.text
     with pytest.raises(errors.CheckpointError, match="the callback 'one' cannot"):
-        made(one=Counter()).set_state({**state, "callbacks": {"one": {}}})
+        restored.set_state({**state, "callbacks": {"one": {}}})
 
 
 def test_strongest_action_and_first_bad_step_of_the_first_step_with_any_count():
     recorded = RecordedEvents()
+    late = Counter(Action.ABORT, at=3)
     counters = {
         "warns": Counter(Action.WARN, since=0),
         "goes_back": Counter(Action.ROLLBACK, since=2),
         "stops": Counter(Action.STOP, since=3),
-        "late": Counter(Action.ABORT, at=3),
+        "late": late,
     }
     several = callbacks.Callbacks(counters, emit=recorded)
     several.after_step(1, REPORT)
@@ -188,17 +182,16 @@ def test_strongest_action_and_first_bad_step_of_the_first_step_with_any_count():
     several.after_evaluation(3, 1.5)
     expected = Detection(action=Action.STOP, why="stops: it counts", since=2)
     assert (several.decision, several.decided_step) == (expected, 2)
-    late = counters["late"]
     assert (late.state["steps"], late.evaluations) == (3, 1)
-    told = {"step": 2, "action": "warn", "why": "it counts"}
-    first, *others = recorded.named("divergence_found")
-    assert (first, len(others)) == ({"callback": "warns", **told}, 2)
+    told = recorded.named("divergence_found")
+    named = [(each["callback"], each["action"]) for each in told]
+    assert named == [("warns", "warn"), ("goes_back", "rollback"), ("stops", "stop")]
+    assert {(each["step"], each["why"]) for each in told} == {(2, "it counts")}
 
 
 def distrusting(answer, **counters):
     """Callbacks that distrust steps up to 5, and when they asked to go back."""
-    asked = []
-    distrusted = made(**counters)
+    asked, distrusted = [], callbacks.Callbacks(counters)
     distrusted.distrust_until(5, lambda *given: asked.append(given) or answer)
     return distrusted, asked
 
@@ -240,38 +233,37 @@ def test_divergence_distrusts_a_restore_before_anything_else_is_done(
     assert (one.decision and one.decision.action) is decided
 
 
-FIRST_DUE = {"first_due": 4}
-NEVER_ANEW = {"most": 2, "margin": 3}
+NOTHING = "complete steps: none"
 
 
 @pytest.mark.parametrize(
-    ("bounds", "saved", "since", "options", "step"),
+    ("first_due", "saved", "since", "options", "step"),
     [
-        (NEVER_ANEW, [2, 4, 6, 8, 10], 10, {"before": 1}, 4),
+        (0, [2, 4, 6, 8, 10], 10, {"before": 1, "most": 2, "margin": 3}, 4),
         # The state right before the bad step, then step 0.
-        (FIRST_DUE, [4], 5, {}, 4),
-        (FIRST_DUE, [4], 5, {"before": 1, "began_at": 4}, 0),
-        (FIRST_DUE, [4], 5, {"before": 1, "began_at": 0}, 4),
-        (FIRST_DUE, [4], 5, {"began_at": 4}, 4),
+        (4, [4], 5, {}, 4),
+        (4, [4], 5, {"before": 1, "began_at": 4}, 0),
+        (4, [4], 5, {"before": 1, "began_at": 0}, 4),
+        (4, [4], 5, {"began_at": 4}, 4),
         # Nothing is saved, or only steps that are bad.
-        (FIRST_DUE, [], 1, {}, 0),
-        (FIRST_DUE, [], 3, {}, 0),
-        (FIRST_DUE, [4, 8], 4, {}, 0),
+        (4, [], 1, {}, 0),
+        (4, [], 3, {}, 0),
+        (4, [4, 8], 4, {}, 0),
         # A good one was due, and is gone.
-        (FIRST_DUE, [], 6, {}, "complete steps: none"),
+        (4, [], 6, {}, NOTHING),
         # Older steps were saved once: the beginning would lose them all.
-        (FIRST_DUE, [40], 41, {}, 40),
-        (FIRST_DUE, [40], 41, {"before": 1, "began_at": 40}, r"\[40\]\); keep more"),
-        ({}, [], 1, {}, "complete steps: none"),
-        (NEVER_ANEW, [7, 8], 10, {}, r"complete steps: \[7, 8\]\); keep more"),
-        (NEVER_ANEW, [2, 4], 10, {"before": 2}, "run has already rolled back 2"),
+        (4, [40], 41, {}, 40),
+        (4, [40], 41, {"before": 1, "began_at": 40}, r"\[40\]\); keep more"),
+        (0, [], 1, {}, NOTHING),
+        (0, [7, 8], 10, {"margin": 3}, r"complete steps: \[7, 8\]\); keep more"),
+        (0, [2, 4], 10, {"before": 2, "most": 2}, "run has already rolled back 2"),
     ],
 )
 def test_run_goes_back_to_the_newest_good_step_or_to_its_beginning(
-    bounds, saved, since, options, step
+    first_due, saved, since, options, step
 ):
     finding = Detection(action=Action.ROLLBACK, why="the loss is nan", since=since)
-    options = {"before": 0, **bounds, **options}
+    options = {"before": 0, "first_due": first_due, **options}
     if isinstance(step, int):
         assert step_to_go_back_to(finding, saved, **options) == step
         return
