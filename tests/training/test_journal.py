@@ -1,10 +1,8 @@
 import contextlib
 import dataclasses
 import functools
-import socket
 import sys
 import threading
-import urllib.request
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +10,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors, jsonlog, metrics, storage
 from elastic_ckpt.inspect import run_files
+from elastic_ckpt.monitoring import prometheus
 from elastic_ckpt.steps.step import Line
 from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.training import journal, schema
@@ -213,40 +212,30 @@ def test_events_of_a_start_that_was_replaced_before_it_claimed_a_world_are_not_r
 # The metrics of a process.
 
 
-def free_ports():
-    """The first of three that follow each other."""
-    while True:
-        with contextlib.ExitStack() as servers, contextlib.suppress(OSError):
-            first = servers.enter_context(socket.create_server(("127.0.0.1", 0)))
-            port = first.getsockname()[1]
-            for number in (1, 2):
-                address = ("127.0.0.1", port + number)
-                servers.enter_context(socket.create_server(address))
-            return port
+def test_processes_of_a_machine_have_files_and_ports_of_their_own(
+    tmp_path, monkeypatch
+):
+    ports = []
 
+    def serving(*, port, interface):
+        return contextlib.nullcontext(ports.append((port, interface)))
 
-def test_processes_of_a_machine_have_files_and_ports_of_their_own(tmp_path):
-    # The ports of the hosts of each machine are in a row, and the supervisor's follows.
-    port = free_ports()
-    section = schema.MetricsSection(enable_tensorboard=True, prometheus_port=port)
+    monkeypatch.setattr(prometheus, "serving", serving)
     config = configured(
         tmp_path,
-        metrics=section,
+        metrics=schema.MetricsSection(enable_tensorboard=True, prometheus_port=9100),
         world=schema.WorldSection(hosts=4),
         elastic=schema.ElasticSection(elastic_machines=2),
     )
-    listening_on_machine = functools.partial(journal.listening_on_machine, config)
-    with (
-        listening_on_machine(host=0),
-        listening_on_machine(host=3),
-        listening_on_machine(),
-    ):
+    with contextlib.ExitStack() as listeners:
+        for host in (0, 3, None):
+            each = journal.listening_on_machine(config, host=host)
+            listeners.enter_context(each)
         metrics.TRAIN_STEPS.record(40)
         metrics.GOODPUT.record(75)
-        for number in range(3):
-            url = f"http://127.0.0.1:{port + number}/metrics"
-            with urllib.request.urlopen(url) as page:
-                assert b"\nelastic_ckpt_goodput_percent 75.0\n" in page.read()
+    # The ports of the hosts of each machine are in a row, and the supervisor's follows.
+    interface = config.metrics.prometheus_interface
+    assert ports == [(port, interface) for port in (9100, 9101, 9102)]
     lines = jsonlog.read(tmp_path / "a" / "metrics" / "run.jsonl")
     assert [(line["last"], line["step"]) for line in lines] == [(40.0, 40), (75.0, 40)]
     assert event_file.scalars(tmp_path / "a" / "tensorboard" / "run") == [
