@@ -76,24 +76,21 @@ def followed(run, steps, **more):
                 for each in itertools.chain(*batch.rows):
                     assert each.document_tokens == SIZES.get(place(each))
                 found |= {(attempt, step): pieces for attempt in batch.attempts}
-                for attempt in {a for a, n in logged if n == step}:
-                    record = logged[attempt, step]
-                    is_same = record.digest == logged[batch.attempts[0], step].digest
-                    assert is_same == (attempt in batch.attempts)
-                    assert batch.position == record.row or not is_same
-                keys = {(attempt, step) for attempt in batch.attempts}
-                assert batch.is_current == bool(keys & current(run))
+                first = logged[batch.attempts[0], step]
+                same = [k for k, r in logged.items() if r.digest == first.digest]
+                assert batch.attempts == tuple(attempt for attempt, _ in same)
+                assert batch.position == first.row
+                assert batch.is_current == bool({*same} & current(run))
     return found
 
 
 def trained(run, of_row=pieces_of):
     """The same by the tokens of the run."""
-    return {
-        key: [
-            (row, *each) for row, inputs in enumerate(rows) for each in of_row(inputs)
-        ]
-        for key, rows in run.inputs.items()
-    }
+
+    def of_rows(rows):
+        return [(n, *each) for n, row in enumerate(rows) for each in of_row(row)]
+
+    return {key: of_rows(rows) for key, rows in run.inputs.items()}
 
 
 def check(run, documents, fates, *, of_row=pieces_of, suffix=".parquet"):
@@ -129,6 +126,7 @@ def check(run, documents, fates, *, of_row=pieces_of, suffix=".parquet"):
             named += map(dataclasses.astuple, each.uses)
         named = sorted((a, n, *more) for n, a, *more in named)
         assert named == sorted(uses[stem, record])
+        assert epochs
         outcomes[stem, record] = [each.outcome for each in epochs]
     return outcomes
 
