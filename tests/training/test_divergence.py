@@ -130,9 +130,12 @@ def counters_of(config):
 
 
 def test_detectors_are_those_whose_threshold_is_set_and_others_follow():
-    def names(**keys):
+    def made(**keys):
         section = schema.DivergenceSection(**keys)
-        found = callbacks.configured(schema.Config(divergence=section))
+        return callbacks.configured(schema.Config(divergence=section))
+
+    def names(**keys):
+        found = made(**keys)
         assert len(found) == len(found.get_state()["callbacks"])
         return [*found.get_state()["callbacks"]]
 
@@ -142,6 +145,11 @@ def test_detectors_are_those_whose_threshold_is_set_and_others_follow():
     assert names(divergence_action="warn") == ["non_finite"]
     found = names(divergence_action="rollback", training_callbacks=own, **factors)
     assert found == ["non_finite", "loss_above_best", "gradient_norm", "mine"]
+    several = made(divergence_action="stop", divergence_patience_steps=2, **factors)
+    for step, loss in enumerate([1.0, 9.0, 9.0], 1):
+        assert several.decision is None
+        several.after_step(step, report(loss))
+    assert (several.decision.action, several.decision.since) == (Action.STOP, 2)
 
 
 def test_states_come_back_under_their_names_and_others_begin_anew(caplog):
