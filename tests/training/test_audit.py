@@ -11,7 +11,7 @@ from elastic_ckpt.core import digest, jsonlog, topology
 from elastic_ckpt.data import rows
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.training import audit, step_log
-from tests import conftest
+from tests import conftest, jobs, runs
 from tests.training import recorded_run
 
 BATCH, STEPS = 8, 6
@@ -212,18 +212,8 @@ CLAIMS = [*CLAIMED, {"event": "world_claimed", "world": 2}]
 def test_newest_attempt_that_was_lost_is_known_by_the_events(
     tmp_path, corpus, batches, program, events, problem
 ):
-    settings = {"data_shuffle_seed": 7, "max_target_length": 16}
-    record = run_files.RunRecord(
-        run="lost",
-        program=program,
-        steps_directory=str(tmp_path / "checkpoints"),
-        every=0,
-        at_end=False,
-        ram=(),
-        first_step=1,
-        data={**settings, "grain_train_files": corpus, "grain_num_threads": 0},
-        settings={},
-    )
+    runs.write_record(tmp_path, jobs.configured(tmp_path, corpus, data_shuffle_seed=7))
+    record = dataclasses.replace(run_files.read(str(tmp_path)), program=program)
     run_files.write(tmp_path, record)
     world = topology.Topology(hosts=1, slices=1, devices=1)
     log = step_log.StepLog(tmp_path, 0, world=world, data=record.data, claim=1)
