@@ -5,7 +5,7 @@ import sys
 import threading
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors, jsonlog, metrics, storage
@@ -67,10 +67,11 @@ ENDS = [
 
 
 @given(
-    told=st.lists(st.tuples(st.sampled_from(TOLD), st.integers(3, 5)), max_size=6),
+    told=st.lists(st.tuples(st.sampled_from(TOLD), st.integers(3, 4)), max_size=4),
     error=st.sampled_from(ENDS),
     first_step=st.integers(0, 1),
 )
+@example([("step", 4), ("saved", 3)], SystemExit(143), 0)
 @settings(max_examples=60)
 def test_end_of_a_run_is_kept_with_its_last_step(
     tmp_path_factory, told, error, first_step
