@@ -147,14 +147,20 @@ def ran(of, data, attempts):
 SIX = [(0, [12, 12, 4, 24, 8, 12], {2, 4})]
 SIMPLE = ["plain", "filter", "chunk", "window_shuffle", "first_fit", "mixture"]
 BOOKS = {"books": 1.0, "code": 0.2}
-EARLY, LATE = {"web": 0.7, "code": 0.3}, {"web": 0.2, "code": 0.3, "books": 0.5}
-OTHER_WEIGHTS = {"weights": {"web": 0.1, "code": 0.9}}
+FIRST = {0: {"weights": {"web": 0.7, "code": 0.3}}}
+OTHER_WEIGHTS = {0: {"weights": {"web": 0.1, "code": 0.9}}}
 # Other weights from step 3 on, other rows from step 6 on, shorter ones from 8.
-FIRST, SECOND = {0: {"weights": EARLY}}, {3: {"weights": LATE}}
-THIRD = {6: {"length": 31, "packing": "first_fit"}, 8: {"length": 7}}
-CURRICULUM = FIRST | SECOND | THIRD
-ENDING = {0: {"weights": {"web": 1.0}}, 16: {"length": 24}}
-ENDING[22] = {"weights": {"code": 0.6, "books": 0.4}}
+CURRICULUM = {
+    **FIRST,
+    3: {"weights": {"web": 0.2, "code": 0.3, "books": 0.5}},
+    6: {"length": 31, "packing": "first_fit"},
+    8: {"length": 7},
+}
+ENDING = {
+    0: {"epochs": 1, "weights": {"web": 1.0}},
+    16: {"epochs": 1, "length": 24},
+    22: {"epochs": 1, "weights": {"code": 0.6, "books": 0.4}},
+}
 TWICE = {n: {"packing": "first_fit"} for n in (0, 3)}
 
 
@@ -177,12 +183,11 @@ TWICE = {n: {"packing": "first_fit"} for n in (0, 3)}
         # The data ends.
         (["plain once"], [(0, [24] * 40, {2, 5})], 17),
         (["chunk once"], [(0, [4] * 240, {2, 5})], 17),
-        ([{n: {**each, "epochs": 1} for n, each in ENDING.items()}],
-         [(0, [12] * 40, {10, 25})], 24),
+        ([ENDING], [(0, [12] * 40, {10, 25})], 24),
         # A run is given stages, or other weights from which it goes back to before.
         ([FIRST, CURRICULUM],
          [(0, [12] * 4, {2, 3}), (3, [12] * 4 + [6] * 3, {4, 6, 7})], 0),
-        ([FIRST, {0: OTHER_WEIGHTS}],
+        ([FIRST, OTHER_WEIGHTS],
          [(0, [12] * 4, ()), (4, [12] * 3, ()), (-2, [12] * 5, ())], 0),
         ([TWICE],
          [(0, [12] * 6 + [6] * 2, {2, 5}), (-5, [18, 4, 4, 4], ()),
