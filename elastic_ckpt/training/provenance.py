@@ -285,7 +285,7 @@ class Provenance:
     ) -> contextlib.closing[provenance.FollowedShard]:
         # Opens a shard just before a batch.
         cursor = read_cursors([shard])[shard]
-        data = _sharded(self._data[number])
+        data = _sharded(self._entered(shard, number))
         row = rows.emitted(data.num_shards, self._histories[number])[shard]
         return contextlib.closing(
             provenance.FollowedShard(
@@ -297,13 +297,20 @@ class Provenance:
         self, followed: provenance.FollowedShard, shard: int, numbers: range
     ) -> Iterator[tuple[int, int, list[provenance.Piece] | None]]:
         # For each row of a shard in some batches: the batch, the row, the documents.
-        data = self._data[numbers.start]
+        data = self._entered(shard, numbers.start)
         for number in numbers:
-            if self._data[number] != data:
-                data = self._data[number]
-                followed.continue_with(_sharded(data).make_shard)
             for row in np.flatnonzero(self._shards(number) == shard).tolist():
+                if self._data[number] != data:
+                    data = self._data[number]
+                    followed.continue_with(_sharded(data).make_shard)
                 yield number, row, followed.next()
+
+    def _entered(self, shard: int, number: int) -> elastic_data.ElasticData:
+        # The data of a shard's first row from a batch on: a shard without rows in a
+        # stage does not enter it.
+        later = range(number, len(self._batches))
+        first = next((n for n in later if shard in self._shards(n)), number)
+        return self._data[first]
 
     def _find_text(
         self, data: positional_data.TextData, file: str, record: int

@@ -5,16 +5,16 @@ from elastic_ckpt.data import example_id, rows, stages, state
 from elastic_ckpt.training import provenance, step_log
 from tests import formats
 
-# Where each token of the documents is from: dataset, file, record and index.
-ORIGINS = {}
-# The tokens of each document, by dataset, file and record.
-SIZES = {}
+# Where each token of the documents is from: file, record and index; and the tokens of
+# each document.
+ORIGINS, SIZES = {}, {}
 for _name, _counts in formats.DATASETS.items():
-    _places = [(_f, _n) for _f, _count in enumerate(_counts) for _n in range(_count)]
+    _places = [(f"{_name}-{_f}", _n) for _f, _n in enumerate(_counts)]
+    _places = [(_file, _n) for _file, _count in _places for _n in range(_count)]
     for _number, _place in enumerate(_places):
         _tokens = formats.tokens(_name, _number).tolist()
-        SIZES[_name, *_place] = len(_tokens)
-        ORIGINS |= {_t: (_name, *_place, _i) for _i, _t in enumerate(_tokens)}
+        SIZES[_place] = len(_tokens)
+        ORIGINS |= {_t: (*_place, _i) for _i, _t in enumerate(_tokens)}
 
 
 def pieces_of(inputs):
@@ -22,8 +22,8 @@ def pieces_of(inputs):
     pieces = []
     for token in inputs[inputs > 0].tolist():
         *document, index = ORIGINS[token]
-        if pieces and pieces[-1][:3] == document and sum(pieces[-1][3:]) == index:
-            pieces[-1][4] += 1
+        if pieces and pieces[-1][:2] == document and sum(pieces[-1][2:]) == index:
+            pieces[-1][3] += 1
         else:
             pieces.append([*document, index, 1])
     return [tuple(each) for each in pieces]
@@ -67,7 +67,8 @@ class Run:
         """Trains from step `start` on, with batches of these sizes.
 
         If it `goes_back`, it leaves out what the attempt before took since; `saves` has
-        the steps after which the data state is saved.
+        the steps after which the data state is saved. A size below 0 is of a batch that
+        is read, and never trained on.
         """
         number = len(self.attempts) + 1
         self.data[number] = data
@@ -82,9 +83,9 @@ class Run:
             # Batches of nothing but padding are no steps.
             step = start + len(logged)
             of_step = stages.at(data, step)
-            batch, position, cursors = self._read(of_step, size, position, cursors)
+            batch, position, cursors = self._read(of_step, abs(size), position, cursors)
             self.end = position, cursors
-            if "mask" in batch and not batch["mask"].any():
+            if size < 0 or ("mask" in batch and not batch["mask"].any()):
                 continue
             self.after[step + 1] = position, cursors
             logged.append(recorded(batch, step, attempt=number))

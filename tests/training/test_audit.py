@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +11,7 @@ from elastic_ckpt.core import digest, jsonlog, topology
 from elastic_ckpt.data import rows
 from elastic_ckpt.inspect import run_files
 from elastic_ckpt.training import audit, step_log
-from tests import conftest
+from tests import conftest, jobs, runs
 from tests.training import recorded_run
 
 BATCH, STEPS = 8, 6
@@ -65,19 +64,40 @@ def test_run_over_several_epochs_passes_and_steps_trained_again_count_once(
     assert (outcome.num_identical_steps, outcome.hosts) == (30, (4, 2))
 
 
-def wrong(batches, kind, step, row, other, late):
-    """Six batches, one or more of which the one-host run does not have there."""
-    used = [dict(each) for each in batches[:STEPS]]
-    if kind == "batches":
-        second = (step + 1 + late % (STEPS - 1)) % STEPS
-        used[step], used[second] = used[second], used[step]
-        return used
-    if kind == "again":
-        # The data was not loaded at a resume.
-        step = max(1, step)
-        return used[:step] + batches[: STEPS - step]
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=7), st.integers(0, 7))
+def test_batches_that_a_run_skips_swaps_or_repeats_are_counted(batches, data, own, n):
+    # Steps from the first on have their own batches, and others follow.
+    numbers = [*range(n), *own]
+    outcome = audited([logged([batches[each] for each in numbers])], data, first_step=1)
+    # Of steps with one batch, the first one comes before the others.
+    is_own = [n == step == numbers.index(n) for step, n in enumerate(numbers)]
+    assert outcome.passed == all(is_own)
+    assert outcome.num_identical_steps == sum(is_own)
+    assert outcome.num_examples == BATCH * len(numbers)
+    assert outcome.num_lost == BATCH * len({*range(max(numbers))} - {*numbers})
+    assert outcome.num_repeated == BATCH * (len(numbers) - len({*numbers}))
+    if not outcome.passed:
+        step = is_own.index(False)
+        number = numbers[step]
+        why = f"they belong to step {number + 1}"
+        if number < step:
+            why = "other steps have used 8 of them"
+            why += "; was the data state restored?" * (number == 0)
+        place = f"rows {8 * number} to {8 * number + 7} of the data"
+        assert outcome.first_difference == f"step {step + 1} ({place}): {why}"
+
+
+@given(
+    st.sampled_from(["tokens", "swap", "twice", "other"]),
+    st.integers(0, STEPS - 1),
+    st.permutations(range(BATCH)),
+    st.integers(0, 29 - STEPS),
+)
+def test_batch_with_any_other_row_is_found(batches, data, kind, step, rows_, late):
+    used, (row, other, *_) = [dict(each) for each in batches[:STEPS]], rows_
     for name, feature in batches[step].items():
-        mixed = feature.copy()
+        mixed = used[step][name] = feature.copy()
         if kind == "tokens" and name == "inputs":
             mixed[row, late % mixed.shape[1]] ^= 1
         elif kind == "other":
@@ -86,54 +106,11 @@ def wrong(batches, kind, step, row, other, late):
             mixed[row] = feature[other]
             if kind == "swap":
                 mixed[other] = feature[row]
-        used[step][name] = mixed
-    return used
-
-
-KINDS = ["tokens", "swap", "twice", "other", "batches", "again"]
-
-
-@settings(max_examples=60)
-@given(
-    st.sampled_from(KINDS),
-    st.integers(0, STEPS - 1),
-    st.permutations(range(BATCH)),
-    st.integers(0, 29 - STEPS),
-)
-def test_any_other_batch_is_found_at_its_step(batches, data, kind, step, places, late):
-    used = wrong(batches, kind, step, *places[:2], late)
-    differs = [
-        any(not np.array_equal(one[name], other[name]) for name in one)
-        for one, other in zip(used, batches, strict=False)
-    ]
     outcome = audited([logged(used)], data, first_step=1)
-    assert not outcome.passed
-    first = differs.index(True) + 1
-    assert outcome.first_difference.startswith(f"step {first} (rows "), outcome
-    restored = "; was the data state restored?"
-    assert outcome.first_difference.endswith(restored) == (kind == "again")
-    assert outcome.num_identical_steps == STEPS - sum(differs)
-    assert outcome.num_examples == STEPS * BATCH
-    step = max(1, step)
-    repeated = min(step, STEPS - step) * BATCH * (kind == "again")
-    assert (outcome.num_lost, outcome.num_repeated) == (0, repeated)
-
-
-@settings(max_examples=30)
-@given(st.sets(st.integers(0, STEPS - 1), max_size=STEPS - 1))
-def test_rows_that_no_step_used_are_counted(batches, data, skipped):
-    used = [batch for n, batch in enumerate(batches[:STEPS]) if n not in skipped]
-    outcome = audited([logged(used)], data)
-    before = {n for n in skipped if any(m not in skipped for m in range(n, STEPS))}
-    assert outcome.num_lost == BATCH * len(before)
-    assert outcome.passed == (not before)
-    if before:
-        index, n = next(
-            (i, n) for i, n in enumerate(sorted({*range(STEPS)} - skipped)) if i != n
-        )
-        place = f"rows {8 * n} to {8 * n + 7} of the data"
-        expected = f"step {index} ({place}): they belong to step {n}"
-        assert outcome.first_difference == expected
+    assert outcome.first_difference.startswith(f"step {step + 1} (rows "), outcome
+    assert "the batch of the one-host run has different" in outcome.first_difference
+    assert outcome.num_identical_steps == STEPS - 1
+    assert (outcome.num_lost, outcome.num_repeated) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -157,9 +134,11 @@ def test_rows_that_a_run_left_out_when_it_went_back_are_those_that_it_noted(
     after = logged(used, first=2, attempt=2, left_out=left_out)
     outcome = audited([before, after], data)
     assert outcome.passed == has_passed, outcome.first_difference
+    skipped = 8 * (numbers[0] - 2)
+    assert outcome.num_lost + outcome.num_left_out == skipped
     if has_passed:
         assert (outcome.num_steps, outcome.num_redone_steps) == (5, 3)
-        assert outcome.num_left_out == 24
+        assert outcome.num_left_out == skipped
     else:
         assert outcome.first_difference.startswith(("step 1", "step 2"))
 
@@ -180,27 +159,26 @@ def test_steps_that_are_missing_are_a_difference(data, batches):
 
 
 @pytest.mark.parametrize(
-    ("actual", "problem"),
+    ("is_finished", "at_end", "period", "num_steps", "saved", "problem"),
     [
-        ({"num_steps": 55, "saved": 55}, ""),
-        ({"num_steps": 55, "saved": 50}, "checkpoint 55 was due"),
-        ({"num_steps": 55, "saved": 0}, "but there is none"),
-        ({"num_steps": 55, "saved": 50, "at_end": False}, ""),
-        ({"num_steps": 9, "saved": 0, "at_end": False}, ""),
-        (
-            {"num_steps": 55, "saved": 40, "at_end": False},
-            "checkpoint 50 was due in storage, but the newest is 40",
-        ),
+        (True, True, 10, 55, 55, ""),
+        (True, True, 10, 55, 50, "checkpoint 55 was due"),
+        (True, True, 10, 55, 0, "but there is none"),
+        (True, False, 10, 55, 50, ""),
+        (True, False, 10, 9, 0, ""),
+        (True, False, 10, 55, 40, "50 was due in storage, but the newest is 40"),
         # The first may be on its way.
-        ({"finished": False, "num_steps": 19, "saved": 0}, ""),
-        ({"finished": False, "num_steps": 20, "saved": 0}, "checkpoint 10 was due"),
-        ({"finished": False, "num_steps": 55, "saved": 10}, ""),
-        ({"finished": False, "num_steps": 55, "saved": 0, "period": None}, ""),
+        (False, True, 10, 19, 0, ""),
+        (False, True, 10, 20, 0, "checkpoint 10 was due"),
+        (False, True, 10, 55, 10, ""),
+        (False, True, None, 55, 0, ""),
     ],
 )
-def test_checkpoint_that_did_not_reach_storage_is_named(actual, problem):
-    given_ = {"finished": True, "period": 10, "at_end": True, **actual}
-    message = audit.missing_checkpoint(**given_)
+def test_checkpoint_that_did_not_reach_storage_is_named(
+    is_finished, at_end, period, num_steps, saved, problem
+):
+    steps = {"period": period, "num_steps": num_steps, "saved": saved}
+    message = audit.missing_checkpoint(**steps, at_end=at_end, finished=is_finished)
     assert bool(message) == bool(problem)
     assert problem in message
 
@@ -236,18 +214,8 @@ CLAIMS = [*CLAIMED, {"event": "world_claimed", "world": 2}]
 def test_newest_attempt_that_was_lost_is_known_by_the_events(
     tmp_path, corpus, batches, program, events, problem
 ):
-    settings = {"data_shuffle_seed": 7, "max_target_length": 16}
-    record = run_files.RunRecord(
-        run="lost",
-        program=program,
-        steps_directory=str(tmp_path / "checkpoints"),
-        every=0,
-        at_end=False,
-        ram=(),
-        first_step=1,
-        data={**settings, "grain_train_files": corpus, "grain_num_threads": 0},
-        settings={},
-    )
+    runs.write_record(tmp_path, jobs.configured(tmp_path, corpus, data_shuffle_seed=7))
+    record = dataclasses.replace(run_files.read(str(tmp_path)), program=program)
     run_files.write(tmp_path, record)
     world = topology.Topology(hosts=1, slices=1, devices=1)
     log = step_log.StepLog(tmp_path, 0, world=world, data=record.data, claim=1)

@@ -1,24 +1,28 @@
 import contextlib
 import dataclasses
 import functools
-import socket
 import sys
 import threading
-import urllib.request
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from elastic_ckpt.core import errors, events, jsonlog, metrics, storage
+from elastic_ckpt.core import errors, jsonlog, metrics, storage
 from elastic_ckpt.inspect import run_files
+from elastic_ckpt.monitoring import prometheus
 from elastic_ckpt.steps.step import Line
 from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.training import journal, schema
 from tests.monitoring import event_file
 
-RATES = {"tokens": 9, "learning_rate": 0.1}
 STARTED = {"run": "a", "hosts": 1, "slices": 1, "devices": 1}
-STARTED |= {"start_step": 3, "steps": 9}
-BEGUN = ("run_started", STARTED)
+BEGUN = ("run_started", {**STARTED, "start_step": 3, "steps": 9})
+RATES = {"loss": 1.0, "secs": 1.0, "tokens": 9, "learning_rate": 0.1}
+
+
+def step(number):
+    return "step", {"step": number, "steps": 9, **RATES}
 
 
 def tell(emit, *events_):
@@ -37,7 +41,7 @@ def config(tmp_path):
 
 
 def kept(config, **options):
-    return journal.kept(journal.path_of(config), events.nobody, **options)
+    return journal.kept(journal.path_of(config), lambda *_, **__: None, **options)
 
 
 def listening(config):
@@ -50,63 +54,55 @@ def recorded(config):
     return [{k: v for k, v in event.items() if k != "time"} for event in log]
 
 
-def step(number):
-    return "step", {"step": number, "steps": 9, "loss": 1.0, "secs": 1.0, **RATES}
-
-
-STOPS = [errors.StoppedError("late"), KeyboardInterrupt(), SystemExit(143)]
-RESTORED = ("restored_from", {"step": 3})
-
-
 def stopped(step, *, saved):
     return {"event": "run_stopped", "step": step, "saved": saved}
 
 
-@pytest.mark.parametrize(
-    ("told", "error", "end"),
-    [
-        # The last step and the first line.
-        ([], errors.RunError("host 1 failed\n| its log"),
-         {"event": "run_failed", "step": 3, "why": "host 1 failed"}),
-        ([step(4), step(5)], errors.RunError("all failed"),
-         {"event": "run_failed", "step": 5, "why": "all failed"}),
-        *(([step(4)], error, stopped(4, saved=False)) for error in STOPS),
-        *((told, SystemExit(143), stopped(number, saved=saved))
-          for told, number, saved in (
-              # SIGTERM between two worlds, as after a handover: all hosts have saved.
-              ([("world_left", {"step": 5})], 5, True),
-              ([RESTORED], 3, True),
-              ([RESTORED, ("step_done", {"step": 4})], 4, False),
-              ([RESTORED, BEGUN], 3, True),
-              ([step(3), ("saved", {"step": 3})], 3, True),
-              # The loss of a step may be known later.
-              ([("saved", {"step": 3}), step(3)], 3, True),
-              ([step(3), ("saved", {"step": 2})], 3, False),
-          )),
-        # A start that was refused leaves no event.
-        (None, errors.DataError("refused"), None),
-        (None, SystemExit(143), None),
-    ],
-)  # fmt: skip
-def test_end_of_a_run_is_kept_with_its_last_step(config, told, error, end):
-    keeping = journal.kept(journal.path_of(config), lambda *_, **__: None)
-    with pytest.raises(type(error)), keeping as emit:  # noqa: PT012
-        tell(emit, *([] if told is None else [BEGUN, *told]))
+# How many steps are done, and which one is saved.
+TOLD = ("run_started", "step", "step_done", "saved", "restored_from", "world_left")
+ENDS = [
+    errors.RunError("host 1 failed\n| its log"),
+    *(errors.StoppedError("late"), KeyboardInterrupt(), SystemExit(143)),
+]
+
+
+@given(
+    told=st.lists(st.tuples(st.sampled_from(TOLD), st.integers(3, 4)), max_size=4),
+    error=st.sampled_from(ENDS),
+    first_step=st.integers(0, 1),
+)
+@example([("step", 4), ("saved", 3)], SystemExit(143), 0)
+@settings(max_examples=60)
+def test_end_of_a_run_is_kept_with_its_last_step(
+    tmp_path_factory, told, error, first_step
+):
+    config, done, saved = configured(tmp_path_factory.mktemp("run")), 3, -1
+    with pytest.raises(type(error)), kept(config, first_step=first_step) as emit:  # noqa: PT012
+        tell(emit, BEGUN)
+        for name, number in told:
+            is_start, (_, fields) = name == "run_started", step(number)
+            emit(name, **({**STARTED, "start_step": number} if is_start else fields))
+            done = done if name == "saved" else number
+            if name in ("saved", "restored_from"):
+                saved = number + 1 - first_step
+            elif name == "world_left":
+                # All hosts have saved.
+                saved = number
         raise error
-    if end is None:
-        assert recorded(config) == []
-        return
     first, *_, last = recorded(config)
-    assert (first, last) == ({"event": "run_started", **STARTED}, end)
+    assert first == {"event": BEGUN[0], **BEGUN[1]}
+    # The first line.
+    failed = {"event": "run_failed", "step": done, "why": "host 1 failed"}
+    is_failed = "host" in str(error)
+    assert last == (failed if is_failed else stopped(done, saved=saved >= done))
     assert not any(each["event"].startswith("step") for each in recorded(config))
 
 
-def test_steps_that_are_numbered_from_0_are_saved_under_the_number_before(config):
-    with pytest.raises(SystemExit), kept(config, first_step=0) as emit:  # noqa: PT012
-        tell(emit, step(4))
-        emit("saved", step=3, secs=1.0)
-        raise SystemExit(143)
-    assert recorded(config)[-1] == stopped(4, saved=True)
+@pytest.mark.parametrize("error", [errors.DataError("refused"), SystemExit(143)])
+def test_start_that_was_refused_leaves_no_event(config, error):
+    with pytest.raises(type(error)), kept(config):
+        raise error
+    assert recorded(config) == []
 
 
 def test_run_is_locked_and_a_stop_that_was_asked_for_is_known(config):
@@ -217,40 +213,30 @@ def test_events_of_a_start_that_was_replaced_before_it_claimed_a_world_are_not_r
 # The metrics of a process.
 
 
-def free_ports():
-    """The first of three that follow each other."""
-    while True:
-        with contextlib.ExitStack() as servers, contextlib.suppress(OSError):
-            first = servers.enter_context(socket.create_server(("127.0.0.1", 0)))
-            port = first.getsockname()[1]
-            for number in (1, 2):
-                address = ("127.0.0.1", port + number)
-                servers.enter_context(socket.create_server(address))
-            return port
+def test_processes_of_a_machine_have_files_and_ports_of_their_own(
+    tmp_path, monkeypatch
+):
+    ports = []
 
+    def serving(*, port, interface):
+        return contextlib.nullcontext(ports.append((port, interface)))
 
-def test_processes_of_a_machine_have_files_and_ports_of_their_own(tmp_path):
-    # The ports of the hosts of each machine are in a row, and the supervisor's follows.
-    port = free_ports()
-    section = schema.MetricsSection(enable_tensorboard=True, prometheus_port=port)
+    monkeypatch.setattr(prometheus, "serving", serving)
     config = configured(
         tmp_path,
-        metrics=section,
+        metrics=schema.MetricsSection(enable_tensorboard=True, prometheus_port=9100),
         world=schema.WorldSection(hosts=4),
         elastic=schema.ElasticSection(elastic_machines=2),
     )
-    listening_on_machine = functools.partial(journal.listening_on_machine, config)
-    with (
-        listening_on_machine(host=0),
-        listening_on_machine(host=3),
-        listening_on_machine(),
-    ):
+    with contextlib.ExitStack() as listeners:
+        for host in (0, 3, None):
+            each = journal.listening_on_machine(config, host=host)
+            listeners.enter_context(each)
         metrics.TRAIN_STEPS.record(40)
         metrics.GOODPUT.record(75)
-        for number in range(3):
-            url = f"http://127.0.0.1:{port + number}/metrics"
-            with urllib.request.urlopen(url) as page:
-                assert b"\nelastic_ckpt_goodput_percent 75.0\n" in page.read()
+    # The ports of the hosts of each machine are in a row, and the supervisor's follows.
+    interface = config.metrics.prometheus_interface
+    assert ports == [(port, interface) for port in (9100, 9101, 9102)]
     lines = jsonlog.read(tmp_path / "a" / "metrics" / "run.jsonl")
     assert [(line["last"], line["step"]) for line in lines] == [(40.0, 40), (75.0, 40)]
     assert event_file.scalars(tmp_path / "a" / "tensorboard" / "run") == [

@@ -1,5 +1,7 @@
 """The order in which a loop steps, logs, evaluates, validates and saves."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -13,13 +15,13 @@ from tests.processes.callbacks import Stateless
 class Computed(float):
     """The loss of a step, which is computed once it is waited for."""
 
-    def __new__(cls, parts, loss):
+    def __new__(cls, calls, loss):
         made = super().__new__(cls, loss)
-        made.parts = parts
+        made.calls = calls
         return made
 
     def block_until_ready(self):
-        self.parts.calls.append(f"wait {self:g}")
+        self.calls.append(f"wait {self:g}")
         return self
 
 
@@ -30,23 +32,19 @@ class Parts(Stateless):
       count: of the batches.
       nan_at: the step from 0 whose loss is no number.
       asks: what a callback asks for after step 2.
-      at_end: whether the last step is due.
       leaves: the steps after which the hosts are to leave, and how.
+      at_end: whether the last step is due.
     """
 
     def __init__(self, *, count=100, nan_at=None, asks=None, leaves=(), at_end=True):
-        self.calls = []
-        self._numbers = iter(range(count))
-        self._nan_at, self._asks, self._leaves = nan_at, asks, dict(leaves)
-        self._at_end = at_end
-
-    # Batches, for training and for an evaluation, which begins anew.
+        self.calls, self._numbers = [], iter(range(count))
+        self._nan_at, self._asks, self._at_end = nan_at, asks, at_end
+        # Of a saver, a world, and batches that an evaluation begins anew.
+        self.last_step, self.leaving = None, dict(leaves).get
+        self.begin = self.begin_at = lambda _: None
 
     def __next__(self):
         return np.int32(next(self._numbers))
-
-    def begin_at(self, step):
-        pass
 
     def reset(self):
         self._evaluation = iter([(6.0, 2), (9.0, 4)])
@@ -58,38 +56,32 @@ class Parts(Stateless):
 
     def step(self, state, batch):
         self.calls.append(f"step {batch}")
-        report = model.StepReport(
-            loss=Computed(self, np.nan if batch == self._nan_at else batch),
+        loss = np.nan if batch == self._nan_at else batch
+        return state + 1, model.StepReport(
+            loss=Computed(self.calls, loss),
             example_id=None,
             row_digests=None,
             tokens=np.int32(8),
             learning_rate=np.float32(0.5),
             gradient_norm=np.float32(batch + 1),
         )
-        return state + 1, report
 
     def evaluate(self, state, batch):
         del state
         return batch
 
-    # A world.
-
-    def begin(self, phase):
-        pass
-
-    def leaving(self, step):
-        return self._leaves.get(step)
-
     def compiled(self, jitted, state, batch, *, step):
         del state, batch, step
         return jitted
 
-    # A saver, to which step 2 is due.
-
-    last_step = None
+    # A saver and a validation of replicas, to which step 2 is due.
 
     def is_due(self, step, *, last=False, is_saving=False):
         return step == 2 or (last and self._at_end) or is_saving
+
+    def run(self, step, state, *, components):
+        assert (state, components) == (step, {"callbacks": Callbacks().get_state()})
+        self.calls.append(f"validate {step}")
 
     def save(self, step, state, *, last):
         assert state == step
@@ -98,12 +90,6 @@ class Parts(Stateless):
 
     def record(self, step, metrics):
         self.calls.append(f"record {step} {metrics['eval_loss']}")
-
-    # A validation of replicas.
-
-    def run(self, step, state, *, components):
-        assert (state, components) == (step, {"callbacks": Callbacks().get_state()})
-        self.calls.append(f"validate {step}")
 
     # The directory of a run.
 
@@ -141,62 +127,59 @@ def looped(parts, *, steps=4, **changes):
         "callbacks": Callbacks(),
     }
     made = trainer.Trainer(**(dict.fromkeys(names, parts) | others | changes))
-    return made.loop(0, start_step=0, steps=steps)
+    ended = made.loop(0, start_step=0, steps=steps)
+    assert ended.state == ended.step
+    return ended
 
 
-TWO = "step 0, log 1, wait 0, step 1, log 2, wait 1, "
+ONE = "step 0, log 1, wait 0, "
+TWO = ONE + "step 1, log 2, wait 1, "
 THREE = TWO + "save 2, step 2, log 3, "
+# Steps are logged before they are saved, and one is ahead of the devices.
+FOUR = THREE + "step 3, wait 2, log 4, wait 3, last 4"
 
 
 @pytest.mark.parametrize(
     ("given", "calls", "step"),
     [
-        # Steps are logged before they are saved, and one is ahead of the devices.
-        ({}, THREE + "step 3, wait 2, log 4, wait 3, last 4", 4),
+        ({}, FOUR, 4),
         ({"count": 0}, "data_ended 0", 0),
-        ({"count": 1}, "step 0, log 1, wait 0, data_ended 1, last 1", 1),
+        ({"count": 1}, ONE + "data_ended 1, last 1", 1),
         # Step 2 was saved already, to the tiers that were due.
         ({"count": 2}, TWO + "save 2, data_ended 2, last 2", 2),
-        ({"leaves": {1: "stop"}}, "step 0, log 1, wait 0, last 1", 1),
-        ({"leaves": {1: "stop"}, "at_end": False}, "step 0, log 1, wait 0, last 1", 1),
+        ({"leaves": {1: "stop"}}, ONE + "last 1", 1),
+        ({"leaves": {1: "stop"}, "at_end": False}, ONE + "last 1", 1),
         # Step 2 is due anyway, and is saved once.
         ({"leaves": {2: "resume"}}, TWO + "last 2", 2),
-        ({"leaves": {4: "stop"}}, THREE + "step 3, wait 2, log 4, wait 3, last 4", 4),
+        ({"leaves": {4: "stop"}}, FOUR, 4),
     ],
 )
-def test_loop_logs_saves_and_ends(given, calls, step):
-    parts = Parts(**given)
-    ended = looped(parts)
+@pytest.mark.parametrize("is_validated", [False, True])
+def test_loop_logs_validates_saves_and_ends(given, calls, step, is_validated):
+    parts, changes = Parts(**given), {}
+    if is_validated:
+        calls = re.sub(r"(?:save|last) (\d)", r"validate \1, \g<0>", calls)
+        changes = {"validation": parts}
+    ended = looped(parts, **changes)
     assert ", ".join(parts.calls) == calls
     is_stopped = step < 4 and "leaves" in given
     assert ended == trainer.Ended(step, step, is_stopped, None)
 
 
-@pytest.mark.parametrize("count", [3, 100])
-def test_state_is_validated_before_each_save(count):
-    parts = Parts(count=count)
-    looped(parts, validation=parts)
-    last = min(count, 4)
-    saves = [each for each in parts.calls if each.startswith(("val", "save", "last"))]
-    assert saves == ["validate 2", "save 2", f"validate {last}", f"last {last}"]
-
-
-CALLED = "step 0, log 1, wait 0, called 1, step 1, log 2, wait 1, called 2"
-ON = (
-    f"{CALLED}, save 2, step 2, log 3, step 3, wait 2, called 3, log 4, wait 3,"
-    " called 4, last 4"
-)
+def called(calls):
+    """The same with a callback, which sees each step once it is computed."""
+    return re.sub(r"wait (\d)", lambda m: f"{m[0]}, called {int(m[1]) + 1}", calls)
 
 
 @pytest.mark.parametrize(
     ("action", "is_divergence", "calls"),
     [
-        (None, False, ON),
-        (Action.WARN, False, ON),
-        (Action.STOP, False, f"{CALLED}, last 2"),
-        (Action.STOP, True, CALLED),
-        (Action.ABORT, False, CALLED),
-        (Action.ROLLBACK, False, CALLED),
+        (None, False, FOUR),
+        (Action.WARN, False, FOUR),
+        (Action.STOP, False, TWO + "last 2"),
+        (Action.STOP, True, TWO[:-2]),
+        (Action.ABORT, False, TWO[:-2]),
+        (Action.ROLLBACK, False, TWO[:-2]),
     ],
 )
 def test_callbacks_see_each_step_before_it_is_saved_and_may_prevent_it(
@@ -205,8 +188,8 @@ def test_callbacks_see_each_step_before_it_is_saved_and_may_prevent_it(
     found = {"why": "it is", "since": 2, "is_divergence": is_divergence}
     parts = Parts(asks=action and Detection(action=action, **found))
     ended = looped(parts, callbacks=Callbacks({"one": parts}))
-    assert ", ".join(parts.calls) == calls
-    if calls == ON:
+    assert ", ".join(parts.calls) == called(calls)
+    if calls == FOUR:
         assert (ended.step, ended.finding) == (4, None)
     else:
         assert (ended.step, ended.is_stopped) == (2, False)
@@ -221,14 +204,11 @@ def evaluating(max_batches=0):
 @pytest.mark.parametrize(("max_batches", "loss"), [(0, 2.5), (1, 3.0)])
 def test_evaluation_is_the_mean_over_all_targets_each_time_anew(max_batches, loss):
     parts = Parts()
-    called = Callbacks({"one": parts})
-    looped(parts, evaluated=parts, config=evaluating(max_batches), callbacks=called)
-    calls = ", ".join(parts.calls)
-    for step, kind in ((2, "save"), (4, "last")):
-        # Before the step is saved.
-        evaluated = f"called {step}, evaluated {step}, called {step} {loss}, "
-        assert evaluated + f"record {step} {loss}, {kind} {step}" in calls
-    assert calls.count("evaluated") == 2
+    changes = {"callbacks": Callbacks({"one": parts}), "evaluated": parts}
+    looped(parts, config=evaluating(max_batches), **changes)
+    before = rf"evaluated \1, called \1 {loss}, record \1 {loss}, \g<0>"
+    expected = re.sub(r"(?:save|last) (\d)", before, called(FOUR))
+    assert ", ".join(parts.calls) == expected
 
 
 @pytest.mark.parametrize("goes_back", [True, False])
@@ -238,11 +218,9 @@ def test_loop_that_distrusts_its_state_ends_without_a_save_or_an_evaluation(goes
     changes = {"callbacks": none, "evaluated": parts, "config": evaluating()}
     ended = looped(parts, steps=3, **changes)
     assert asked == [(2, "the loss is nan")]
-    calls = ", ".join(parts.calls)
-    if goes_back:
-        assert calls == "step 0, log 1, wait 0, step 1, log 2, wait nan"
-        assert (ended.step, ended.finding.action) == (2, Action.DISTRUST)
-    else:
-        assert "wait nan, evaluated 2, record 2 2.5, save 2, step 2" in calls
-        assert calls.endswith("last 3")
-        assert (ended.step, ended.finding) == (3, None)
+    calls = ONE + "step 1, log 2, wait nan"
+    if not goes_back:
+        calls += ", evaluated 2, record 2 2.5, save 2, step 2, log 3, wait 2, last 3"
+    assert ", ".join(parts.calls) == calls
+    action = ended.finding and ended.finding.action
+    assert (ended.step, action) == ((2, Action.DISTRUST) if goes_back else (3, None))

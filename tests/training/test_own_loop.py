@@ -24,15 +24,13 @@ from tests import corpora, runs
 def train(directory, data, *, devices, batch_size, until, steps=12):
     """A loop from the newest step on, which fails if it ends before its last one."""
     mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
-    tiers = [
-        ec.Local(directory / "ram", every=1),
-        ec.Persistent(directory / "saved", every=2),
-    ]
+    # The steps share the directory of the run.
+    tiers = [ec.Local(directory / "ram", every=1), ec.Persistent("run", every=2)]
     batches = ec.batches(data, mesh=mesh, global_batch_size=batch_size)
     step, state = 0, {"seen": np.zeros((), np.int32)}
     with (
         contextlib.closing(batches),
-        ec.RunDirectory(directory / "run", tiers=tiers, steps=steps) as run,
+        ec.RunDirectory("run", tiers=tiers, steps=steps) as run,
         ec.Checkpointer(tiers, emit=run.emit) as checkpointer,
     ):
         if checkpointer.latest is not None:
@@ -47,11 +45,12 @@ def train(directory, data, *, devices, batch_size, until, steps=12):
             if step % 3 or step == steps:
                 checkpointables = {"state": state, "data": batches}
                 checkpointer.save_checkpointables(step, checkpointables)
+        assert runs.verb("status", "run").startswith("run: training\n")
         if step < steps:
             raise ZeroDivisionError("in the loop")
 
 
-def test_every_verb_reads_a_loop_that_failed_and_changed_its_devices(
+def test_every_verb_reads_a_loop_that_failed_changed_its_devices_and_was_moved(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -75,7 +74,10 @@ def test_every_verb_reads_a_loop_that_failed_and_changed_its_devices(
     (failed,) = runs.events(tmp_path / "run", "run_failed")
     assert (failed["step"], failed["why"]) == (6, "in the loop")
     train(tmp_path, program.data, devices=4, batch_size=16, until=12)
-    audit = functools.partial(runs.verb, "audit", "run", "--data")
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    # The identity of the run and its record.
+    assert {"run.json", "record.json"} <= {each.name for each in moved.iterdir()}
+    audit = functools.partial(runs.verb, "audit", "moved", "--data")
     audited = json.loads(audit("own_program:data", "--json"))
     assert audited["passed"]
     assert audited["num_steps"] == audited["num_identical_steps"] == 12
@@ -92,18 +94,23 @@ def test_every_verb_reads_a_loop_that_failed_and_changed_its_devices(
     output = audit("own_program:data", "--find", record)
     assert output.startswith(f"{record}, epoch 0")
     assert "  step 8, row 3, attempt 2\n" in output
-    output = runs.verb("status", "run")
-    for text in ("run: finished", "12 of 12", "RAM     step 12", "storage step 12"):
-        assert text in output
-    assert json.loads(runs.verb("status", "run", "--json"))["loss"] > 0
-    runs.verb("report", "run", "--no-audit")
-    assert "<h2>Loss</h2>" in (tmp_path / "run/report.html").read_text()
-    asks = "specify the data with --data MODULE:NAME"
-    assert asks in runs.verb("audit", "run", code=1)
-    wrong = audit("own_program:make_shard", code=1)
-    assert "a function that takes no arguments" in wrong
-    asks = "where it calls ec.elastic.run"
-    assert asks in runs.verb("scale", "run", "--slices", "2", code=1)
+    assert json.loads(runs.verb("status", "moved", "--json"))["loss"] > 0
+    runs.verb("report", "moved", "--no-audit")
+    assert "<h2>Loss</h2>" in (moved / "report.html").read_text()
+    for verb, texts in {
+        "status": ("run: finished", "12 of 12", "RAM     step 12", "storage step 12"),
+        "inspect": ("step 12: complete",),
+        "verify": (),
+    }.items():
+        output = runs.verb(verb, "moved")
+        assert all(text in output for text in texts), output
+    for arguments, says in (
+        (("audit", "moved"), "specify the data with --data MODULE:NAME"),
+        (("audit", "moved", "--data", "own_program:make_shard"),
+         "a function that takes no arguments"),
+        (("scale", "moved", "--slices", "2"), "where it calls ec.elastic.run"),
+    ):  # fmt: skip
+        assert says in runs.verb(*arguments, code=1)
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -142,25 +149,6 @@ def recording(tmp_path, data):
     made = Recording(tmp_path, data)
     yield made
     made.batches.close()
-
-
-def test_a_loop_and_its_steps_may_share_a_directory_that_is_moved(tmp_path, recording):
-    tiers = [ec.Persistent(tmp_path / "run", every=1)]
-    with (
-        recording.run(tiers=tiers) as run,
-        ec.Checkpointer(tiers, emit=run.emit) as checkpointer,
-    ):
-        recording.log(run, 1)
-        checkpointer.save(1, {"w": jax.numpy.ones(1)})
-        assert runs.verb("status", tmp_path / "run").startswith("run: training\n")
-    moved = (tmp_path / "run").rename(tmp_path / "moved")
-    # The identity of the run and its record.
-    assert {"run.json", "record.json"} <= {each.name for each in moved.iterdir()}
-    output = runs.verb("status", moved)
-    assert output.startswith("run: finished\n")
-    assert "in storage step 1," in output
-    assert "step 1: complete" in runs.verb("inspect", moved)
-    runs.verb("verify", moved)
 
 
 def test_losses_may_be_left_out_and_mistakes_are_refused(tmp_path, recording):

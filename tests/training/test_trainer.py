@@ -17,53 +17,65 @@ from tests.processes.callbacks import Stateless
 from tests.recorded_events import RecordedEvents
 
 
+class At(Stateless):
+    """Acts at a step."""
+
+    def __init__(self, step, act):
+        self._step, self._act = step, act
+
+    def after_step(self, step, report):
+        del report
+        return self._act() if step == self._step else None
+
+
+def planted(config):
+    """Finds a divergence, once."""
+    del config
+    found = [Detection(action=Action.ROLLBACK, why="planted", since=4)]
+    return {"planted": At(4, lambda: found.pop() if found else None)}
+
+
+def failing(config):
+    """Fails right after a save was begun, at the step after it."""
+    del config
+    return {"failing": At(5, lambda: 1 / 0)}
+
+
 def configured(directory, corpus, **settings):
     values = {"save_checkpoint_on_completion": False, **settings}
     return jobs.configured(directory, corpus, **values)
 
 
-class Planted(Stateless):
-    """Finds a divergence at step 4, once."""
-
-    def __init__(self):
-        self._found = [Detection(action=Action.ROLLBACK, why="planted", since=4)]
-
-    def after_step(self, step, report):
-        del report
-        return self._found.pop() if self._found and step == 4 else None
-
-
-def planted(config):
-    del config
-    return {"planted": Planted()}
+def diverging(directory, corpus, period, **parts):
+    """A run whose batch grows at step 4, which is bad; its end, and what it told."""
+    config = configured(
+        directory,
+        corpus,
+        steps=6,
+        checkpoint_period=period,
+        training_callbacks=f"{__name__}:planted",
+        enable_rampup_batch_size=True,
+        per_device_batch_size_start=2,
+        per_device_batch_size_increment=2,
+        per_device_batch_size=4,
+        global_rampup_samples=32,
+        global_batch_size=0,
+        num_logical_shards=24,
+    )
+    recorded = RecordedEvents()
+    ended = jobs.trained(jobs.assembled(config, emit=recorded, **parts))
+    return config, ended, recorded
 
 
 def test_run_that_goes_back_continues_with_the_same_batch_whenever_it_decides(
     tmp_path, corpus
 ):
-    # The batch grows at step 4, which is decided on at once if it may be saved.
-    ramp = {
-        "enable_rampup_batch_size": True,
-        "per_device_batch_size_start": 2,
-        "per_device_batch_size_increment": 2,
-        "per_device_batch_size": 4,
-        "global_rampup_samples": 32,
-        "global_batch_size": 0,
-        "num_logical_shards": 24,
-    }
+    # It decides at once if step 4 may be saved.
     after = []
     for period in (2, 3):
         directory = tmp_path / str(period)
-        config = configured(
-            directory,
-            corpus,
-            steps=6,
-            checkpoint_period=period,
-            training_callbacks=f"{__name__}:planted",
-            **ramp,
-        )
-        recorded = RecordedEvents()
-        assert jobs.trained(jobs.assembled(config, emit=recorded)).step == 6
+        config, ended, recorded = diverging(directory, corpus, period)
+        assert ended.step == 6
         steps = [each["step"] for each in recorded.named("step")]
         # Step 5 was trained before it went back only if it decided late.
         assert steps == [*range(1, period + 3), *range(period + 1, 7)]
@@ -87,13 +99,8 @@ def test_run_that_goes_back_continues_with_the_same_batch_whenever_it_decides(
 def test_run_that_goes_back_while_its_hosts_leave_stops_at_the_older_step(
     tmp_path, corpus
 ):
-    called = f"{__name__}:planted"
-    config = configured(
-        tmp_path, corpus, checkpoint_period=2, training_callbacks=called
-    )
-    recorded = RecordedEvents()
-    parts = {"emit": recorded, "leaving": lambda step: "stop" if step == 4 else None}
-    ended = jobs.trained(jobs.assembled(config, **parts))
+    leaving = {4: "stop"}.get
+    _, ended, recorded = diverging(tmp_path, corpus, 2, leaving=leaving)
     assert (ended.step, ended.is_stopped) == (2, True)
     assert recorded.named("run_stopped") == [{"step": 2, "saved": True}]
     assert step_log.read(tmp_path / "tiny")[-1].start_step == 2
@@ -199,26 +206,12 @@ def test_last_step_before_the_end_of_the_data_is_in_every_tier(tmp_path, corpus)
         jobs.assembled(jobs.configured(tmp_path, corpus, run_name="moved"))
 
 
-class Failing(Stateless):
-    """A callback that fails right after a save was begun, at the step after it."""
-
-    def after_step(self, step, report):
-        del report
-        if step == 5:
-            raise ZeroDivisionError("of the callback")
-
-
-def callbacks(config):
-    del config
-    return {"failing": Failing()}
-
-
 @pytest.mark.slow
 def test_run_of_one_process_that_fails_has_its_last_due_step(tmp_path, corpus):
     config = runs.write_config(tmp_path, corpus, steps=8, checkpoint_period=4)
-    ended = runs.cli("train", config, f"training_callbacks={__name__}:callbacks")
+    ended = runs.cli("train", config, f"training_callbacks={__name__}:failing")
     assert ended.returncode == 1, ended.stdout
-    assert "ZeroDivisionError: of the callback" in ended.stderr
+    assert "ZeroDivisionError: division by zero" in ended.stderr
     assert runs.saved_steps(tmp_path / "tiny") == [4]
     (lines,) = run_files.read_metrics(tmp_path / "tiny" / "metrics").values()
     assert metrics.FAILURES.name in [line["metric"] for line in lines]
