@@ -125,6 +125,10 @@ def test_restored_values_stay_when_files_are_used_again(make, tmp_path):
     assert steps_of(checkpointer) == [4]
     assert of_first & files()
     assert bits(restored) == bits(saved(1))
+    # A step can update the restored arrays in place.
+    address = restored["jax"].unsafe_buffer_pointer()
+    updated = jax.jit(lambda array: array + 1, donate_argnums=0)(restored["jax"])
+    assert updated.unsafe_buffer_pointer() == address
 
 
 def test_a_start_searches_once_for_the_step_that_it_loads(make, monkeypatch):

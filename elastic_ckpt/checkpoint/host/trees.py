@@ -298,12 +298,12 @@ def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         place = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
         places.setdefault(boxes.of_index(index or (), shape), []).append(place)
-    is_moved = any(each.platform != "cpu" for each in sharding.addressable_devices)
+    is_far = any(each.platform != "cpu" for each in sharding.addressable_devices)
     (device, *_) = sharding.addressable_devices
     if sharding.memory_kind not in (None, device.default_memory().kind):
         # Pieces can only be assembled in the default memory of devices.
         most_bytes = None
-    elif most_bytes is None and is_moved:
+    elif most_bytes is None and is_far:
         # Each chunk's file can then be sent unchanged.
         most_bytes = layout.CHUNK_BYTES
     pieces = [
@@ -318,6 +318,13 @@ def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
         box, piece = pieces[number]
         values = cast(leaf.path, values, dtype)
         placed = [jax.device_put(values, place) for place in places[box]]
+        if not is_far:
+            # These arrays share the memory of `values`. Such memory cannot be donated,
+            # so the next step would copy it and allocate the new state beside it.
+            placed = [
+                jax.device_put(each, place, may_alias=False)
+                for each, place in zip(placed, places[box], strict=True)
+            ]
         if piece == box:
             return placed
         start = [a - b for a, b in zip(piece.start, box.start, strict=True)]
@@ -339,7 +346,7 @@ def _of_this_host(leaf: AskedLeaf, most_bytes: int | None) -> WantedLeaf:
                 shape, sharding, [part for of_box in placed for part in of_box]
             )
         ),
-        is_moved=is_moved,
+        is_moved=True,
     )
 
 
