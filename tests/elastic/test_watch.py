@@ -52,7 +52,7 @@ def first_hang(hosts, silent_from=math.inf, paused_at=math.inf, heartbeat_secs=2
         ([{**STEP, 1: "step"}, STEP, {**STEP, 1: "step"}], {}, 601, {1}, "step"),
         # One does not reach host 0, as slowly as a heartbeat may take; and nobody does.
         ([JOIN, JOIN, REACH], {}, 32, {2}, "reach"),
-        ([JOIN, JOIN, REACH], {"heartbeat_secs": 90.0}, 92, {2}, "reach"),
+        ([JOIN, JOIN, REACH], {"heartbeat_secs": 90.0}, 92, {2}, "reach' for 92 s"),
         ([JOIN, REACH, REACH], {}, 32, {0}, "join"),
         ([JOIN] * 3, {}, 602, set(), "join"),
         # Time counts from when host 0 listens.
