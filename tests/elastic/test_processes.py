@@ -1,10 +1,7 @@
 """`ec.elastic.Processes` with plain values, from a script as users write it."""
 
-import re
 import subprocess
 import sys
-
-import pytest
 
 PROGRAM = """
 import elastic_ckpt as ec
@@ -24,30 +21,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("good", "bad", "line", "says"),
-    [
-        # Each host would run it again.
-        (
-            *('if __name__ == "__main__":', "if True:"),
-            "the program cannot be imported",
-            "ec.elastic.Processes starts processes that each run this script again; put"
-            ' all code except definitions under `if __name__ == "__main__":`',
-        ),
-        # Hosts cannot get its training function.
-        pytest.param(
-            *("run(train,", "run(lambda world: None,"),
-            "the training function cannot be sent to host processes",
-            "<lambda>.*; define it with `def` at the top level of a module",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_a_script_that_hosts_cannot_run_ends_and_says_why(
-    tmp_path, good, bad, line, says
-):
+def test_a_script_that_hosts_would_run_again_ends_and_says_why(tmp_path):
     path = tmp_path / "program.py"
-    path.write_text(PROGRAM.replace(good, bad))
+    path.write_text(PROGRAM.replace('if __name__ == "__main__":', "if True:"))
     ended = subprocess.run(
         [sys.executable, path],
         cwd=tmp_path,
@@ -57,7 +33,8 @@ def test_a_script_that_hosts_cannot_run_ends_and_says_why(
         timeout=900,
     )
     assert ended.returncode != 0
-    assert line in ended.stderr.strip().splitlines()[-1]
-    assert re.search(says, ended.stderr)
-    # One line says it, but for what hosts have printed.
-    assert ended.stderr.count("Traceback") == 1 or "this script again" in says
+    assert "the program cannot be imported" in ended.stderr.splitlines()[-1]
+    assert (
+        "ec.elastic.Processes starts processes that each run this script again; put"
+        ' all code except definitions under `if __name__ == "__main__":`'
+    ) in ended.stderr
