@@ -78,15 +78,14 @@ def case(request, tmp_path):
 
 
 def test_faults_are_due_in_the_order_of_their_steps():
-    text = '[{"return_slice": 1, "at_step": 8}, {"kill_slice": 1, "at_step": 4}]'
+    text = '[{"return_slice": 1, "at_step": 8}, {"kill_slice": 0, "at_step": 4}]'
     listed = faults.parse(text)
-    assert listed == (
-        faults.Fault(kind=faults.Kind.KILL_SLICE, target=1, at_step=4),
-        faults.Fault(kind=faults.Kind.RETURN_SLICE, target=1, at_step=8),
-    )
-    assert faults.parse("") == ()
+    assert [(each.kind, each.target, each.at_step) for each in listed] == [
+        *(("kill_slice", 0, 4), ("return_slice", 1, 8))
+    ]
     num_due = [len(faults.due(listed, step)) for step in (3, 4, 7, 8, 9)]
     assert num_due == [0, 1, 1, 2, 2]
+    assert faults.parse("") == ()
 
 
 def test_a_world_that_was_decided_on_runs_to_its_end(case):
@@ -131,29 +130,23 @@ def test_a_lost_slice_is_reported_and_missing_and_new_when_it_returns(case):
     assert jax.jit is jitted
 
 
-def test_hosts_leave_after_the_same_step_and_lose_none(case):
+def test_hosts_leave_after_the_same_step_stop_after_sigterm_and_fail_as_the_program(
+    case,
+):
     assert not case.open().run(steps=MANY, has_changed=lambda: True)
-    (step,) = {each["step"] for each in case.notes("left")}
-    assert {each["why"] for each in case.notes("left")} == {"resume"}
+    (step,) = {each["step"] for each in case.notes("left-1")}
+    assert {each["why"] for each in case.notes("left-1")} == {"resume"}
     assert case.named("world_left") == [{"step": step}]
-    assert not case.named("slice_lost")
     assert set(case.cluster.slices(BOTH).alive_secs) == BOTH
-
-
-def test_an_exception_of_the_training_is_the_users(case):
-    case.open()
+    assert case.run(number=2, steps=MANY, action=str(os.getpid()), at_step=2)
+    assert case.named("stop_requested")
+    assert {each["why"] for each in case.notes("left-2")} == {"stop"}
+    assert len(case.named("world_left")) == 1
+    # The exception is the user's.
     with pytest.raises(errors.RunError, match="ValueError: the number is wrong") as ei:
-        case.run(action="raise", at_step=2)
+        case.run(number=3, action="raise", at_step=2)
     assert "tiny_hosts.py" in ei.value.failures[0].traceback
     assert not case.named("slice_lost")
-
-
-def test_sigterm_ends_the_run_after_a_step(case):
-    case.open()
-    assert case.run(steps=MANY, action=str(os.getpid()), at_step=2)
-    assert case.named("stop_requested")
-    assert {each["why"] for each in case.notes("left")} == {"stop"}
-    assert not case.named("world_left")
 
 
 @pytest.mark.slow

@@ -12,13 +12,13 @@ import signal
 import threading
 import time
 import types
+from concurrent import futures
 from multiprocessing import connection
 
 import pytest
 
 from elastic_ckpt.core import errors, events, process
 from elastic_ckpt.elastic import (
-    cluster,
     decision,
     failures,
     faults,
@@ -28,6 +28,7 @@ from elastic_ckpt.elastic import (
     process_cluster,
     watch,
 )
+from tests import host_worlds
 from tests.recorded_events import RecordedEvents
 
 LIMITS = watch.Limits(most_secs=math.inf, heartbeat_secs=math.inf)
@@ -326,14 +327,9 @@ def connected(listener):
     )
 
 
-def assignment(*slices):
-    work = decision.Train(slices=slices, spares=(), rows=0, accumulated=1)
-    return cluster.Assignment(number=1, work=work)
-
-
-def world_of(hosts, *slices):
-    """A world that trains on these slices, and the orders to its hosts from here on."""
-    world = hosts._world(assignment(*slices))
+def world_of(hosts, num_hosts):
+    """A world that trains on slices, and the orders to its hosts from here on."""
+    world = hosts._world(host_worlds.assignment(1, num_hosts))
     world.is_running = True
     hosts._machines.own.orders.clear()
     return world
@@ -361,14 +357,15 @@ def test_a_machine_comes_leaves_comes_back_is_lost_and_is_told_of_the_end(
     far.close()
     with contextlib.closing(connected(listener)) as far:
         await_slices(0, 1)
-        world = world_of(hosts, 0, 1)
+        world = world_of(hosts, 2)
     # It is back at once, without its hosts.
     with contextlib.closing(connected(listener)):
         wait_until(lambda: world.alive == {0}, hosts)
         await_slices(0, 1)
         assert [each.message for each in world.failures] == ["killed by SIGKILL"]
         # It does not end its hosts.
-        world = world_of(hosts, 1)
+        world = world_of(hosts, 2)
+        world.take(0, {"exit": 0})
         hosts._machines.lost_secs = 0.0
         hosts._await_end([world])
         assert not world.alive
@@ -385,10 +382,9 @@ def test_nothing_is_heard_of_a_world_that_is_lost(hosts):
     own.hosts_per_slice = 2
     steps = {"host": [1, 1], "event": "step_done", "fields": {"step": 1}}
     own.messages = [steps, {"host": [1, 0], "exit": -signal.SIGKILL}]
+    more = {"emit": hosts._emit, "has_changed": lambda: None}
     with pytest.raises(failures.WorldLostError):
-        hosts.run_world(
-            *(print, assignment(0)), emit=hosts._emit, has_changed=lambda: None
-        )
+        hosts.run_world(print, host_worlds.assignment(1, 1), **more)
     for ends in ([{"host": [1, 1], "exit": 1}], []):
         own.messages = [steps, *ends]
         hosts.wait(0.0)
@@ -396,7 +392,7 @@ def test_nothing_is_heard_of_a_world_that_is_lost(hosts):
 
 
 def test_sigterm_after_a_failure_gives_no_further_time_and_ends_the_run_once(hosts):
-    world = world_of(hosts, 0)
+    world = world_of(hosts, 1)
     failure = {"host": 0, "message": "DEADLINE_EXCEEDED: Barrier", "at_secs": 1.0}
     world.take(0, {"failure": {**failure, "is_of_devices": True}})
     until_secs = world.deadline_secs
@@ -410,7 +406,7 @@ def test_sigterm_after_a_failure_gives_no_further_time_and_ends_the_run_once(hos
 
 def test_hosts_that_leave_are_told_that_a_machine_goes_and_that_the_run_ends(hosts):
     """All machines get SIGTERM, but not at the same time."""
-    world = world_of(hosts, 0)
+    world = world_of(hosts, 1)
     for loses_memory in (False, True):
         world.leave(3, loses_memory=loses_memory, may_abandon=False)
     world.stop()
@@ -425,7 +421,7 @@ def test_hosts_that_leave_are_told_that_a_machine_goes_and_that_the_run_ends(hos
 
 @pytest.mark.usefixtures("far")
 def test_a_change_that_is_decided_does_not_wait_for_a_compile(hosts):
-    world = hosts._training = world_of(hosts, 0, 1)
+    world = hosts._training = world_of(hosts, 2)
     world.begin(hosts._emit)
     world.take(0, {"phase": watch.COMPILE, "begun": 3})
     decided = decision.Train(slices=(0,), spares=(1,), rows=0, accumulated=1)
@@ -443,7 +439,7 @@ def test_a_change_that_is_decided_does_not_wait_for_a_compile(hosts):
 @pytest.mark.parametrize("host_alone", [False, True])
 def test_the_memory_of_a_machine_that_ends_stays(hosts, host_alone):
     """It may start again; a slice that is preempted loses its memory."""
-    world = hosts._training = world_of(hosts, 0)
+    world = hosts._training = world_of(hosts, 1)
     if host_alone:
         hosts._preempt([0])
     else:
@@ -465,7 +461,7 @@ def test_a_slice_that_returns_is_refused_no_longer(hosts):
 
 def test_a_fault_of_a_host_that_the_world_has_not_changes_nothing(hosts):
     hosts._faults = [faults.Fault(kind="kill_host", target=1)]
-    hosts._inject(world_of(hosts, 0))
+    hosts._inject(world_of(hosts, 1))
     assert len(hosts._emit.named("fault_injected")) == 1
     assert not hosts._machines.own.orders
 
@@ -475,7 +471,7 @@ def test_a_prepared_world_waits_for_any_time_and_blames_the_host_that_others_fai
     hosts,
 ):
     hosts._limits = watch.Limits(most_secs=-1.0, heartbeat_secs=-1.0)
-    world = hosts._next = world_of(hosts, 0, 1)
+    world = hosts._next = world_of(hosts, 2)
     for host in range(2):
         world.take(host, {"phase": watch.JOIN, "begun": 1})
     hosts.wait(0.0)
@@ -483,15 +479,6 @@ def test_a_prepared_world_waits_for_any_time_and_blames_the_host_that_others_fai
     world.take(1, {"exit": -signal.SIGABRT})
     world.take(0, {"exit": -signal.SIGKILL})
     assert world.unfit() == {0: "killed by SIGKILL"}
-
-
-@pytest.fixture
-def ends(listener):
-    """Both ends of a link: the one that connected, and the one that was accepted."""
-    far = link.connect(listener.address, listener.key, 600.0, machine=1)
-    near = listener.accepted.get(timeout=600)
-    with contextlib.closing(far), contextlib.closing(near):
-        yield far, near
 
 
 def messages(one):
@@ -517,26 +504,7 @@ def end(far, near):
         (lambda _, near: setattr(near, "_lost_secs", -1.0), "stopped responding"),
     ],
 )
-def test_messages_go_both_ways_until_a_peer_ends_or_fails(ends, lose, says):
-    far, near = ends
-    assert near.hello == {"machine": 1}
-    far.send(machine=1)
-    near.send(start=[1, 0])
-    near.send()
-    assert messages(near) == [{"machine": 1}]
-    assert messages(far) == [{"start": [1, 0]}]
-    lose(far, near)
-    with pytest.raises(link.LinkLostError, match=says):
-        messages(near)
-
-
-def test_a_connection_without_the_key_is_refused(listener):
-    with pytest.raises(link.LinkLostError):
-        link.connect(listener.address, "another key", 600)
-    assert listener.accepted.empty()
-
-
-def test_a_machine_without_descriptors_accepts_peers_later(monkeypatch, request):
+def test_messages_go_both_ways_until_a_peer_ends_or_fails(monkeypatch, lose, says):
     accept, scarcity = link.socket.socket.accept, [OSError(errno.EMFILE, "Too many")]
 
     def scarce(listening):
@@ -544,25 +512,38 @@ def test_a_machine_without_descriptors_accepts_peers_later(monkeypatch, request)
             raise scarcity.pop()
         return accept(listening)
 
+    # It has no descriptors left for a while.
     monkeypatch.setattr(link.socket.socket, "accept", scarce)
-    request.getfixturevalue("ends")
+    with contextlib.closing(link.Listener("127.0.0.1", 600)) as listener:
+        with pytest.raises(link.LinkLostError):
+            link.connect(listener.address, "another key", 600)
+        assert listener.accepted.empty()
+        far = link.connect(listener.address, listener.key, 600, machine=1)
+        near = listener.accepted.get(timeout=600)
     assert not scarcity
+    with contextlib.closing(far), contextlib.closing(near):
+        assert near.hello == {"machine": 1}
+        far.send(machine=1)
+        near.send(start=[1, 0])
+        near.send()
+        assert messages(near) == [{"machine": 1}]
+        assert messages(far) == [{"start": [1, 0]}]
+        lose(far, near)
+        with pytest.raises(link.LinkLostError, match=says):
+            messages(near)
 
 
 def test_a_peer_that_shows_the_key_too_late_is_not_linked():
     with contextlib.closing(link.Listener("127.0.0.1", 600)) as listener:
         pass
-    with link.socket.create_server(("127.0.0.1", 0)) as server:
-        ours = link.socket.create_connection(server.getsockname())
-        theirs, _ = server.accept()
-    peer = threading.Thread(target=listener._admit, args=(theirs,))
-    peer.start()
-    channel = link._as_connection(ours, 600)
-    link.connection.answer_challenge(channel, listener.key.encode())
-    link.connection.deliver_challenge(channel, listener.key.encode())
-    channel.send_bytes(b"{}")
-    peer.join()
-    assert listener.accepted.empty()
-    with pytest.raises(EOFError):
-        channel.recv_bytes()
-    channel.close()
+    with (
+        link.socket.create_server(("127.0.0.1", 0)) as server,
+        futures.ThreadPoolExecutor() as pool,
+    ):
+        address = "{}:{}".format(*server.getsockname())
+        linked = pool.submit(link.connect, address, listener.key, 600)
+        listener._admit(server.accept()[0])
+        with contextlib.closing(linked.result()) as far:
+            assert listener.accepted.empty()
+            with pytest.raises(link.LinkLostError):
+                messages(far)
