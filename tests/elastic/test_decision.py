@@ -57,24 +57,17 @@ def test_run_trains_on_slices_that_have_settled(
     assert (chosen.slices, chosen.spares) == (decided, ())
 
 
-@pytest.mark.parametrize(
-    ("at_secs", "is_quarantined"),
-    [
-        ((), False),
-        ((0, 10), False),
-        ((0, 10, 20), True),
-        ((20, 0, 10), True),
-        ((0, 10, 20.5), False),
-        ((0, 30, 40, 50), True),
-        # The failures of a slice stay.
-        ((0, 10, 20, 1e9), True),
-    ],
-)
-def test_a_slice_that_fails_repeatedly_is_quarantined(at_secs, is_quarantined):
+@given(st.lists(st.integers(0, 60), max_size=6))
+@example([0, 10, 20])
+@example([20, 0, 10, 1000])
+@example([0, 10, 21])
+def test_a_slice_that_fails_repeatedly_is_quarantined(at_secs):
+    ordered = sorted(at_secs)
+    is_often = any(c - a <= 20 for a, c in zip(ordered, ordered[2:], strict=False))
     failures = sum((failed(1, at_secs=each) for each in at_secs), failed(0, 2))
     slices = decision.Slices(alive_secs={}, failures=failures)
     policy = decision.Policy(quarantine_failures=3, quarantine_secs=20.0)
-    assert slices.quarantined(policy) == ({1} if is_quarantined else set())
+    assert slices.quarantined(policy) == ({1} if is_often else set())
     assert not slices.quarantined(decision.Policy())
 
 
@@ -87,18 +80,14 @@ def test_too_few_slices_are_waited_for_and_then_the_run_stops():
         within_secs=40,
     )
     assert decide(slices, waited_secs=61, **policy).within_secs == 0
-
-
-def test_an_objection_of_the_data_is_part_of_the_reason():
-    slices = decision.Slices(alive_secs=present(0, 1))
+    # An objection of the data is part of the reason.
     asked = []
 
     def objection(num_slices, rows):
         asked.append((num_slices, rows))
         return f"{num_slices} do not divide the shards"
 
-    work = dataclasses.replace(WORK, objection=objection)
-    decided = decide(slices, work=work)
+    decided = decide(slices, work=dataclasses.replace(WORK, objection=objection))
     assert asked == [(2, 24), (1, 24)]
     assert decided.why == (
         "no subset of slices [0, 1] can divide a batch: 2 do not divide the shards;"

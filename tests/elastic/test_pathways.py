@@ -129,17 +129,15 @@ def state_on(num_slices):
     }
 
 
-def taken(state, step, wanted):
-    """What is taken of a state after 7 steps, and what is told of it."""
-    recorded, device_state = RecordedEvents(), world.DeviceState()
-    device_state.put(7, state)
-    found = device_state.take(step, wanted, recorded)
-    # It is kept no longer.
-    assert device_state.take(step, wanted, recorded) is None
-    return found, recorded.events
-
-
 def test_the_state_is_taken_by_another_world_that_wants_the_same():
+    def taken(state, step, wanted):
+        recorded, kept = RecordedEvents(), world.DeviceState()
+        kept.put(7, state)
+        found = kept.take(step, wanted, recorded)
+        # It is kept no longer.
+        assert kept.take(step, wanted, recorded) is None
+        return found, recorded.events
+
     states = {number: state_on(number) for number in (3, 4)}
     for old, new in (states[3], states[4]), (states[4], states[3]):
         found, ((name, fields),) = taken(old, 7, new)

@@ -91,17 +91,12 @@ def run(cluster, present_policy=None, **policy):
 
 
 ALL, LEFT = (0, 1, 2, 3), (0, 2, 3)
-LATER = range(4001, 5001, 200)
 BACK_AT_ONCE = loses(1, back_secs=0.0)
+LATER = [range(4900, 5001), *(range(n, n + 200) for n in range(4001, 5001, 200))]
 
 
 def loses_one_after(*steps):
     return loses(1, steps=steps, back_secs=SETTLED)
-
-
-def trains(first, until):
-    """A world that trains some steps, and loses hosts, but no slice."""
-    return loses(steps=range(first, until))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +123,7 @@ def trains(first, until):
         # The slice with the newest steps is lost, and its memory; each world begins
         # later than the one before.
         (
-            *(1, [trains(4900, 5001), *(trains(n, n + 200) for n in LATER), ends]),
+            *(1, [*(loses(steps=steps) for steps in LATER), ends]),
             *({"max_retries": 2}, [(0,)] * 7),
         ),
         # Without retries, slices that are preempted are not left.
@@ -160,7 +155,6 @@ def raises(_):
     raise errors.RunError("ZeroDivisionError")
 
 
-QUARANTINE = {"min_slices": 2, "quarantine_failures": 1, "wait_secs": 0}
 BRIEF = {"min_slices": 2, "wait_secs": 0.01}
 
 
@@ -175,7 +169,8 @@ BRIEF = {"min_slices": 2, "wait_secs": 0.01}
         # Slices that are preempted are left, even if the others have to wait.
         (2, [preempted], BRIEF, 1, r"a wait of 0 s, .* min_slices=2; bring"),
         (
-            *(2, [loses_one_after()], QUARANTINE, 1),
+            *(2, [loses_one_after()]),
+            *({"min_slices": 2, "quarantine_failures": 1, "wait_secs": 0}, 1),
             r"slices \[1\] are quarantined after repeated failures; bring slices back",
         ),
         (
@@ -183,7 +178,13 @@ BRIEF = {"min_slices": 2, "wait_secs": 0.01}
             "3 worlds in a row were lost without a new step, .* First loss: host 0",
         ),
         # Worlds fail before a save.
-        (1, [trains(11, 14)] * 4, {"max_retries": 2}, 3, "3 worlds in a row"),
+        (
+            1,
+            [loses(steps=range(11, 14))] * 4,
+            {"max_retries": 2},
+            3,
+            "3 worlds in a row",
+        ),
         (4, [loses(3)], {"max_retries": 0}, 1, "^host 0 failed: killed by SIGKILL"),
         (4, [raises, ends], {"max_retries": 5}, 1, "ZeroDivision"),
     ],
