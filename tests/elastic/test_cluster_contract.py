@@ -97,8 +97,8 @@ def test_a_world_that_was_decided_on_runs_to_its_end(case):
     assert case.cluster.slices(BOTH).current == BOTH
     assert case.cluster.slices(BOTH).alive_secs.keys() == BOTH
     assert case.run(slices=(1,), number=7)
-    assert case.notes("began-7") == [{"number": 7, "slices": [1]}]
-    assert case.notes("work-7") == [{"rows": 24, "parts": 3}]
+    began = {"number": 7, "slices": [1], "rows": 24, "parts": 3}
+    assert case.notes("began-7") == [began]
     # Half of the devices.
     assert case.named("step")[-1]["loss"] == 4.0
     assert case.named("world_joined") == [{"world": 6}, {"world": 7}]

@@ -98,9 +98,7 @@ def test_hang_is_found_when_its_time_is_over_and_not_before(
 
 
 @pytest.mark.parametrize("phases", [{0: watch.CLOSE}, {**STEP, 5: END}])
-def test_uploads_at_the_end_may_take_any_time_and_hosts_that_ended_count_no_more(
-    phases,
-):
+def test_uploads_at_the_end_and_hosts_that_have_ended_may_take_any_time(phases):
     assert first_hang([phases] * 3) is None
 
 

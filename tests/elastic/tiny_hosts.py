@@ -16,8 +16,8 @@ RATES = {"tokens": 9, "learning_rate": 0.1}
 def counts(world, *, steps, directory, action="", at_step=0):
     """Sums over all devices; in a step host 0 raises, or has a process end."""
     directory = pathlib.Path(directory)
-    note(directory, world, "began", number=world.number, slices=world.slices)
-    note(directory, world, "work", rows=world.rows, parts=world.microbatches)
+    work = {"rows": world.rows, "parts": world.microbatches}
+    note(directory, world, "began", number=world.number, slices=world.slices, **work)
     sharding = topology.over_all_devices(world.mesh)
     ones = jax.make_array_from_callback(
         (world.mesh.size,), sharding, lambda _: np.ones(1, np.float32)
