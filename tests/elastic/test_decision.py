@@ -14,10 +14,6 @@ WORK = decision.Work(num_slices=4, rows=24, devices_per_slice=2, max_rows_per_de
 LONG = 1e6
 
 
-def present(*numbers, secs=LONG):
-    return dict.fromkeys(numbers, secs)
-
-
 def failed(*slices, at_secs=0.0):
     return tuple(decision.Failure(slice=each, at_secs=at_secs) for each in slices)
 
@@ -50,7 +46,7 @@ def test_run_trains_on_slices_that_have_settled(
 ):
     slices = decision.Slices(
         current=frozenset(current),
-        alive_secs=present(*REST) | {1: secs},
+        alive_secs=dict.fromkeys(REST, LONG) | {1: secs},
         slow=frozenset([1] * is_slow),
     )
     chosen = decide(slices, **policy)
@@ -72,7 +68,9 @@ def test_a_slice_that_fails_repeatedly_is_quarantined(at_secs):
 
 
 def test_too_few_slices_are_waited_for_and_then_the_run_stops():
-    slices = decision.Slices(alive_secs=present(0, 1), failures=failed(1, 2))
+    slices = decision.Slices(
+        alive_secs=dict.fromkeys(range(2), LONG), failures=failed(1, 2)
+    )
     policy = {"min_slices": 2, "wait_secs": 60, "quarantine_failures": 1}
     assert decide(slices, waited_secs=20, **policy) == decision.Wait(
         why="slices [0] are usable, but min_slices=2; slices [1] are quarantined after"

@@ -32,32 +32,26 @@ def run(program, directory, emit, *, num_hosts=2, **options):
 
 
 LOGGED = r"\n.*host-1\.log:\n.*host 1 was here"
-DIES, KILLED = (signal.raise_signal, signal.SIGKILL), "killed by SIGKILL"
-
-
-def raises(error):
-    return failing_hosts.raise_, error
+DIES = functools.partial(signal.raise_signal, signal.SIGKILL)
+KILLED = "killed by SIGKILL"
 
 
 @pytest.mark.parametrize(
     ("acts", "says", "lost"),
     [
         # Our own errors have their own words.
-        ({1: raises(errors.DataError("a is cut short"))}, "1 failed: a is cut", {}),
-        ({1: raises(ValueError("no"))}, f"1 failed: ValueError: no{LOGGED}", {}),
+        ({1: errors.DataError("a is cut short")}, "1 failed: a is cut", {}),
+        ({1: ValueError("no")}, f"1 failed: ValueError: no{LOGGED}", {}),
         # Only of a host that could not report it there is an event.
         ({1: DIES}, f"1 failed: {KILLED}{LOGGED}", {1: KILLED}),
         (
-            {1: (os._exit, 3)},
+            {1: functools.partial(os._exit, 3)},
             "1 failed: stopped with exit code 3\n",
             {1: "stopped with exit code 3"},
         ),
         ({0: DIES, 1: DIES}, rf"\d failed: {KILLED}", {0: KILLED, 1: KILLED}),
         (
-            {
-                **{n: raises(RuntimeError(f"echo {n}")) for n in range(2)},
-                2: raises(errors.DataError("cause")),
-            },
+            dict(enumerate([*map(RuntimeError, "ab"), errors.DataError("cause")])),
             "2 failed: cause",
             {},
         ),
@@ -70,7 +64,6 @@ def test_a_world_ends_with_the_words_of_the_host_that_failed_first(
         # However slow this machine is, all are heard; else one stays for an hour.
         for pause in ("_TOGETHER_SECS", "_GRACE_SECS"):
             monkeypatch.setattr(process_cluster, pause, 600)
-    acts = {host: functools.partial(*act) for host, act in acts.items()}
     program = functools.partial(failing_hosts.stay, acts=acts)
     with pytest.raises(failures.WorldLostError, match=f"^host {says}") as error:
         run(program, tmp_path, recorded, num_hosts=max(acts) + 1)
