@@ -141,8 +141,7 @@ def test_the_state_is_taken_by_another_world_that_wants_the_same():
     states = {number: state_on(number) for number in (3, 4)}
     for old, new in (states[3], states[4]), (states[4], states[3]):
         found, ((name, fields),) = taken(old, 7, new)
-        told = (name, fields["step"], fields["device_bytes"])
-        assert told == ("state_kept", 7, 76)
+        assert (name, fields["step"], fields["device_bytes"]) == ("state_kept", 7, 76)
         for leaf, expected, like in zip(
             *map(jax.tree.leaves, (found, old, new)), strict=True
         ):
@@ -156,9 +155,7 @@ def test_the_state_is_taken_by_another_world_that_wants_the_same():
         assert taken(old, 7, new) == (None, [])
 
 
-def test_a_head_starts_beside_a_proxy_or_says_what_starts_it(
-    corpus, tmp_path, monkeypatch
-):
+def test_a_head_starts_by_a_proxy_or_says_what_does(corpus, tmp_path, monkeypatch):
     config = runs.write_config(tmp_path, corpus, enable_single_controller=True)
     output = runs.verb("train", config, code=errors.CONFIG_EXIT_CODE)
     assert "JAX_PLATFORMS does not contain `proxy`" in output

@@ -17,14 +17,8 @@ with ec.elastic.Processes(slices=2) as cluster:
 def test_a_script_that_hosts_would_run_again_ends_and_says_why(tmp_path):
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
-    ended = subprocess.run(
-        [sys.executable, path],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
+    read = {"capture_output": True, "text": True, "check": False, "timeout": 900}
+    ended = subprocess.run([sys.executable, path], cwd=tmp_path, **read)
     assert ended.returncode != 0
     assert "the program cannot be imported" in ended.stderr.splitlines()[-1]
     assert (
